@@ -48,31 +48,31 @@ ROW_SECONDS = 3600
 QUICK = (
     # Start, loss of a node and finish, then failures of workers, in both modes.
     "test_runtime_standard.py::test_a_killed_node_is_replaced_and_the_job_continues",
-    "test_runtime_standard.py::test_exceptions_restart_in_place_and_name_rank_and_line",
+    "test_runtime_standard.py::test_exceptions_restart_workers_in_place_and_are_reported_with_rank_and_line",
     "test_runtime_fast.py::test_a_spare_takes_over_immediately",
-    "test_runtime_fast.py::test_a_crash_loop_backs_off",
+    "test_runtime_fast.py::test_a_job_that_crashes_repeatedly_backs_off",
     "test_launcher_checks.py::test_arguments_of_a_script_are_not_mistaken_for_options_of_torchrun",
     # The fork server's effects on torch, and its assumptions about torch.
-    "test_forkserver.py::test_a_worker_sees_the_same_as_a_fresh_process",
-    "test_forkserver.py::test_the_end_of_a_worker_is_reported",
+    "test_forkserver.py::test_a_forked_worker_sees_the_same_environment_as_a_fresh_process",
+    "test_forkserver.py::test_the_exit_of_a_worker_is_reported",
     "test_forkserver.py::test_torchs_compiler_is_imported_only_when_something_needs_it",
-    "test_forkserver.py::test_an_idle_fork_server_imports_the_compiler_and_checks_that_forks_survive",
+    "test_forkserver.py::test_an_idle_fork_server_imports_the_compiler_and_tests_a_fork",
     "test_forkserver.py::test_settings_of_torch_whose_source_is_missing_stay_unchanged",
     "test_forkserver.py::test_a_worker_that_torchrun_starts_with_a_different_program_is_reported",
-    "test_forkserver.py::test_a_torch_that_starts_workers_differently_runs_them_cold",
+    "test_forkserver.py::test_workers_run_cold_if_this_torch_starts_them_differently",
 )
 """The tests that a row with torch runs by default."""
 LONG = (
     "test_coordinator_disorder.py",
     "test_one_coordinator.py",
-    "test_planted_hangs.py::test_planted_hangs_are_resolved_automatically",
+    "test_planted_hangs.py::test_deliberate_hangs_are_resolved_automatically",
     "test_silent_hosts.py",
-    "test_coordinator_sockets.py::test_members_that_fall_silent_together_are_waited_for",
+    "test_coordinator_sockets.py::test_the_coordinator_waits_if_all_members_fall_silent_together",
     "test_coordinator_sockets.py::test_a_launcher_that_was_stopped_does_not_restart_workers",
     "test_coordinator_sockets.py::test_a_coordinator_that_was_stopped_does_not_restart_workers",
     "test_coordinator_sockets.py::test_a_coordinator_that_was_stopped_does_not_report_a_hang",
     "test_coordinator_sockets.py::test_a_member_whose_host_is_gone_is_lost_within_seconds",
-    "test_coordinator_sockets.py::test_a_host_that_stays_silent_is_lost",
+    "test_coordinator_sockets.py::test_a_host_that_stays_silent_is_declared_lost",
 )
 """Tests without torch that are skipped by default, because they wait or play random histories, with
 the same result on every Python.
@@ -82,8 +82,8 @@ TRAINER_PYTHON = "3.11.2"
 TRAINER = (
     # Content can be restored in both formats, from fsdp to ddp to one process, and from other
     # Python versions.
-    "test_checkpoint_dcp.py::test_loaded_content_keeps_its_types",
-    "test_checkpoint_dcp.py::test_fsdp_then_ddp_then_a_single_process_continue_from_each_other",
+    "test_checkpoint_dcp.py::test_content_read_from_a_checkpoint_keeps_its_types",
+    "test_checkpoint_dcp.py::test_fsdp_then_ddp_then_a_single_process_continue_the_same_run",
     "test_manifest.py",
     "test_other_pythons.py",
 )

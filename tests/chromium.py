@@ -1,4 +1,4 @@
-"""A real headless Chromium, driven through its DevTools protocol. It comes from PATH or from
+"""A real headless Chromium, controlled through its DevTools protocol. It is taken from PATH or from
 Debian's package.
 """
 
@@ -69,13 +69,13 @@ class Page:
             self.problems.append(f"{said['entry']['text']} {said['entry'].get('url', '')}")
 
     async def js(self, code: str) -> Any:
-        """Return the value of an expression, awaited if necessary."""
+        """Evaluate an expression in the page, and return its value, awaited if necessary."""
         result = await self.do("Runtime.evaluate", expression=code, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
 
     async def until(self, code: str) -> Any:
-        """Wait until the value of an expression is true, and return it."""
+        """Wait until an expression's value is true, and return the value."""
         async with asyncio.timeout(SECONDS * slowness()):
             while not (value := await self.js(code)):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
@@ -107,7 +107,7 @@ class Page:
         await self.do("Input.insertText", text=text)
 
     async def picture(self, *, whole: bool = False) -> bytes:
-        """Return a PNG of the visible part, or of the whole page."""
+        """Return a PNG of the visible area or of the whole page."""
         answer = await self.do("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         return base64.b64decode(answer["data"])
 

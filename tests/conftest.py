@@ -20,11 +20,12 @@ from typing import Any
 import hypothesis
 import pytest
 
-# A shell's background jobs may ignore these, and all processes of the tests would inherit this.
+# A shell's background jobs may ignore these signals, and all processes of the tests would inherit
+# that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
-# Threads that wait for work sleep. Several processes compute at once here, and busy waiting took a
-# quarter of their time.
+# Make threads that wait for work sleep. Here, several processes compute at the same time, and busy
+# waiting took a quarter of their time.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # A busy machine must not fail tests that only take longer on it.
 hypothesis.settings.register_profile("ddpjob", deadline=None)
@@ -118,9 +119,9 @@ if os.environ.get("DDPJOB_WITHOUT_TORCH"):
 def pytest_configure(config: pytest.Config) -> None:
     """Hide GPUs from all tests except tests/gpu.
 
-    Otherwise training runs would use a visible GPU with NCCL and bfloat16, and ranks forked from a
-    process that has used it would fail. This happens before CUDA is first queried, and is inherited
-    by the tests' processes.
+    Otherwise, training runs would use a visible GPU with NCCL and bfloat16, and ranks forked from a
+    process that has used the GPU would fail. This must happen before CUDA is first queried, and the
+    tests' processes inherit it.
     """
     gpu = HERE / "gpu"
     chosen = [(config.invocation_params.dir / word.partition("::")[0]).resolve() for word in config.args]
@@ -138,8 +139,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Disable garbage collection while pytest collects tests, and exempt the modules and tests from
-    it afterwards, because they exist until the end. Scanning them repeatedly took each worker a
-    sixth of the time for collecting tests.
+    it afterwards, because they exist until the end. Scanning them repeatedly took a sixth of each
+    worker's collection time.
     """
     gc.disable()
     try:

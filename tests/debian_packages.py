@@ -1,4 +1,4 @@
-"""Programs of Debian's packages, unpacked into ~/.cache/ddpjob once per machine; nothing is
+"""Programs from Debian's packages, unpacked into ~/.cache/ddpjob once per machine. No package is
 installed.
 """
 
@@ -17,14 +17,14 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddpj
 
 
 def unpacked(package: str, *others: str, needed: bool = False) -> Path:
-    """Return the folder with the packages' files. With `needed`, it also has all dependencies that
-    this machine lacks.
+    """Return the folder with the packages' files. With `needed`, it also contains all dependencies
+    that this machine lacks.
 
-    Skips the test if the packages are not available; with CI=true this is a failure.
+    Skips the test if the packages are not available; with CI=true, the test fails instead.
     """
     cache = CACHE / package
     cache.mkdir(parents=True, exist_ok=True)
-    with (cache / "lock").open("a") as lock:  # a process that waited here finds them unpacked
+    with (cache / "lock").open("a") as lock:  # a process that waited for the lock finds them unpacked
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (cache / "files").is_dir():
             _download(cache, [package, *others], needed=needed)
@@ -39,7 +39,8 @@ def _download(cache: Path, packages: list[str], *, needed: bool) -> None:
     with tempfile.TemporaryDirectory(dir=cache, prefix=".download-") as temporary:
         place = Path(temporary)
         done = _fetched(place, packages, [], needed=needed)
-        if done.returncode != 0:  # separate lists, because the machine's lists are missing or older than the mirror
+        # Use separate package lists, because the machine's may be missing or older than the mirror.
+        if done.returncode != 0:
             lists = ["-o", f"Dir::State::Lists={place}/lists", "-o", f"Dir::Cache={place}/cache"]
             (place / "lists" / "partial").mkdir(parents=True)
             _run(place, "apt-get", *lists, "update")
@@ -76,5 +77,5 @@ def _run(place: Path, *command: str) -> subprocess.CompletedProcess[str]:
 def refuse(what: str, why: str) -> None:
     """Skip the test, or fail it if CI=true."""
     if os.environ.get("CI", "").lower() in ("true", "1"):
-        pytest.fail(f"CI=true, and there is no {what}: {why}", pytrace=False)
-    pytest.skip(f"there is no {what}: {why}")
+        pytest.fail(f"CI=true, but {what} is not available: {why}", pytrace=False)
+    pytest.skip(f"{what} is not available: {why}")

@@ -1,8 +1,8 @@
-"""Generated DDPJobs from the CRD's schema: valid, at the limits and invalid. Pod templates and
-statuses have any content.
+"""DDPJobs generated from the CRD's schema: valid ones, some at the limits, and invalid ones. Pod
+templates and statuses may have any content.
 
-A number generates the same object in every version of Python. A failing test prints the number, and
-`Maker(number)` generates the object again.
+The same number generates the same object in every Python version. A failing test prints the number,
+and `Maker(number)` generates the object again.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Maker:
     # --- whole objects
 
     def manifest(self, name: str = "job") -> Json:
-        """Return a DDPJob. About every second one is probably valid."""
+        """Return a DDPJob. About half of these are valid."""
         chosen = self.pick(("script", "script", "module", "command"))
         program: Json = {"script": "train.py", "module": "my.module", "command": ["python", "-m", "train"]}
         spec: Json = {"image": "image", chosen: program[chosen]}
@@ -97,7 +97,7 @@ class Maker:
             status["conditions"] = list({c["type"]: c for c in status["conditions"]}.values())
         return status
 
-    # --- values by their schema
+    # --- values for a schema
 
     def value(self, schema: Json) -> Any:
         """Return a value that fits the schema, often one at its limits."""
@@ -146,7 +146,7 @@ class Maker:
     # --- faults
 
     def spoil(self, value: Any) -> None:
-        """Put one fault into the value: a null, a different type, an unknown field, or an empty or
+        """Plant one fault in the value: a null, a different type, an unknown field, or an empty or
         very long value.
         """
         places: list[tuple[Any, Any]] = []

@@ -1,4 +1,4 @@
-"""A git server on loopback: git's own http-backend over a folder of repositories, optionally with a
+"""A git server on loopback: git's own http-backend for a folder of repositories, optionally with a
 password.
 """
 

@@ -1,4 +1,4 @@
-"""Pickles that change the objects that they refer to."""
+"""Pickles that modify the objects to which they refer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def calling(place: Path) -> bytes:
 
 
 def before(pickled: bytes, hostile: bytes) -> bytes:
-    """Return a pickle that first executes hostile instructions."""
+    """Return a pickle that executes hostile instructions first."""
     return pickled[:2] + hostile + pickled[2:]
 
 
@@ -47,7 +47,7 @@ def unchanged() -> bool:
 
 
 def listed_anew(path: Path) -> None:
-    """Correct the sizes and checksums, as an attacker would who changes the files."""
+    """Correct the sizes and checksums, as an attacker who changes the files would."""
     recorded = json.loads((path / dcp.MANIFEST).read_text())
     recorded.pop("sha256")
     for name in recorded["files"]:

@@ -1,5 +1,5 @@
-"""Libraries that are not in the environment of the tests: a real Horovod, built once per machine
-and version of torch.
+"""Libraries that the test environment lacks: a real Horovod, built once per machine and torch
+version.
 """
 
 from __future__ import annotations

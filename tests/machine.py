@@ -24,9 +24,10 @@ def slowness() -> float:
 def free_port() -> int:
     """Return a free TCP port on the loopback, which no other process of these tests gets.
 
-    A port chosen by the system would be free for anybody once it is closed: another test's members
-    would greet a coordinator that listens where theirs has just been killed. So the ports are below
-    the system's range. Each pytest process has a part of them, and uses them in turn.
+    If the system chose the ports, it might assign a port again once it is closed. Then members of
+    one test could connect to another test's coordinator, which listens where theirs has just been
+    killed. So the ports are below the system's range. Each pytest process has a range of its own,
+    and uses its ports in turn.
     """
     while True:
         port = FIRST_PORT + next(_ports) % PORTS

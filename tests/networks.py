@@ -1,5 +1,5 @@
-"""Simulates faults of machines: nodes with separate networks on one bridge, folders visible to one
-process, and filters.
+"""Simulates faults of machines: nodes with separate networks on a bridge, mounts visible to only
+one process, and packet filters.
 
 Namespaces need root, but socket filters do not.
 """
@@ -84,8 +84,8 @@ def network(nodes: int) -> Iterator[Network]:
 
 
 def own_mount(folder: Path, options: str) -> None:
-    """Mount an empty file system over a folder, only for this process. `options` are passed to
-    mount -o, such as size=1m or ro.
+    """Mount an empty file system over a folder, visible only to this process. `options` are passed
+    to mount -o, such as size=1m or ro.
     """
     assert ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNS) == 0, os.strerror(ctypes.get_errno())
     _run("mount --make-rprivate /")
@@ -96,8 +96,8 @@ def drop_packets(receiver: socket.socket, longer_than: int = -1) -> None:
     """Make the kernel silently drop packets for a socket and the connections it accepts, as a
     firewall does.
 
-    The filter is classic BPF (linux/filter.h). It returns 0 bytes of packets longer than
-    `longer_than` (with their TCP header), otherwise all.
+    The filter is classic BPF (linux/filter.h). It returns 0 bytes for packets longer than
+    `longer_than` (with their TCP header), and all bytes of others.
     """
     program = [(0x06, 0, 0, 0)] if longer_than < 0 else [(0x80, 0, 0, 0), (0x25, 0, 1, longer_than), (0x06, 0, 0, 0)]
     code = b"".join(struct.pack("HBBI", *line) for line in [*program, (0x06, 0, 0, 0xFFFFFFFF)])

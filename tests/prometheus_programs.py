@@ -20,8 +20,8 @@ PROGRAMS = ("prometheus", "promtool")
 
 
 def prometheus_programs() -> Path:
-    """Return the folder of both programs. Skips the test if there are none; with CI=true this is a
-    failure.
+    """Return the folder of both programs. Skips the test if neither is available; with CI=true, the
+    test fails instead.
     """
     found = [shutil.which(name) for name in PROGRAMS]
     if all(found):
@@ -32,8 +32,8 @@ def prometheus_programs() -> Path:
 class PrometheusServer:
     """A server with its configuration, log and data in a folder, on a loopback port.
 
-    `configuration` is the content of prometheus.yaml. A server on the same folder continues with
-    the existing data.
+    `configuration` is the content of prometheus.yaml. A new server in the same folder continues
+    with the existing data.
     """
 
     def __init__(self, folder: Path, configuration: dict[str, Any]) -> None:
@@ -50,8 +50,8 @@ class PrometheusServer:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
     def ask(self, path: str, **query: str) -> Any:
-        """Return the `data` of the API's response. Raises OSError while the server does not listen,
-        and for a refused query.
+        """Return the `data` in the API's response. Raises OSError while the server does not listen,
+        and if it refuses the query.
         """
         url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(query)}"
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=10) as answer:

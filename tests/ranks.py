@@ -1,5 +1,5 @@
-"""Real ranks for tests: forked processes over gloo, which do not wait for an import of torch, and
-real torchrun if its agent matters.
+"""Real ranks for tests: forked processes with gloo, which need not import torch, and real torchrun
+for tests that depend on its agent.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TINY = [
 
 @dataclass
 class Ended:
-    """How a rank ended: its exit code (negative for a signal) and the message of an exception."""
+    """A rank's result: its exit code (negative for a signal), and the message of an exception."""
 
     code: int
     error: str
@@ -63,8 +63,8 @@ def start(
     *,
     clean: bool = False,
 ) -> list[Any]:
-    """Start `world` forked ranks that run the trainer. `prepare(rank)` may break something on
-    purpose in the rank's process.
+    """Start `world` forked ranks that run the trainer. `prepare(rank)` may plant a defect in the
+    rank's process.
 
     `clean` ranks are forked from a process that has only imported the trainer, because the threads
     of obstore do not survive a fork.
@@ -130,10 +130,10 @@ def run(
 
 def called(world: int, act: Callable[[int], Any], timeout: float = 120) -> list[Any]:
     """Call `act(rank)` in each of `world` processes, and return the results. An exception is
-    returned as its text.
+    returned as a string.
 
-    The processes are forked from one without threads: a lock that another thread of the tests'
-    process holds would stay locked in its forks.
+    The processes are forked from a process without threads: a lock that another thread of the
+    tests' process holds would stay locked in its forks.
     """
     context = _clean_context()
     work = cloudpickle.dumps(act)
@@ -166,12 +166,12 @@ def _called(work: bytes, rank: int, send: Any) -> None:
     except Exception as error:
         traceback.print_exc()
         result = f"{type(error).__name__}: {error}"
-    send.send_bytes(pickle.dumps(result))  # by value: the parent reads after this process ended
+    send.send_bytes(pickle.dumps(result))  # sent by value, because the parent reads it after this process has ended
     os._exit(0)
 
 
 def good(world: int, arguments: list[str], **more: Any) -> None:
-    """Run ranks, and check that every rank exits with 0."""
+    """Run ranks, and check that all of them exit with 0."""
     ended = run(world, arguments, **more)
     assert [end.code for end in ended] == [0] * world, ended
 
@@ -185,7 +185,7 @@ def stop_at(step: int) -> Callable[[int], None]:
         from ddpjob_trainer.lifecycle import signals
         from ddpjob_trainer.reporting.ledger import Ledger
 
-        signals.PACE_SECONDS = 0.0  # Agree at each step.
+        signals.PACE_SECONDS = 0.0  # Let the ranks agree at each step.
         write = Ledger.step
 
         def step_and_signal(self: Ledger, number: int, taken: Any) -> None:
@@ -206,7 +206,7 @@ def metrics(run_dir: Path, event: str) -> list[dict[str, Any]]:
 
 
 def final_losses(run_dir: Path) -> list[float]:
-    """Return the loss of every step, in the execution that counts."""
+    """Return the loss of every step. If a step was repeated, return its last loss."""
     losses: dict[int, float] = {}
     for row in (json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()):
         if row["event"] == "start":
@@ -242,7 +242,7 @@ def torchrun(nproc: int, arguments: list[str], cwd: Path, *, max_restarts: int =
 
 
 def steps(folder: Path) -> int:
-    """Return the number of steps of the training with this checkpoint folder."""
+    """Return the number of steps that the run with this checkpoint folder has taken."""
     return len(metrics(folder / "run", "step")) if (folder / "run" / "metrics.jsonl").exists() else 0
 
 
@@ -269,4 +269,4 @@ def until(condition: Callable[[], Any], seconds: float = 60) -> Any:
         if value := condition():
             return value
         time.sleep(0.05)
-    raise AssertionError(f"not true within {seconds} s")
+    raise AssertionError(f"the condition was not true within {seconds} s")

@@ -1,5 +1,5 @@
-"""A real S3 server on loopback (versitygw over a folder), which is built once per machine into
-~/.cache/ddpjob, and a slow line.
+"""A real S3 server on loopback (versitygw on a folder), which is built once per machine into
+~/.cache/ddpjob, and a slow connection.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ BUCKET = "bucket"
 
 @dataclass(frozen=True)
 class Server:
-    """The server's port, the folder of its only bucket, and the environment with which clients find
-    it.
+    """The server's port, the folder of its only bucket, and the environment variables that clients
+    need.
     """
 
     port: int
@@ -43,12 +43,12 @@ class Server:
 
 
 def program() -> Path:
-    """Return the server program, built by Go. Skips the test if that is impossible; with CI=true
-    this is a failure.
+    """Return the server program, built by Go. Skips the test if it cannot be built; with CI=true,
+    the test fails instead.
     """
     folder = CACHE / "s3" / PROGRAM.rpartition("@")[2]
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("a") as lock:  # a process that waited here finds it built
+    with (folder / "lock").open("a") as lock:  # a process that waited for the lock finds it built
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "versitygw").exists():
             if shutil.which("go") is None:
@@ -62,7 +62,7 @@ def program() -> Path:
 
 @contextlib.contextmanager
 def serving(place: Path) -> Iterator[Server]:
-    """Serve an empty bucket in a folder below `place`."""
+    """Serve an empty bucket whose folder is below `place`."""
     folder, port = place / "s3" / BUCKET, free_port()
     folder.mkdir(parents=True)
     (place / "sidecar").mkdir()

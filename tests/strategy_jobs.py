@@ -15,8 +15,8 @@ from ranks import final_losses
 
 EPOCHS = 6
 STEPS = 8 * EPOCHS
-# A small learning rate: sums in a different order can move a value across a kink of the network,
-# which then has little effect.
+# The learning rate is small, because sums in a different order can move a value across a kink of
+# the network. This should have little effect.
 PROBLEM = [
     "data.name=digits",
     "data.batch=200",
@@ -42,14 +42,14 @@ seconds.
 
 
 def held(args: list[str], env: dict[str, str]) -> dict[str, Any]:
-    """Return fields of a job's spec for the trainer, whose step `HELD` waits for `let_go`."""
+    """Return fields of a spec for a job with the trainer, whose step `HELD` waits for `let_go`."""
     script = Path(__file__).parent / "local" / "scripts" / "held_script.py"
     variables = [{"name": name, "value": value} for name, value in {"HELD": str(HELD), **env}.items()]
     return {"script": str(script), "args": [ddpjob_trainer.__main__.__file__, *args], "env": variables}
 
 
 def let_go(checkpoints: Path, what: object = HELD) -> None:
-    """Let a waiting step continue, or end the `pause` of every step."""
+    """Let a waiting step continue, or end the `pause` in every step."""
     (checkpoints / f"go-{what}").touch()
 
 
@@ -63,15 +63,15 @@ def losses_of_one_process(folder: Path) -> list[float]:
 
 
 def steps_begun(checkpoints: Path) -> int:
-    """Return the number of steps in rank 0's ledger, which is written at each step. A job's status
+    """Return the number of steps in rank 0's ledger, which is updated at each step. A job's status
     follows a second later.
     """
     return sum(path.read_text().count('"samples"') for path in checkpoints.glob("run/ledger/rank-0-*.jsonl"))
 
 
 def assert_exact(checkpoints: Path, alone: list[float]) -> None:
-    """Check that two incarnations together consumed every sample of every epoch once, with the
-    losses of one process.
+    """Check that two incarnations together consumed every sample of every epoch exactly once, with
+    the losses of a single process.
     """
     incarnations = read([checkpoints])
     assert len(incarnations) == 2 and verify(incarnations).epochs == dict.fromkeys(range(1, EPOCHS + 1), 1438)

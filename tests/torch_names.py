@@ -1,4 +1,4 @@
-"""Finds assignments to names of torch in a module. Runs on Python 3.9 without torch."""
+"""Finds assignments to attributes of torch in a module. Runs on Python 3.9 without torch."""
 
 from __future__ import annotations
 

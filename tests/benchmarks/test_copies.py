@@ -1,5 +1,5 @@
-"""The GPU benchmark of state copies, and of a restart from such a copy: its arithmetic, and the
-cases in which it measures nothing.
+"""The GPU benchmark of snapshots, and of restarts from them: its arithmetic, and the cases that it
+does not measure.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from benchmarks.recovery.groups import NotRecovered, Shape
 from benchmarks.recovery.step_log import Incarnation, StepLog
 
 
-def test_a_turn_measures_only_its_own_steps_including_rare_slow_ones() -> None:
+def test_a_turn_consists_of_only_its_own_steps_even_if_some_are_slow() -> None:
     incarnation = Incarnation(1, {0: [1.0, 9.0, 10.0, 11.0, 15.0]}, {}, {0: 1}, {0: [0.0, 5.0, 5.5, 6.0, 8.0]})
     assert measured(incarnation, 8.5, 3) == Turn(2.0, 1.0, 3)
     with pytest.raises(NotRecovered, match="increase --seconds"):
@@ -36,7 +36,7 @@ TURNS = {NONE: Turn(0.100, 0.010, None), AUTO: Turn(0.101, 0.0105, 7), EACH: Tur
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the settings of the turns that were taken. Their results are TURNS."""
+    """Return the settings of the turns that were run. Their results come from TURNS."""
     settings = list[str]()
 
     def take_turn(every: str, shape: Shape, options: tuple[str, ...], seconds: float) -> Turn:
@@ -48,7 +48,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return settings
 
 
-def test_each_turn_with_copies_lies_between_two_without(asked: list[str]) -> None:
+def test_each_turn_with_snapshots_is_between_two_turns_without(asked: list[str]) -> None:
     costs = compare(1000, 0.1, Shape(), 2, 2)
     assert asked == [NONE, AUTO, NONE, EACH, NONE, AUTO, NONE, EACH, NONE]
     assert [cost.every for cost in costs] == [AUTO, EACH] * 2
@@ -67,14 +67,16 @@ def test_the_overhead_of_snapshots_is_printed_and_written(
     assert (printed := capsys.readouterr().out) and printed in page.read_text()
 
 
-def test_without_a_gpu_nothing_is_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_the_benchmark_runs_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(gpu, "why_not", lambda: "torch does not find a GPU on this machine")
     monkeypatch.setattr(gpu, "measure", None)
     assert gpu.main([]) == 0
     assert capsys.readouterr().out == "not run: torch does not find a GPU on this machine\n"
 
 
-def test_cases_that_do_not_fit_into_the_limit_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cases_that_exceed_the_time_limit_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
 
     def restart(state: int, step: float, every: str, *more: str) -> gpu.Restart:

@@ -1,5 +1,5 @@
-"""Every parser of untrusted input survives mutations of good input, and inputs that once broke one
-of them.
+"""Every parser of untrusted input survives mutated valid input, and inputs that once broke a
+parser.
 
 `python -m benchmarks.fuzz` tries millions of inputs; here each parser gets a hundred.
 """
@@ -48,7 +48,7 @@ def test_a_parser_accepts_or_refuses_any_input(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", FOUND, ids=[f"{path.parent.name}-{path.name}" for path in FOUND])
-def test_an_earlier_finding_is_fixed(path: Path) -> None:
+def test_an_input_that_once_broke_a_parser_no_longer_does(path: Path) -> None:
     assert attempt(made(path.parent.name), path.read_bytes()).finding is None
 
 
@@ -60,7 +60,7 @@ def test_each_folder_of_findings_belongs_to_a_parser() -> None:
 
 
 @pytest.mark.parametrize("name", ["members", "manifests", "script-indexes", "bucket-listings", "images"])
-def test_inputs_depend_only_on_seed_and_number(name: str) -> None:
+def test_generated_inputs_depend_only_on_seed_and_number(name: str) -> None:
     parser, target = PARSERS[name], made(name)
     first = list(islice(inputs_of(parser, target, seed=1), 30))
     assert list(islice(inputs_of(parser, target, seed=1, first=10), 20)) == first[10:]
@@ -68,7 +68,7 @@ def test_inputs_depend_only_on_seed_and_number(name: str) -> None:
 
 
 @pytest.mark.parametrize("form", Form)
-def test_every_form_makes_inputs_from_any_bytes(form: Form) -> None:
+def test_every_generator_can_make_inputs_from_any_bytes(form: Form) -> None:
     target = Target(bytes, [b"", b"\xff\x00", b"{", b"\x80\x04.", b"[1]"], ())
     inputs = inputs_of(Parser("any", "", form, lambda: target), target, seed=1)
     assert len({bytes(data) for data in islice(inputs, 200)}) > 10
@@ -160,7 +160,7 @@ def test_a_deliberate_defect_is_found(defect: str, rounds: int, says: str, tmp_p
     assert f"| {defect} | a defect | {result.inputs:,} |" in table_of([result])
 
 
-def test_a_good_parser_has_no_findings() -> None:
+def test_a_correct_parser_has_no_findings() -> None:
     result = _soak(Parser("good", "", Form.BYTES, _good), 12)
     assert result.findings == {} and result.inputs > 100 and 0 < result.refused < result.inputs
 
@@ -169,7 +169,7 @@ def _good() -> Target:
     return Target(int, [b"12"], (ValueError,))
 
 
-def test_an_input_is_replayed_from_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_input_can_be_replayed_from_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parser, path = Parser("crash", "a defect", Form.BYTES, partial(_defective, "crash")), tmp_path / "input"
     path.write_bytes(b"\xff")
     assert replay(path, parser, 5.0) == 1 and "crash: KeyError: 'a field'" in capsys.readouterr().out

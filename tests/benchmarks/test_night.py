@@ -1,5 +1,5 @@
-"""How a night's jobs are judged: which jobs would fit, how long each has waited, and the simulated
-training's ledger.
+"""How a night of jobs is judged: which jobs would fit, how long each has waited, and the ledger of
+the simulated training.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def test_resources_are_free_if_no_pod_holds_them_on_a_ready_node() -> None:
     assert free_gpus(nodes, [ending, pod("ended", "a", phase="Failed"), pod("waits")]) == {"a": 4}
 
 
-def test_a_gang_fits_only_as_a_whole_and_on_nodes_of_its_own() -> None:
+def test_a_gang_fits_only_as_a_whole_and_with_each_pod_on_a_separate_node() -> None:
     assert fitting({"a": 8, "b": 4}, [need("two", 2, 4)])
-    assert not fitting({"a": 8, "b": 3}, [need("two", 2, 4)]), "both on one node would be too close"
+    assert not fitting({"a": 8, "b": 3}, [need("two", 2, 4)]), "both pods must not be on one node"
     assert not fitting({"a": 8, "b": 4}, [need("two", 1, 4, apart=frozenset({"a", "b"}))])
 
 
-def test_pods_are_placed_in_order_and_a_preempting_pods_room_is_kept() -> None:
+def test_pods_are_placed_in_order_and_room_is_reserved_for_a_preempting_pod() -> None:
     free = {"a": 4}
     one, other = need("one", 1, 4, since="2026-01-01T00:00:01Z"), need("other", 1, 4)
     assert fitting(free, [one, other]) == [other], "the older one"
@@ -62,7 +62,7 @@ def test_pods_are_placed_in_order_and_a_preempting_pods_room_is_kept() -> None:
     assert fitting(free, [preempting, other]) == []
 
 
-def test_the_missing_nodes_of_a_job_follow_from_its_pods() -> None:
+def test_the_number_of_missing_nodes_follows_from_a_jobs_pods() -> None:
     gang = {"rendezvous": {"generation": 1}, "slots": [{}, {}], "gang": {"nodes": 2}}
     job = {"metadata": {"name": "job", "creationTimestamp": "2026-01-01T00:00:00Z"}, "status": gang}
     old, coordinator = pod("old", "a", phase="Running"), pod("c", role="coordinator", generation=1)
@@ -84,7 +84,7 @@ def test_the_missing_nodes_of_a_job_follow_from_its_pods() -> None:
     assert lacks() == []
 
 
-def test_a_wait_is_the_time_for_which_a_job_fits_without_a_break() -> None:
+def test_a_wait_is_the_time_for_which_a_job_would_fit_without_interruption() -> None:
     waits, one = Waits(), need("one", 2, 4)
     fits = [[one], [one], [replace(one, whose=Whose.OPERATOR)], [], [one], [one], []]
     longest = [waits.look(float(moment), fit) for moment, fit in enumerate(fits)]
@@ -93,7 +93,7 @@ def test_a_wait_is_the_time_for_which_a_job_fits_without_a_break() -> None:
 
 
 class Member:
-    """The parts of a launcher that a training run uses."""
+    """A stand-in for a launcher with the attributes that a training run uses."""
 
     def __init__(self, rank: int, name: str) -> None:
         host = type("Host", (), {"cut": False})()
@@ -132,14 +132,14 @@ def _pass(training: PlayedTraining, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("forgets", [False, True])
-def test_a_simulated_run_is_exact_unless_it_forgets_its_checkpoints(tmp_path: Path, forgets: bool) -> None:
+def test_a_simulated_run_is_exact_unless_it_ignores_its_checkpoints(tmp_path: Path, forgets: bool) -> None:
     clock = Clock()
     training = PlayedTraining(Network(clock, draw_chance(), Pace()), JOB, "uid", tmp_path / "job", forgets=forgets)
     training._report = lambda first: None  # type: ignore[method-assign]
     current, members = play(training, 1, 2, 13.5)
     training.left(members[1], current, "died")  # type: ignore[arg-type]
     current, members = play(training, 2, 1, 10.5)
-    assert training.made == (5 if forgets else 15), "a step takes twice as long with half of the nodes"
+    assert training.made == (5 if forgets else 15), "with half of the nodes, a step takes twice as long"
     training.left(members[0], current, "died")  # type: ignore[arg-type]
     _, members = play(training, 3, 2, 30)
     assert {member.workers for member in members} == {"finished"}

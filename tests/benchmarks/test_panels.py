@@ -24,7 +24,7 @@ def test_a_query_is_sent_in_the_form_that_grafana_uses() -> None:
 
 
 @pytest.mark.parametrize(("interval", "seconds"), [(None, 15), ("1m", 60)])
-def test_a_panel_has_a_value_per_scrape_or_per_minimum_interval(interval: str | None, seconds: int) -> None:
+def test_a_panels_resolution_is_the_scrape_interval_or_the_panels_minimum(interval: str | None, seconds: int) -> None:
     assert step_of({} if interval is None else {"interval": interval}, SHOWN) == seconds
 
 
@@ -59,7 +59,7 @@ def test_a_table_joins_the_responses_by_their_labels() -> None:
     assert rows(panel, answers) == (["job", "Value #A", "speed"], [["a", 1.0, ""], ["b", 2.0, 20.0]])
 
 
-def test_an_annotation_marks_each_stretch_above_zero() -> None:
+def test_an_annotation_marks_each_period_above_zero() -> None:
     assert regions([0, 1, 2, 0, math.nan, 3]) == [(1, 2), (5, 5)]
     assert regions([]) == []
 
@@ -82,7 +82,7 @@ def test_values_are_written_with_their_units(value: float, unit: str, words: str
     assert worded(value, unit) == words
 
 
-def test_each_alert_is_fired_by_a_fault_of_the_run() -> None:
+def test_each_alert_is_fired_by_a_simulated_fault() -> None:
     alerts = [
         rule["alert"]
         for group in yaml.safe_load((MONITORING / "alerts.yaml").read_text())["groups"]

@@ -1,5 +1,5 @@
-"""The recipe `shapes` reaches its accuracy in docs/recipes.md with one seed, and wrong recipes do
-not.
+"""With one seed, the recipe `shapes` reaches the accuracy in docs/recipes.md, and deliberately
+wrong recipes do not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def last(name: str) -> float:
 
 
 @pytest.mark.slow
-def test_the_right_recipe_is_better_than_wrong_ones() -> None:
+def test_the_right_recipe_is_more_accurate_than_deliberately_wrong_ones() -> None:
     """Three seeds reached at most 31.2 % without augmentation, and 22.9 % without the averaging of
     gradients.
     """
@@ -31,7 +31,7 @@ def test_the_right_recipe_is_better_than_wrong_ones() -> None:
     assert last("two ranks, gradients not averaged") < LOWEST - 0.08
 
 
-def test_measurements_become_a_table_and_a_picture(tmp_path: Path) -> None:
+def test_measurements_are_written_as_a_table_and_a_picture(tmp_path: Path) -> None:
     lines = [f"no augmentation,{seed},{epoch},{(seed + epoch) / 100}" for seed in range(3) for epoch in (5, 10)]
     (tmp_path / "a.csv").write_text("\n".join(["recipe,seed,epoch,accuracy", *lines]))
     (tmp_path / "b.csv").write_text("recipe,seed,epoch,accuracy\nshapes,0,10,0.5\n")

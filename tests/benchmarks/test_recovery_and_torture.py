@@ -1,5 +1,5 @@
-"""The evidence that the benchmarks judge: step logs, and the replay that gives the expected weights
-of a tortured job.
+"""The data on which the benchmarks base their results: step logs, and the replay that gives the
+expected weights of a tortured job.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def test_a_replay_is_bit_identical_to_a_job_that_changed_its_size(tmp_path: Path
     assert found == ((2, first), (1, second), (2, 16))
     assert equal(job, replay(tmp_path, found, ARGUMENTS))
     assert not equal(job, replay(tmp_path, ((2, 16),), ARGUMENTS)), (
-        "the order of sums matters: the reason for the replay"
+        "the order of sums matters, which is the reason for the replay"
     )
     assert not equal(job, replay(tmp_path, ((2, first + 1), (1, second), (2, 16)), ARGUMENTS)), (
-        "one more step on two ranks is detected"
+        "an additional step on two ranks is detected"
     )
 
 
@@ -62,7 +62,7 @@ def log_rows(folder: Path, incarnation: int, world: int, rank: int, times: list[
 
 
 def test_recovery_ends_with_the_first_step_of_all_ranks_of_a_new_incarnation(tmp_path: Path) -> None:
-    log_rows(tmp_path, 1, 2, 0, [1.0, 2.0, 3.5])  # continues after the kill at 3.0, and is not a recovery
+    log_rows(tmp_path, 1, 2, 0, [1.0, 2.0, 3.5])  # this rank continues after the kill at 3.0, so it is not a recovery
     log_rows(tmp_path, 1, 2, 1, [1.1, 2.1, 3.6])
     log_rows(tmp_path, 2, 2, 0, [5.0, 6.0], first=4)
     log = StepLog(tmp_path).refresh()
@@ -73,7 +73,7 @@ def test_recovery_ends_with_the_first_step_of_all_ranks_of_a_new_incarnation(tmp
     assert log.newest is log.incarnations[2] and log.incarnations[2].first == {0: 4, 1: 4}
 
 
-def test_a_line_that_is_not_complete_is_read_later(tmp_path: Path) -> None:
+def test_an_incomplete_line_is_read_later(tmp_path: Path) -> None:
     log_rows(tmp_path, 1, 1, 0, [1.0])
     path = tmp_path / "steps-n0-1.jsonl"
     whole = path.read_text()
@@ -94,7 +94,7 @@ SURVIVOR = {"launcher": 1.0, "process": 6.1, "imported": 6.5, "device": 6.75, "f
 REPLACED = {"launcher": 3.5, "process": 6.0, "imported": 7.5, "device": 7.75, "formed": 8.25}
 
 
-def test_the_phases_come_from_the_last_rank_and_add_up() -> None:
+def test_the_phases_of_a_recovery_come_from_the_last_rank_and_add_up() -> None:
     found = phases.phases(recovered(SURVIVOR, REPLACED), 2.0, {"n1": 2.5}.get)
     assert found == {
         phases.CREATED: 0.5, phases.STARTED: 1.0, phases.LAUNCHER: 2.5, phases.WORKER: 1.5, phases.DEVICE: 0.25,
@@ -105,13 +105,13 @@ def test_the_phases_come_from_the_last_rank_and_add_up() -> None:
     assert of_process[phases.STARTED] == 1.5 and sum(of_process.values()) == 7.0
 
 
-def test_without_a_new_node_launcher_time_is_not_counted() -> None:
+def test_launcher_time_is_not_counted_if_no_node_is_new() -> None:
     found = phases.phases(recovered(SURVIVOR), 2.0, {}.get)
     wanted = {phases.ROUND: 4.1, phases.WORKER: 0.4, phases.DEVICE: 0.25, phases.FORMED: 1.25, phases.STEP: 1.0}
     assert found == pytest.approx(wanted)
 
 
-def test_measurements_round_trip_and_are_drawn(tmp_path: Path) -> None:
+def test_measurements_can_be_saved_loaded_and_drawn(tmp_path: Path) -> None:
     where = {phases.STARTED: 0.5, phases.STEP: 2.0}
     samples = [
         Sample("floor", "loopback", "nothing", 1, 1, 2.0, "torch imported", 0.5),
@@ -129,13 +129,15 @@ def test_measurements_round_trip_and_are_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("begin", "end", "gap"), [(1.0, 3.0, 1.5), (2.5, 9.0, 6.5)])
-def test_the_longest_gap_of_any_rank_is_found(begin: float, end: float, gap: float, tmp_path: Path) -> None:
+def test_the_longest_gap_between_steps_of_any_rank_is_found(
+    begin: float, end: float, gap: float, tmp_path: Path
+) -> None:
     log_rows(tmp_path, 1, 2, 0, [1.0, 1.5, 2.0, 2.5, 3.0])
     log_rows(tmp_path, 1, 2, 1, [1.0, 2.5])
     assert StepLog(tmp_path).refresh().longest_gap(begin, end) == gap
 
 
-def test_the_clock_of_a_pod_is_set_while_its_processes_run(tmp_path: Path) -> None:
+def test_a_pods_clock_can_be_changed_while_its_processes_run(tmp_path: Path) -> None:
     pods = Processes(tmp_path)
     asks = "import time\nwhile input(): print(time.time(), time.time_ns() // 10**9, flush=True)"
     environment = {**os.environ, **pods.skewed(), "DDPJOB_POD": "job-0-0"}
@@ -155,7 +157,7 @@ def test_the_clock_of_a_pod_is_set_while_its_processes_run(tmp_path: Path) -> No
         assert all(abs(seconds) < slack for seconds in behind())
         assert set_clock(tmp_path / "clocks" / "job-0-0", 10_000.0)
         assert all(abs(seconds - 10_000.0) < slack for seconds in behind())
-        assert not set_clock(tmp_path / "clocks" / "job-1-0", 1.0), "none of its processes has started"
+        assert not set_clock(tmp_path / "clocks" / "job-1-0", 1.0), "none of the pod's processes has started"
         process.stdin.write("\n")
 
 
@@ -173,7 +175,7 @@ for step in range(1, 201):
 
 
 @pytest.mark.parametrize("point", ["begin", "mark", "made", "none"])
-def test_a_worker_dies_in_the_middle_of_a_copy_if_a_file_requests_it(point: str, tmp_path: Path) -> None:
+def test_a_worker_dies_in_the_middle_of_a_snapshot_if_a_file_requests_it(point: str, tmp_path: Path) -> None:
     pods, folder = Processes(tmp_path, copies=True), tmp_path / "memory"
     folder.mkdir()
     order = tmp_path / "copies" / "job-0-0"

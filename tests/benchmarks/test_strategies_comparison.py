@@ -27,7 +27,8 @@ def test_the_comparison_writes_a_table_a_csv_file_and_a_chart(tmp_path: Path) ->
     }
     missing = {"dp": "needs two accelerators"}
     table = report.table(shown, found, missing, samples=100)
-    # Medians: single 2 s, ddp 1 s. Samples per second are computed from the median time.
+    # The median times are 2 s for single and 1 s for ddp. Samples per second are computed from the
+    # median time.
     assert "| single | 2.00 | 1.00, 4.00 | 50 | 1.00 | 2.00 | 0.5000 | 9.0 |" in table
     assert "| ddp | 1.00 | 0.50, 1.00 | 100 | 0.50 | 1.00 | 0.5000 | 9.0 |" in table
     assert "Not measured: dp: needs two accelerators." in table
@@ -43,7 +44,7 @@ def test_the_comparison_writes_a_table_a_csv_file_and_a_chart(tmp_path: Path) ->
     assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG") and (tmp_path / "all.png").stat().st_size > 10_000
 
 
-def test_the_first_epoch_does_not_count_and_a_failure_names_its_cause() -> None:
+def test_the_first_epoch_does_not_count_and_a_failure_is_reported_with_its_cause() -> None:
     single = next(case for case in cases.CASES if case.name == "single")
     tiny = ["data.size=40", "data.batch=20", "data.shape=1,8,8", "model.width=4"]
     result = runs.run(single, 1, tiny, epochs=3, timeout=240)

@@ -32,17 +32,17 @@ def test_a_repeated_step_is_not_useful_and_the_usual_gap_is_not_a_pause() -> Non
     assert found.per_ideal(1.0) == 0.4
 
 
-def test_the_first_rank_to_complete_a_step_counts() -> None:
+def test_a_step_counts_when_the_first_rank_completes_it() -> None:
     made = {1: Incarnation(2, {0: [1.0, 2.0], 1: [1.5, 2.5]}, {}, {0: 1, 1: 1})}
     assert keep_account(made, [], 0.0, 3.0).gap == 1.0
 
 
-def test_standstills_that_follow_one_failure_are_added_up() -> None:
+def test_standstills_after_the_same_failure_are_added_up() -> None:
     made = {1: incarnation(1, 1.0, 2.0), 2: incarnation(3, 5.0, 6.0), 3: incarnation(5, 8.0, 9.0)}
     assert keep_account(made, [(2.0, Kind.KILL)], 0.0, 9.0).seen == (Seen(Kind.KILL, 3.0, 0),)
 
 
-def test_a_standstill_is_divided_among_the_failures_that_it_spans() -> None:
+def test_a_standstill_is_divided_among_the_failures_during_it() -> None:
     made = {1: incarnation(1, 1.0, 2.0), 2: incarnation(3, 12.0, 13.0)}
     first, second = keep_account(made, [(2.0, Kind.SILENT), (7.0, Kind.CRASH)], 0.0, 13.0).seen
     assert first == Seen(Kind.SILENT, 4.0, 0, recovered=False)
@@ -60,13 +60,13 @@ def test_a_failure_without_consequences_is_not_a_pause() -> None:
     assert keep_account(made, [(2.0, Kind.JOIN)], 0.0, 10.0).seen == (Seen(Kind.JOIN, 0.0, 0),)
 
 
-def test_a_member_that_a_quorum_counts_later_is_part_of_it(tmp_path: Path) -> None:
+def test_a_member_that_the_quorum_counts_later_belongs_to_it(tmp_path: Path) -> None:
     line = '{{"incarnation": 7, "rank": {}, "world": {}, "node": "n{}", "step": 1, "t": 1.0}}\n'
     (tmp_path / "steps-n0-1.jsonl").write_text(line.format(0, 1, 0) + line.format(1, 2, 1))
     assert StepLog(tmp_path).refresh().incarnations[7].world == 2
 
 
-def test_a_trace_is_the_same_for_each_system_and_has_one_join() -> None:
+def test_all_systems_get_the_same_trace_which_has_one_join() -> None:
     trace = make_trace(40, 60.0, list(Kind), seed=3)
     assert trace == make_trace(40, 60.0, list(Kind), seed=3) != make_trace(40, 60.0, list(Kind), seed=4)
     assert trace.joins == 1 and {event.kind for event in trace.events} == set(Kind)
@@ -116,7 +116,7 @@ class Fake:
         self.closed = True
 
 
-def test_all_failures_happen_and_a_system_that_stands_still_is_restarted(
+def test_all_failures_occur_and_a_system_that_stands_still_is_restarted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = list[Fake]()
@@ -147,7 +147,7 @@ RUNS = [
 ]
 
 
-def test_runs_round_trip_and_are_tabulated_and_drawn(tmp_path: Path) -> None:
+def test_runs_can_be_saved_loaded_tabulated_and_drawn(tmp_path: Path) -> None:
     path, picture = tmp_path / "runs.jsonl", tmp_path / "trace.png"
     for run in RUNS:
         report.append(path, run)
@@ -161,12 +161,12 @@ def test_runs_round_trip_and_are_tabulated_and_drawn(tmp_path: Path) -> None:
     document = tmp_path / "page.md"
     names = ("trace", "effective-time")
     document.write_text("".join(f"<!-- {name}: begin -->\n<!-- {name}: end -->\n" for name in names))
-    # A DDPJob that recovered from everything is fine, no matter what happened to the others.
+    # A DDPJob that recovered from all failures is fine, no matter what happened to other systems.
     assert command.main(["--from", str(path), "-o", str(picture), "--table", str(document)]) == 0
     assert picture.stat().st_size > 10_000 and text in document.read_text()
 
 
-def test_a_ddpjob_that_does_not_recover_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_ddpjob_that_does_not_recover_fails_the_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report.append(tmp_path / "runs", Run("ddpjob", 1, 0.1, 1, 0.5, None, 0, "lost"))
     assert command.main(["--from", str(tmp_path / "runs")]) == 1
     with pytest.raises(SystemExit):
@@ -176,7 +176,7 @@ def test_a_ddpjob_that_does_not_recover_is_an_error(tmp_path: Path, capsys: pyte
 
 def test_effective_time_follows_from_pause_repeats_and_cost() -> None:
     parts = parts_of(RUNS[:1], ideal=0.1)
-    assert parts == Parts(0.2, 1.0, 0.0, 0.1), "a join is not a failure"
+    assert parts == Parts(0.2, 1.0, 0.0, 0.1), "a join does not count as a failure"
     costly = parts_of(RUNS[1:2], ideal=0.1)
     assert costly is not None and costly.cost == pytest.approx(0.2)
     one_an_hour = Parts(pause=30.0, repeated=60.0, cost=0.01, step=0.5)
@@ -186,7 +186,7 @@ def test_effective_time_follows_from_pause_repeats_and_cost() -> None:
 
 
 def test_the_formula_is_the_mean_of_a_simulated_job() -> None:
-    """Failures occur at random moments, even in pauses, as the formula assumes."""
+    """Failures occur at random moments, even during pauses, as the formula assumes."""
     parts, nodes, days = Parts(pause=200.0, repeated=100.0, cost=0.0, step=1.0), 1000, 5.0
     random_, rate, work, clock = random.Random(1), nodes / (days * 86_400), 0.0, 0.0
     for _ in range(20_000):

@@ -1,5 +1,5 @@
-"""The benchmark of the trainer's speed measures real runs of both loops, here with a few steps of
-each.
+"""The benchmark of the trainer's speed measures real runs of both loops. Here, each takes only a
+few steps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.trainer import bookkeeping, bookkeeping_rank, elasticity, made_d
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["cifar-input", "jpeg-input"])
-def test_a_case_measures_the_plain_loop_and_the_trainer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_case_measures_both_the_plain_loop_and_the_trainer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(made_data, "DIFFERENT", 8)
     case = replace(next(case for case in pipelines.CASES if case.name == name), batch=8, warm=1, steps=4)
     found = pipelines.measure([case], 1, 1)
@@ -39,7 +39,7 @@ def _burn(seconds: float) -> None:
         pass
 
 
-def test_time_belongs_to_the_innermost_part_without_the_cost_of_the_clock() -> None:
+def test_time_is_attributed_to_the_innermost_part_without_the_cost_of_the_clock() -> None:
     meter = bookkeeping_rank.Meter()
     with meter.part("outer"):
         _burn(0.05)
@@ -58,7 +58,7 @@ def test_time_belongs_to_the_innermost_part_without_the_cost_of_the_clock() -> N
     assert found["empty"] < whole / 4, "the cost of reading the clock is subtracted"
 
 
-def test_bookkeeping_is_everything_except_the_model_and_its_input() -> None:
+def test_all_work_except_the_model_and_its_input_counts_as_bookkeeping() -> None:
     seconds = {"forward": 0.3, "backward": 0.6, "optimizer": 0.1, "batches": 0.5, "ledger": 0.002, "bare loop": 1.0}
     parts = seconds | {bookkeeping.REST: 0.003, bookkeeping.OTHER_THREADS: 0.001}
     found = bookkeeping.Found(bookkeeping.CASES[0], parts)
@@ -68,7 +68,7 @@ def test_bookkeeping_is_everything_except_the_model_and_its_input() -> None:
 
 
 @pytest.mark.slow
-def test_bookkeeping_of_real_steps_is_attributed_and_small() -> None:
+def test_bookkeeping_in_real_steps_is_attributed_to_its_parts_and_is_small() -> None:
     """Each rank's bookkeeping is attributed to its parts, and is small compared with a step of
     ResNet-18 (5 s on one thread).
     """
@@ -82,13 +82,15 @@ def test_bookkeeping_of_real_steps_is_attributed_and_small() -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_joins_takes_whole_micro_batches_or_none() -> None:
-    """A change from 2 to 3 ranks would do this. A new run with such settings would be refused."""
+def test_a_joining_rank_that_gets_no_micro_batch_can_be_measured() -> None:
+    """A run that grows from 2 to 3 ranks may have such a rank. A new run with these settings would
+    be refused.
+    """
     small = ["model.name=small_cnn", "model.norm=batch", "model.width=4"]
     assert elasticity._busiest(3, 2, 32, ["whole", *small]) > 0
 
 
-def test_throughput_is_the_initial_time_divided_by_the_current_time() -> None:
+def test_relative_throughput_is_the_initial_time_divided_by_the_current_time() -> None:
     found = [
         elasticity.Cost(4, 3, 32, kind, seconds, 0.9)
         for kind, seconds in zip(elasticity.KINDS, (1.8, 1.2, 1.0), strict=True)

@@ -1,4 +1,4 @@
-"""The existing cluster of DDPJOB_TEST_KUBECONFIG, which tests use instead of building their own."""
+"""The existing cluster in DDPJOB_TEST_KUBECONFIG, which tests use instead of building their own."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def skip(need: str) -> NoReturn:
 @dataclass(frozen=True)
 class BorrowedCluster(Cluster):
     """A cluster that belongs to somebody else, with the operations that tests may use on it. Other
-    operations skip the test with a reason.
+    operations skip the test and give the reason.
     """
 
     borrowed: Path = Path()
@@ -46,11 +46,11 @@ class BorrowedCluster(Cluster):
             if found := shutil.which(name):
                 (tools / name).symlink_to(found)
         if not (tools / "kubectl").exists():
-            pytest.fail(f"{VARIABLE} is set, and there is no kubectl on PATH", pytrace=False)
+            pytest.fail(f"{VARIABLE} is set, but kubectl is not on PATH", pytrace=False)
         made = cls(borrowed=kubeconfig, tools=tools)
         if made.kubectl("get", "clusterrole", "ddpjob-operator", "--ignore-not-found").strip():
             pytest.fail(
-                f"{VARIABLE}: this cluster runs a DDPJob operator, and the tests start their own: uninstall it first",
+                f"{VARIABLE}: this cluster runs a DDPJob operator, but the tests start their own; uninstall it first",
                 pytrace=False,
             )
         return made
@@ -65,7 +65,7 @@ class BorrowedCluster(Cluster):
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Names of the nodes that accept pods."""
+        """The names of the nodes that accept pods."""
         items = self.kubectl_json("get", "nodes")["items"]
         return tuple(sorted(it["metadata"]["name"] for it in items if not it["spec"].get("unschedulable")))
 

@@ -66,7 +66,7 @@ def _number_of_nodes() -> int:
 
 
 def _settings() -> Settings:
-    """Return the settings for this worker. Each worker of pytest-xdist has a cluster of its own, in
+    """Return the settings for this worker. Each worker of pytest-xdist has its own cluster, in
     consecutive slots.
 
     If no slot is requested, slots with clusters of other checkouts are skipped, so that two runs
@@ -99,10 +99,10 @@ def cluster_machine() -> Settings:
 
 @pytest.fixture
 def other(cluster_machine: Settings) -> Iterator[Cluster]:
-    """Yield a second cluster, in a slot of its own."""
+    """Yield a second cluster, in a separate slot."""
     made = Cluster(replace(cluster_machine, slot=(cluster_machine.slot + SLOTS // 2) % SLOTS))
     if made.state() is not None:
-        pytest.skip(f"a cluster is up in slot {made.settings.slot}, which this test would use")
+        pytest.skip(f"a cluster is already up in slot {made.settings.slot}, which this test needs")
     yield made
     made.down()
 
@@ -148,7 +148,7 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture
 def third_node(cluster: Cluster) -> Iterator[str]:
-    """Yield `n3`, for tests that lose a node. Afterwards it is repaired and cordoned, so other
+    """Yield `n3`, for tests that lose a node. Afterwards, `n3` is repaired and cordoned, so other
     tests see two nodes.
     """
     with more_nodes(cluster, 3):
@@ -241,7 +241,7 @@ def _print(cluster: Cluster, *words: str) -> None:
     try:
         print(cluster.kubectl(*words))
     except ClusterError as error:
-        print(error)  # missing logs or CRDs are part of the report, not a second failure
+        print(error)  # missing logs or CRDs are part of the report and not a second failure
 
 
 @pytest.fixture(scope="session")
@@ -258,8 +258,8 @@ def image_tools(request: pytest.FixtureRequest) -> Settings:
 
 @pytest.fixture(scope="session")
 def operator_image(cluster: Cluster, image_tools: Settings) -> builder.Image:
-    """Build the Dockerfile's target `operator` and load it into all nodes. Its `tag` is the image's
-    name. Pods need `imagePullPolicy: Never`.
+    """Build the Dockerfile's target `operator` and load the image into all nodes. The result's
+    `tag` is the image's name. Pods need `imagePullPolicy: Never`.
     """
     image = builder.build_image(image_tools, "operator", "ddpjob.test/operator:checkout")
     cluster.load_image(image)

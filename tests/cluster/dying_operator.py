@@ -1,9 +1,10 @@
-"""An operator that dies before and after every kind of call: `python dying_operator.py SEEN_FILE`.
+"""An operator that dies once before and once after every kind of call: `python dying_operator.py
+SEEN_FILE`.
 
 The first call of a kind ends the process before the call is made, as SIGKILL would. The second call
 is made, and the process ends right after it. Later calls work normally. A file records the calls,
-so that one job meets all of them over many restarts of the operator. To end the operator, kill its
-process group.
+so that one job experiences all of these deaths over many restarts of the operator. To end the
+operator, kill its process group.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ DEAD = 137
 
 
 def _signature(verb: str, arguments: tuple[Any, ...]) -> str:
-    """Return the kind of a call: the verb with its object. A status is identified by its phase, an
-    event by its reason.
+    """Return the kind of a call: its verb and its object. A status is identified by its phase, and
+    an event by its reason.
     """
     match verb, arguments:
         case "write_status", (status, *_):
@@ -76,8 +77,8 @@ def _dying(verb: str) -> Callable[..., Any]:
 
 
 def _live() -> int:
-    """Run the operator in a forked process, which has already imported the modules, and return its
-    exit code.
+    """Run the operator in a fork of this process, which has already imported the modules, and
+    return the exit code.
     """
     life = os.fork()
     if not life:

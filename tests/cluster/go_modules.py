@@ -10,8 +10,8 @@ import pytest
 
 
 def folder_of(module: str) -> Path:
-    """Return the folder of the module `PATH@VERSION`. Go downloads it once. Skip the test if it
-    cannot.
+    """Return the folder of the module `PATH@VERSION`. Go downloads it once. Skip the test if the
+    download fails.
     """
     done = subprocess.run(
         ["go", "mod", "download", "-json", module],

@@ -99,8 +99,8 @@ def restricted_namespace(cluster: Cluster, name: str) -> None:
 
 @pytest.fixture(scope="module")
 def release(cluster: Cluster, operator_image: builder.Image, request: pytest.FixtureRequest) -> Iterator[Release]:
-    """Yield a release that is not installed yet, in a restricted namespace of its own. It is
-    removed after the module's tests.
+    """Yield a release that is not installed yet, in its own restricted namespace. It is removed
+    after the module's tests.
     """
     made = Release(cluster, operator_image, f"ddpjob-system-{secrets.token_hex(2)}")
     restricted_namespace(cluster, made.namespace)

@@ -81,8 +81,8 @@ class Jobs:
         return settings.host, {"Authorization": token} if token else {}, pool
 
     def read(self, group: str, path: str, **query: str) -> Json:
-        """Return the API server's response over a persistent connection. Waits poll five times a
-        second, and kubectl would need a process each time.
+        """Return the API server's response over a persistent connection. It is used because waits
+        poll five times a second, and kubectl would need a new process each time.
 
         `group` is `api/v1` or `apis/GROUP/VERSION`; `path` is relative to the namespace.
         """
@@ -110,7 +110,7 @@ class Jobs:
         return {pod["metadata"]["name"]: pod for pod in found["items"]}
 
     def held(self, name: str) -> list[str]:
-        """Return the pods of a job that run on a Kubernetes node."""
+        """Return the pods of a job that are bound to a Kubernetes node."""
         return [
             pod
             for pod, body in self.pods().items()
@@ -130,7 +130,9 @@ class Jobs:
             if ready():
                 return time.monotonic() - began
             time.sleep(0.2)
-        raise AssertionError(f"not within {timeout} s: {what}\n{self.kubectl('get', 'ddpjobs,pods', '--output=wide')}")
+        raise AssertionError(
+            f"did not happen within {timeout} s: {what}\n{self.kubectl('get', 'ddpjobs,pods', '--output=wide')}"
+        )
 
     def wait_phase(self, name: str, phase: str, timeout: float = 90) -> float:
         """Wait for a phase. A different terminal phase fails the test immediately, with its
@@ -148,7 +150,7 @@ class Jobs:
 
     def wait_unschedulable(self, name: str, why: str, timeout: float = 90) -> float:
         """Wait until the condition contains the reason. The scheduler's first verdict on a pod may
-        not contain it yet.
+        not contain the reason yet.
         """
 
         def said() -> bool:

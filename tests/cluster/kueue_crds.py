@@ -16,7 +16,9 @@ API = "kueue.x-k8s.io/v1beta2"
 
 
 def module() -> Path:
-    """Return the folder of Kueue's module, which Go downloads once. Skip the test if it cannot."""
+    """Return the folder of Kueue's module, which Go downloads once. Skip the test if the download
+    fails.
+    """
     return folder_of(f"sigs.k8s.io/kueue@{VERSION}")
 
 

@@ -1,4 +1,4 @@
-"""Kueue's own controller manager in the test cluster: built from its Go module, installed from
+"""Kueue's real controller manager in the test cluster, built from its Go module and installed from
 its own manifests.
 """
 
@@ -41,18 +41,22 @@ def program(settings: Settings) -> Path:
     """
     text = os.environ.get(VARIABLE)
     if not text:
-        pytest.skip(f"{VARIABLE} is not set: 1 builds Kueue's manager, which takes long; a path names one")
+        pytest.skip(
+            f"{VARIABLE} is not set; write 1 to build Kueue's manager (slow), or the path of an existing program"
+        )
     if text == "1":
         return build(settings)
     path = Path(text).resolve()
     if not os.access(path, os.X_OK):
-        pytest.fail(f"{VARIABLE}={text}: no such program; name Kueue's manager, or 1 to build it", pytrace=False)
+        pytest.fail(
+            f"{VARIABLE}={text}: no such program; write the path of Kueue's manager, or 1 to build it", pytrace=False
+        )
     return path
 
 
 def build(settings: Settings) -> Path:
-    """Build the manager within the cluster's Go module and with its flags, so that Go has
-    Kubernetes' packages in its cache.
+    """Build the manager within the cluster's Go module and with its flags, so that Go can use
+    Kubernetes' packages from its cache.
     """
     key = hashlib.sha256(repr((binaries.key(), kueue_crds.VERSION, _SAME, _FRAMEWORKS)).encode()).hexdigest()[:16]
     made = settings.cache / "bin" / f"kueue-{key}"
@@ -91,8 +95,8 @@ def _manifests(cluster: Cluster, manager: Path) -> list[Json]:
     """Return the manifests of Kueue's `config/default`: permissions, webhooks, certificates and
     configuration.
 
-    They differ in three ways: the program comes from this machine's disk, its requests fit a small
-    cluster, and the API that shows users the order of a queue is left out.
+    They are changed in three ways: the program comes from this machine's disk, its resource
+    requests fit a small cluster, and the API that shows users the order of a queue is left out.
     """
     rendered = cluster.kubectl("kustomize", str(kueue_crds.module() / "config" / "default"))
     found: list[Json] = [it for it in yaml.safe_load_all(rendered) if it and it["kind"] != "APIService"]
@@ -113,7 +117,7 @@ def _manifests(cluster: Cluster, manager: Path) -> list[Json]:
 
 
 def _rights() -> list[Json]:
-    """Return the permissions to read DDPJobs, as in the documentation."""
+    """Return the permission to read DDPJobs, as in the documentation."""
     page = (Path(__file__).parents[2] / "docs" / "queues.md").read_text()
     [block] = [it.split("```")[0] for it in page.split("```yaml\n")[1:] if "kind: ClusterRole\n" in it]
     return list(yaml.safe_load_all(block))
@@ -122,7 +126,7 @@ def _rights() -> list[Json]:
 def install(cluster: Cluster, manager: Path) -> None:
     """Install Kueue's manager, and wait until its webhooks respond."""
     found = _manifests(cluster, manager)
-    # Two steps: first the kinds and the namespace, then their objects.
+    # There are two steps: first the CRDs and the namespace, then the objects that need them.
     for first in (True, False):
         _apply(cluster, [it for it in found if (it["kind"] in ("CustomResourceDefinition", "Namespace")) == first])
     wait_ready(cluster)
@@ -156,8 +160,8 @@ def kill(cluster: Cluster) -> None:
 
 
 def remove(cluster: Cluster, manager: Path) -> None:
-    """Remove the manager. Webhooks go first, because without a manager their objects cannot be
-    changed; finalizers follow.
+    """Remove the manager. Webhooks are removed first, because without a manager the objects that
+    they validate cannot be changed. Finalizers follow.
     """
     found = _manifests(cluster, manager)
     _delete(cluster, [it for it in found if it["kind"].endswith("WebhookConfiguration") or it["kind"] == "Deployment"])

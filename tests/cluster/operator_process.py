@@ -1,5 +1,5 @@
-"""The operator as a process on this machine, for tests that start and kill it. A pod would see the
-same cluster.
+"""The operator as a process on this machine, for tests that start and kill it. It sees the same
+cluster as a pod would.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ CRD = Path(__file__).parents[2] / "charts" / "ddpjob-operator" / "crds"
 
 
 class OperatorProcess:
-    """Runs one operator process at a time. `start` after `kill` starts a new process, which
-    remembers nothing.
+    """Runs one operator process at a time. `start` after `kill` starts a new process without any
+    state.
     """
 
     def __init__(self, cluster: Cluster, log: Path) -> None:
@@ -45,7 +45,7 @@ class OperatorProcess:
             )
 
     def kill(self) -> None:
-        """Kill the operator with SIGKILL, so that it cleans up nothing."""
+        """Kill the operator with SIGKILL, so that it cannot clean up."""
         if self.process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)

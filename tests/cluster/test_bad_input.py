@@ -1,4 +1,6 @@
-"""Bad input on the real cluster: each case has a clear message, and nothing is created or lost."""
+"""Invalid input on a real cluster: each case has a clear message, and nothing is created or
+lost.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,8 @@ def test_kubectl_apply_refuses_invalid_manifests(jobs: Jobs, change: dict[str, o
 
 
 def test_an_image_that_cannot_be_pulled_is_reported_by_a_condition(jobs: Jobs) -> None:
-    """The registry may recover, so the job waits for it and reports this. Only the job's own
-    deadline ends it.
+    """The registry may recover, so the job waits and reports this. Only its own deadline ends the
+    wait.
     """
     jobs.apply(
         job(
@@ -66,7 +68,7 @@ def test_a_script_that_does_not_exist_is_reported(jobs: Jobs) -> None:
     failed = jobs.condition("noscript", "Failed")
     assert failed["reason"] == "InitFailure"
     assert "/workspace/tarin.py" in failed["message"]
-    assert jobs.status("noscript")["restarts"]["counted"] == 0, "not retried"
+    assert jobs.status("noscript")["restarts"]["counted"] == 0, "the job is not retried"
 
 
 @pytest.mark.parametrize(
@@ -130,7 +132,7 @@ def test_an_empty_data_folder_is_reported(jobs: Jobs, tmp_path: Path) -> None:
     assert "/data" in jobs.condition("nodata", "Failed")["message"]
 
 
-def test_a_volume_that_one_node_holds_is_reported_until_it_is_released(jobs: Jobs) -> None:
+def test_a_volume_attached_to_another_node_is_reported_until_it_is_released(jobs: Jobs) -> None:
     jobs.cluster.apply(claim("single", "ReadWriteOnce"), namespace=jobs.namespace)
     jobs.apply(steps_job("volume", 5, recovery=FAST, storage={"checkpoints": {"claimName": "single"}}))
     jobs.wait(
@@ -145,6 +147,6 @@ def test_a_volume_that_one_node_holds_is_reported_until_it_is_released(jobs: Job
     jobs.wait("pods, once the claim is right", lambda: len(jobs.pods()) == 2, timeout=20)
 
 
-def test_too_few_machines_for_one_pod_each_are_reported_by_a_condition(jobs: Jobs) -> None:
+def test_too_few_machines_for_one_pod_per_machine_are_reported_by_a_condition(jobs: Jobs) -> None:
     jobs.apply(steps_job("crowd", 5, nodes=5, recovery=FAST))
     jobs.wait_unschedulable("crowd", "scheduling.onePodPerNode=false")

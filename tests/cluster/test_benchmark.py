@@ -40,21 +40,23 @@ def test_the_benchmark_prints_its_measurements(jobs: Jobs, tmp_path: Path) -> No
     ]
     seconds = [float(row["seconds"]) for row in rows]
     assert all(value > 0 for value in seconds)
-    assert max(seconds[:4]) < seconds[4], "containers and torch take longer than the control plane"
+    assert max(seconds[:4]) < seconds[4], (
+        "starting containers and importing torch takes longer than the control plane's work"
+    )
     shown = re.search(r"apply -> step +2 +1 +(\S+) +(\S+)", done.stdout)
     assert shown and [float(value) for value in shown.groups()] == pytest.approx([seconds[4]] * 2, abs=0.001)
     assert not jobs.pods() and not jobs.kubectl("get", "ddp", "--output=name").strip()
 
 
-def test_a_log_without_the_step_is_reported(jobs: Jobs, tmp_path: Path) -> None:
+def test_a_log_without_the_expected_step_is_reported(jobs: Jobs, tmp_path: Path) -> None:
     done = benchmark(jobs, tmp_path, "--runs", "0", "--step-runs", "1", "--step-pattern", "no such line")
     assert done.returncode == 1
     assert "no such line" in done.stderr and "--step-pattern" in done.stderr
     assert not jobs.pods()
 
 
-def test_many_jobs_cost_no_reads_at_rest_and_every_part_is_measured(other: Cluster, tmp_path: Path) -> None:
-    """The short form of benchmarks.scale runs on an API server of its own."""
+def test_the_scale_benchmark_measures_many_jobs_which_cost_no_reads_at_rest(other: Cluster, tmp_path: Path) -> None:
+    """The short form of benchmarks.scale runs on its own API server."""
     figures, chart = tmp_path / "figures.csv", tmp_path / "chart.png"
     sizes = ["--sizes", "4", "10", "--nodes", "2", "--burst", "4", "--rounds", "1", "--rest", "5", "--settle", "2"]
     parts = ["--ended", "4", "--storm", "10", "--hostile", "5", "--csv", str(figures), "--chart", str(chart)]
@@ -72,4 +74,4 @@ def test_many_jobs_cost_no_reads_at_rest_and_every_part_is_measured(other: Clust
     assert {part for part, _ in rows} >= {"creation", "+ 4 ended", "storm: 10 pods", "restart", "5 hostile", "all"}
     assert float(rows["restart", "other pods that were replaced"]["value"]) == 0
     assert chart.stat().st_size > 10_000
-    assert other.state() is None, "it has ended the API server that it started"
+    assert other.state() is None, "the benchmark has stopped the API server that it started"

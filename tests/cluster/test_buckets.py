@@ -1,5 +1,5 @@
-"""A job whose checkpoints are only in a bucket, on an S3 server in the cluster, while pods, disks
-and the server fail.
+"""A job whose checkpoints are only in a bucket, on an S3 server in the cluster. Pods, disks and the
+server fail.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KEYS = {"AWS_ACCESS_KEY_ID": "access", "AWS_SECRET_ACCESS_KEY": "a-secret-of-the
 
 
 def server(folder: Path) -> Json:
-    """Return the S3 server as a pod, with its objects in a folder of this machine."""
+    """Run the S3 server as a pod, with its objects in a folder on this machine."""
     gateway = program()
     command = [str(gateway), "--port", f":{PORT}", "posix", "--sidecar", "/s3/sidecar", "/s3/buckets"]
     pod = python_host.pod("s3", command)
@@ -45,8 +45,8 @@ def cordoned(jobs: Jobs, node: str) -> Iterator[None]:
 
 
 def rows(records: Path, *events: str) -> list[Json]:
-    """Return the records of these events by both ranks in all incarnations, in order. Each rank is
-    the first of its node.
+    """Return both ranks' records of these events in all incarnations, in order. Each rank is the
+    first one on its node.
     """
     path = records / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
@@ -62,7 +62,7 @@ def metrics(jobs: Jobs) -> Json:
     return found
 
 
-def test_training_is_exact_although_pods_and_the_server_are_lost(jobs: Jobs, tmp_path: Path) -> None:
+def test_training_is_exact_even_if_pods_and_the_server_are_lost(jobs: Jobs, tmp_path: Path) -> None:
     objects, records = tmp_path / "s3", tmp_path / "records"
     for folder in (objects / "buckets" / BUCKET, objects / "sidecar", records):
         folder.mkdir(parents=True)
@@ -110,7 +110,7 @@ def test_training_is_exact_although_pods_and_the_server_are_lost(jobs: Jobs, tmp
     for row in rows(records, "step"):
         losses[row["step"]].add(row["loss"])
     assert all(len(found) == 1 for found in losses.values()), "steps that were taken twice have the same loss"
-    assert min(starts(records)[2:]) >= 20, "it continued from a copy"
+    assert min(starts(records)[2:]) >= 20, "training continued from a copy"
     there = objects / "buckets" / BUCKET / "runs" / jobs.namespace / "bucket" / "complete"
     steps = sorted(int(path.stem.rpartition("-")[2]) for path in there.iterdir())
     assert len(steps) == 2 and steps[-1] == max(losses) == metrics(jobs)["copyStep"]

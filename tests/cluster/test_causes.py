@@ -1,8 +1,8 @@
-"""Each cause is provoked for real. `kubectl get` and `describe` must report it correctly and
+"""Real failures of every cause. `kubectl get` and `describe` must report each cause correctly and
 immediately.
 
-The jobs train at the same time. Each misbehaves when its test requests it, at a time that the test
-can read.
+All jobs train at the same time. Each job misbehaves when its test requests it, and records the
+time.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class Stage:
     def apply(self, name: str, do: str, rank: int, **spec: object) -> None:
         folder = self.folder / name
         folder.mkdir()
-        # writable, whichever user the image has
+        # writable for any user of the image
         folder.chmod(0o777)
         args = ["--do", do, "--rank", str(rank), "--folder", "/checkpoints"]
         storage = {"checkpoints": {"hostPath": str(folder), "shared": True}}
         self.jobs.apply(job(name, script=str(SCRIPTS / "misbehave.py"), args=args, storage=storage, **spec))
 
     def go(self, name: str) -> None:
-        """Let the job misbehave once it trains."""
+        """Make the job misbehave once it trains."""
         self.watch.first(name, phase("Running"), timeout=150)
         (self.folder / name / "go").touch()
 
@@ -117,19 +117,19 @@ def stage(
 
 def noticed_after(stage: Stage, name: str, reported: float) -> None:
     seconds = reported - stage.fact(name)
-    print(f"{name}: reported {seconds:.2f} s after the fact")
+    print(f"{name}: reported {seconds:.2f} s after it happened")
     assert seconds < at_once()
 
 
 def the_only_break(status: Json) -> Json:
-    """Return the only counted restart. The break must have been counted once."""
+    """Return the only counted restart. Fails the test if the break was not counted exactly once."""
     counted = [r for r in restarts(status) if r["counted"]]
     assert len(counted) == 1, restarts(status)
     assert status["restarts"]["counted"] == 1
     return counted[0]
 
 
-def test_an_image_that_cannot_be_pulled_is_reported_and_waited_for(stage: Stage) -> None:
+def test_a_job_waits_and_reports_it_if_its_image_cannot_be_pulled(stage: Stage) -> None:
     """The registry does not respond, which is not the job's fault."""
 
     def held(status: Json) -> bool:
@@ -142,7 +142,7 @@ def test_an_image_that_cannot_be_pulled_is_reported_and_waited_for(stage: Stage)
     assert status["phase"] == "Pending"
     assert not restarts(status)
     assert "no-such-image" in stage.describe("absent")
-    assert all(pod.endswith("-0") for pod in stage.jobs.pods()), "no second attempt of any pod"
+    assert all(pod.endswith("-0") for pod in stage.jobs.pods()), "no pod has a second attempt"
 
 
 def test_a_script_that_cannot_be_imported_is_not_retried(stage: Stage) -> None:
@@ -154,7 +154,7 @@ def test_a_script_that_cannot_be_imported_is_not_retried(stage: Stage) -> None:
     assert "numppy" in stage.describe("broken") and "numppy" in stage.event("broken", "InitFailure")
 
 
-def test_an_exit_code_is_reported(stage: Stage) -> None:
+def test_the_exit_code_of_a_failed_worker_is_reported(stage: Stage) -> None:
     stage.go("exits")
     reported, status = stage.watch.first("exits", restart("WorkerFailed"))
     noticed_after(stage, "exits", reported)
@@ -193,9 +193,9 @@ def test_a_memory_limit_that_both_pods_reach_is_reported_once(stage: Stage) -> N
 def test_a_hang_is_reported_with_the_stacks_of_all_ranks(stage: Stage) -> None:
     stage.go("waits")
     reported, status = stage.watch.first("waits", restart("Hang"))
-    # no step for 5 s, and up to 3 s for the stacks
+    # there is no step for 5 s, and collecting the stacks takes up to 3 s
     seconds = reported - stage.fact("waits")
-    print(f"waits: reported {seconds:.2f} s after the fact")
+    print(f"waits: reported {seconds:.2f} s after it happened")
     assert 5 <= seconds < 5 + 3 + at_once()
     message = the_only_break(status)["message"]
     assert "wait_for_godot" in message and "rank 0" in message and "rank 1" in message
@@ -204,14 +204,14 @@ def test_a_hang_is_reported_with_the_stacks_of_all_ranks(stage: Stage) -> None:
     assert the_only_break(status)["reason"] == "Hang"
 
 
-def test_preemption_is_reported(stage: Stage) -> None:
+def test_the_preemption_of_a_pod_is_reported(stage: Stage) -> None:
     stage.watch.first("yields", phase("Running"), timeout=150)
     urgent = python_host.pod("urgent", ["sleep", "3"], priorityClassName=PRIORITY)
     urgent["spec"]["containers"][0]["resources"] = {"limits": {GPU: 1}}
     began = time.time()
     stage.jobs.apply(urgent)
     reported, status = stage.watch.first("yields", restart("Preempted"))
-    print(f"yields: reported {reported - began:.2f} s after a pod of higher priority came")
+    print(f"yields: reported {reported - began:.2f} s after a pod with a higher priority was created")
     assert reported - began < at_once()
     assert [r["counted"] for r in restarts(status)] == [False]
     assert "Preempted" in stage.describe("yields") and stage.event("yields", "Preempted")

@@ -1,5 +1,5 @@
-"""The volume claim that a job creates is bound, written to, and kept and reused, or removed with
-the job. The tests also cover what prevents it.
+"""The volume claim that a job creates is bound and written to. Then it is kept and reused, or
+removed with the job. The tests also cover failures to create it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FIELD = "spec.storage.checkpoints.claimTemplate"
 @contextmanager
 def volume(jobs: Jobs, name: str, folder: Path) -> Iterator[str]:
     """Create a PersistentVolume on this machine's disk. Its name is also the storage class of the
-    claims, as there is no provisioner.
+    claims, because there is no provisioner.
     """
     full = f"{jobs.namespace}-{name}"
     spec = {
@@ -56,7 +56,7 @@ def finish(jobs: Jobs, name: str, storage: dict[str, object]) -> None:
     jobs.wait_phase(name, "Complete", timeout=150)
 
 
-def test_a_kept_claim_holds_the_checkpoints_for_the_next_job_with_the_same_name(jobs: Jobs, tmp_path: Path) -> None:
+def test_a_kept_claim_has_the_checkpoints_for_the_next_job_with_the_same_name(jobs: Jobs, tmp_path: Path) -> None:
     with volume(jobs, "kept", tmp_path) as made:
         finish(jobs, "kept", template(made, metadata={"labels": {"team": "vision"}}))
         assert list(tmp_path.glob("step-*")), "both nodes have written to the volume"
@@ -66,7 +66,7 @@ def test_a_kept_claim_holds_the_checkpoints_for_the_next_job_with_the_same_name(
         jobs.wait("the removal of its pods", lambda: not jobs.pods(), timeout=60)
         assert claims(jobs) == before, "whenDeleted is Retain"
         finish(jobs, "kept", template(made))
-        assert claims(jobs) == before, "the same claim"
+        assert claims(jobs) == before, "the job uses the same claim"
         log = jobs.kubectl("logs", "kept-0-0", "--container=trainer")
         assert "nothing is left to train, because the checkpoint of step" in log, log[-2000:]
         jobs.kubectl("delete", "ddpjob", "kept")

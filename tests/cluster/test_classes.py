@@ -26,7 +26,7 @@ def platform_team_sets(operator: OperatorProcess) -> Sets:
 
 
 def classed(name: str, **spec: object) -> tuple[Json, Json]:
-    """Return a job that leaves its image and podTemplate to class `team`, and that class."""
+    """Return a job whose image and podTemplate come from class `team`, and that class."""
     made = job(name, className="team", command=sleeping(), nodes=2)
     given = {field: made["spec"].pop(field) for field in ("image", "imagePullPolicy", "podTemplate")}
     made["spec"] |= spec
@@ -43,7 +43,9 @@ def variable(pod: Json, name: str) -> str:
     return next((e.get("value", "") for e in pod["spec"]["containers"][0]["env"] if e["name"] == name), "")
 
 
-def test_a_job_waits_for_its_class_and_takes_its_new_content_when_resumed(jobs: Jobs, platform_team_sets: Sets) -> None:
+def test_a_job_waits_for_its_class_and_uses_the_changed_class_when_resumed(
+    jobs: Jobs, platform_team_sets: Sets
+) -> None:
     made, team = classed("job")
     platform_team_sets(other=team)
     jobs.apply(made)
@@ -55,8 +57,8 @@ def test_a_job_waits_for_its_class_and_takes_its_new_content_when_resumed(jobs: 
     first = jobs.pods()
     assert len(first) == 2 and {variable(pod, "NCCL_DEBUG") for pod in first.values()} == {"WARN"}
     assert all("scratch" in {v["name"] for v in pod["spec"]["volumes"]} for pod in first.values())
-    assert jobs.status("job")["jobClass"]["spec"] == team["spec"], "the API server keeps all of it"
-    # A change does not affect running jobs, nor the replacements of their pods.
+    assert jobs.status("job")["jobClass"]["spec"] == team["spec"], "the API server has stored the whole class"
+    # A changed class does not affect running jobs or replacements for their pods.
     changed = {**team["spec"], "env": [{"name": "NCCL_DEBUG", "value": "INFO"}]}
     platform_team_sets(team={**team, "spec": changed})
     jobs.kill(next(iter(first)))

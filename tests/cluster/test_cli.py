@@ -69,7 +69,7 @@ def condition(kind: str, status: str, reason: str, message: str) -> dict[str, st
             "lastTransitionTime": "2026-01-01T00:00:00Z"}  # fmt: skip
 
 
-def test_jobs_are_read_and_changed_without_an_operator(cluster: Cluster, namespace: str, cli: Cli) -> None:
+def test_jobs_can_be_read_and_changed_without_an_operator(cluster: Cluster, namespace: str, cli: Cli) -> None:
     Path("two.yaml").write_text(JOB % "one" + "---\n" + JOB % "two")
     code, out, _ = cli("submit", "two.yaml")
     assert code == 0 and [line.split(" (")[0] for line in out.splitlines()] == [
@@ -81,7 +81,7 @@ def test_jobs_are_read_and_changed_without_an_operator(cluster: Cluster, namespa
     code, _, err = cli("-n", "typo", "submit", "two.yaml")
     assert code == 2 and 'namespaces "typo" not found' in err
     assert "no operator has reconciled it" in cli("why", "one")[1]
-    # the printed manifest can be submitted again
+    # The printed manifest can be submitted again.
     code, out, _ = cli("get", "-o", "yaml")
     Path("list.yaml").write_text(out)
     assert cli("validate", "list.yaml")[0] == 0
@@ -104,7 +104,7 @@ def test_jobs_are_read_and_changed_without_an_operator(cluster: Cluster, namespa
     assert cli("delete", "one")[0] == 2
 
 
-def test_waiting_ends_with_the_job(cluster: Cluster, namespace: str, cli: Cli) -> None:
+def test_wait_ends_when_the_job_ends(cluster: Cluster, namespace: str, cli: Cli) -> None:
     for name in ("good", "bad", "gone"):
         Path("job.yaml").write_text(JOB % name)
         assert cli("submit", "job.yaml")[0] == 0
@@ -177,21 +177,23 @@ def test_code_is_sent_with_the_job(cluster: Cluster, namespace: str, cli: Cli) -
     template = cluster.kubectl_json("get", "ddpjob", "code", "-n", namespace)["spec"]["podTemplate"]["spec"]
     paths = {item["path"] for item in template["volumes"][0]["configMap"]["items"]}
     assert paths == {"train.py", "lib/a.py", "weights.bin"}
-    # A refused job leaves no ConfigMap behind: different code would need a different one.
+    # A refused job leaves no ConfigMap behind, which different code could not reuse.
     Path("project/train.py").write_text("import lib.a, os\n")
     assert cli(*words)[0] == 2
     names = [m["metadata"]["name"] for m in cluster.kubectl_json("get", "configmaps", "-n", namespace)["items"]]
     assert [name for name in names if "code" in name] == [made["metadata"]["name"]]
 
 
-def test_the_doctor_reports_the_definition_and_the_operator(cluster: Cluster, cli: Cli) -> None:
+def test_doctor_reports_the_crd_and_the_operator(cluster: Cluster, cli: Cli) -> None:
     code, out, _ = cli("doctor")
     assert code in (0, 1)
     assert "ok    definition ddpjobs.ddpjob.io is the same as this client's" in out
     assert "everything that the commands need" in out and "operator" in out
 
 
-def test_an_unreachable_cluster_is_one_clear_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_cluster_is_reported_in_one_clear_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     for file in ("none", "broken"):
         (tmp_path / "broken").write_text("{not: [yaml")
         assert main(["--kubeconfig", str(tmp_path / file), "get"]) == 3
@@ -212,7 +214,7 @@ def test_an_unreachable_cluster_is_one_clear_line(tmp_path: Path, capfd: pytest.
 def test_the_commands_follow_a_job_from_its_submission_to_its_end(
     jobs: Jobs, cli: Cli, cluster: Cluster, namespace: str
 ) -> None:
-    """The only test with pods covers uploaded code, logs across a replacement, stacks, a kill, a
+    """To save time, a single job covers uploaded code, logs across a replacement, stacks, a kill, a
     restart, and `Client`.
     """
     words = ("submit", "--name", "live", "--nodes", "2", "--gpus", "0", "--image", python_host.IMAGE)
@@ -251,7 +253,7 @@ def test_the_commands_follow_a_job_from_its_submission_to_its_end(
     assert "Deleted" in cli("describe", "live")[1] and "Deleted" in cli("events", "live")[1]
     assert "live-1-0  Gone" in cli("logs", "live", "--ended")[1]
     code, out, _ = cli("logs", "live-1-0")
-    assert code == 0 and " step 2" in out, "its log has outlived it"
+    assert code == 0 and " step 2" in out, "the pod's log has outlived the pod"
     code, out, _ = cli("logs", "live", "--index", "1", "--tail", "3")
     assert code == 0 and "[1-1 rank 1] " in out and "[0-0" not in out
     code, out, _ = cli("logs", "live", "--rank", "0", "--tail", "3")
@@ -302,7 +304,7 @@ def test_a_finished_job_is_rerun_with_its_checkpoints_or_in_a_fresh_folder(
 
 
 def add_up(factor: int) -> None:
-    """Sum over the ranks of the group. Each rank is in a pod of its own."""
+    """Sum over the ranks of the group. Each rank is in a separate pod."""
     import os
 
     import ddpjob_report
@@ -317,7 +319,7 @@ def add_up(factor: int) -> None:
     dist.destroy_process_group()
 
 
-def test_python_programs_train_on_a_cluster(
+def test_functions_scripts_and_modules_can_train_on_a_cluster(
     jobs: Jobs, cli: Cli, cluster: Cluster, namespace: str, tmp_path: Path
 ) -> None:
     """`Client.train` runs a function, a script and a module on two nodes each. `ddpjob plot` shows
@@ -355,6 +357,6 @@ def test_python_programs_train_on_a_cluster(
 
     client.wait(module, goal="Running", timeout=120 * slowness())
     jobs.wait("the first step that it logs, of ten", lambda: jobs.step("by-module") > 10)
-    code, out, error = cli("plot", "by-module")  # reads the file in a pod
+    code, out, error = cli("plot", "by-module")  # this reads the file in a pod
     assert code == 0, error
     assert out.startswith("by-module: 0 restarts\nloss") and "now" in out

@@ -1,4 +1,4 @@
-"""The test cluster leaves nothing behind, no matter what ended it."""
+"""The test cluster leaves nothing behind, no matter how it ended."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def run_a_pod(cluster: Cluster) -> None:
     processes.wait_for("the pod to run", lambda: cluster.kubectl(*phase) == "Running", cluster.settings, timeout=60)
 
 
-def test_down_cleans_up_after_everything_was_killed(other: Cluster) -> None:
+def test_down_cleans_up_after_all_programs_were_killed(other: Cluster) -> None:
     """Shims and pods outlive their containerd. Only their cgroups show the cluster that they belong
     to.
     """
@@ -63,10 +63,10 @@ def test_down_cleans_up_after_everything_was_killed(other: Cluster) -> None:
         os.kill(process.pid, signal.SIGKILL)
     for process in processes.recorded(other.settings):
         processes.wait_for(f"the end of {process.name}", lambda process=process: not process.alive(), timeout=10)
-    assert cgroups.members(other.settings), "the pod's processes must have survived, else this test shows nothing"
+    assert cgroups.members(other.settings), "the pod's processes must have survived, otherwise this test shows nothing"
     other.down()
     assert leftovers(other.settings) == []
-    other.down()  # nothing is left to remove, which is not an error
+    other.down()  # it is not an error if there is nothing to remove
 
 
 def test_up_repairs_a_cluster_that_has_crashed(other: Cluster) -> None:
@@ -78,7 +78,7 @@ def test_up_repairs_a_cluster_that_has_crashed(other: Cluster) -> None:
     assert other.ready_nodes() == {"n1"}
 
 
-def test_an_api_server_alone_starts_fast_and_becomes_a_cluster_with_nodes(other: Cluster) -> None:
+def test_a_lone_api_server_starts_fast_and_can_become_a_cluster_with_nodes(other: Cluster) -> None:
     other.up(nodes=0)
     assert {process.name for process in processes.recorded(other.settings)} == {"etcd", "kube-apiserver"}
     other.kubectl("create", "namespace", "kept")
@@ -88,7 +88,7 @@ def test_an_api_server_alone_starts_fast_and_becomes_a_cluster_with_nodes(other:
     assert other.ready_nodes() == {"n1"}
 
 
-def test_a_killed_up_command_leaves_nothing_that_disturbs_the_next_one(other: Cluster) -> None:
+def test_a_killed_up_command_does_not_affect_the_next_one(other: Cluster) -> None:
     command, env = command_line(other, "up", "--nodes", "1")
     starting = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL)
     processes.wait_for(
@@ -105,13 +105,13 @@ def test_a_killed_up_command_leaves_nothing_that_disturbs_the_next_one(other: Cl
     assert leftovers(other.settings) == []
 
 
-def test_another_checkouts_cluster_is_refused_and_left_alone(other: Cluster, tmp_path: Path) -> None:
+def test_a_cluster_of_another_checkout_is_refused_and_left_alone(other: Cluster, tmp_path: Path) -> None:
     other.up(nodes=1)
     copy = tmp_path / "checkout" / "tests" / "cluster"
     shutil.copytree(Path(__file__).parent / "testcluster", copy / "testcluster")
     shutil.copytree(MODULE, copy / "binaries")
     command, env = command_line(other, "up", "--nodes", "1", package=copy)
-    # A module in the folder in which Python starts would be imported first.
+    # The command must work although a module in the current folder takes precedence.
     done = subprocess.run(command, env=env, cwd=tmp_path, text=True, capture_output=True, check=False)
     assert done.returncode == 1
     assert f"slot {other.settings.slot} is taken by the cluster of {Path(__file__).parents[2]}" in done.stderr
@@ -123,7 +123,7 @@ def test_another_checkouts_cluster_is_refused_and_left_alone(other: Cluster, tmp
     assert other.ready_nodes() == {"n1"}
 
 
-def test_wrong_numbers_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_numbers_in_settings_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DDPJOB_CLUSTER_SLOT", "99")
     with pytest.raises(ClusterError, match="DDPJOB_CLUSTER_SLOT=99: must be a number from 0 to 15"):
         Settings()

@@ -1,4 +1,4 @@
-"""The real images: their size and their user. An unchanged checkout builds nothing."""
+"""The real images: their size and their user. For an unchanged checkout, nothing is built."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def log_of(cluster: Cluster, namespace: str, image: str, command: list[str], nod
     return cluster.kubectl("logs", "pod", "--namespace", namespace)
 
 
-def test_the_operators_image_is_small_and_runs_without_rights(
+def test_the_operators_image_is_small_and_runs_without_privileges(
     cluster: Cluster, operator_image: builder.Image, namespace: str
 ) -> None:
     assert operator_image.size <= 250e6
@@ -45,7 +45,7 @@ def test_the_operators_image_is_small_and_runs_without_rights(
     assert log_of(cluster, namespace, operator_image.tag, ["python3", "-c", code], "n2") == "10001 None\n"
 
 
-def test_unchanged_image_is_not_loaded_again(
+def test_an_unchanged_image_is_not_loaded_again(
     cluster: Cluster, operator_image: builder.Image, image_tools: Settings
 ) -> None:
     again = builder.build_image(image_tools, "operator", operator_image.tag)

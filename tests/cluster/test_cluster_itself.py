@@ -27,7 +27,7 @@ ctypes.CDLL(None).pthread_exit(None)
 """
 
 
-def test_a_program_lives_until_its_last_thread_has_ended() -> None:
+def test_a_program_counts_as_alive_until_its_last_thread_has_ended() -> None:
     """The process holds its ports until then. Regression: the kubelet that replaced a killed one
     failed with "address already in use".
     """
@@ -88,14 +88,14 @@ def run_to_end(cluster: Cluster, namespace: str, name: str, code: str, node: str
     return cluster.kubectl("logs", name, "--namespace", namespace)
 
 
-def test_nodes_are_ready_and_of_the_pinned_version(cluster: Cluster) -> None:
+def test_nodes_are_ready_and_have_the_pinned_version(cluster: Cluster) -> None:
     assert set(cluster.nodes) <= cluster.ready_nodes()
     for item in cluster.kubectl_json("get", "nodes")["items"]:
         assert item["status"]["nodeInfo"]["kubeletVersion"] == "v1.36.3"
     assert json.loads(cluster.kubectl("get", "--raw", "/version"))["gitVersion"] == "v1.36.3"
 
 
-def test_pods_of_two_nodes_and_the_host_reach_each_other(cluster: Cluster, namespace: str) -> None:
+def test_pods_on_two_nodes_and_the_host_reach_each_other(cluster: Cluster, namespace: str) -> None:
     client = "import socket, urllib.request as u; print(socket.gethostname(), u.urlopen('http://server.group:8000/etc/').status)"
     cluster.apply(headless("group"), member("server", "group", ["python3", "-c", SERVER], "n1"), namespace=namespace)
     server = wait_for_phase(cluster, namespace, "server", "Running")
@@ -112,7 +112,7 @@ def _answers(url: str) -> bool:
         return False
 
 
-def test_api_server_is_reached_by_a_pods_service_account(cluster: Cluster, namespace: str) -> None:
+def test_a_pod_can_reach_the_api_server_with_its_service_account(cluster: Cluster, namespace: str) -> None:
     code = """
 import pathlib, ssl, urllib.error, urllib.request
 home = pathlib.Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -129,7 +129,7 @@ except urllib.error.HTTPError as error:
     assert f"system:serviceaccount:{namespace}:default" in log
 
 
-def test_logs_and_exec_work(cluster: Cluster, namespace: str) -> None:
+def test_kubectl_logs_and_exec_work(cluster: Cluster, namespace: str) -> None:
     cluster.apply(python_host.pod("talker", ["sh", "-c", "echo said; exec sleep 600"], "n2"), namespace=namespace)
     wait_for_phase(cluster, namespace, "talker", "Running")
     assert cluster.kubectl("logs", "talker", "--namespace", namespace) == "said\n"
@@ -164,7 +164,7 @@ print(time.time(), known, flush=True)
 
 @pytest.mark.parametrize("node", ["n1", "n2"])
 @pytest.mark.parametrize("user", [0, 10001])
-def test_python_of_the_host_runs_in_a_pod(cluster: Cluster, namespace: str, node: str, user: int) -> None:
+def test_the_hosts_python_runs_in_a_pod(cluster: Cluster, namespace: str, node: str, user: int) -> None:
     code = (
         "import os, tempfile, ddpjob, torch; tempfile.TemporaryFile(); print(os.getuid(), int(torch.ones(2, 2).sum()))"
     )
@@ -172,8 +172,8 @@ def test_python_of_the_host_runs_in_a_pod(cluster: Cluster, namespace: str, node
     assert run_to_end(cluster, namespace, "python", code, node, securityContext=security).strip() == f"{user} 4"
 
 
-def test_gpus_are_scheduled_by_their_number(cluster: Cluster, namespace: str) -> None:
-    """The resource has a name of its own, because other tests may count nvidia.com/gpu at the same
+def test_pods_are_scheduled_by_their_number_of_gpus(cluster: Cluster, namespace: str) -> None:
+    """The resource has a special name, because other tests may count nvidia.com/gpu at the same
     time.
     """
     resource = "test.ddpjob.io/gpu"
@@ -196,7 +196,7 @@ def test_gpus_are_scheduled_by_their_number(cluster: Cluster, namespace: str) ->
         cluster.set_gpus("n2", 0, resource)
 
 
-def test_a_pod_with_an_image_that_does_not_exist_fails_soon(cluster: Cluster, namespace: str) -> None:
+def test_a_pod_whose_image_does_not_exist_fails_quickly(cluster: Cluster, namespace: str) -> None:
     """Nothing is pulled, because the cluster's network does not leave the machine."""
     pod = python_host.pod("nowhere", SLEEP, "n1")
     pod["spec"]["containers"][0] |= {"image": "registry.example/nowhere:1", "imagePullPolicy": "IfNotPresent"}
@@ -214,7 +214,7 @@ def test_a_pod_with_an_image_that_does_not_exist_fails_soon(cluster: Cluster, na
 
 
 @pytest.mark.slow
-def test_a_partitioned_node_is_lost_and_returns(cluster: Cluster, third_node: str) -> None:
+def test_a_partitioned_node_becomes_not_ready_and_recovers(cluster: Cluster, third_node: str) -> None:
     assert third_node in cluster.ready_nodes()
     cluster.cut(third_node)
     lost_after = processes.wait_for("the loss", lambda: third_node not in cluster.ready_nodes(), timeout=30)

@@ -16,7 +16,7 @@ from testcluster.settings import Settings
 
 HERE = Path(__file__).parent
 WITHOUT_RIGHTS = ["setpriv", "--inh-caps=-all", "--bounding-set=-sys_admin,-net_admin"]
-SAMPLE = f"{HERE}/test_cluster_itself.py::test_nodes_are_ready_and_of_the_pinned_version"
+SAMPLE = f"{HERE}/test_cluster_itself.py::test_nodes_are_ready_and_have_the_pinned_version"
 
 
 def run_sample(words: list[str], **env: str) -> str:
@@ -27,7 +27,7 @@ def run_sample(words: list[str], **env: str) -> str:
     return done.stdout
 
 
-def test_missing_rights_skip_with_the_reason(cluster_machine: Settings) -> None:
+def test_tests_are_skipped_with_the_reason_if_rights_are_missing(cluster_machine: Settings) -> None:
     output = run_sample(WITHOUT_RIGHTS)
     assert "1 skipped" in output
     assert re.search(
@@ -36,7 +36,7 @@ def test_missing_rights_skip_with_the_reason(cluster_machine: Settings) -> None:
     )
 
 
-def test_missing_rights_fail_when_ci_is_true(cluster_machine: Settings) -> None:
+def test_tests_fail_if_rights_are_missing_and_ci_is_true(cluster_machine: Settings) -> None:
     output = run_sample(WITHOUT_RIGHTS, CI="true")
     assert "1 error" in output
     assert "CI=true, and this machine cannot run the test cluster" in output
@@ -61,7 +61,9 @@ def test_missing_binaries_are_reported(cluster_machine: Settings, tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
-def test_the_limit_of_watches_is_raised_and_never_lowered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_of_inotify_watches_is_raised_but_never_lowered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     limit = tmp_path / "max_user_instances"
     monkeypatch.setattr(processes, "WATCHES", limit)
     for before, after in (("128\n", "1024"), ("8192\n", "8192\n")):

@@ -1,5 +1,5 @@
-"""Code that pods fetch: an archive from an S3 server in the cluster, and a commit from a git server
-there.
+"""Code that pods fetch: an archive from an S3 server and a commit from a git server, both in the
+cluster.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def serve(jobs: Jobs, pod: Json, port: int) -> str:
 
 
 def project(name: str) -> dict[str, str]:
-    """Return the files of a project by their paths."""
+    """Return the files of a project, by their paths."""
     return {"train.py": SCRIPT, "lib/__init__.py": "", "lib/model.py": f"NAME = {name!r}\n"}
 
 
@@ -88,14 +88,14 @@ def test_a_folder_is_uploaded_to_a_bucket_and_runs_on_every_pod(
     check_output(jobs, "packed", "from the bucket")
 
 
-def test_a_commit_is_cloned_into_every_pod_although_the_branch_has_moved(jobs: Jobs, tmp_path: Path) -> None:
-    """An init container clones. Its image, which the chart names, is not in the test cluster, so
-    podTemplate gives it this machine's git.
+def test_a_commit_is_cloned_into_every_pod_even_if_its_branch_has_moved(jobs: Jobs, tmp_path: Path) -> None:
+    """An init container clones the repository. The chart's image for it is not in the test cluster,
+    so podTemplate gives it this machine's git.
     """
     repository = tmp_path / "root" / "project"
     wanted = commit(repository, project("from git"))
     commit(repository, project("from a later commit"))
-    git(repository, "update-server-info")  # for git's dumb protocol, which needs only a web server
+    git(repository, "update-server-info")  # this prepares git's dumb protocol, which needs only a web server
     pod = python_host.pod("git", ["python3", "-m", "http.server", "--directory=/repositories", "8000"])
     pod["spec"]["volumes"].append({"name": "root", "hostPath": {"path": str(repository.parent)}})
     pod["spec"]["containers"][0]["volumeMounts"].append({"name": "root", "mountPath": "/repositories"})

@@ -39,7 +39,7 @@ def _create(api: Cluster, path: Path) -> str:
 
 
 def _replace(api: Cluster, path: Path) -> None:
-    """Run `kubectl replace`. Repeat it if an operator wrote the status between kubectl's two
+    """Run `kubectl replace`. Retry if an operator wrote the status between kubectl's two
     requests.
     """
     for left in reversed(range(20)):
@@ -65,9 +65,9 @@ def test_an_invalid_case_is_refused_by_the_server(api: Cluster, case: Case) -> N
         assert text in str(caught.value)
 
 
-def test_a_status_has_one_owner(api: Cluster) -> None:
-    """Listing its fields in managedFields would double its size, and the list would be built on
-    each write.
+def test_the_status_has_a_single_field_manager(api: Cluster) -> None:
+    """Listing the status fields in managedFields would double the object's size, and the list would
+    be rebuilt at each write.
     """
     case = next(case for case in cases("valid") if case.path.stem == "smallest")
     api.kubectl("create", "--namespace", NAMESPACE, "--filename", str(case.path))
@@ -81,12 +81,10 @@ def test_a_status_has_one_owner(api: Cluster) -> None:
 
 @pytest.mark.parametrize("case", _named("updates"))
 def test_an_update_is_accepted_or_refused_by_the_server(api: Cluster, case: Case, tmp_path: Path) -> None:
-    """Objects are really stored and replaced, because the dry run of a creation does not check
-    transition rules.
-    """
+    """Objects are really stored and replaced, because a dry run does not check transition rules."""
     old, new = (tmp_path / "old.yaml", tmp_path / "new.yaml")
     for path, document in zip((old, new), case.documents(), strict=True):
-        # Each case has a file name of its own, so that operators and cases do not meet.
+        # Each case has an object with a unique name, so that cases do not interfere.
         document["metadata"]["name"] = case.path.stem[:40].rstrip("-")
         path.write_text(yaml.safe_dump(document))
     api.kubectl("create", "--namespace", NAMESPACE, "--filename", str(old))

@@ -52,8 +52,8 @@ def teams(cluster: Cluster) -> Iterator[dict[str, str]]:
 
 @contextlib.contextmanager
 def forwarded(release: Release) -> Iterator[str]:
-    """Yield the address of the dashboard behind `kubectl port-forward`, as a user's browser would
-    open it.
+    """Yield the dashboard's address through `kubectl port-forward`, as a user's browser would open
+    it.
     """
     program = [str(release.cluster.programs / "kubectl"), "--kubeconfig", str(release.cluster.kubeconfig)]
     where = ["--namespace", release.namespace, "port-forward", "service/ddpjob-operator-dashboard", ":http"]
@@ -98,14 +98,14 @@ def test_two_viewers_see_only_their_own_namespaces(dashboard: Release, teams: di
         dashboard.cluster.kubectl("delete", "rolebinding", "viewer", "--namespace", first)
         began = time.monotonic()
         processes.wait_for("the end of the first one's right", lambda: ask(address, teams[first])[0] == 403, timeout=60)
-        print(f"a right that was taken away ended after {time.monotonic() - began:.1f} s")
+        print(f"a revoked right stopped working after {time.monotonic() - began:.1f} s")
         assert ask(address, teams[second])[0] == 200
 
 
 def test_the_dashboards_pod_has_no_credentials_and_its_account_no_rights(dashboard: Release) -> None:
     (pod,) = dashboard.json("get", "pods", "--selector=app.kubernetes.io/name=ddpjob-dashboard")["items"]
     mounts = pod["spec"]["containers"][0]["volumeMounts"]
-    assert [mount["mountPath"] for mount in mounts] == ["/ca"], "no token, and no Secret"
+    assert [mount["mountPath"] for mount in mounts] == ["/ca"], "the pod has no token and no Secret"
     code = "import os; print(os.path.exists('/var/run/secrets/kubernetes.io/serviceaccount/token'))"
     name = pod["metadata"]["name"]
     there = dashboard.cluster.kubectl("exec", name, "--namespace", dashboard.namespace, "--", "python3", "-c", code)

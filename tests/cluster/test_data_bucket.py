@@ -1,5 +1,5 @@
-"""A job whose data is in a bucket, on an S3 server in the cluster. The pods of a node fetch it
-once, and the server fails.
+"""A job whose data is in a bucket, on an S3 server in the cluster. The pods of a node fetch the
+data only once, even if the server fails.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def test_the_pods_of_a_node_share_the_data_that_one_of_them_has_fetched(jobs: Jo
     jobs.wait_phase("first", "Complete", timeout=300)
     assert jobs.status("first")["restarts"]["counted"] == 0
 
-    # The test's nodes share one disk, like the pods of one node, so the second pod has fetched
+    # The test's nodes share one disk, as the pods of one node do, so the second pod has fetched
     # nothing.
     [folder] = (cache / jobs.namespace).iterdir()
     assert {name: (folder / name).read_bytes() for name in SIZES} == contents
@@ -69,7 +69,7 @@ def test_the_pods_of_a_node_share_the_data_that_one_of_them_has_fetched(jobs: Jo
     assert all("/data has labels.txt train/a.bin train/b.bin" in text for text in said), said
     assert sum("all were present" in text for text in said) == 1, said
 
-    # without a cache, each pod has a disk of its own
+    # without a cache, each pod has its own disk
     jobs.apply(data_job("second"))
     jobs.wait_phase("second", "Complete", timeout=300)
     said = [jobs.kubectl("logs", f"second-{index}-0", "--container=trainer") for index in (0, 1)]

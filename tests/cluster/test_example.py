@@ -32,10 +32,10 @@ PATIENCE = 600
 
 
 class RunFiles:
-    """Files that the pods write next to their checkpoints, read from the nodes' disks.
+    """The files that pods write next to their checkpoints, read from the nodes' disks.
 
-    Files are kept open as soon as they are found, so that they can be read after a pod's volume is
-    gone.
+    They are opened as soon as they are found and kept open, so that they can be read after a pod's
+    volume is gone.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -47,12 +47,12 @@ class RunFiles:
         """Open the files of the current pods."""
         for pod in jobs.pods().values():
             if "nodeName" not in pod["spec"]:
-                continue  # not scheduled yet
+                continue  # the pod is not scheduled yet
             kubelet = node.folder(self.cluster.settings, pod["spec"]["nodeName"]) / "kubelet"
             volume = (
                 kubelet / "pods" / pod["metadata"]["uid"] / "volumes" / "kubernetes.io~empty-dir" / "ddpjob-checkpoints"
             )
-            # glob would raise an error if the trainer removed a folder at the same moment
+            # glob would fail if the trainer removed a folder at the same moment
             for folder, _, names in os.walk(volume / "run"):
                 for path in (Path(folder) / name for name in names if name.endswith(".jsonl")):
                     if path not in self.open:
@@ -98,14 +98,15 @@ class Watch:
     rows: list[Row] = field(default_factory=list)
 
     def look(self) -> str:
-        """Return the state that is shown. A row is kept once the training runs and has reported;
+        """Return the displayed state. Rows are kept from the first report of the training on;
         before that, only the number of steps is known.
         """
         self.files.find(self.jobs)
         header, line = self.jobs.kubectl("get", "ddp").splitlines()
         assert header.split() == COLUMNS
         cells = {name: line[header.index(name) :].split("   ")[0].strip() for name in COLUMNS}
-        if cells["STATE"] == "Running" and cells["LOSS"] and cells["SPEED"]:  # a speed requires several reports
+        # There is a speed only after several reports.
+        if cells["STATE"] == "Running" and cells["LOSS"] and cells["SPEED"]:
             epoch, percent = cells["PROGRESS"].removeprefix("epoch ").removesuffix(" %").split(" ")
             speed = float(cells["SPEED"].removesuffix("/s").replace(",", ""))
             self.rows.append(
@@ -133,8 +134,8 @@ class Watch:
 def example(
     installed_operator: Release, trainer_image: builder.Image, cluster: Cluster, namespace: str
 ) -> Iterator[tuple[Jobs, RunFiles]]:
-    """Apply the example, with more epochs because a pod must be lost after its progress has
-    appeared.
+    """Apply the example with more epochs, because a pod must be lost after its progress has been
+    displayed.
     """
     jobs, files = Jobs(cluster, namespace), RunFiles(cluster)
     assert trainer_image.tag in EXAMPLE.read_text()
@@ -145,7 +146,7 @@ def example(
         yield jobs, files
 
 
-def test_digits_train_on_two_nodes_through_the_loss_of_a_pod(example: tuple[Jobs, RunFiles], tmp_path: Path) -> None:
+def test_digits_train_on_two_nodes_despite_the_loss_of_a_pod(example: tuple[Jobs, RunFiles], tmp_path: Path) -> None:
     jobs, files = example
     watch = Watch(jobs, files)
     watch.until(lambda rows: bool(rows) and rows[-1].percent >= 10)
@@ -179,7 +180,7 @@ def test_the_example_trains_in_a_restricted_namespace(
         jobs.wait_phase("digits", "Running", timeout=PATIENCE)
         for pod in [*jobs.pods().values(), *jobs.pods("coordinator").values()]:
             assert pod["spec"]["securityContext"]["runAsNonRoot"]
-        assert not jobs.condition("digits", "Isolated"), "the NetworkPolicy was not refused"
+        assert not jobs.condition("digits", "Isolated"), "the NetworkPolicy must not be refused"
         [policy] = cluster.kubectl_json("get", "networkpolicies", "--namespace", jobs.namespace)["items"]
         assert policy["metadata"]["name"].startswith("digits-")
     finally:
@@ -196,8 +197,8 @@ def check_rows(rows: list[Row], reports: list[dict[str, float]]) -> None:
     # s.
     for part in (before, after):
         percents = [row.percent for row in part]
-        assert percents and percents == sorted(percents), "progress never falls"
-    assert len({row.percent for row in rows}) > 1, "progress is seen to grow"
+        assert percents and percents == sorted(percents), "progress never decreases"
+    assert len({row.percent for row in rows}) > 1, "progress must be seen to grow"
     assert {(row.epoch, row.loss) for row in rows} <= {(report["epoch"], f"{report['loss']:.4g}") for report in reports}
     # The rows show a running mean of these.
     speeds = [report["samplesPerSecond"] for report in reports]

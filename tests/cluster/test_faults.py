@@ -1,8 +1,7 @@
-"""Faults of the control plane while jobs train: the most revealing ones of `python -m
-benchmarks.faults`.
+"""Faults of the control plane while jobs train.
 
-Longer faults, such as watches that fall silent, are tested in virtual time
-(controller/test_leader.py).
+These are the most revealing faults of `python -m benchmarks.faults`. Longer faults, such as silent
+watches, are tested in virtual time (controller/test_leader.py).
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ def stage(
         print((folder / "operator.log").read_text(errors="replace")[-20000:])
 
 
-def test_the_operator_survives_an_api_server_that_forgets_refuses_and_fails(stage: Scene) -> None:
+def test_the_operator_survives_an_api_server_that_loses_data_refuses_and_fails(stage: Scene) -> None:
     once(stage, Fault("compacted", 1, faults.compacted))
     once(stage, Fault("refused", 5, faults.refused))
     once(stage, Fault("errors", 0, faults.watch_errors))
 
 
-def test_pods_that_a_policy_denies_are_created_when_it_is_removed(stage: Scene) -> None:
+def test_pods_that_a_policy_denies_are_created_when_the_policy_is_removed(stage: Scene) -> None:
     once(stage, Fault("denied", 3, faults.denied))
 
 
-def test_a_namespace_is_deleted_with_its_jobs_although_the_operator_dies(stage: Scene) -> None:
+def test_a_namespace_is_deleted_with_its_jobs_even_if_the_operator_dies(stage: Scene) -> None:
     once(stage, Fault("namespace", 0, faults.namespace_deleted))
     once(stage, Fault("killed", 0, lambda s, seconds: faults.operator_killed(s, seconds, KILLS)))

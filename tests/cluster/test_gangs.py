@@ -1,4 +1,4 @@
-"""Gangs on Kubernetes' own scheduler: jobs that each need all GPUs, a replacement, and preemption
+"""Gangs with Kubernetes' own scheduler: jobs that each need all GPUs, a replacement, and preemption
 by priority.
 
 The GPUs are fictitious, because only the scheduler deals with them.
@@ -61,19 +61,17 @@ def group_of(pod: Json) -> str:
 
 
 def was_refused(pod: Json) -> bool:
-    """Return whether the scheduler tried to place the pod and could not."""
+    """Return whether the scheduler tried and failed to place the pod."""
     return any(each.get("reason") == "Unschedulable" for each in pod["status"].get("conditions", []))
 
 
 @pytest.mark.parametrize("gang", [False, True])
-def test_two_jobs_that_deadlock_with_half_of_the_gpus_each_run_in_turn_as_gangs(
-    jobs: Jobs, gpus: Gpus, gang: bool
-) -> None:
-    """The scheduler tries pods in the order of their arrival: first one pod of each job, then the
-    second ones.
+def test_two_jobs_that_would_deadlock_run_one_after_the_other_as_gangs(jobs: Jobs, gpus: Gpus, gang: bool) -> None:
+    """The scheduler tries pods in the order of their arrival: first one pod of each job, then each
+    job's second pod.
 
-    Without gangs this is a deadlock. As the end of the test shows, only the loss of one job lets
-    the other run.
+    Without gangs, each job gets half of the GPUs, which is a deadlock. As the end of the test
+    shows, only the loss of one job lets the other run.
     """
     for name in ("one", "two"):
         jobs.apply(steps_job(name, 5, recovery=FAST, scheduling={"gang": gang}, **ONE_GPU))
@@ -105,14 +103,14 @@ def test_two_jobs_that_deadlock_with_half_of_the_gpus_each_run_in_turn_as_gangs(
     jobs.wait_phase("two", "Complete")
 
 
-def test_one_of_two_gangs_runs_while_the_other_holds_no_node(jobs: Jobs, gpus: Gpus) -> None:
+def test_one_of_two_gangs_runs_while_the_other_occupies_no_node(jobs: Jobs, gpus: Gpus) -> None:
     for name in ("one", "two"):
         jobs.apply(sleeping_job(name, 8))
     for name in ("one", "two"):
         jobs.wait(f"the pods of {name}", lambda name=name: {f"{name}-0-0", f"{name}-1-0"} <= set(jobs.pods()))
     jobs.wait_unschedulable("one", "waits for 2 nodes with 1 GPU each at once")
     jobs.wait_unschedulable("one", "0 of them would fit now")
-    assert not jobs.pods("coordinator")["one-coordinator-0"]["spec"].get("nodeName"), "it waits as well"
+    assert not jobs.pods("coordinator")["one-coordinator-0"]["spec"].get("nodeName"), "the second pod waits as well"
     gpus.each(1)
     jobs.wait("one runs", lambda: any(jobs.status(name)["phase"] == "Running" for name in ("one", "two")))
     first, second = ("one", "two") if jobs.status("one")["phase"] == "Running" else ("two", "one")
@@ -134,9 +132,9 @@ def test_a_lost_pod_of_a_gang_is_replaced_immediately_and_spares_come_later(jobs
     jobs.wait_phase("lossy", "Running")
     assert group_of(jobs.pods()["lossy-1-0"]) == "lossy-gang-0"
     group = jobs.cluster.kubectl_json("get", "podgroup", "lossy-gang-0", "--namespace", jobs.namespace)
-    assert group["spec"]["schedulingPolicy"] == {"gang": {"minCount": 3}}, "two nodes and the coordinator"
+    assert group["spec"]["schedulingPolicy"] == {"gang": {"minCount": 3}}, "the gang has two nodes and the coordinator"
     assert not group_of(jobs.pods("spare")["lossy-2-0"]), (
-        "it is in no group, because its lack of room must delay nothing"
+        "the spare is in no group, because nothing must wait for it if it has no room"
     )
     jobs.kubectl("delete", "ddpjob", "lossy")
 
@@ -152,7 +150,7 @@ def test_a_lost_pod_of_a_gang_is_replaced_immediately_and_spares_come_later(jobs
 def test_a_preempted_job_releases_all_its_gpus_and_continues_later(
     jobs: Jobs, gpus: Gpus, priorities: tuple[str, str], tmp_path: Path
 ) -> None:
-    """A single GPU would have been enough for the other job. The state is on a volume; otherwise
+    """A single GPU would have been enough for the other job. The state is on a volume; otherwise,
     the job would keep its pods.
     """
     low, high = priorities

@@ -1,5 +1,5 @@
-"""Generated jobs on a real API server. Its verdicts match `ddpjob validate`, and the operator
-survives all jobs.
+"""Generated jobs on a real API server. The server's verdicts match those of `ddpjob validate`, and
+the operator survives all jobs.
 
 DDPJOB_GENERATED=20 tries 20 times as many jobs. A failure reports the number of its job, and
 `Maker(NUMBER)` generates it again.
@@ -57,7 +57,7 @@ def ask(cluster: Cluster) -> Iterator[Ask]:
 
 
 def as_kubectl_sends(value: Any) -> Any:
-    """Replace 2.0 by 2, because kubectl's YAML has only one kind of number."""
+    """Replace 2.0 with 2, because kubectl's YAML has only one kind of number."""
     if isinstance(value, dict):
         return {key: as_kubectl_sends(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -82,7 +82,7 @@ def test_the_api_servers_verdicts_match_those_of_validate(jobs: Jobs, ask: Ask) 
 
 
 def accepted(namespace: str, ask: Ask) -> dict[str, Json]:
-    """Return the created jobs by name. They have few nodes, and no scheduler takes their pods."""
+    """Return the created jobs by name. They have few nodes, and no scheduler handles their pods."""
     made: dict[str, Json] = {}
     number = 0
     while len(made) < RECONCILED:
@@ -111,7 +111,9 @@ def test_accepted_jobs_and_forged_statuses_are_reconciled(jobs: Jobs, ask: Ask, 
     accepted_jobs = accepted(jobs.namespace, ask)
     made = {name: job for name, job in accepted_jobs.items() if not _managed_elsewhere(job)}
     jobs.wait("a condition of every job", lambda: not _silent(jobs, made), timeout=30)
-    assert not any(status for name, status in _statuses(jobs).items() if name not in made), "managed by another"
+    assert not any(status for name, status in _statuses(jobs).items() if name not in made), (
+        "the job is managed by another controller"
+    )
     for name, status in _statuses(jobs).items():
         if name not in made:
             continue

@@ -1,4 +1,4 @@
-"""The operator's watch of Kubernetes nodes, on Node objects without kubelets."""
+"""The operator's watch of Kubernetes nodes, tested with Node objects without kubelets."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ NOBODY = {"key": "test.ddpjob.io/ghost", "effect": "NoSchedule"}
 
 
 def use(kubeconfig: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set the kubeconfig. The client read KUBECONFIG when it was imported."""
+    """Set the kubeconfig. This is needed because the client read KUBECONFIG when it was
+    imported.
+    """
     monkeypatch.setattr("kubernetes.aio.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(kubeconfig))
 
 
 @pytest.fixture
 def ghost(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Yield the name of a node, which the test creates. Leftovers are removed."""
+    """Yield the name of a node that the test may create. Leftovers are removed."""
     use(cluster.kubeconfig, monkeypatch)
     name = f"ghost-{secrets.token_hex(2)}"
     yield name
@@ -32,8 +34,8 @@ def ghost(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 class Reported:
-    """The watch's reports about one node: its readiness as True or False, `out` if it is tainted,
-    None if it is gone.
+    """The watch's reports about one node: True or False for its readiness, `out` if it is tainted
+    as out of service, None if it is gone.
 
     Kubernetes taints a new node as not ready and removes the taint soon. Reports before that are
     ignored.
@@ -66,8 +68,8 @@ def create(cluster: Cluster, name: str) -> None:
 
 
 def beat(cluster: Cluster, name: str, ready: bool, beats: int) -> None:
-    """Report like a kubelet: the heartbeat is new each time, but the transition time changes only
-    with the status.
+    """Report as a kubelet does: the heartbeat changes each time, but the transition time changes
+    only with the status.
     """
     moment = f"2030-01-01T00:00:{beats:02}Z"
     condition = {
@@ -92,7 +94,7 @@ def watching(test: Callable[[HostWatch, Reported], Awaitable[None]], name: str) 
     asyncio.run(run())
 
 
-def test_readiness_taint_and_deletion_are_reported_and_heartbeats_are_not(cluster: Cluster, ghost: str) -> None:
+def test_readiness_taint_and_deletion_are_reported_but_heartbeats_are_not(cluster: Cluster, ghost: str) -> None:
     async def test(watch: HostWatch, reported: Reported) -> None:
         running = asyncio.create_task(watch.run())
         await asyncio.to_thread(create, cluster, ghost)
@@ -102,7 +104,7 @@ def test_readiness_taint_and_deletion_are_reported_and_heartbeats_are_not(cluste
         calls = reported.calls
         for beats in range(2, 7):
             await asyncio.to_thread(beat, cluster, ghost, True, beats)
-        assert reported.calls == calls, "heartbeats of it and of the cluster's own nodes change nothing"
+        assert reported.calls == calls, "heartbeats of this node and of the cluster's own nodes cause no report"
         await asyncio.to_thread(
             cluster.kubectl, "taint", "node", ghost, "node.kubernetes.io/out-of-service=x:NoSchedule"
         )
@@ -132,7 +134,7 @@ def test_changes_that_an_interrupted_watch_has_missed_are_reported(cluster: Clus
     watching(test, ghost)
 
 
-def test_without_the_right_nodes_are_unknown_which_is_reported_once(
+def test_without_the_right_to_read_nodes_they_are_unknown_and_one_line_is_logged(
     cluster: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     config = json.loads(cluster.kubectl("config", "view", "--raw", "--output=json"))

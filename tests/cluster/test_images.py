@@ -51,7 +51,9 @@ def run(
     return ended["exitCode"], cluster.kubectl("logs", "pod", "--namespace", namespace)
 
 
-def test_the_trainers_image_can_compile(cluster: Cluster, trainer_image: builder.Image, namespace: str) -> None:
+def test_torch_compile_works_in_the_trainers_image(
+    cluster: Cluster, trainer_image: builder.Image, namespace: str
+) -> None:
     """The container runs as a user that the platform has chosen (in group 0)."""
     code, log = run(
         cluster, namespace, trainer_image, ["python3", "-c", COMPILE], "n1", runAsUser=1000680000, runAsGroup=0
@@ -59,7 +61,7 @@ def test_the_trainers_image_can_compile(cluster: Cluster, trainer_image: builder
     assert (code, log.splitlines()[-2:]) == (0, ["1000680000 True True", "compiled"]), log
 
 
-def test_the_trainer_runs_as_its_own_user_without_the_operators_packages(
+def test_the_trainers_image_has_its_own_user_and_no_packages_of_the_operator(
     cluster: Cluster, trainer_image: builder.Image, namespace: str
 ) -> None:
     program = (
@@ -93,7 +95,7 @@ def test_the_trainers_image_has_tritons_build_tools(
         (["sh", "-c", "touch /opt/venv/file || touch /etc/file"], "Permission denied"),
     ],
 )
-def test_the_operators_image_has_nothing_that_it_does_not_need(
+def test_the_operators_image_contains_only_what_it_needs(
     cluster: Cluster, operator_image: builder.Image, namespace: str, program: list[str], words: str
 ) -> None:
     code, log = run(cluster, namespace, operator_image, program, "n2")

@@ -51,9 +51,9 @@ def test_helm_lint_accepts_the_defaults_and_every_value(cluster: Cluster) -> Non
         assert "0 chart(s) failed" in helm(cluster, "lint", "--strict", str(CHART), *words)
 
 
-def test_every_value_has_its_effect(cluster: Cluster) -> None:
-    """tests/unit/test_chart.py checks that no value is missing in the file, and that the dashboard's
-    arrive.
+def test_every_value_of_the_operator_has_its_effect(cluster: Cluster) -> None:
+    """tests/unit/test_chart.py checks that the file contains every value, and that the dashboard's
+    values have an effect.
     """
     rendered = render(cluster, "--values", str(EVERY_VALUE))
     documents = [body for body in rendered if body["metadata"]["name"] != "training-dashboard"]
@@ -63,7 +63,7 @@ def test_every_value_has_its_effect(cluster: Cluster) -> None:
     assert deployment["metadata"]["name"] == "training"
     assert deployment["spec"]["replicas"] == 5
     (sharded,) = of_kind(render(cluster, "--set", "shards=3"), "Deployment")
-    assert sharded["spec"]["replicas"] == 3, "one per shard"
+    assert sharded["spec"]["replicas"] == 3, "there is one Lease per shard"
     assert pod["metadata"]["labels"]["team"] == "ml"
     assert pod["metadata"]["annotations"]["note"] == "hello"
     spec = pod["spec"]
@@ -146,16 +146,16 @@ def test_every_value_has_its_effect(cluster: Cluster) -> None:
 def test_jobs_of_chosen_namespaces_are_scraped_there(cluster: Cluster) -> None:
     documents = render(cluster, "--set", "metrics.podMonitor.enabled=true,watchNamespaces={one,two}")
     assert of_kind(documents, "PodMonitor")[0]["spec"]["namespaceSelector"] == {"matchNames": ["one", "two"]}
-    assert not of_kind(documents, "PrometheusRule", "ConfigMap", "ServiceMonitor"), "they are off by default"
+    assert not of_kind(documents, "PrometheusRule", "ConfigMap", "ServiceMonitor"), "these objects are off by default"
 
 
-def test_environment_names_are_the_operators_own(cluster: Cluster) -> None:
-    """The operator reads every variable that the chart sets, with the intended value."""
+def test_the_operator_reads_every_variable_that_the_chart_sets(cluster: Cluster) -> None:
+    """Each variable has the intended value."""
     from ddpjob.controller.operator_settings import PREFIX, Settings
 
     values = {"DDPJOB_OPERATOR_KEY": "k" * 48, "DDPJOB_OPERATOR_IDENTITY": "pod"}
     documents = render(cluster, "--set", "watchNamespaces={one,two}")
-    assert not of_kind(documents, "PodDisruptionBudget"), "it would block nothing with one replica"
+    assert not of_kind(documents, "PodDisruptionBudget"), "with one replica, a disruption budget would protect nothing"
     for variable in container(documents)["env"]:
         name = variable["name"].removeprefix(PREFIX)
         assert name.lower() in Settings.__dataclass_fields__ or name in (
@@ -215,7 +215,7 @@ def test_a_list_of_namespaces_needs_no_cluster_role(cluster: Cluster) -> None:
         ("metrics.port=0,metrics.serviceMonitor.enabled=true", "metrics.serviceMonitor.enabled"),
     ],
 )
-def test_an_invalid_value_is_reported(cluster: Cluster, setting: str, words: str) -> None:
+def test_an_invalid_value_of_the_chart_is_reported(cluster: Cluster, setting: str, words: str) -> None:
     with pytest.raises(ClusterError) as refused:
         render(cluster, "--set", setting)
     assert words in str(refused.value).replace(".", "/") or words in str(refused.value)
@@ -231,7 +231,7 @@ def can(release: Release, verb: str, resource: str, namespace: str | None = None
     where += ["--subresource", subresource] if subresource else []
     try:
         return release.cluster.kubectl("auth", "can-i", verb, resource, "--as", account, *where).strip() == "yes"
-    except ClusterError:  # kubectl's answer `no` has exit code 1
+    except ClusterError:  # kubectl exits with 1 if the answer is `no`
         return False
 
 
@@ -264,7 +264,7 @@ def test_the_operator_runs_jobs_only_in_its_namespaces(uninstalled: Release, job
     assert can(release, "create", "pods", jobs.namespace)
     assert not can(release, "create", "pods", "default")
     assert not can(release, "list", "customresourcedefinitions.apiextensions.k8s.io")
-    assert release.log().count("nodes are not watched") == 1, "logged once"
+    assert release.log().count("nodes are not watched") == 1, "the missing right is logged only once"
     assert "Traceback" not in release.log()
 
 
@@ -283,7 +283,7 @@ ALLOWED = {
         "create",
         "patch",
         "delete",
-    },  # delete: for OpenShift's plugin, which is enabled
+    },  # delete is needed for OpenShift's plugin, which is enabled
     "secrets": {"create"},
     "networkpolicies.networking.k8s.io": {"get", "list", "watch", "create"},
     "poddisruptionbudgets.policy": {"get", "list", "watch", "create"},
@@ -330,13 +330,13 @@ def test_the_operator_has_exactly_the_rights_that_it_uses(installed_operator: Re
 def test_the_operator_may_use_only_its_own_lease(installed_operator: Release) -> None:
     release = installed_operator
     assert can(release, "update", "leases.coordination.k8s.io/ddpjob-operator", release.namespace)
-    for name in ("ddpjob-operator-0-of-2", "ddpjob-operator-9-of-10"):  # during an upgrade that changes `shards`
+    for name in ("ddpjob-operator-0-of-2", "ddpjob-operator-9-of-10"):  # needed during an upgrade that changes `shards`
         assert can(release, "update", f"leases.coordination.k8s.io/{name}", release.namespace)
     assert not can(release, "update", "leases.coordination.k8s.io/other", release.namespace)
     assert not can(release, "get", "secrets", release.namespace)
 
 
-def test_users_get_rights_by_the_built_in_roles(installed_operator: Release, namespace: str) -> None:
+def test_users_get_rights_through_the_built_in_roles(installed_operator: Release, namespace: str) -> None:
     cluster = installed_operator.cluster
     for role in ("edit", "view"):
         cluster.kubectl(
@@ -364,7 +364,7 @@ def watches_begun(jobs: Jobs) -> int:
     return sum(int(float(line.rsplit(" ", 1)[1])) for line in asked)
 
 
-def test_a_job_completes_and_is_reported(installed_operator: Release, jobs: Jobs) -> None:
+def test_a_job_completes_and_appears_in_metrics_and_events(installed_operator: Release, jobs: Jobs) -> None:
     before = watches_begun(jobs)
     jobs.apply(steps_job("one", 5, nodes=1, recovery=FAST))
     jobs.wait_phase("one", "Complete")
@@ -395,7 +395,9 @@ def test_the_key_survives_an_upgrade_and_a_new_installation(installed_operator: 
     key = key_of(release)
     assert len(key) == 48
     notes = release.install("--set", "logLevel=DEBUG")
-    assert "rollout status" in notes and "helm show crds" not in notes, "only values have changed"
+    assert "rollout status" in notes and "helm show crds" not in notes, (
+        "only values have changed, so the key is the same"
+    )
     assert key_of(release) == key
     release.uninstall()
     assert key_of(release) == key
@@ -404,8 +406,8 @@ def test_the_key_survives_an_upgrade_and_a_new_installation(installed_operator: 
 
 
 def test_uninstalling_leaves_running_jobs_alone(installed_operator: Release, jobs: Jobs) -> None:
-    """Pods continue to train without an operator. A newly installed one continues with the same
-    pods.
+    """Pods continue to train without an operator. A newly installed operator continues with the
+    same pods.
     """
     release = installed_operator
     jobs.apply(steps_job("long", 300, nodes=1, recovery=FAST))
@@ -424,7 +426,7 @@ def test_uninstalling_leaves_running_jobs_alone(installed_operator: Release, job
     assert jobs.status("long")["restarts"]["counted"] == 0
 
 
-def test_the_second_replica_takes_over(installed_operator: Release, jobs: Jobs) -> None:
+def test_the_second_replica_takes_over_when_the_first_is_killed(installed_operator: Release, jobs: Jobs) -> None:
     release = installed_operator
     release.install("--set", "replicas=2")
     processes.wait_for("two pods ready", lambda: len(release.pods()) == 2 and ready(release), timeout=60)
@@ -446,8 +448,8 @@ def test_the_second_replica_takes_over(installed_operator: Release, jobs: Jobs) 
 def test_with_three_shards_and_one_replica_killed_no_action_is_repeated(
     installed_operator: Release, cluster: Cluster, namespace: str
 ) -> None:
-    """A job of each shard loses its operator and then a pod. After a return to one shard, one
-    replica acts for all.
+    """In each shard, a job loses its operator and then a pod. After the return to a single shard,
+    one replica acts for all jobs.
     """
     release, leases = installed_operator, [f"ddpjob-operator-{shard}-of-3" for shard in range(3)]
     release.install("--set", "shards=3")
@@ -485,7 +487,7 @@ def test_with_three_shards_and_one_replica_killed_no_action_is_repeated(
             share.wait("one pod in place of the lost one", lambda s=share: list(s.pods()) == ["sleeps-0-2"])
 
 
-def test_a_second_operator_for_one_of_its_namespaces_is_refused(uninstalled: Release, namespace: str) -> None:
+def test_a_second_operator_for_a_watched_namespace_is_refused(uninstalled: Release, namespace: str) -> None:
     """Helm checks this without rights over the whole cluster. The operator for all namespaces
     detects the second one.
     """
@@ -497,7 +499,7 @@ def test_a_second_operator_for_one_of_its_namespaces_is_refused(uninstalled: Rel
     with pytest.raises(ClusterError, match=f"the release {uninstalled.namespace}/ddpjob already watches the namespace"):
         second.install()
     uninstalled.uninstall()
-    # like manifests applied by Argo CD
+    # as if Argo CD had applied the manifests
     second.kubectl("create", "role", "ddpjob-operator", "--verb=get", "--resource=pods")
     try:
         with pytest.raises(ClusterError, match="an operator that was not installed with Helm already watches the"):
@@ -516,7 +518,7 @@ def test_an_installation_under_a_different_name_keeps_the_key(installed_operator
     assert base64.b64decode(renamed) == key_of(release) == key
 
 
-def test_an_operator_that_was_moved_with_its_key_continues_with_the_same_pods(
+def test_an_operator_moved_together_with_its_key_continues_with_the_same_pods(
     installed_operator: Release, jobs: Jobs, tmp_path: Path
 ) -> None:
     """The operator moves to a different namespace and name, as docs/upgrade.md describes."""

@@ -1,5 +1,4 @@
-"""Jobs in queues of Kueue's own controllers: quota, priority, stops, crashes, resizing and
-deletion.
+"""Jobs in queues of the real Kueue: quota, priority, stops, crashes, resizing and deletion.
 
 Skipped unless DDPJOB_TEST_KUEUE is set, because building Kueue's manager takes a long time.
 """
@@ -81,7 +80,7 @@ class Queue:
         self.jobs.cluster.kubectl("patch", "clusterqueue", self.jobs.namespace, "--type=merge", f"--patch={patch}")
 
     def used(self) -> int:
-        """Return the number of reserved GPUs of the quota, as counted by Kueue."""
+        """Return the number of GPUs that Kueue counts as reserved."""
         status = self.jobs.cluster.kubectl_json("get", "clusterqueue", self.jobs.namespace).get("status", {})
         [flavor] = status.get("flavorsReservation") or [{"resources": []}]
         return next((int(it["total"]) for it in flavor["resources"] if it["name"] == GPU), 0)
@@ -122,7 +121,7 @@ def workloads(jobs: Jobs) -> dict[str, Json]:
 
 
 def workload_of(jobs: Jobs, name: str) -> Json:
-    """Return the unfinished Workload of a job, or an empty one if there is none."""
+    """Return the unfinished Workload of a job, or an empty mapping if there is none."""
     own = [w for key, w in workloads(jobs).items() if key.startswith(f"{name}-queue-")]
     return next((w for w in own if conditions(w).get("Finished", ("", ""))[0] != "True"), {})
 
@@ -141,7 +140,7 @@ def says(jobs: Jobs, name: str, words: str, kind: str = "Suspended") -> Callable
     return lambda: words in jobs.condition(name, kind).get("message", "")
 
 
-def test_a_job_that_fits_runs_on_its_flavor_and_the_next_waits_for_its_end(
+def test_a_job_that_fits_runs_on_its_flavor_and_the_next_job_waits_for_its_end(
     jobs: Jobs, queue: Queue, tmp_path: Path
 ) -> None:
     queue.offer(gpus=3)
@@ -190,7 +189,7 @@ def test_a_job_with_a_higher_priority_takes_the_quota_and_the_other_resumes_late
     reached = jobs.step("low")
     jobs.wait_phase("high", "Running")
     assert not alive(jobs, "low")
-    assert workload_of(jobs, "low")["metadata"]["uid"] == uid, "its place is kept"
+    assert workload_of(jobs, "low")["metadata"]["uid"] == uid, "the evicted job's place in the queue is kept"
     (tmp_path / "high" / "end").touch()
     jobs.wait_phase("high", "Complete", timeout=180)
     jobs.wait_phase("low", "Running")
@@ -226,14 +225,14 @@ def test_stopping_a_queue_ends_the_pods_and_reopening_it_resumes_the_job(
     assert jobs.status("drained").get("restarts", {}).get("counted", 0) == 0
 
 
-def test_deaths_of_the_operator_and_of_kueue_lose_and_repeat_nothing(
+def test_no_step_is_lost_or_repeated_if_the_operator_and_kueue_die(
     jobs: Jobs, queue: Queue, operator: OperatorProcess, tmp_path: Path
 ) -> None:
     queue.offer(gpus=2)
     low, high = queue.priority("low", 1), queue.priority("high", 100)
     storage = {"checkpoints": {"hostPath": str(tmp_path), "shared": True}}
 
-    # Each step begins without the operator, and Kueue's manager dies during it.
+    # Each stage begins without the operator, and Kueue's manager dies during the stage.
     def step(change: Callable[[], object]) -> None:
         operator.kill()
         change()
@@ -259,7 +258,7 @@ def test_deaths_of_the_operator_and_of_kueue_lose_and_repeat_nothing(
     assert all(conditions(it)["Finished"] == ("True", "Succeeded") for it in workloads(jobs).values())
 
 
-def test_sizes_change_in_place(jobs: Jobs, queue: Queue) -> None:
+def test_a_job_in_a_queue_is_resized_in_place(jobs: Jobs, queue: Queue) -> None:
     queue.offer(gpus=3)
     elastic = {"elastic": {"minNodes": 1, "maxNodes": 8}, "nodes": 1}
     jobs.apply(queued(steps_job("sized", 100_000, **{**TRAINING, **elastic})))
@@ -288,7 +287,7 @@ def shows(jobs: Jobs, name: str, display: str) -> Callable[[], bool]:
     )
 
 
-def test_an_elastic_job_starts_in_part_grows_and_releases_only_the_added_nodes(
+def test_an_elastic_job_starts_partially_grows_and_releases_only_added_nodes(
     jobs: Jobs, queue: Queue, tmp_path: Path
 ) -> None:
     queue.offer(gpus=4)
@@ -353,11 +352,11 @@ def test_pods_follow_the_topology_that_kueue_assigns(jobs: Jobs, two_racks: None
         assert pod["spec"]["nodeSelector"]["kubernetes.io/hostname"] == pod["spec"]["nodeName"]
         assert not pod["spec"].get("schedulingGates")
     places = [pods[f"placed-{index}-0"]["spec"]["nodeName"] for index in range(3)]
-    assert len(set(places)) == 2 and places[1] in (places[0], places[2]), "neighbouring ranks share a rack"
+    assert len(set(places)) == 2 and places[1] in (places[0], places[2]), "adjacent ranks share a rack"
 
     jobs.kill("placed-1-0")
     jobs.wait("a successor", lambda: "placed-1-1" in jobs.pods() and shows(jobs, "placed", "3/3")())
-    assert jobs.pods()["placed-1-1"]["spec"]["nodeName"] == places[1], "it has the lost pod's domain"
+    assert jobs.pods()["placed-1-1"]["spec"]["nodeName"] == places[1], "the replacement has the lost pod's domain"
 
     jobs.kubectl("scale", "ddpjob", "placed", "--replicas=4")
     jobs.wait("it grows", shows(jobs, "placed", "4/4"))
@@ -366,7 +365,7 @@ def test_pods_follow_the_topology_that_kueue_assigns(jobs: Jobs, two_racks: None
     assert sorted(places.count(node) + (node == added["spec"]["nodeName"]) for node in set(places)) == [2, 2]
 
 
-def test_deletion_leaves_no_workload_and_no_quota(jobs: Jobs, queue: Queue) -> None:
+def test_a_deleted_job_leaves_no_workload_and_no_reserved_quota(jobs: Jobs, queue: Queue) -> None:
     queue.offer(gpus=2)
     for name in ("one", "two"):
         jobs.apply(queued(sleeping(name)))
@@ -377,8 +376,8 @@ def test_deletion_leaves_no_workload_and_no_quota(jobs: Jobs, queue: Queue) -> N
     jobs.wait("all quota is free", lambda: queue.used() == 0)
 
 
-def test_the_default_queue_of_a_namespace_leaves_pods_of_jobs_alone(jobs: Jobs, queue: Queue) -> None:
+def test_the_default_queue_of_a_namespace_does_not_apply_to_the_pods_of_jobs(jobs: Jobs, queue: Queue) -> None:
     queue.offer(gpus=2, local="default")
     jobs.apply(queued(sleeping("mine", 3), queue="default"))
     jobs.wait_phase("mine", "Complete")
-    assert [name.rpartition("-")[0] for name in workloads(jobs)] == ["mine-queue"], "no pod requests quota for itself"
+    assert [name.rpartition("-")[0] for name in workloads(jobs)] == ["mine-queue"], "no pod requests quota on its own"

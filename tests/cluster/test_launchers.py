@@ -1,8 +1,8 @@
 """`command` on real pods: launchers that need an address find index 0 by its name, and failures
 under torchrun count.
 
-Others are tested with processes in tests/local/test_process_launchers.py, which runs the same
-script.
+Other launchers are tested with processes in tests/local/test_process_launchers.py, which runs the
+same script.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def launched(name: str, command: list[str], **spec: Any) -> Json:
 
 
 def sums(jobs: Jobs) -> list[str]:
-    """Return what the ranks have printed about their group, in order."""
+    """Return the lines that the ranks have printed about their group, in order."""
     logs = (jobs.kubectl("logs", pod) for pod in jobs.pods())
     return sorted(line for log in logs for line in log.splitlines() if line.startswith("rank "))
 
 
 def summed(jobs: Jobs, *names: str) -> bool:
-    """Return whether these are the job's pods and both have formed a group."""
+    """Return whether these are the job's pods, and both have joined a group."""
     pods = jobs.pods()
     running = all(pod["status"]["phase"] == "Running" for pod in pods.values())
     return sorted(pods) == [*names] and running and sums(jobs) == BOTH
@@ -50,14 +50,14 @@ def masters(jobs: Jobs) -> set[str]:
 
 
 @pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
-def test_accelerate_sums_over_two_pods(jobs: Jobs) -> None:
+def test_accelerate_forms_a_group_of_two_pods(jobs: Jobs) -> None:
     jobs.apply(launched("accelerate", ACCELERATE))
     jobs.wait_phase("accelerate", "Complete")
     assert sums(jobs) == BOTH
-    assert masters(jobs) == {"accelerate-0-0.accelerate"}, "the name of index 0's pod"
+    assert masters(jobs) == {"accelerate-0-0.accelerate"}, "the address is the name of the pod with index 0"
 
 
-def test_mp_spawn_with_a_tcp_address_survives_the_loss_of_that_pod(jobs: Jobs, tmp_path: Path) -> None:
+def test_a_group_with_a_tcp_address_survives_the_loss_of_the_pod_at_that_address(jobs: Jobs, tmp_path: Path) -> None:
     storage = {"checkpoints": {"hostPath": str(tmp_path), "shared": True}}
     command = [sys.executable, LAUNCHED, "--spawn", "--until", "/checkpoints/enough"]
     jobs.apply(launched("spawn", command, storage=storage))
@@ -72,9 +72,9 @@ def test_mp_spawn_with_a_tcp_address_survives_the_loss_of_that_pod(jobs: Jobs, t
     assert (restart["pod"], restart["reason"], restart["counted"]) == ("spawn-0-0", "Deleted", False)
 
 
-def test_a_rank_that_fails_under_torchrun_in_a_pod_counts_with_its_traceback(jobs: Jobs) -> None:
-    """Torchrun starts the script through PYTHON_EXEC, a file of the ConfigMap. If the file were not
-    executable, no rank would start.
+def test_a_failed_rank_under_torchrun_in_a_pod_is_counted_with_its_traceback(jobs: Jobs) -> None:
+    """Torchrun starts the script through PYTHON_EXEC, which is a file from the ConfigMap. If the
+    file were not executable, no rank would start.
     """
     jobs.apply(launched("fails", ["torchrun", LAUNCHED, "--fail"], recovery={"maxRestarts": 0}))
     jobs.wait_phase("fails", "Failed")

@@ -73,7 +73,7 @@ def test_an_autoscaler_and_kubectl_scale_change_an_elastic_job_in_place(jobs: Jo
     jobs.kubectl("scale", "ddpjob", "scaled", "--replicas=1")
     jobs.wait("one node", lambda: world(jobs, "scaled") == "1/1")
     status = jobs.status("scaled")
-    assert [slot["attempt"] for slot in status["slots"]] == [0], "the first pod has survived it all"
+    assert [slot["attempt"] for slot in status["slots"]] == [0], "the first pod has survived all changes"
     assert status["rendezvous"]["generation"] == 0
     assert status["restarts"]["counted"] == 0
     log = jobs.kubectl("logs", "scaled-0-0")
@@ -83,12 +83,12 @@ def test_an_autoscaler_and_kubectl_scale_change_an_elastic_job_in_place(jobs: Jo
 
 
 def world(jobs: Jobs, name: str) -> str:
-    """Return what `kubectl get` shows under Nodes, once the group runs."""
+    """Return the value that `kubectl get` shows under Nodes, once the group runs."""
     status = jobs.status(name)
     return str(status["nodes"]["display"]) if status.get("phase") == "Running" else ""
 
 
-def test_a_deadline_ends_the_job_and_its_time_to_live_removes_it(jobs: Jobs) -> None:
+def test_a_job_is_ended_by_its_deadline_and_removed_after_its_time_to_live(jobs: Jobs) -> None:
     policy = {"activeDeadlineSeconds": 8, "ttlSecondsAfterFinished": 6}
     jobs.apply(steps_job("late", 1000, nodes=1, recovery=FAST, runPolicy=policy))
     jobs.wait_phase("late", "Failed", timeout=40)
@@ -120,7 +120,7 @@ def test_the_clean_pod_policy_decides_which_pods_are_deleted(jobs: Jobs) -> None
     jobs.wait_phase("clean-all", "Complete")
     jobs.wait("the end of the cleaned pods", lambda: sorted(jobs.pods()) == ["clean-none-0-0"], timeout=60)
     assert jobs.pods()["clean-none-0-0"]["status"]["phase"] == "Running", (
-        "None leaves the sidecar; the trainer alone decided"
+        "with None, the sidecar is left running, because only the trainer determines the end"
     )
 
 
@@ -135,7 +135,7 @@ def test_a_job_with_placement_master_survives_the_loss_of_its_master(jobs: Jobs)
     assert "rank" in jobs.kubectl("logs", "classic-0-1", "--container=trainer")
 
 
-def test_any_command_gets_torchruns_variables(jobs: Jobs) -> None:
+def test_any_command_gets_the_variables_that_torchrun_sets(jobs: Jobs) -> None:
     script = steps_job("x")["spec"]["script"]
     command = ["/bin/sh", "-c", f"exec python3 -m torch.distributed.run {script} --steps=120"]
     jobs.apply(job("shell", command=command))
@@ -146,7 +146,7 @@ def test_any_command_gets_torchruns_variables(jobs: Jobs) -> None:
     assert (status["restarts"]["counted"], status["restarts"]["uncounted"]) == (0, 1)
 
 
-def test_a_deleted_job_leaves_nothing_and_its_name_is_free(jobs: Jobs) -> None:
+def test_a_deleted_job_leaves_nothing_behind_and_its_name_can_be_reused(jobs: Jobs) -> None:
     jobs.apply(steps_job("again", 1000, nodes=1, recovery=FAST))
     jobs.wait_phase("again", "Running")
     jobs.kubectl("delete", "ddpjob", "again", "--wait=true")

@@ -33,8 +33,8 @@ lost.
 
 @dataclass
 class Stage:
-    """The namespace in which all the jobs run. Each has a pod on `n1` and one on a node that it
-    will lose.
+    """The namespace in which all the jobs run. Each job has a pod on `n1` and another on a node
+    that it will lose.
     """
 
     jobs: Jobs
@@ -42,7 +42,7 @@ class Stage:
     cluster: Cluster
 
     def place(self, name: str) -> Json:
-        """Return the part of a spec that places the job's node pods where `offer` allows it."""
+        """Return the fields of a spec that place the job's node pods where `offer` allows it."""
         control = {"resources": {"limits": {CONTROL: 1}}}
         return {
             "gpusPerNode": 1,
@@ -117,7 +117,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _apply(stage: Stage, checkpoints: Path) -> None:
     shared = {"checkpoints": {"hostPath": str(checkpoints), "shared": True}}
     keys = ["--config", "digits", "train.threads=1", "train.ledger=true", "train.epochs=12", "checkpoint.every_steps=9"]
-    training = held(keys, {"HELD": "", "PAUSE": "0.15"})  # takes 43 s, and leaves the CPU to the other jobs
+    # This takes 43 s, but uses little CPU, which the other jobs need.
+    training = held(keys, {"HELD": "", "PAUSE": "0.15"})
     stage.jobs.apply(job("moved", **training, storage=shared, **stage.place("moved")))
     stage.jobs.apply(
         steps_job("tainted", 100000, "--sleep=0.5", **stage.place("tainted"), recovery={"nodeLostAfterSeconds": 300})
@@ -128,20 +129,20 @@ def _apply(stage: Stage, checkpoints: Path) -> None:
 
 
 def alive(pod: str, uid: str) -> list[int]:
-    """Return the processes of a job's pod, wherever the API server places it."""
+    """Return the processes of a job's pod, even if the API server no longer knows the pod."""
     needles = (f"DDPJOB_POD={pod}".encode(), f"DDPJOB_UID={uid}".encode())
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             environment = (folder / "environ").read_bytes().split(b"\0")
         except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue  # ended in the meantime, or belongs to another user
+            continue  # the process ended in the meantime, or belongs to another user
         if all(needle in environment for needle in needles):
             found.append(int(folder.name))
     return found
 
 
-def test_draining_a_node_moves_a_job_without_loss_one_pod_at_a_time(stage: Stage, checkpoints: Path) -> None:
+def test_draining_a_node_moves_a_job_pod_by_pod_without_losing_steps(stage: Stage, checkpoints: Path) -> None:
     leaving = stage.running("moved", "n3", refuge=False)
     staying = stage.pod_on("moved", "n1")
     stage.jobs.wait(
@@ -160,9 +161,8 @@ def test_draining_a_node_moves_a_job_without_loss_one_pod_at_a_time(stage: Stage
             ),
         )
         with pytest.raises(ClusterError, match="disruption budget"):
-            evict(
-                stage.jobs, staying
-            )  # No node is offered to the successor yet: the job has one healthy pod, however long this took.
+            # No node is offered to the replacement yet, so the job has only one healthy pod.
+            evict(stage.jobs, staying)
         stage.offer("moved", "n2")
         output, _ = draining.communicate(timeout=limit + 30)
     assert draining.returncode == 0, output
@@ -173,13 +173,13 @@ def test_draining_a_node_moves_a_job_without_loss_one_pod_at_a_time(stage: Stage
     again = stage.trains_again("moved", lost)
     print(f"moved: reported {noticed - began:.2f} s after the drain began, trains again {again - began:.2f} s after it")
     assert noticed - began < at_once()
-    assert lost["progress"]["percent"] < 95, "the drain came too late to move anything"
+    assert lost["progress"]["percent"] < 95, "the drain must begin before the job ends"
     let_go(checkpoints, "pause")
     _, status = stage.watch.first("moved", phase("Complete"), timeout=240)
     assert [(r["pod"], r["counted"]) for r in restarts(status)] == [(leaving, False)]
-    assert staying in stage.pods("moved"), "the other pod stayed"
+    assert staying in stage.pods("moved"), "the other pod must stay"
     lives = read([checkpoints])
-    assert len(lives) == 2, "the ledger shows the move"
+    assert len(lives) == 2, "the ledger must show the move"
     verify(lives)
 
 
@@ -192,7 +192,7 @@ def evict(jobs: Jobs, pod: str) -> None:
     jobs.cluster.kubectl("create", "--raw", path, "--filename=-", input_text=json.dumps(body))
 
 
-def test_a_lost_node_tainted_out_of_service_is_not_waited_for(stage: Stage) -> None:
+def test_a_job_does_not_wait_for_a_node_tainted_as_out_of_service(stage: Stage) -> None:
     pod = stage.running("tainted", "n4")
     stage.cluster.cut("n4")
     processes.wait_for("n4 to be NotReady", lambda: "n4" not in stage.cluster.ready_nodes(), timeout=30)
@@ -231,7 +231,7 @@ def test_a_job_leaves_a_node_whose_object_is_deleted(stage: Stage) -> None:
     processes.wait_for(f"the end of {pod}", lambda: not alive(pod, uid), timeout=30)
 
 
-def test_a_job_leaves_a_partitioned_node_and_the_leftover_pods_end(stage: Stage) -> None:
+def test_a_job_leaves_a_partitioned_node_and_its_leftover_pods_exit(stage: Stage) -> None:
     names = ("cut", "cut-fast")
     pods = {name: stage.running(name, "n6") for name in names}
     uids = {name: stage.uid(name) for name in names}
@@ -246,16 +246,16 @@ def test_a_job_leaves_a_partitioned_node_and_the_leftover_pods_end(stage: Stage)
         # The pod is force-deleted once its host is NotReady too. This may be after the coordinator
         # has reported its silence.
         stage.jobs.wait("the end of the pod's object", lambda name=name: pods[name] not in stage.pods(name), timeout=30)
-    assert alive(pods["cut-fast"], uids["cut-fast"]), "a zombie: it kept training although it was unreachable"
+    assert alive(pods["cut-fast"], uids["cut-fast"]), "the pod must have kept training while it was unreachable"
     stage.cluster.heal("n6")
     seconds = processes.wait_for(
         "the end of the zombies", lambda: not any(alive(pods[n], uids[n]) for n in names), timeout=60
     )
-    print(f"the zombies ended {seconds:.1f} s after the network was back")
+    print(f"the leftover pods ended {seconds:.1f} s after the network was back")
     for name in names:
         before = stage.jobs.step(name)
         stage.jobs.wait(f"{name} to continue", lambda name=name, before=before: stage.jobs.step(name) != before)
-        assert len(restarts(stage.jobs.status(name))) == 1, "the zombie did not disturb the pods that replaced it"
+        assert len(restarts(stage.jobs.status(name))) == 1, "the leftover pod must not disturb its replacement"
 
 
 def test_a_spare_takes_over_from_a_partitioned_node_whose_pod_becomes_the_spare(stage: Stage) -> None:
@@ -269,8 +269,9 @@ def test_a_spare_takes_over_from_a_partitioned_node_whose_pod_becomes_the_spare(
         return status.get("phase") == "Running" and status["nodes"]["display"] == display
 
     try:
-        # The spare comes later, so that it is surely not one of the two. Of three pods that arrive
-        # together, any may become the spare, and the labels follow the status a moment later.
+        # The spare is created later, so that it is certainly not one of the first two pods. If
+        # three pods arrive together, any of them may become the spare, and the labels follow the
+        # status a moment later.
         stage.jobs.apply(steps)
         stage.jobs.wait("the group", lambda: shows("2/2"), timeout=180)
         pods = stage.pods(name)
@@ -283,16 +284,16 @@ def test_a_spare_takes_over_from_a_partitioned_node_whose_pod_becomes_the_spare(
             seconds = stage.jobs.wait("the spare to take over", lambda: shows("2/2"), timeout=60)
             before = stage.jobs.step(name)
             stage.jobs.wait("the spare to train", lambda: stage.jobs.step(name) != before)
-            print(f"{name}: shown as whole again {seconds:.2f} s after the cut")
+            print(f"{name}: shown as complete again {seconds:.2f} s after the cut")
         finally:
             stage.cluster.heal(host)
         assert seconds < 3 + at_once()
         stage.jobs.wait("the other to be the spare", lambda: shows("2/2 +1"), timeout=90)
         status = stage.jobs.status(name)
         assert [(r["reason"], r["pod"], r["counted"]) for r in restarts(status)] == [("PeerLost", victim, False)]
-        assert not status.get("avoidedNodes"), "its host is not to blame"
+        assert not status.get("avoidedNodes"), "the host is not blamed"
         after = {**stage.jobs.pods("spare"), **stage.jobs.pods("node")}
-        assert after[victim]["metadata"]["uid"] == pods[victim]["metadata"]["uid"], "it is not replaced"
+        assert after[victim]["metadata"]["uid"] == pods[victim]["metadata"]["uid"], "the pod is not replaced"
     finally:
         for node in nodes:
             stage.cluster.set_gpus(node, 0, f"test.ddpjob.io/{name}")

@@ -16,7 +16,7 @@ from operator_process import OperatorProcess
 
 
 class Web:
-    """Receivers on this machine by path: /fine, /hangs, /moved, and /ails, which fails the first
+    """Receivers on this machine, by path: /fine, /hangs, /moved, and /ails, which fails the first
     time.
     """
 
@@ -86,7 +86,7 @@ def state(jobs: Jobs, name: str) -> str:
     return str(next((n["state"] for n in jobs.status(name).get("notifications", ())), ""))
 
 
-def test_receivers_get_their_notifications_and_do_not_delay_each_other(jobs: Jobs, web: Web) -> None:
+def test_receivers_get_their_notifications_without_delaying_each_other(jobs: Jobs, web: Web) -> None:
     jobs.apply(ending("stuck", "hangs"))
     jobs.apply(ending("moved", "moved"))
     jobs.wait("a receiver hangs", lambda: web.came("/hangs"), timeout=120)
@@ -112,11 +112,11 @@ def test_receivers_get_their_notifications_and_do_not_delay_each_other(jobs: Job
     jobs.wait("it is abandoned", lambda: state(jobs, "foreign") == "GivenUp")
     assert "may use (ails, fine, hangs, moved)" in jobs.condition("foreign", "Notifies")["message"]
     jobs.wait("redirects are not followed", lambda: len(web.came("/moved")) >= 2, timeout=60)
-    assert len(web.came("/fine")) == 1, "the redirect led there"
+    assert len(web.came("/fine")) == 1, "no request may follow the redirect"
     assert web.url not in jobs.kubectl("get", "ddpjobs,events", "--output=yaml")
 
 
-def test_an_operator_killed_while_it_sends_repeats_the_notification_with_its_id(
+def test_after_a_kill_during_delivery_the_notification_is_repeated_with_its_id(
     jobs: Jobs, web: Web, operator: OperatorProcess
 ) -> None:
     jobs.apply(ending("job", "hangs"))

@@ -16,7 +16,7 @@ from testcluster.cluster import Cluster
 DYING = Path(__file__).parent / "dying_operator.py"
 
 
-def test_a_job_completes_although_the_operator_dies_before_and_after_every_call(
+def test_a_job_completes_even_if_the_operator_dies_before_and_after_every_call(
     jobs: Jobs, operator: OperatorProcess, tmp_path: Path
 ) -> None:
     seen = tmp_path / "seen"
@@ -29,7 +29,7 @@ def test_a_job_completes_although_the_operator_dies_before_and_after_every_call(
     jobs.wait_phase("often", "Complete", timeout=240)
     status = jobs.status("often")
     jobs.wait("the coordinator's end", lambda: not jobs.pods("coordinator"), timeout=60)
-    assert operator.running(), "it died for a different reason"
+    assert operator.running(), "the operator must not die for a different reason"
     operator.kill()
     calls = Counter(seen.read_text().splitlines())
     deaths = sum(min(times, 2) for times in calls.values())

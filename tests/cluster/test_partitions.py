@@ -1,9 +1,9 @@
 """Partitions of every kind, with clocks that differ by minutes. Two groups of one job must never
 train at the same time.
 
-One job goes through all partitions. Each pod has a network namespace of its own, in which packets
-are dropped. Two partitions take a minute and need DDPJOB_TEST_PARTITIONS=1: a coordinator cut off
-from its members, and a dead kubelet whose containers keep running.
+A single job goes through all partitions. Each pod has its own network namespace, in which packets
+are dropped. Two partitions take a minute each and run only if DDPJOB_TEST_PARTITIONS=1: a
+coordinator that is partitioned from its members, and a dead kubelet whose containers keep running.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Partitioned:
         found: dict[tuple[int, int], Steps] = {}
         for line in self.lines():
             if not line.endswith("\n"):
-                continue  # just being written
+                continue  # this line is still being written
             fence, ranks, at, _ = line.split()
             generation, number = map(int, fence.split("."))
             steps = found.setdefault(
@@ -144,7 +144,7 @@ def partitioned(jobs: Jobs, cluster: Cluster, tmp_path: Path) -> Iterator[Partit
         cluster.set_gpus(node, 0, CONTROL)
 
 
-def test_two_groups_never_train_at_once_under_any_partition_and_clock_error(partitioned: Partitioned) -> None:
+def test_two_groups_never_train_at_the_same_time_despite_partitions_and_clock_errors(partitioned: Partitioned) -> None:
     stage, began = partitioned, time.monotonic()
 
     def note(what: str) -> None:
@@ -175,7 +175,7 @@ def operator_and_coordinator(stage: Partitioned) -> None:
         time.sleep(NODE_LOST_AFTER + 2)
         assert stage.trains_on() == number
     assert stage.pod("coordinator")["metadata"]["uid"] == coordinator["metadata"]["uid"], (
-        "the partition has no consequences"
+        "the partition must have no consequences"
     )
 
 
@@ -184,9 +184,9 @@ def coordinator_and_members(stage: Partitioned) -> None:
     members = [stage.pod("node", index)["status"]["podIP"] for index in (0, 1)]
     with stage.dropping(stage.pod("coordinator"), *members):
         stage.jobs.wait("the next coordinator", lambda: stage.status["rendezvous"].get("attempt", 0) == 1, timeout=90)
-        assert stage.trains_on() == number, "members keep training without a coordinator"
+        assert stage.trains_on() == number, "members must keep training without a coordinator"
     stage.jobs.wait_phase(stage.name, "Running")
-    assert stage.trains_on() == number, "they are still in their round"
+    assert stage.trains_on() == number, "the members are still in their round"
     assert [slot["attempt"] for slot in stage.status["slots"]] == [0, 0]
     assert stage.status["restarts"]["total"] <= before + 1
 
@@ -201,7 +201,7 @@ def half_of_the_members(stage: Partitioned) -> None:
 
 def a_kubelet(stage: Partitioned) -> None:
     """Stop the kubelet of the host with a node and the coordinator. Their containers keep running
-    and reach everybody.
+    with a working network.
     """
     number, nodes = stage.trains_on(), [stage.pod("node", index) for index in (0, 1)]
     (left,) = [pod["metadata"] for pod in nodes if pod["spec"]["nodeName"] == "n2"]

@@ -1,4 +1,4 @@
-"""Pods avoid Kubernetes nodes that health agents call unhealthy, and run within one network
+"""Pods avoid Kubernetes nodes that health agents report as unhealthy, and run within one network
 domain.
 """
 
@@ -37,7 +37,7 @@ def say(cluster: Cluster, node: str, unhealthy: bool) -> None:
     cluster.kubectl("patch", "node", node, "--subresource=status", "--type=strategic", "--patch", patch)
 
 
-def test_a_pod_leaves_a_node_that_an_agent_reports(four: Cluster, jobs: Jobs) -> None:
+def test_a_pod_leaves_a_node_that_an_agent_reports_as_unhealthy(four: Cluster, jobs: Jobs) -> None:
     jobs.apply(steps_job("moved", 100000, "--sleep=0.2"))
     jobs.wait("the job to run", lambda: jobs.status("moved").get("phase") == "Running", timeout=120)
     node = node_of(jobs, "moved-1-0")
@@ -56,7 +56,7 @@ def test_a_pod_leaves_a_node_that_an_agent_reports(four: Cluster, jobs: Jobs) ->
     assert "condition GpuUnhealthy is True (XidError)" in recorded["message"]
     assert [entry["node"] for entry in status["avoidedNodes"]] == [node]
     assert moved > 55, "a signal has to persist"
-    print(f"moved {moved:.1f} s after the agent's word, and trained again after {recorded.get('seconds')} s")
+    print(f"moved {moved:.1f} s after the agent's report, and trained again after {recorded.get('seconds')} s")
 
 
 RACK = "test.ddpjob.io/rack"
@@ -76,7 +76,7 @@ def test_all_pods_and_their_replacements_run_in_one_domain(four: Cluster, jobs: 
         jobs.kubectl("delete", "pod", "near-1-0", "--wait=false")
         jobs.wait("the replacement to run", lambda: jobs.status("near")["round"] > 0, timeout=60)
         jobs.wait("the job to run again", lambda: jobs.status("near").get("phase") == "Running", timeout=90)
-        assert node_of(jobs, "near-1-1") == left, "the only other place of the rack"
+        assert node_of(jobs, "near-1-1") == left, "this is the only other free node in the rack"
         jobs.apply(steps_job("wide", 100000, "--sleep=0.2", nodes=3, recovery=FAST, scheduling=scheduling))
         jobs.wait_unschedulable("wide", f"all pods must be in the same {RACK}", timeout=120)
     finally:
@@ -97,9 +97,9 @@ def test_pods_of_one_rack_have_adjacent_ranks(cluster: Cluster, jobs: Jobs) -> N
     name = "ranks"
     for node, rack in {"n1": "b", "n2": "a"}.items():
         cluster.kubectl("label", "node", node, "--overwrite", f"{RACK}={rack}")
-    # Each node gets one of the indices 0 and 1, and one of 2 and 3, whichever the scheduler places
-    # first. Here a node is also a rack. Both keys are needed, because a pod may have only one such
-    # constraint per key.
+    # Each node gets one of the indices 0 and 1 and one of the indices 2 and 3, depending on which
+    # pod is scheduled first. Here, a node is also a rack. Two keys are needed, because a pod may
+    # have only one such constraint per key.
     spread = [
         {
             "maxSkew": 1,
@@ -132,8 +132,10 @@ def test_pods_of_one_rack_have_adjacent_ranks(cluster: Cluster, jobs: Jobs) -> N
         indices = [int(pod.rsplit("-", 2)[1]) for pod in order]
         print(f"ranks 0 to 3 are the indices {indices} on {nodes}")
         assert sorted(ranks.values()) == [0, 1, 2, 3] and indices[0] == 0
-        assert nodes in ([nodes[0]] * 2 + [nodes[2]] * 2, [nodes[0]] * 4), "each rack in a row"
-        assert nodes[0] != nodes[2] and indices in ([0, 2, 1, 3], [0, 3, 1, 2]), "not the order of the indices"
+        assert nodes in ([nodes[0]] * 2 + [nodes[2]] * 2, [nodes[0]] * 4), "the ranks of each rack must be consecutive"
+        assert nodes[0] != nodes[2] and indices in ([0, 2, 1, 3], [0, 3, 1, 2]), (
+            "the order must differ from that of the indices"
+        )
         assert jobs.status(name)["rankOrder"] == indices
         command = [sys.executable, "-m", "ddpjob.cli", "logs", name, "--rank", "1", "--tail", "1", "--prefix"]
         environment = {**os.environ, "KUBECONFIG": str(jobs.cluster.kubeconfig)}

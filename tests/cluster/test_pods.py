@@ -12,7 +12,7 @@ from testcluster.cluster import Cluster
 
 @pytest.fixture
 def gpus(cluster: Cluster) -> Iterator[str]:
-    """Offer two fictitious GPUs on each node. Only the scheduler deals with them."""
+    """Offer two fictitious GPUs on each node. Only the scheduler uses them."""
     resource = "example.com/gpu"
     for node in cluster.nodes[:2]:
         cluster.set_gpus(node, 2, resource)
@@ -42,7 +42,7 @@ def test_a_pod_that_has_lost_its_device_is_replaced_immediately(jobs: Jobs, gpus
     assert "lost-0-0" in jobs.pods() and "lost-1-1" in jobs.pods()
 
 
-def test_a_pod_has_its_environment_names_and_volumes(jobs: Jobs) -> None:
+def test_a_pod_has_the_specified_environment_names_and_volumes(jobs: Jobs) -> None:
     jobs.apply(
         steps_job(
             "look", 1000, storage={"sharedMemory": "64Mi"}, env=[{"name": "GREETING", "value": "hello $(DDPJOB_NAME)"}]

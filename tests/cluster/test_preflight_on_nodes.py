@@ -16,7 +16,7 @@ PREFERS_N1 = {
 }
 
 
-def test_a_job_leaves_a_defective_node_and_the_links_are_checked(jobs: Jobs) -> None:
+def test_a_job_leaves_a_defective_node_and_its_links_are_checked(jobs: Jobs) -> None:
     env = {"PYTHONPATH": f"{CHECKOUT}/tests/runtime/scripts/faulty", "FAULT": "product", "FAULTY": "n1"}
     manifest = steps_job(
         "checked", 5,
@@ -34,7 +34,7 @@ def test_a_job_leaves_a_defective_node_and_the_links_are_checked(jobs: Jobs) -> 
     assert " on Kubernetes node n1 has not passed the preflight: cpu: " in failed[0]["message"]
     assert "n1" in [entry["node"] for entry in status["avoidedNodes"]]
     trained = [pod["spec"]["nodeName"] for pod in pods.values() if pod["status"]["phase"] != "Failed"]
-    assert trained == ["n2", "n2"], "although n1 is preferred"
+    assert trained == ["n2", "n2"], "the pod left n1, although n1 is preferred"
     passed = jobs.condition("checked", "PreflightPassed")
     assert (passed["status"], passed["reason"]) == ("True", "LinksChecked")
     assert passed["message"].startswith("2 x 1 ranks add up correctly, ")

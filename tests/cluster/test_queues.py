@@ -17,7 +17,7 @@ CPU: Json = {"resources": {"requests": {"cpu": "100m"}}}
 
 @pytest.fixture(scope="module", autouse=True)
 def kueue(cluster: Cluster) -> Iterator[None]:
-    """Install the CRDs before the operator, which looks for Workloads when it starts."""
+    """Install the CRDs before the operator, which checks for Workloads when it starts."""
     kueue_crds.install(cluster)
     yield
     kueue_crds.remove(cluster)
@@ -44,8 +44,8 @@ def conditions(workload: Json) -> dict[str, tuple[str, str]]:
 
 
 def judge(jobs: Jobs, flavor: str = "", **states: tuple[str, str, str]) -> None:
-    """Write conditions (status, reason, message) as Kueue does. With a flavor, also write an
-    admission.
+    """Write conditions (status, reason, message) as Kueue does, and also an admission if a flavor
+    is given.
     """
     workload = only(jobs)
     known = {c["type"]: c for c in workload.get("status", {}).get("conditions", ())}
@@ -63,7 +63,7 @@ def judge(jobs: Jobs, flavor: str = "", **states: tuple[str, str, str]) -> None:
     jobs.kubectl("patch", WORKLOAD, name, "--subresource=status", "--type=merge", f"--patch={patch}")
 
 
-def test_a_job_waits_runs_is_evicted_and_continues(jobs: Jobs, cluster: Cluster) -> None:
+def test_a_job_in_a_queue_waits_runs_is_evicted_and_continues(jobs: Jobs, cluster: Cluster) -> None:
     node = cluster.nodes[0]
     hostname = {"kubernetes.io/hostname": node}
     flavor = kueue_crds.flavor(jobs.namespace, hostname)
@@ -109,14 +109,14 @@ def test_a_job_waits_runs_is_evicted_and_continues(jobs: Jobs, cluster: Cluster)
     jobs.wait("nothing is left", lambda: not workloads(jobs) and not jobs.pods())
 
 
-def test_a_job_that_is_deleted_while_it_waits_leaves_nothing_behind(jobs: Jobs) -> None:
+def test_a_job_deleted_while_it_waits_in_a_queue_leaves_nothing_behind(jobs: Jobs) -> None:
     jobs.apply(queued(steps_job("early", 5, **CPU)))
     only(jobs)
     jobs.kubectl("delete", "ddpjob", "early")
     jobs.wait("nothing is left", lambda: not workloads(jobs))
 
 
-def test_a_job_managed_by_another_controller_is_left_alone_and_cannot_be_taken_over(jobs: Jobs) -> None:
+def test_a_job_managed_by_another_controller_is_left_alone_for_good(jobs: Jobs) -> None:
     theirs = "kueue.x-k8s.io/multikueue"
     jobs.apply(queued(steps_job("theirs", 5, managedBy=theirs)))
     jobs.apply(steps_job("ours", 5, nodes=1, recovery=FAST))

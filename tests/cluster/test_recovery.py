@@ -10,30 +10,34 @@ from machine import slowness
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def test_a_pod_deleted_by_force_is_replaced_and_the_job_completes(jobs: Jobs) -> None:
-    jobs.apply(steps_job("two", 200))  # on a busy machine, the job must not end before the disturbance
+def test_a_force_deleted_pod_is_replaced_and_the_job_completes(jobs: Jobs) -> None:
+    jobs.apply(steps_job("two", 200))  # on a busy machine, the job must not end before the pod is deleted
     jobs.wait_phase("two", "Running")
     jobs.wait("the first steps", lambda: jobs.step("two") >= 3)
     before = jobs.pods()
     assert sorted(before) == ["two-0-0", "two-1-0"]
-    assert {pod["spec"]["nodeName"] for pod in before.values()} == set(jobs.cluster.nodes[:2]), "one pod per node"
+    assert {pod["spec"]["nodeName"] for pod in before.values()} == set(jobs.cluster.nodes[:2]), (
+        "there is one pod per node"
+    )
 
     jobs.kill("two-1-0")
     jobs.wait("the replacement", lambda: "two-1-1" in jobs.pods(), timeout=5)
     jobs.wait_phase("two", "Complete")
 
     status = jobs.status("two")
-    assert [slot["attempt"] for slot in status["slots"]] == [0, 1], "the survivor keeps its pod"
+    assert [slot["attempt"] for slot in status["slots"]] == [0, 1], "the other pod must survive"
     restarts = status["restarts"]
     assert (restarts["counted"], restarts["uncounted"]) == (0, 1)
     assert [(r["pod"], r["reason"], r["counted"]) for r in restarts["recent"]] == [("two-1-0", "Deleted", False)]
     assert status["round"] == 1
     assert status["progress"]["step"] == 200
     logs = jobs.kubectl("logs", "two-0-0")
-    assert logs.count("rank 0 of 2 begins") + logs.count("rank 1 of 2 begins") == 2, "its workers started twice"
+    assert logs.count("rank 0 of 2 begins") + logs.count("rank 1 of 2 begins") == 2, (
+        "its workers must have started twice"
+    )
 
 
-def test_a_spare_takes_over_and_a_new_coordinator_disturbs_nothing(jobs: Jobs) -> None:
+def test_a_spare_takes_over_and_a_new_coordinator_does_not_interrupt_training(jobs: Jobs) -> None:
     jobs.apply(steps_job("fast", 100000, spares=1, recovery={"mode": "Fast"}, scheduling={"onePodPerNode": False}))
     jobs.wait("a spare", lambda: jobs.status("fast").get("nodes", {}).get("display") == "2/2 +1")
     jobs.wait("the first steps", lambda: jobs.step("fast") >= 3)
@@ -50,22 +54,22 @@ def test_a_spare_takes_over_and_a_new_coordinator_disturbs_nothing(jobs: Jobs) -
     status = jobs.status("fast")
     assert [(r["pod"], r["reason"], r["counted"]) for r in status["restarts"]["recent"]] == [(victim, "Deleted", False)]
     seconds = status["restarts"]["recent"][0]["seconds"]
-    assert seconds < 5 * slowness(), "from the loss to the group that runs again"
+    assert seconds < 5 * slowness(), "from the loss until the group runs again"
 
     begun = [jobs.kubectl("logs", pod).count("begins") for pod in jobs.pods()]
     step = jobs.step("fast")
     jobs.kill("fast-coordinator-0")
     jobs.wait("another coordinator", lambda: jobs.status("fast")["rendezvous"].get("attempt") == 1)
     jobs.wait("more steps", lambda: jobs.step("fast") > step + 50, timeout=30)
-    assert [jobs.kubectl("logs", pod).count("begins") for pod in jobs.pods()] == begun, "no worker was restarted"
+    assert [jobs.kubectl("logs", pod).count("begins") for pod in jobs.pods()] == begun, "no worker must be restarted"
     status = jobs.status("fast")
     assert status["rendezvous"]["generation"] == 0 and status["restarts"]["counted"] == 0
     assert status["restarts"]["recent"][-1]["reason"] == "CoordinatorLost"
 
 
-def test_a_script_that_saves_nothing_continues_after_its_last_step(jobs: Jobs) -> None:
-    """The script continues from the memory of the other pod. The weights equal those of an
-    undisturbed job.
+def test_a_script_without_checkpoints_continues_after_its_last_step(jobs: Jobs) -> None:
+    """The script continues from the snapshot in the other pod's memory. The weights equal those of
+    an undisturbed job.
     """
     for name in ("memory", "undisturbed"):
         script, args = str(EXAMPLES / "snapshots.py"), ["--steps=400"]

@@ -43,7 +43,7 @@ def test_each_strategy_continues_after_the_loss_of_a_pod(
     assert_exact(tmp_path / name, alone)
 
 
-def test_a_strategy_of_one_process_is_refused_on_two_nodes(jobs: Jobs, tmp_path: Path) -> None:
+def test_a_single_process_strategy_is_refused_on_two_nodes(jobs: Jobs, tmp_path: Path) -> None:
     jobs.apply(strategy_job("dp", tmp_path, nodes=2, recovery={"maxRestarts": 0}))
     jobs.wait_phase("dp", "Failed", timeout=120)
     message = jobs.condition("dp", "Failed")["message"]

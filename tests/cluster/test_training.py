@@ -1,4 +1,4 @@
-"""The project's own trainer, with images from a volume. test_example.py tests its exactness on the
+"""The project's own trainer with images from a volume. test_example.py tests its exactness on a
 cluster.
 """
 

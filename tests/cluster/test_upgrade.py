@@ -2,8 +2,8 @@
 running jobs.
 
 The next release is this checkout with a different protocol version and one more field of the
-status. Once there is a release, its tag takes the place of this checkout. The operator's own
-decisions about such jobs are tested in unit/core/test_upgraded_jobs.py, from a recorded status.
+status. Once there is a release, its tag will replace this checkout. The operator's own decisions
+about such jobs are tested in unit/core/test_upgraded_jobs.py, from a recorded status.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Releases:
         self.operator.start()
 
     def next(self) -> None:
-        """Start the next operator before its CRD is installed, so that it must wait for it."""
+        """Start the next operator before its CRD is installed, so that it must wait for the CRD."""
         self.operator.kill()
         self.operator.start(PYTHONPATH=os.pathsep.join(str(self.folder / part) for part in ("operator", "runtime")))
         if not self.installed:
@@ -78,7 +78,7 @@ def with_grace(manifest: Json) -> Json:
     return manifest
 
 
-def test_jobs_survive_an_upgrade_and_a_rollback(releases: Releases, jobs: Jobs) -> None:
+def test_running_jobs_survive_an_upgrade_and_a_rollback(releases: Releases, jobs: Jobs) -> None:
     releases.this()
     jobs.apply(with_grace(steps_job("fast", 100000, recovery={"mode": "Fast"})))
     jobs.apply(with_grace(steps_job("standard", 100000)))

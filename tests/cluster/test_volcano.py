@@ -27,7 +27,7 @@ GPU = "example.com/gpu"
 
 @pytest.fixture(scope="module", autouse=True)
 def crds(cluster: Cluster) -> Iterator[None]:
-    """Install the CRDs before the operator, which looks for PodGroups when it starts."""
+    """Install the CRDs before the operator, which checks for PodGroups when it starts."""
     folder = folder_of("volcano.sh/volcano@v1.15.0") / "config" / "crd" / "volcano" / "bases"
     install_crd(cluster)
     cluster.kubectl("apply", "--server-side", "--force-conflicts", "--filename", str(folder))
@@ -42,7 +42,9 @@ def crds(cluster: Cluster) -> Iterator[None]:
 def volcano(cluster: Cluster, tmp_path: Path) -> Iterator[None]:
     """Run Volcano itself."""
     if not os.environ.get(VARIABLE):
-        pytest.skip(f"{VARIABLE} is not set: a folder with Volcano's `scheduler` and `controller-manager`")
+        pytest.skip(
+            f"{VARIABLE} is not set; write the path of a folder with Volcano's `scheduler` and `controller-manager`"
+        )
     programs = Path(os.environ[VARIABLE]).resolve()
     options = [f"--kubeconfig={cluster.kubeconfig}", "--leader-elect=false", "--logtostderr", "-v=2"]
     running = []
@@ -90,7 +92,7 @@ def group_of(pod: Json) -> str:
     return str(pod["metadata"].get("annotations", {}).get(GROUP_NAME, ""))
 
 
-def test_volcano_accepts_the_group_of_a_job(jobs: Jobs) -> None:
+def test_volcanos_definition_accepts_the_pod_group_of_a_job(jobs: Jobs) -> None:
     """The API server validates strictly. No scheduler with that name runs, so the pods wait for
     one.
     """
@@ -105,7 +107,7 @@ def test_volcano_accepts_the_group_of_a_job(jobs: Jobs) -> None:
     jobs.wait("nothing is left", lambda: not groups(jobs) and not jobs.pods())
 
 
-def test_one_of_two_jobs_runs_while_the_other_holds_no_node(
+def test_one_of_two_jobs_for_volcano_runs_while_the_other_holds_no_node(
     jobs: Jobs, volcano: None, gpus: Callable[[int], None]
 ) -> None:
     for name in ("one", "two"):
@@ -123,7 +125,7 @@ def test_one_of_two_jobs_runs_while_the_other_holds_no_node(
     assert [jobs.status(name)["restarts"]["total"] for name in ("one", "two")] == [0, 0]
 
 
-def test_a_lost_pod_is_replaced_and_a_queue_keeps_its_limit(
+def test_a_lost_pod_is_replaced_within_the_limit_of_its_volcano_queue(
     jobs: Jobs, cluster: Cluster, volcano: None, gpus: Callable[[int], None]
 ) -> None:
     gpus(2)
@@ -140,7 +142,7 @@ def test_a_lost_pod_is_replaced_and_a_queue_keeps_its_limit(
         jobs.kill("lossy-1-0")
         jobs.wait("another spare", lambda: "lossy-1-1" in jobs.pods("spare"))
         jobs.wait("it is placed by itself", lambda: group_of(jobs.pods("spare")["lossy-1-1"]).startswith("podgroup-"))
-        assert not jobs.held("above"), "one GPU is free, and the queue has none left"
+        assert not jobs.held("above"), "one GPU is free, but the queue's limit is reached"
         jobs.wait_phase("lossy", "Complete")
         jobs.wait_phase("above", "Complete")
     finally:

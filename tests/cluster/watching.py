@@ -1,5 +1,5 @@
 """Records when the status of a job changed, by this machine's clock. It watches the jobs of a
-namespace like `kubectl get --watch`.
+namespace as `kubectl get --watch` does.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ class Watch:
                     return when, status
             if time.monotonic() - began > timeout * slowness():
                 last = next((b.get("status") for _, b in reversed(self._seen) if b["metadata"]["name"] == name), None)
-                raise AssertionError(f"{name}: not within {timeout} s; its last status: {json.dumps(last, indent=1)}")
+                raise AssertionError(
+                    f"{name}: no such status within {timeout} s; the last status: {json.dumps(last, indent=1)}"
+                )
             time.sleep(0.02)
 
 

@@ -58,12 +58,13 @@ BOOKMARK_SECONDS = 60.0
 
 @dataclass
 class Fault:
-    """The fault of a request.
+    """How a request fails.
 
-    `how` is a status (with `headers`) or a name. `reset` breaks the connection before the server
-    acts, `reset-after` after it has acted. `hang` never answers and does nothing, `hang-after`
-    never answers but acts. `slow` acts and answers after `seconds`; `late` acts immediately and
-    answers after `seconds`. `page` answers with a page of a different server and does nothing.
+    `how` is a status (with `headers`) or a name. `reset` breaks the connection before the request
+    is executed, `reset-after` afterwards. `hang` neither executes nor answers the request,
+    `hang-after` executes it but never answers. `slow` executes and answers it after `seconds`;
+    `late` executes it immediately and answers after `seconds`. `page` answers with a different
+    server's HTML page and does not execute the request.
     """
 
     how: int | str
@@ -78,8 +79,8 @@ Faults = Callable[[str, str], "Fault | None"]
 
 
 class ApiServer:
-    """Serves a store. `faults` decides about each request; `requests` records them as (method,
-    path, query).
+    """Serves a store. `faults` chooses the fault of each request; `requests` records all requests
+    as (method, path, query).
     """
 
     def __init__(self, store: Store, history: int = 1000) -> None:
@@ -138,8 +139,8 @@ class ApiServer:
         self._oldest = self.store.version
 
     def restore(self, backup: Backup) -> None:
-        """Restore the objects as from a backup of etcd. Versions go back, and a watch from a later
-        version receives nothing.
+        """Restore the objects as from a backup of etcd. Versions go back, and a watch that started
+        at a later version receives nothing.
         """
         self.store.restore(backup)
         self._history.clear()
@@ -154,7 +155,7 @@ class ApiServer:
                 transport.abort()
 
     def send_error(self, code: int, reason: str) -> None:
-        """Send an error in every watch's stream."""
+        """Send an error event to every watch."""
         self._errors += 1
         status = {"kind": "Status", "status": "Failure", "code": code, "reason": reason, "message": "", "metadata": {}}
         self._error = json.dumps({"type": "ERROR", "object": status}).encode() + b"\n"
@@ -279,7 +280,7 @@ class ApiServer:
         if token is not None:
             if token not in self._pages:
                 raise Refusal(410, "Expired", "The provided continue parameter is too old")
-            items, version = self._pages[token]  # the client may ask for a smaller page from here on
+            items, version = self._pages[token]  # the client may ask for smaller pages from here on
         else:
             selected = _selector(query.get("labelSelector", ""))
             items = [
@@ -291,7 +292,7 @@ class ApiServer:
             if metadata_only:
                 items = [_partial(body) for body in items]
             if "limit" in query:
-                items = json.loads(json.dumps(items))  # all pages show the same moment
+                items = json.loads(json.dumps(items))  # all pages are from the same snapshot
         limit = int(query.get("limit", "0")) or len(items)
         rest = items[limit:]
         if not rest:
@@ -360,8 +361,8 @@ class ApiServer:
 
 
 class RandomFaults:
-    """Plays random faults of all kinds from a seed. Requests whose path contains an entry of
-    `spare` have no faults.
+    """Injects random faults of all kinds, determined by a seed. Requests whose path contains an
+    entry of `spare` have no faults.
     """
 
     def __init__(self, chance: random.Random, rate: float, spare: tuple[str, ...] = ()) -> None:

@@ -108,7 +108,7 @@ class Case:
         return sorted(str(p["metadata"]["name"]) for p in self.server.store.all("Pod"))
 
     def keepers(self) -> set[str]:
-        """Return the jobs that keep the namespace's runtime."""
+        """Return the jobs whose owner references keep the namespace's runtime."""
         return {o["name"] for o in self.server.store.get("ConfigMap", JOBS)["metadata"]["ownerReferences"]}
 
     def asked(self, part: str) -> int:
@@ -116,7 +116,7 @@ class Case:
         return sum(method == "GET" and part in path for method, path, _ in self.server.requests)
 
     def fault_once(self, method: str, part: str, fault: Fault) -> None:
-        """Apply a fault to the next request of this kind only."""
+        """Apply a fault only to the next request with this method and path."""
         left = [fault]
         self.server.faults = lambda m, path: left.pop() if left and m == method and part in path else None
 
@@ -190,7 +190,9 @@ async def delete_token(c: Case) -> None:
 
 
 def refused_by(policy: Fault, what: str = "policy") -> pytest.MarkDecorator:
-    """Return test parameters for `policy`: the given one, and a webhook that cannot be called."""
+    """Return test parameters for `policy`: the given refusal, and a webhook that cannot be
+    called.
+    """
     said = (
         'Internal error occurred: failed calling webhook "nodel": Post "https://nodel.svc": context deadline exceeded'
     )

@@ -14,7 +14,7 @@ from .world import loop_moment
 
 @pytest.fixture(autouse=True)
 def virtual_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measure times in the controller with the loop's clock instead of the machine's."""
+    """Make the controller measure time with the loop's clock instead of the machine's."""
     clock = SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time())
     for module in (kubernetes_cluster, election):
         monkeypatch.setattr(module, "time", clock)
@@ -28,9 +28,9 @@ def virtual_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def nothing_to_collect_later() -> Iterator[None]:
     """Collect watches that ended with an error before the next test starts.
 
-    They are reported with their traceback when they are collected. If a test parses a program at
-    that moment, it fails on Python 3.11: the traceback is parsed too, and ast.parse counts both as
-    one program.
+    When such a watch is garbage-collected, its traceback is logged. If a test is parsing a program
+    at that moment, the test fails on Python 3.11, because formatting a traceback calls ast.parse as
+    well, and the two calls disturb each other.
     """
     yield
     gc.collect()

@@ -1,6 +1,6 @@
-"""Complete replicas of the operator in the simulated world, with kopf's part in virtual time.
+"""Complete replicas of the operator in the simulated world, with a kopf that runs in virtual time.
 
-They reach its objects and coordinators only over HTTP.
+They reach objects and coordinators only over HTTP.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .world import LoopClock, ReplicaTasks, kopf_of, loop_moment
 
 
 class HttpSimulation(Simulation):
-    """A simulation whose clock is the event loop's. Its coordinators listen on separate loopback
+    """A simulation that uses the event loop's clock. Its coordinators listen on separate loopback
     addresses.
     """
 
@@ -97,8 +97,8 @@ class Replicas(ReplicaTasks):
         return rest
 
     def start(self, name: str, namespaces: tuple[str, ...] = ("space",), shards: int = 1) -> None:
-        """Start a replica as a pod of the operator's deployment. No fault of the API server ends
-        it.
+        """Start a replica like a pod of the operator's Deployment. No fault of the API server may
+        end it.
         """
         settings = Settings(
             key=b"0123456789abcdef",
@@ -125,7 +125,7 @@ class Replicas(ReplicaTasks):
         await super().stop(name)
 
     def check(self) -> None:
-        """Check that no replica has ended and no two have acted at once."""
+        """Check that no replica has ended, and that no two replicas have acted at the same time."""
         assert not self.overlaps, self.overlaps
         for name, task in self.tasks.items():
             if task.done() and not task.cancelled():
@@ -133,7 +133,7 @@ class Replicas(ReplicaTasks):
 
 
 class MortalRest(Rest):
-    """A client whose process may be dead."""
+    """A client that sends nothing once its process is dead."""
 
     dead = False
 
@@ -149,8 +149,8 @@ class MortalRest(Rest):
 
 
 class HttpStory(Story):
-    """A seeded story with complete operators. Here, the faults of the in-memory operator become
-    HTTP faults.
+    """A seeded story with complete operators. Faults that other stories inject into the in-memory
+    operator become HTTP faults.
     """
 
     left_out = frozenset({"kill-operator", "conflicts", "watch-gap", "lossy", "key", "init-failure"})

@@ -41,7 +41,7 @@ async def test_no_request_is_sent_while_nothing_changes(c: Case) -> None:
 
 
 @in_case()
-async def test_contents_of_objects_that_only_have_to_exist_are_never_read(c: Case) -> None:
+async def test_objects_that_only_need_to_exist_are_never_read_as_a_whole(c: Case) -> None:
     """A namespace's runtime takes up 240 kB."""
     for _ in range(3):
         await c.reconcile()
@@ -52,7 +52,7 @@ async def test_contents_of_objects_that_only_have_to_exist_are_never_read(c: Cas
 
 
 @in_case()
-async def test_an_event_reports_a_defect_of_the_operator(
+async def test_a_bug_in_the_operator_is_reported_by_an_event(
     c: Case, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with monkeypatch.context() as broken:
@@ -63,23 +63,23 @@ async def test_an_event_reports_a_defect_of_the_operator(
     [event] = c.server.events
     assert (event["type"], event["reason"], event["regarding"]["name"]) == ("Warning", "ReconcileFailed", "job")
     assert event["note"].startswith(r"KeyError: '\udc80nodes' (a bug in the operator; its log has the")
-    assert not caplog.records, "repeating an event is not an error"
+    assert not caplog.records, "a repeated event is not logged as an error"
     await c.reconcile()
     assert len(c.pods()) == 3
 
 
 @in_case()
-async def test_a_failed_request_is_not_a_defect(c: Case) -> None:
+async def test_a_failed_request_is_not_reported_as_a_bug(c: Case) -> None:
     c.server.faults = lambda method, path: Fault(500) if method != "GET" and "/events" not in path else None
     await c.reconcile()
     assert c.server.events == []
 
 
 @in_case()
-async def test_only_writes_by_others_wake_a_job(c: Case) -> None:
+async def test_a_job_is_woken_by_writes_of_others_but_not_by_the_operators_own(c: Case) -> None:
     await seen()
     c.woken.clear()
-    c.server.drop_events = lambda kind, body: True  # an event could arrive before the response, and then wake the job
+    c.server.drop_events = lambda kind, body: True  # if an event arrived before the response, it would wake the job
     await c.reconcile()
     await seen()
     assert len(c.pods()) == 3
@@ -108,14 +108,14 @@ async def test_only_writes_by_others_wake_a_job(c: Case) -> None:
 
 
 @in_case()
-async def test_a_late_watch_does_not_hide_the_operators_own_actions(c: Case) -> None:
+async def test_the_operator_sees_its_own_writes_even_if_the_watch_is_late(c: Case) -> None:
     c.server.drop_events = lambda kind, body: True
     for _ in range(3):
         await c.reconcile()
         await asyncio.sleep(1)
     assert c.pods() == ["job-0-0", "job-1-0", "job-coordinator-0"]
     creations = [path for method, path in c.server.acted if method == "POST" and "events" not in path]
-    assert len(creations) == 7, "service, runtime, its jobs, token and pods, each once"
+    assert len(creations) == 7, "service, runtime, its list of jobs, token and pods are created once each"
     await c.cluster.delete_pod(await c.job(), "job-0-0", c.uid("job-0-0"), None)
     observed = await c.cluster.observe(KEY)
     assert observed is not None
@@ -127,7 +127,7 @@ async def test_a_status_written_by_others_is_read_again_immediately(c: Case) -> 
     await c.reconcile()
     pod = c.server.store.get("Pod", "job-0-0")
     pod["status"] = {"phase": "Running", "podIP": "127.0.0.9"}
-    c.server.store.changed("Pod", pod)  # so that the status must be written
+    c.server.store.changed("Pod", pod)  # this makes a status write necessary
     await seen()
     c.server.drop_events = lambda kind, body: True
     body = c.server.store.get("DDPJob", "job")
@@ -143,7 +143,7 @@ async def test_a_status_written_by_others_is_read_again_immediately(c: Case) -> 
 
 
 @in_case()
-async def test_a_job_deleted_with_its_namespace_and_its_role_is_forgotten(c: Case) -> None:
+async def test_a_job_deleted_with_its_namespace_and_the_operators_role_is_forgotten(c: Case) -> None:
     await c.reconcile()
     c.server.faults = lambda method, path: Fault(403, reason="Forbidden")
     with pytest.raises(Refused):
@@ -154,7 +154,7 @@ async def test_a_job_deleted_with_its_namespace_and_its_role_is_forgotten(c: Cas
 
 
 @in_case()
-async def test_a_finished_job_costs_no_request(c: Case) -> None:
+async def test_a_finished_job_causes_no_requests(c: Case) -> None:
     await c.reconcile()
     c.finish("job")
     await seen()
@@ -175,9 +175,9 @@ async def test_a_finished_job_costs_no_request(c: Case) -> None:
 
 @pytest.mark.parametrize("ready", [True, False, None])
 @in_case()
-async def test_a_node_that_seems_lost_is_read_before_any_decision(c: Case, ready: bool | None) -> None:
-    """True means that the watch is late, False that it is not, None that the Kubernetes node does
-    not exist.
+async def test_a_kubernetes_node_that_seems_lost_is_read_before_any_decision(c: Case, ready: bool | None) -> None:
+    """`ready` is the node's real state. True means that the watch is late, and None that the
+    Kubernetes node does not exist.
     """
     await c.reconcile()
     pod = c.server.store.get("Pod", "job-0-0")
@@ -200,11 +200,11 @@ async def test_a_node_that_seems_lost_is_read_before_any_decision(c: Case, ready
     c.server.faults = lambda method, path: graces.append(method) if method == "DELETE" else None
     await c.cluster.delete_pod(observed.job, "job-0-0", pod["metadata"]["uid"], 0)
     forced = c.server.store.find("Pod", "job-0-0") is None
-    assert forced is (ready is not True), "a node that is Ready confirms the end of its pods itself"
+    assert forced is (ready is not True), "the kubelet of a Ready node confirms the end of its pods itself"
 
 
 @in_case()
-async def test_during_an_outage_of_the_api_server_no_node_is_lost(c: Case) -> None:
+async def test_no_node_is_declared_lost_during_an_outage_of_the_api_server(c: Case) -> None:
     await c.reconcile()
     pod = c.server.store.get("Pod", "job-0-0")
     pod["spec"]["nodeName"], pod["status"] = "new", {"phase": "Running"}
@@ -216,7 +216,7 @@ async def test_during_an_outage_of_the_api_server_no_node_is_lost(c: Case) -> No
 
 
 @in_case()
-async def test_simultaneous_creations_of_all_jobs_are_limited(c: Case) -> None:
+async def test_the_number_of_concurrent_creations_is_limited_for_all_jobs_together(c: Case) -> None:
     under_way, most = 0, 0
     create = c.cluster._create
 
@@ -240,20 +240,20 @@ async def test_simultaneous_creations_of_all_jobs_are_limited(c: Case) -> None:
     began = asyncio.get_running_loop().time()
     with contextlib.suppress(Conflict):  # the namespace does not exist
         await c.cluster.create(other, build_service(other))
-    assert asyncio.get_running_loop().time() - began < 2.5, "the next turn is another namespace's"
+    assert asyncio.get_running_loop().time() - began < 2.5, "the other namespace gets the next turn"
     await burst
-    assert most == 2 * CREATIONS, "behind a webhook that takes a second"
+    assert most == 2 * CREATIONS, "if a webhook takes a second, two groups of creations run concurrently"
     assert len(c.pods()) == 8 * 41
 
 
 @in_case()
-async def test_own_writes_are_seen_by_the_next_reconcile(c: Case) -> None:
+async def test_the_next_reconcile_sees_the_operators_own_writes(c: Case) -> None:
     await c.reconcile()
     assert c.pods() == ["job-0-0", "job-1-0", "job-coordinator-0"]
     for _ in range(3):
         await c.reconcile()
     creations = [path for method, path in c.server.acted if method == "POST" and "events" not in path]
-    assert len(creations) == 7, "service, runtime, its jobs, token and pods, each once"
+    assert len(creations) == 7, "service, runtime, its list of jobs, token and pods are created once each"
     for body in list(c.server.store.all("Pod")):
         await c.cluster.delete_pod(await c.job(), body["metadata"]["name"], body["metadata"]["uid"], 0)
     observed = await c.cluster.observe(KEY)
@@ -265,9 +265,7 @@ async def test_own_writes_are_seen_by_the_next_reconcile(c: Case) -> None:
     ("method", "part"), [("POST", "/pods"), ("POST", "/services"), ("PUT", "/status"), ("POST", "/configmaps")]
 )
 @in_case()
-async def test_a_write_without_a_response_repeats_no_successful_write(
-    c: Case, how: str, method: str, part: str
-) -> None:
+async def test_after_a_lost_response_no_successful_write_is_repeated(c: Case, how: str, method: str, part: str) -> None:
     c.fault_once(method, part, Fault(how))
     for _ in range(5):
         await c.reconcile()
@@ -279,7 +277,7 @@ async def test_a_write_without_a_response_repeats_no_successful_write(
 
 
 @in_case()
-async def test_a_status_with_a_different_version_is_a_conflict(c: Case) -> None:
+async def test_writing_a_status_with_an_outdated_version_is_a_conflict(c: Case) -> None:
     job = await c.job()
     c.server.store.changed("DDPJob", c.server.store.get("DDPJob", "job"))
     with pytest.raises(Conflict):
@@ -290,12 +288,12 @@ async def test_a_status_with_a_different_version_is_a_conflict(c: Case) -> None:
 
 
 @in_case()
-async def test_a_written_status_is_known_without_reading_the_whole_job(c: Case) -> None:
+async def test_after_writing_a_status_the_operator_does_not_read_the_whole_job(c: Case) -> None:
     c.server.drop_events = lambda kind, body: True
     for again in range(3):
         await c.reconcile()
         stored = c.server.store.get("DDPJob", "job")
-        assert c.cached() == DDPJob.read(stored), f"after {again} reconciles more"
+        assert c.cached() == DDPJob.read(stored), f"after {again} more reconciles"
     assert stored["status"]["slots"]
     assert ("PUT", "DDPJob") not in c.server.read_whole
 
@@ -316,11 +314,11 @@ async def test_a_written_status_is_not_read_again_if_kopf_shows_it_first(c: Case
     with contextlib.suppress(Unavailable):
         await c.reconcile()
     await seen()
-    assert c.cached() == DDPJob.read(c.server.store.get("DDPJob", "job")), "a write without an answer is read"
+    assert c.cached() == DDPJob.read(c.server.store.get("DDPJob", "job")), "after a lost response, the status is read"
 
 
 @in_case()
-async def test_an_existing_name_is_the_jobs_own_or_taken(c: Case) -> None:
+async def test_an_existing_object_is_either_the_jobs_own_or_its_name_is_taken(c: Case) -> None:
     job = await c.job()
     body = c.server.store.create("Pod", owned_by(job))
     await c.cluster.create(job, owned_by(job))  # its own pod
@@ -372,7 +370,7 @@ def _make_a_claim(c: Case, **more: Any) -> None:
 
 
 @in_case(classes=JobClasses.read({"team": {"spec": {"image": "team/train:1"}}}))
-async def test_a_job_is_read_with_its_class_as_soon_as_the_class_is_recorded(c: Case) -> None:
+async def test_a_job_is_read_with_the_values_of_its_class_once_the_class_is_recorded(c: Case) -> None:
     body = c.server.store.get("DDPJob", "job")
     del body["spec"]["image"]
     body["spec"]["className"] = "team"
@@ -386,12 +384,12 @@ async def test_a_job_is_read_with_its_class_as_soon_as_the_class_is_recorded(c: 
     await seen()
     await c.reconcile()
     read = c.cluster.caches.job(KEY)
-    assert read is not None and read.spec == job.spec, "from the watch too"
+    assert read is not None and read.spec == job.spec, "also if the job comes from the watch"
     assert {pod["spec"]["containers"][0]["image"] for pod in c.server.store.all("Pod")} == {"team/train:1"}
 
 
 @in_case()
-async def test_a_claim_is_created_once_and_recognized_by_its_label_without_an_owner(c: Case) -> None:
+async def test_a_claim_without_an_owner_is_created_once_and_recognized_by_its_label(c: Case) -> None:
     _make_a_claim(c)
     await asyncio.sleep(1)
     await reconcile(c.cluster, KEY, loop_moment)
@@ -410,7 +408,7 @@ async def test_a_lost_claim_of_a_job_is_noticed_when_a_pod_is_missing(c: Case) -
     await seen()
     await c.reconcile()
     pods = c.pods()
-    assert pods, "it has trained without a claim, so its first claim is created"
+    assert pods, "the job has trained without a claim so far, so its first claim is created"
     await seen()
     await c.reconcile()
     assert c.server.store.get("DDPJob", "job")["status"]["claimMade"]
@@ -427,7 +425,7 @@ async def test_a_lost_claim_of_a_job_is_noticed_when_a_pod_is_missing(c: Case) -
 
 
 @in_case()
-async def test_deletions_and_labels_never_hit_a_namesake(c: Case) -> None:
+async def test_deletions_and_labels_never_affect_a_later_object_with_the_same_name(c: Case) -> None:
     job = await c.job()
     body = c.server.store.create("Pod", {**owned_by(job), "metadata": {**owned_by(job)["metadata"], "labels": {}}})
     await c.cluster.delete_pod(job, "job-0-0", "another uid", 0)
@@ -443,7 +441,7 @@ async def test_deletions_and_labels_never_hit_a_namesake(c: Case) -> None:
 
 
 def test_a_reconcile_does_not_wait_for_a_coordinator() -> None:
-    """Only the first report is waited for, outside of the reconcile. This wait ends when the first
+    """Only the first report is awaited, and outside of the reconcile. This wait ends when the first
     request has failed.
     """
 
@@ -480,8 +478,8 @@ def test_a_reconcile_does_not_wait_for_a_coordinator() -> None:
 
 
 @virtual
-async def test_a_coordinator_gets_a_request_as_soon_as_the_status_says_that_it_runs() -> None:
-    """All pods start at the same moment, so nothing else would wake the job for up to a minute."""
+async def test_a_coordinator_is_asked_as_soon_as_its_pods_status_is_running() -> None:
+    """If all pods start at the same moment, nothing else would wake the job for up to a minute."""
     asked = asyncio.Event()
 
     async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -506,7 +504,7 @@ async def test_a_coordinator_gets_a_request_as_soon_as_the_status_says_that_it_r
 
 
 @in_case()
-async def test_a_deleted_job_is_forgotten(c: Case) -> None:
+async def test_the_cache_forgets_a_deleted_job(c: Case) -> None:
     await c.reconcile()
     c.server.store.delete("DDPJob", "job")
     await seen()
@@ -517,7 +515,9 @@ async def test_a_deleted_job_is_forgotten(c: Case) -> None:
 
 @in_case()
 async def test_the_last_state_of_a_pod_is_remembered_for_a_while(c: Case) -> None:
-    """A late operator sees only the end of an evicted pod."""
+    """An operator that is late may learn why a pod was evicted only from the event of its
+    deletion.
+    """
     await c.reconcile()
     pod = c.server.store.get("Pod", "job-0-0")
     evicted = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
@@ -530,7 +530,7 @@ async def test_the_last_state_of_a_pod_is_remembered_for_a_while(c: Case) -> Non
 
 
 @in_case()
-async def test_the_tokens_secret_is_created_once_and_never_read(c: Case) -> None:
+async def test_the_secret_with_the_token_is_created_once_and_never_read(c: Case) -> None:
     """The operator has no right to read Secrets. A Secret that already has that name therefore
     counts as this job's.
     """
@@ -546,7 +546,7 @@ async def test_the_tokens_secret_is_created_once_and_never_read(c: Case) -> None
         assert len(list(c.server.store.all("Secret"))) == 1
         asked = [(method, path) for method, path, _ in c.server.requests if "/secrets" in path]
         assert asked == [("POST", "/api/v1/namespaces/space/secrets")] * created
-        c.cluster._tokens.clear()  # a different operator does not know it
+        c.cluster._tokens.clear()  # a different operator does not know the token
 
 
 @pytest.mark.parametrize("restarted", [False, True])
@@ -567,7 +567,7 @@ async def test_a_deleted_token_is_recreated_only_once_before_the_kubelet_retries
 
 
 @in_case()
-async def test_the_jobs_of_a_namespace_know_which_have_a_folder_and_which_wait_for_room(c: Case) -> None:
+async def test_a_job_learns_whether_others_use_its_folder_or_wait_for_room(c: Case) -> None:
     storage = {"checkpoints": {"claimName": "c", "subPath": "same"}}
     waits = {"type": "Scheduled", "status": "False", "reason": "Unschedulable", "message": "0/2 nodes",
              "lastTransitionTime": c.server.store.clock.stamp()}  # fmt: skip
@@ -580,5 +580,9 @@ async def test_the_jobs_of_a_namespace_know_which_have_a_folder_and_which_wait_f
         observed = await c.cluster.observe(JobKey("space", name))
         assert observed is not None
         worlds[name] = (observed.world.folder_user, observed.world.others_wait)
-    assert worlds["first"] == ("", True) and worlds["third"] == ("", True), "each sees that the other one waits"
-    assert worlds["second"][0].startswith("first, which is ") and not worlds["second"][1], "it does not wait itself"
+    assert worlds["first"] == ("", True) and worlds["third"] == ("", True), (
+        "each of the two waiting jobs sees that the other one waits"
+    )
+    assert worlds["second"][0].startswith("first, which is ") and not worlds["second"][1], (
+        "the second job has another user of its folder, and no rival that waits"
+    )

@@ -1,5 +1,5 @@
-"""One replica acts at a time, whatever happens to requests for the Lease, and a replica soon acts
-again.
+"""One replica acts at a time, whatever happens to requests for the Lease, and after a fault a
+replica soon acts again.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .world import ReplicaTasks, api_server, connected, on_server
 
 
 class Candidates(ReplicaTasks):
-    """Replicas of the operator that only take part in the election. `acting` contains the acting
-    ones.
+    """Replicas of the operator that only take part in the election. `acting` contains the replicas
+    that are acting.
     """
 
     def __init__(self, server: ApiServer) -> None:
@@ -87,11 +87,11 @@ async def elect(seed: int, minutes: float = 4.0) -> Candidates:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_one_replica_acts_at_any_time(seed: int) -> None:
+def test_at_most_one_replica_acts_at_any_time(seed: int) -> None:
     run(elect(seed))
 
 
-def test_a_replica_that_is_stopped_hands_over_within_seconds() -> None:
+def test_a_replica_that_is_stopped_hands_the_lease_over_within_seconds() -> None:
     async def main() -> float:
         async with api_server() as server:
             replicas = Candidates(server)
@@ -110,7 +110,7 @@ def test_a_replica_that_is_stopped_hands_over_within_seconds() -> None:
 
 
 @on_server
-async def test_a_replica_that_dies_is_replaced_after_its_lease(server: ApiServer) -> None:
+async def test_a_replica_that_dies_is_replaced_when_its_lease_expires(server: ApiServer) -> None:
     replicas = Candidates(server)
     server.faults = lambda method, path: None
     replicas.start("b")
@@ -119,7 +119,7 @@ async def test_a_replica_that_dies_is_replaced_after_its_lease(server: ApiServer
     assert (spec["holderIdentity"], spec["leaseDurationSeconds"]) == ("b", LEASE_SECONDS)
     server.faults = lambda method, path: Fault("reset")
     await asyncio.sleep(RENEW_SECONDS + RETRY_SECONDS + 0.5)
-    assert not replicas.acting, "a replica that cannot renew ends before its lease does"
+    assert not replicas.acting, "a replica that cannot renew its Lease stops before the Lease expires"
     server.faults = lambda method, path: None
     await asyncio.sleep(LEASE_SECONDS)
     assert replicas.acting == {"b"}
@@ -148,7 +148,7 @@ def test_an_outage_of_the_api_server_for_a_minute_does_not_end_a_replica(
 
     run(main())
     assert caplog.messages and not [said for said in caplog.messages if said.rstrip().endswith(":")], (
-        "each logs the reason"
+        "each replica logs the reason"
     )
 
 
@@ -168,7 +168,7 @@ async def test_no_lease_is_lost_if_the_api_server_refuses_half_of_all_requests(s
 
 
 @on_server
-async def test_fields_that_others_write_into_a_lease_are_kept(server: ApiServer) -> None:
+async def test_a_renewal_keeps_fields_that_others_wrote_into_the_lease(server: ApiServer) -> None:
     replicas = Candidates(server)
     replicas.start("a")
     await asyncio.sleep(5)
@@ -182,16 +182,16 @@ async def test_fields_that_others_write_into_a_lease_are_kept(server: ApiServer)
     assert server.store.get("Lease", "operator")["spec"]["holderIdentity"] == "a"
     assert (replicas.acting, replicas.terms) == ({"a"}, 1)
     asked = [method for method, path, _ in server.requests[-20:] if path.endswith("/leases/operator")]
-    assert set(asked[-2:]) == {"PUT"}, "a renewal reads nothing"
+    assert set(asked[-2:]) == {"PUT"}, "a renewal does not read the Lease"
     await replicas.stop("a")
 
 
 @on_server
-async def test_a_renewal_that_succeeded_without_a_response_loses_nothing(server: ApiServer) -> None:
+async def test_a_renewal_whose_response_is_lost_does_not_lose_the_lease(server: ApiServer) -> None:
     replicas = Candidates(server)
     replicas.start("a")
     await asyncio.sleep(0.5)
-    # The HTTP client repeats a PUT over a new connection, and the conflict is then with its own
+    # The HTTP client repeats the PUT over a new connection, so it conflicts with its own first
     # write.
     lost = itertools.cycle([True, False, False])
     server.faults = lambda method, path: Fault("reset-after") if method == "PUT" and next(lost) else None

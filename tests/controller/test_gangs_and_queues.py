@@ -17,15 +17,15 @@ from .world import api_server, connected, followed
 
 
 @in_case()
-async def test_a_cluster_that_serves_no_gangs_gets_none_and_few_requests_about_them(c: Case) -> None:
+async def test_a_cluster_without_gang_apis_gets_no_gangs_and_few_requests_for_them(c: Case) -> None:
     await c.reconcile()
     await asyncio.sleep(300)
     assert len(c.pods()) == 3 and not list(c.server.store.all("PodGroup"))
-    assert c.asked("podgroups") == 2, "of Kubernetes, and of Volcano"
+    assert c.asked("podgroups") == 2, "one request for the API of Kubernetes, and one for Volcano's"
 
 
 @virtual
-async def test_an_api_that_may_not_be_listed_is_not_used() -> None:
+async def test_a_gang_api_that_the_operator_may_not_list_is_not_used() -> None:
     """This happens if the image is upgraded but not the chart."""
     async with api_server() as server, connected(server) as rest:
         server.serves_gangs = True
@@ -38,7 +38,7 @@ async def test_an_api_that_may_not_be_listed_is_not_used() -> None:
 
 
 @in_case(serves_gangs=True)
-async def test_a_job_has_one_gang_per_generation_and_deletes_the_last(c: Case) -> None:
+async def test_a_job_has_one_gang_per_generation_and_deletes_the_previous_one(c: Case) -> None:
     await c.reconcile()
     (group,) = c.server.store.all("PodGroup")
     assert group["metadata"]["name"] == "job-gang-0"
@@ -54,7 +54,7 @@ async def test_a_job_has_one_gang_per_generation_and_deletes_the_last(c: Case) -
 
 
 @in_case(serves_gangs=True)
-async def test_volcano_gets_groups_of_its_own_kind(c: Case) -> None:
+async def test_a_job_for_volcano_gets_pod_groups_of_volcanos_kind(c: Case) -> None:
     await c.change(scheduling={"schedulerName": "volcano"})
     (group,) = c.server.store.all("PodGroup.scheduling.volcano.sh")
     assert group["spec"] == {"minMember": 3} and not list(c.server.store.all("PodGroup"))
@@ -69,7 +69,7 @@ async def test_volcano_gets_groups_of_its_own_kind(c: Case) -> None:
 
 
 @in_case(serves_gangs=True)
-async def test_the_group_of_a_finished_job_is_deleted_when_its_nodes_have_ended(c: Case) -> None:
+async def test_the_pod_group_of_a_finished_job_is_deleted_when_its_pods_have_ended(c: Case) -> None:
     """Regression: the group stayed until the job was deleted, which may never happen."""
     await c.reconcile()
     c.finish("job")
@@ -80,7 +80,7 @@ async def test_the_group_of_a_finished_job_is_deleted_when_its_nodes_have_ended(
 
 
 @in_case(serves_gangs=True)
-async def test_a_group_that_its_pods_still_hold_is_deleted_once(c: Case) -> None:
+async def test_the_deletion_of_a_pod_group_is_not_requested_again(c: Case) -> None:
     await c.reconcile()
     (group,) = c.server.store.all("PodGroup")
     group["metadata"]["deletionTimestamp"] = c.server.store.clock.stamp()
@@ -106,7 +106,7 @@ async def test_a_job_in_a_queue_requests_quota_runs_with_its_flavor_and_releases
         assert pod["spec"]["nodeSelector"]["pool"] == "spot" and SPOT["tolerations"][0] in pod["spec"]["tolerations"]
     for _ in range(3):
         await c.reconcile()
-    assert c.asked("resourceflavors") == 2, "one lookup per kind of pod"
+    assert c.asked("resourceflavors") == 2, "one lookup per pod set"
 
     judged(c, Evicted="True", PodsReady="True")
     await seen()
@@ -148,7 +148,7 @@ async def test_additional_pods_of_an_elastic_job_run_with_the_flavor_of_their_ow
     assert pools == ["spot", "spot", "reserved"]
     more = (await c.job()).status.queue
     assert more is not None and more.pods == 3 and [share.workload for share in more.more] == [name]
-    assert c.asked("resourceflavors") == 3, "each is read once"
+    assert c.asked("resourceflavors") == 3, "each flavor is read once"
 
 
 @refused_by(Fault(403, reason="Forbidden"), "right")
@@ -187,7 +187,7 @@ async def test_without_the_right_to_read_flavors_no_pod_runs_on_other_nodes(c: C
 
 
 @in_case(serves_queues=True)
-async def test_the_priority_comes_from_its_class(c: Case) -> None:
+async def test_the_priority_of_a_workload_comes_from_its_priority_class(c: Case) -> None:
     put_into_queue(c, **{PRIORITY_LABEL: "urgent"})
     await seen()
     assert await c.reconcile() == BLOCKED_POLL
@@ -202,7 +202,7 @@ async def test_the_priority_comes_from_its_class(c: Case) -> None:
 
 
 @in_case(serves_queues=True)
-async def test_a_workload_in_a_different_namespace_grants_nothing(c: Case) -> None:
+async def test_a_workload_in_a_different_namespace_grants_no_quota(c: Case) -> None:
     """A Workload's labels may contain the name of any job."""
     put_into_queue(c)
     await seen()

@@ -1,4 +1,4 @@
-"""How kopf is configured to watch."""
+"""How kopf is configured to retry its requests."""
 
 from __future__ import annotations
 

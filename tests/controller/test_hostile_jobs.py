@@ -1,6 +1,4 @@
-"""Jobs that a tenant has made as large as the API server accepts, and their cost for the
-operator.
-"""
+"""Jobs that a tenant has made as large as the API server accepts must cost the operator little."""
 
 from __future__ import annotations
 
@@ -53,7 +51,7 @@ async def test_a_template_above_the_limit_fails_its_job_and_is_not_kept(c: Case,
     assert len(json.dumps(status)) < 2000
     assert not [pod for pod in c.server.store.all("Pod") if pod["metadata"]["labels"][LABEL_JOB] == "huge"]
     writes = [path for method, path in c.server.acted if method == "PUT" and "/huge/" in path]
-    assert len(writes) == 1, "it is written once, and remembered"
+    assert len(writes) == 1, "the status is written once, and the verdict is remembered"
 
 
 @in_case()
@@ -66,7 +64,7 @@ async def test_a_job_whose_other_fields_are_too_large_also_fails(c: Case) -> Non
     assert message.startswith("spec: more than 256 KiB of text")
 
 
-def test_a_template_is_searched_once_and_a_large_one_outside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_is_validated_once_and_a_large_one_outside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     searched, in_threads = list[Json](), list[Json]()
 
     def searching(template: Json) -> tuple[str, ...]:
@@ -134,7 +132,7 @@ def test_pages_of_lists_are_limited_by_their_bytes() -> None:
             assert sorted(informer.views()) == [f"j{n:02}" for n in range(12)]
             limits = [int(query["limit"]) for _, _, query in server.requests]
             assert limits[:5] == [500, 125, 31, 7, 1]
-            assert 2 in limits[5:], "a page of small objects may be larger again"
+            assert 2 in limits[5:], "after a page of small objects, the next page may be larger again"
 
     run(main())
     assert max(sizes) < PAGE_BYTES

@@ -1,5 +1,5 @@
-"""The watch of Kubernetes nodes matches the cluster, even after gaps, expired versions and
-errors.
+"""The operator's view of Kubernetes nodes matches the cluster, even after gaps, expired versions
+and errors in the watch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def status(server: ApiServer, ready: bool) -> dict[str, object]:
 
 
 def turn(server: ApiServer, name: str, ready: bool) -> None:
-    """Change a node's readiness."""
+    """Set a node's readiness."""
     body = server.store.get("Node", name, "")
     body["status"] = status(server, ready)
     server.store.changed("Node", body)
@@ -101,7 +101,7 @@ async def test_nodes_are_listed_in_pages_and_then_watched(server: ApiServer) -> 
 
 
 @on_server
-async def test_a_label_that_changes_is_reported(server: ApiServer) -> None:
+async def test_a_changed_label_is_reported(server: ApiServer) -> None:
     add(server, "a")
     add(server, "b")
     reported = Reported()
@@ -118,7 +118,7 @@ async def test_a_label_that_changes_is_reported(server: ApiServer) -> None:
 
 @pytest.mark.parametrize("as_event", [False, True])
 @on_server
-async def test_changes_during_a_gap_are_known_after_it(server: ApiServer, as_event: bool) -> None:
+async def test_changes_during_a_gap_of_the_watch_are_known_after_it(server: ApiServer, as_event: bool) -> None:
     add(server, "a")
     add(server, "b")
     server.gone_as_event = as_event
@@ -130,7 +130,7 @@ async def test_changes_during_a_gap_are_known_after_it(server: ApiServer, as_eve
     turn(server, "b", False)
     server.compact()
     await asyncio.sleep(30)
-    assert reported.ready() == {"a": True, "b": True}, "known nodes stay while the server is unreachable"
+    assert reported.ready() == {"a": True, "b": True}, "known nodes are kept while the server is unreachable"
     server.faults = lambda method, path: None
     await asyncio.sleep(5)
     assert reported.ready() == {"b": False}
@@ -139,7 +139,7 @@ async def test_changes_during_a_gap_are_known_after_it(server: ApiServer, as_eve
 
 
 @on_server
-async def test_a_list_whose_pages_expire_is_restarted(server: ApiServer) -> None:
+async def test_a_list_whose_continue_token_expires_is_restarted(server: ApiServer) -> None:
     for number in range(700):
         add(server, f"n{number}")
     reported, pages = Reported(), iter([None, Fault(410, reason="Expired"), None, None, None, None, None])
@@ -150,7 +150,7 @@ async def test_a_list_whose_pages_expire_is_restarted(server: ApiServer) -> None
 
 
 @on_server
-async def test_nodes_that_may_not_be_read_are_unknown_and_requested_again(server: ApiServer) -> None:
+async def test_nodes_that_may_not_be_read_are_unknown_and_the_request_is_retried(server: ApiServer) -> None:
     add(server, "a")
     server.faults = lambda method, path: Fault(403, reason="Forbidden")
     reported, errors = Reported(), watch_errors()

@@ -1,4 +1,6 @@
-"""The operator knows jobs only through kopf's watch, whatever happens to the watch."""
+"""The operator learns of jobs only through kopf's watch, and must miss nothing, whatever happens to
+the watch.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ class Jobs:
         return job.spec.nodes if job else None
 
     def reads(self) -> list[str]:
-        """Return the names of jobs that were read one by one."""
+        """Return the names of jobs that were read individually."""
         path = collection(KIND, "space") + "/"
         return [asked.removeprefix(path) for method, asked, _ in self.server.requests if asked.startswith(path)]
 
@@ -79,7 +81,7 @@ async def test_a_job_is_known_only_after_kopf_has_shown_it() -> None:
 
 
 @virtual
-async def test_each_version_is_read_once_and_the_operators_own_writes_never() -> None:
+async def test_each_changed_version_of_a_job_is_read_once_but_own_writes_are_not() -> None:
     async with jobs("job") as j:
         j.server.requests.clear()
         body = j.change("job", nodes=3)
@@ -97,7 +99,7 @@ async def test_each_version_is_read_once_and_the_operators_own_writes_never() ->
 
 
 @virtual
-async def test_many_jobs_are_read_in_pages_and_few_one_by_one() -> None:
+async def test_many_changed_jobs_are_read_in_pages_and_few_individually() -> None:
     names = [f"job-{number}" for number in range(FEW + 1)]
     async with jobs(*names) as j:
         assert j.reads() == []
@@ -134,7 +136,7 @@ async def test_the_unseen_deletion_of_the_last_job_is_found_within_a_minute() ->
 
 
 @virtual
-async def test_a_job_that_is_deleted_while_it_is_read_stays_deleted() -> None:
+async def test_a_job_deleted_while_it_is_being_read_stays_deleted() -> None:
     async with jobs("job") as j:
         j.server.faults = lambda method, path: Fault("slow", seconds=5.0) if path.endswith("/ddpjobs/job") else None
         body = j.change("job", nodes=3)
@@ -178,7 +180,7 @@ async def test_an_unreadable_job_does_not_delay_other_jobs() -> None:
             assert j.nodes("job") == 2 and j.caches.complete_in("space")
             j.server.requests.clear()
             await asyncio.sleep(10)
-            assert j.reads() == [], "it is not tried again and again"
+            assert j.reads() == [], "the unreadable job is not read again"
 
 
 @virtual

@@ -1,4 +1,4 @@
-"""The metrics of jobs: each event counts once, time is summed up, series are bounded and removed
+"""The metrics of jobs: each event counts once, durations add up, and series are bounded and removed
 with their job.
 """
 
@@ -100,7 +100,7 @@ def counted() -> Iterator[Counted]:
     yield Counted()
 
 
-def test_a_start_is_counted_and_measured_by_the_times_in_the_status(counted: Counted) -> None:
+def test_the_start_of_a_job_is_counted_and_timed_by_the_times_in_its_status(counted: Counted) -> None:
     one = Job()
     assert counted() == {}, "the operator has not begun to work on it"
     one.becomes({"phase": "Pending", "startTime": "2026-01-01T00:00:00Z"})
@@ -118,7 +118,7 @@ def test_a_start_is_counted_and_measured_by_the_times_in_the_status(counted: Cou
     }
 
 
-def test_a_restarted_operator_counts_nothing_twice(counted: Counted) -> None:
+def test_a_restarted_operator_counts_no_event_twice(counted: Counted) -> None:
     """Existing counts were exported before, so only later changes are new."""
     complete = running(7, (restart(seconds=1.0),), conditions=[condition("Complete")], phase="Complete")
     for found in (running(5), complete):
@@ -151,14 +151,16 @@ def test_a_job_refused_by_its_class_has_failed_for_that_reason(counted: Counted)
     assert scraped(one.accounts)["ddpjob_job_failed"] == {("space", "job", "ClassRefused"): 1}
 
 
-def test_a_restart_counts_once_and_its_recovery_when_it_is_over(counted: Counted) -> None:
+def test_a_restart_counts_once_and_its_recovery_counts_when_it_is_complete(counted: Counted) -> None:
     one = Job(running(130))
     broken = running(134, (restart(),), conditions=[condition("Restarting", "OOMKilled")], phase="Restarting")
     one.becomes(broken)
     one.becomes({**broken, "observedGeneration": 2})
     assert counted() == {"ddpjob_restarts_total true OOMKilled": 1}
     one.becomes(running(134, (restart(seconds=3.5),)))
-    assert value("ddpjob_lost_steps_count") == counted.before.get(("ddpjob_lost_steps_count",), 0.0), "not known yet"
+    assert value("ddpjob_lost_steps_count") == counted.before.get(("ddpjob_lost_steps_count",), 0.0), (
+        "the duration is not known yet"
+    )
     one.becomes(running(101, (restart(seconds=3.5),)))
     one.becomes(running(99, (restart(seconds=3.5),)))
     assert counted() == {
@@ -170,7 +172,7 @@ def test_a_restart_counts_once_and_its_recovery_when_it_is_over(counted: Counted
     }
 
 
-def test_restarts_that_no_longer_fit_into_the_status_are_counted_too(counted: Counted) -> None:
+def test_restarts_that_the_status_no_longer_lists_are_counted_too(counted: Counted) -> None:
     many = tuple(restart("Evicted", counted=False, seconds=1.0) for _ in range(10))
     one = Job(running(1, many))
     twelve = running(1, many)
@@ -197,7 +199,7 @@ def test_planned_restarts_and_lost_coordinators_are_not_recoveries(counted: Coun
 
 
 @pytest.mark.parametrize(("reason", "label"), [("RestartBudgetSpent", "RestartBudgetSpent"), ("Made-up", "Other")])
-def test_only_known_reasons_are_counted(counted: Counted, reason: str, label: str) -> None:
+def test_only_known_reasons_become_labels(counted: Counted, reason: str, label: str) -> None:
     one = Job(running(1))
     one.becomes({"phase": "Failed", "conditions": [condition("Failed", reason)]})
     two = Job(running(1))
@@ -225,25 +227,27 @@ def scraped(*accounts: JobAccounts) -> dict[str, dict[tuple[str, ...], float]]:
     families: list[Metric] = list(series.collect())
     for term in accounts:
         series.end(term)
-    assert not any(f.samples for f in series.collect() if f.name.startswith("ddpjob_job_")), "a term has ended"
+    assert not any(f.samples for f in series.collect() if f.name.startswith("ddpjob_job_")), (
+        "the series end with the operator's term"
+    )
     return {f.name: {tuple(s.labels.values()): s.value for s in f.samples} for f in families if f.samples}
 
 
-def test_pods_and_training_are_summed_up_over_time() -> None:
+def test_the_time_of_pods_and_of_training_adds_up() -> None:
     one = Job({"phase": "Pending"})
     one.seconds = 100
     one.becomes(running(1))
-    one.seconds = 160  # 60 s of two nodes that train
+    one.seconds = 160  # two nodes train for 60 s
     one.becomes(running(1, (restart(),), conditions=[condition("Running"), condition("Restarting")]))
-    one.seconds = 170  # 10 s of two pods that wait
+    one.seconds = 170  # two pods wait for 10 s
     one.becomes(running(2, (restart(seconds=10.0),)))
-    one.seconds = 200  # 30 s, not written by any change
+    one.seconds = 200  # 30 s without a change of the status
     found, own = scraped(one.accounts), ("space", "job")
     assert found["ddpjob_job_pod_seconds"] == {own: 2 * (60 + 10 + 30)}
     assert found["ddpjob_job_useful_seconds"] == {own: 2 * (60 + 30)}
     one.becomes({**running(2), "phase": "Complete", "conditions": [condition("Complete")]})
     one.seconds = 900
-    assert scraped(one.accounts)["ddpjob_job_pod_seconds"] == {own: 200}, "it has ended"
+    assert scraped(one.accounts)["ddpjob_job_pod_seconds"] == {own: 200}, "the job has ended"
 
 
 def test_time_before_the_first_step_and_in_repeated_steps_is_not_useful_time() -> None:
@@ -265,7 +269,7 @@ def test_time_before_the_first_step_and_in_repeated_steps_is_not_useful_time() -
     assert found["ddpjob_job_repeated_steps"] == {own: 7} and found["ddpjob_job_unknown_repeats"] == {own: 1}
 
 
-def test_only_a_training_group_has_steps_at_risk_and_oversized_states_are_shown() -> None:
+def test_only_a_training_group_has_steps_at_risk_and_refused_snapshots_are_shown() -> None:
     own, one = ("space", "job"), Job({**running(1), "progress": {"step": 1, "stepsAtRisk": 4}})
     found = scraped(one.accounts)
     assert found["ddpjob_job_steps_at_risk"] == {own: 4} and found["ddpjob_job_snapshots_refused"] == {own: 0}
@@ -279,7 +283,7 @@ def test_only_a_training_group_has_steps_at_risk_and_oversized_states_are_shown(
     assert found["ddpjob_job_snapshots_refused"] == {own: 1}
 
 
-def test_a_slow_rank_that_stays_shows_while_the_group_trains() -> None:
+def test_a_slow_rank_that_is_not_replaced_has_a_series_while_the_group_trains() -> None:
     own, one = ("space", "job"), Job(running(2))
     assert scraped(one.accounts)["ddpjob_job_slow_rank"] == {own: 0}
     slow = condition("RanksKeepPace", "SlowRank", holds=False)
@@ -289,7 +293,7 @@ def test_a_slow_rank_that_stays_shows_while_the_group_trains() -> None:
     assert scraped(one.accounts)["ddpjob_job_slow_rank"] == {own: 0}
 
 
-def test_a_stalled_job_trains_nothing() -> None:
+def test_a_stalled_job_does_not_count_as_training() -> None:
     one = Job(running(1))
     one.becomes(running(1, conditions=[condition("Running", "StepOverdue")]))
     one.seconds = 50
@@ -298,7 +302,7 @@ def test_a_stalled_job_trains_nothing() -> None:
     assert found["ddpjob_job_pod_seconds"] == {own: 100} and found["ddpjob_job_useful_seconds"] == {own: 0}
 
 
-def test_a_job_that_does_not_train_has_no_speed() -> None:
+def test_a_job_that_does_not_train_has_no_speed_series() -> None:
     """Otherwise a sum over jobs would include speeds from before a break or a suspension."""
     progress = {"step": 4, "samplesPerSecond": 10.5}
     one = Job(running(4, progress=progress))
@@ -310,7 +314,7 @@ def test_a_job_that_does_not_train_has_no_speed() -> None:
 
 
 @pytest.mark.parametrize(("reason", "shown"), [("Queued", 0), ("QueueNotServed", 1)])
-def test_an_unserved_queue_is_distinguished_from_a_full_one(reason: str, shown: int) -> None:
+def test_a_queue_that_no_controller_serves_is_distinguished_from_a_full_one(reason: str, shown: int) -> None:
     found = scraped(Job({"phase": "Queued", "conditions": [condition("Suspended", reason)]}).accounts)
     assert found["ddpjob_job_queue_not_served"] == {("space", "job"): shown}
 
@@ -328,7 +332,7 @@ def test_progress_of_a_hostile_script_adds_no_labels_and_no_series() -> None:
     }
 
 
-def test_a_jobs_series_end_with_it_and_a_successor_begins_at_0() -> None:
+def test_a_deleted_jobs_series_end_and_those_of_a_successor_begin_at_0() -> None:
     one = Job(running(1))
     one.seconds = 10
     one.becomes(running(1), uid="another")
@@ -354,7 +358,7 @@ def test_jobs_beyond_a_limit_have_no_series_and_running_jobs_come_first(monkeypa
     assert found["ddpjob_operator_jobs_without_series"] == {(): 2}
 
 
-def test_a_namespace_with_many_jobs_does_not_take_series_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_namespace_with_many_jobs_does_not_displace_the_series_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_metrics, "MOST_JOBS", 6)
     accounts = JobAccounts()
     ended = {"phase": "Complete", "conditions": [condition("Complete")]}
@@ -383,7 +387,7 @@ def test_gpu_seconds_match_the_jobs_status_and_add_up_by_queue(counted: Counted)
     assert found["ddpjob_job_gpu_seconds"] == {own: 250} and "ddpjob_job_gpus" not in found
     gained = {name: n for name, n in counted().items() if name.startswith("ddpjob_gpu")}
     assert gained == {"ddpjob_gpu_seconds_total space ": 30, "ddpjob_gpu_seconds_total space gpus": 120}
-    assert "ddpjob_job_gpu_seconds" not in scraped(Job(running(1)).accounts), "a job on the CPU"
+    assert "ddpjob_job_gpu_seconds" not in scraped(Job(running(1)).accounts), "a job on the CPU has no GPU seconds"
     assert scraped(Job(spent(0)).accounts)["ddpjob_job_gpus"] == {own: 16}
 
 

@@ -36,7 +36,7 @@ async def until(condition: Callable[[], bool]) -> None:
         if condition():
             return
         await asyncio.sleep(0.05)
-    raise AssertionError("not within a minute")
+    raise AssertionError("the condition did not hold within a minute")
 
 
 def use_kubeconfig(server: ApiServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +132,7 @@ async def test_kopfs_watch_restarts_after_an_error_that_ends_kopf(
         assert any("DDPJobs ended" in record.getMessage() for record in caplog.records), "the error did end kopf"
         server.store.delete("DDPJob", "before")
         await until(lambda: ("DELETED", "before") in seen)
-        assert not following.done() and not younger[0].done(), "nothing else of the process has ended with it"
+        assert not following.done() and not younger[0].done(), "nothing else in the process has ended with kopf"
         lists = [query for _, path, query in server.requests if path.endswith("/ddpjobs") and "watch" not in query]
         assert lists and all(int(query["limit"]) <= 500 for query in lists), (
             "a response with all jobs could have any size"
@@ -142,7 +142,7 @@ async def test_kopfs_watch_restarts_after_an_error_that_ends_kopf(
         await asyncio.gather(following, *younger, return_exceptions=True)
 
 
-async def test_kopf_stops_if_the_term_ends_while_kopf_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_kopf_stops_if_the_operators_term_ends_while_kopf_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise kopf would follow the jobs forever in a replica that is not the leader."""
     begun, ended_term, run = threading.Event(), threading.Event(), asyncio.run
 

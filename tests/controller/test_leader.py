@@ -119,11 +119,11 @@ async def test_after_a_restart_a_running_job_comes_before_a_thousand_finished_on
         assert sorted(ended) == sorted(set(ended)) and len(ended) == 1000, "once each"
         assert sum(q.get("limit") == "100" for _, _, q in server.requests) == 11, "pages of a hundred"
         others = [(m, p) for m, p in o.asked() if "ended" in p or "team-" in p]
-        assert others == [], "a finished job costs nothing but its object"
+        assert others == [], "a finished job costs no requests except the read of its object"
 
 
 @on_server
-async def test_after_a_restart_a_job_that_lacks_a_pod_comes_before_healthy_ones(
+async def test_after_a_restart_a_job_that_lacks_a_pod_comes_before_healthy_jobs(
     server: ApiServer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -164,7 +164,9 @@ async def test_nothing_is_listed_or_read_while_nothing_changes(
 
 
 @on_server
-async def test_many_events_of_a_job_cause_one_reconcile(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_events_of_a_job_cause_only_one_reconcile(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     add(server, "job")
     async with running(server, monkeypatch) as o:
         await asyncio.sleep(10)
@@ -179,7 +181,7 @@ async def test_many_events_of_a_job_cause_one_reconcile(server: ApiServer, monke
         server.store.changed("Pod", pod)
         before = len(o.reconciled)
         await asyncio.sleep(0.05)
-        assert len(o.reconciled) > before, "the end of a pod does not wait"
+        assert len(o.reconciled) > before, "the end of a pod is handled immediately"
 
 
 @pytest.mark.parametrize("as_event", [False, True])
@@ -191,7 +193,9 @@ async def test_many_events_of_a_job_cause_one_reconcile(server: ApiServer, monke
 async def test_deletions_during_an_outage_of_the_api_server_are_known_after_it(
     server: ApiServer, fault: Fault, seconds: int, as_event: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The Lease is lost after a minute. After six seconds the term is still the same."""
+    """After an outage of a minute, the Lease is lost. After one of six seconds, the term
+    continues.
+    """
     add(server, "job")
     add(server, "deleted")
     async with running(server, monkeypatch) as o:
@@ -214,7 +218,7 @@ async def test_deletions_during_an_outage_of_the_api_server_are_known_after_it(
 
 
 @on_server
-async def test_a_store_that_is_restored_from_a_backup_is_read_again(
+async def test_after_etcd_is_restored_from_a_backup_everything_is_read_again(
     server: ApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store's versions go back. The API server sends nothing on a watch from a later version
@@ -239,14 +243,16 @@ async def test_a_store_that_is_restored_from_a_backup_is_read_again(
         assert o.operator.leaders[0].caches.job(JobKey("space", "later")) is None
         add(server, "new")
         await asyncio.sleep(10)
-        assert "new" in o.reconciled, "kopf has started over"
+        assert "new" in o.reconciled, "kopf has restarted its watch"
         server.requests.clear()
         await asyncio.sleep(60)
         assert len(o.asked()) < 10, "nothing is retried repeatedly"
 
 
 @on_server
-async def test_an_error_in_a_watch_ends_nothing(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_error_in_a_watch_does_not_end_the_operator(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     add(server, "job")
     async with running(server, monkeypatch) as o:
         await asyncio.sleep(10)
@@ -260,7 +266,7 @@ async def test_an_error_in_a_watch_ends_nothing(server: ApiServer, monkeypatch: 
 
 @pytest.mark.parametrize("seed", range(4))
 @on_server
-async def test_all_pods_are_created_although_a_third_of_all_requests_fail(
+async def test_all_pods_are_created_even_if_a_third_of_all_requests_fail(
     server: ApiServer, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(5):
@@ -294,7 +300,7 @@ async def test_the_lease_is_kept_through_a_burst_of_slow_creations(
         assert transitions == 1
 
 
-def test_without_an_election_a_replica_restarts_its_term_and_becomes_ready(
+def test_without_leader_election_the_operator_becomes_ready_after_an_outage(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL)
@@ -305,7 +311,9 @@ def test_without_an_election_a_replica_restarts_its_term_and_becomes_ready(
             server.faults = lambda method, path: Fault(503) if path.endswith("/pods") else None
             async with running(server, monkeypatch, lease=False) as o:
                 await asyncio.sleep(60)
-                assert not o.operator.ready and o.pods() == 0, "without the pods nothing is decided"
+                assert not o.operator.ready and o.pods() == 0, (
+                    "the operator decides nothing before it has read the pods"
+                )
                 server.faults = lambda method, path: None
                 await asyncio.sleep(5)
                 assert o.operator.ready and o.pods() == 3
@@ -350,7 +358,7 @@ async def test_a_watched_namespace_that_may_not_be_read_does_not_delay_others(
 
 
 @virtual
-async def test_objects_as_large_as_the_api_server_accepts_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_operator_follows_objects_as_large_as_the_api_server_accepts(monkeypatch: pytest.MonkeyPatch) -> None:
     async with api_server() as server, running(server, monkeypatch, lease=False) as o:
         await asyncio.sleep(2)
         add(server, "large", note="x" * 1_500_000)
@@ -358,11 +366,11 @@ async def test_objects_as_large_as_the_api_server_accepts_are_followed(monkeypat
         await asyncio.sleep(5)
         assert {"large", "small"} <= set(o.reconciled)
         lists = [path for _, path in o.asked() if path.endswith("/ddpjobs")]
-        assert len(lists) == 2, "kopf's, and that of names: the watch has shown them"
+        assert len(lists) == 2, "only kopf's list and the list of names, because the watch has shown the objects"
 
 
 @on_server
-async def test_watches_of_many_namespaces_leave_connections_to_requests(
+async def test_watches_of_many_namespaces_leave_connections_for_requests(
     server: ApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = tuple(f"team-{number}" for number in range(12))
@@ -385,7 +393,7 @@ async def test_watches_of_many_namespaces_leave_connections_to_requests(
         await asyncio.gather(task, return_exceptions=True)
 
 
-def test_metrics_count_jobs_requests_and_an_unavailable_api_server(
+def test_there_are_metrics_of_jobs_requests_and_outages_of_the_api_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def value(name: str, **labels: str) -> float:
@@ -462,7 +470,7 @@ async def test_an_operator_that_is_newer_than_the_crd_does_nothing_and_reports_i
 
 
 @on_server
-async def test_a_later_crd_with_the_needed_fields_is_sufficient(
+async def test_a_later_crd_with_the_required_fields_is_accepted(
     server: ApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add(server, "job")
@@ -475,7 +483,7 @@ async def test_a_later_crd_with_the_needed_fields_is_sufficient(
 
 @pytest.mark.parametrize("how", [403, 404, 503, "hang", "reset"])
 @on_server
-async def test_an_operator_that_cannot_read_the_schema_acts(
+async def test_an_operator_that_cannot_read_the_schema_works_without_it(
     server: ApiServer, how: int | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add(server, "job")
@@ -498,7 +506,7 @@ async def test_without_the_crd_the_operator_waits_for_it(server: ApiServer, monk
 
 
 @on_server
-async def test_a_crd_that_is_served_but_not_listed_stops_nothing(
+async def test_a_crd_that_is_served_but_not_listed_does_not_stop_the_operator(
     server: ApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This includes a CRD that is installed later, because a proxy may hide it from the index
@@ -515,7 +523,7 @@ async def test_a_crd_that_is_served_but_not_listed_stops_nothing(
 
 
 @on_server
-async def test_a_crd_that_is_known_to_be_older_stays_refused_if_it_is_no_longer_listed(
+async def test_a_crd_known_to_be_too_old_stays_refused_if_the_index_loses_it(
     server: ApiServer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -528,7 +536,7 @@ async def test_a_crd_that_is_known_to_be_older_stays_refused_if_it_is_no_longer_
         assert o.operator.schema.missing == ("status.runtime",) and (o.pods(), o.operator.ready) == (0, False)
 
 
-async def test_the_probes_show_whether_the_process_works() -> None:
+async def test_readiness_follows_the_operator_and_the_liveness_probe_succeeds() -> None:
     operator = SimpleNamespace(ready=False, schema=SimpleNamespace(missing=()))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -546,7 +554,7 @@ async def test_the_probes_show_whether_the_process_works() -> None:
         assert statuses == [200, 503, 200, 200]
 
 
-def test_a_reconcile_that_ends_with_its_term_does_not_count_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reconcile_cancelled_at_the_end_of_a_term_does_not_count_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """An alert reports failed reconciles as a defect of the operator."""
 
     def count(result: str) -> float:

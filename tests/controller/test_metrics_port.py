@@ -1,5 +1,5 @@
-"""The operator's metrics port: however many requests arrive, they cost the operator only a limited
-share of its time.
+"""The operator's metrics port: requests take only a limited share of the operator's time, however
+many arrive.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def test_metrics_are_rendered_once_for_all_requests_within_a_moment(
     assert text.made == 1
 
 
-def test_old_metrics_are_rendered_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_are_rendered_again_once_they_are_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operator_metrics, "FRESH_SECONDS", 0.0)
     monkeypatch.setattr(operator_metrics, "SHARE", 1e9)
     page = Page(Text())
@@ -86,7 +86,7 @@ def test_connections_above_a_limit_are_refused(
     deadline = time.monotonic() + 60
     while threading.active_count() > threads and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert ask(port)[0] == 200, "they are gone"
+    assert ask(port)[0] == 200, "the connections above the limit are closed"
 
 
 def test_a_silent_connection_is_closed(
@@ -97,7 +97,7 @@ def test_a_silent_connection_is_closed(
         assert connection.recv(1) == b""
 
 
-def test_the_longest_turn_of_a_loop_is_measured_and_forgotten() -> None:
+def test_the_longest_turn_of_an_event_loop_is_measured_and_then_forgotten() -> None:
     now = 600.0
     meter = TurnMeter(lambda: now)
     meter.select(0)
@@ -110,14 +110,14 @@ def test_the_longest_turn_of_a_loop_is_measured_and_forgotten() -> None:
     now += TURNS_SECONDS - 10
     meter.select(0)
     now += TURNS_SECONDS
-    meter._began = None  # it waits for events
+    meter._began = None  # the loop waits for events
     assert meter.longest() == TURNS_SECONDS - 10
     now += TURNS_SECONDS
     assert meter.longest() == 0.0
     meter.close()
 
 
-def test_the_turns_of_a_real_loop_are_measured() -> None:
+def test_the_turns_of_a_real_event_loop_are_measured() -> None:
     async def main() -> None:
         await asyncio.sleep(0)
         time.sleep(0.2)  # noqa: ASYNC251 (it blocks the loop)

@@ -1,4 +1,4 @@
-"""If two releases watch one namespace, only one of them acts."""
+"""If two releases of the operator watch one namespace, only one of them acts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_one_of_two_releases_acts_and_the_other_takes_over_when_it_is_gone
 
 
 @virtual
-async def test_many_jobs_of_a_namespace_cause_one_request() -> None:
+async def test_many_jobs_of_a_namespace_cause_one_request_for_its_claim() -> None:
     async with api_server() as server, connected(server) as rest:
         claims = NamespaceClaims(rest, "a/operator")
         assert all(await asyncio.gather(*(claims.mine("space") for _ in range(50))))
@@ -73,7 +73,7 @@ async def test_without_the_right_to_hold_leases_the_operator_acts_without_them()
 
 
 @virtual
-async def test_during_an_outage_claims_are_neither_abandoned_nor_taken_early() -> None:
+async def test_claims_are_neither_abandoned_nor_taken_early_during_an_outage() -> None:
     async with api_server() as server, connected(server) as rest:
         held, new = NamespaceClaims(rest, "a/operator"), NamespaceClaims(rest, "a/operator")
         assert await held.mine("space")
@@ -110,7 +110,7 @@ async def left_alone() -> AsyncIterator[tuple[ApiServer, Leader]]:
 async def test_the_operator_leaves_jobs_alone_in_a_namespace_that_another_has_claimed() -> None:
     async with left_alone() as (server, leader):
         assert {path for method, path in server.acted if method != "GET"} == {CLAIMS}
-        assert not leader.accounts.jobs(), "the other one counts and exports them"
+        assert not leader.accounts.jobs(), "the other operator counts and exports these jobs"
         server.store.delete("Lease", CLAIM_NAME)
         await asyncio.sleep(OTHERS_SECONDS)
         await leader.reconcile_one(JobKey("space", "job"))
@@ -119,7 +119,7 @@ async def test_the_operator_leaves_jobs_alone_in_a_namespace_that_another_has_cl
 
 
 @virtual
-async def test_a_deleted_job_that_was_left_to_another_operator_is_forgotten() -> None:
+async def test_a_deleted_job_that_belonged_to_another_operator_is_forgotten() -> None:
     """Otherwise each job that ever existed in that namespace would be checked every few seconds,
     forever.
     """

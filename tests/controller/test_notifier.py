@@ -1,4 +1,6 @@
-"""Notifications over HTTP: receivers that answer, hang, redirect, fail and flood."""
+"""Notifications over HTTP: receivers that answer, hang, redirect or fail, and namespaces that flood
+a receiver.
+"""
 
 from __future__ import annotations
 
@@ -135,7 +137,7 @@ async def test_a_receiver_that_recovers_gets_the_notification(server: Web, tmp_p
     await scene.notifier.close()
 
 
-async def test_a_receiver_may_ask_for_a_pause_within_bounds(
+async def test_a_receiver_may_request_a_pause_before_the_next_attempt_within_bounds(
     server: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "LONGEST_PAUSE", 0.3)
@@ -152,7 +154,9 @@ async def test_a_receiver_may_ask_for_a_pause_within_bounds(
     await scene.notifier.close()
 
 
-async def test_an_invalid_pause_is_ignored(server: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_invalid_pause_requested_by_a_receiver_is_ignored(
+    server: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Regression: each attempt raised an exception and was not counted, so the attempts never
     ended.
     """
@@ -243,7 +247,7 @@ async def test_the_body_of_a_response_is_not_read(server: Web, tmp_path: Path) -
     "url",
     ["", "file:///etc/passwd", "gopher://127.0.0.1/hidden", "https://", "http://127.0.0.1:1/hidden", "http://[/hidden"],
 )
-async def test_a_url_is_never_shown(
+async def test_the_url_of_a_receiver_is_never_shown(
     url: str, server: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "TRIES", 1)
@@ -272,7 +276,7 @@ async def test_a_replaced_url_is_used_for_the_next_attempt(server: Web, tmp_path
     await scene.notifier.close()
 
 
-async def test_a_notification_that_no_status_waits_for_is_dropped(server: Web, tmp_path: Path) -> None:
+async def test_a_notification_whose_job_no_longer_waits_for_it_is_dropped(server: Web, tmp_path: Path) -> None:
     server.handlers["/team"] = fine
     scene = Scene(server, tmp_path, "team")
     scene.notifier.send(JOB, "id", "team", BODY)
@@ -282,7 +286,7 @@ async def test_a_notification_that_no_status_waits_for_is_dropped(server: Web, t
     await scene.notifier.close()
 
 
-def test_a_namespace_may_use_the_receivers_that_name_it() -> None:
+def test_a_namespace_may_use_only_the_receivers_that_name_it() -> None:
     receivers = Receivers({"team": ("vision",), "all": (EVERYBODY,), "nobody": ()})
     assert receivers.usable_in("vision") == {"team", "all"} and receivers.usable_in("speech") == {"all"}
     assert receivers.usable_in("visio") == {"all"}
@@ -291,7 +295,7 @@ def test_a_namespace_may_use_the_receivers_that_name_it() -> None:
 KEY = {"DDPJOB_OPERATOR_KEY": "0123456789abcdef"}
 
 
-def test_receivers_are_settings() -> None:
+def test_receivers_are_read_from_the_settings() -> None:
     given = {"RECEIVERS": '{"team": ["vision"]}', "RECEIVERS_FOLDER": "/receivers", "NOTIFY_LINK": "https://a/{job}"}
     settings = Settings.from_environment(KEY | {f"DDPJOB_OPERATOR_{name}": value for name, value in given.items()})
     assert settings.receivers == Receivers({"team": ("vision",)}, Path("/receivers"), "https://a/{job}")

@@ -76,8 +76,8 @@ class Dealt(ReplicaTasks):
 
 
 async def deal(seed: int, minutes: float = 4.0) -> None:
-    """Play two to four replicas and shards with random faults, kills and changes to the number of
-    shards, then a calm end.
+    """Run two to four replicas and shards with random faults, kills and changes to the number of
+    shards, and at the end without faults.
     """
     chance = random.Random(seed)
     random.seed(seed)
@@ -112,12 +112,12 @@ async def deal(seed: int, minutes: float = 4.0) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_each_shard_has_one_replica_at_any_time(seed: int) -> None:
+def test_each_shard_has_at_most_one_replica_at_any_time(seed: int) -> None:
     run(deal(seed))
 
 
 @on_server
-async def test_three_replicas_start_with_a_shard_each_and_one_that_dies_is_replaced(server: ApiServer) -> None:
+async def test_three_replicas_get_one_shard_each_and_the_shard_of_a_dead_one_is_taken(server: ApiServer) -> None:
     dealt = Dealt(server)
     for name in ("a", "b", "c"):
         dealt.start(name, 3)
@@ -134,7 +134,7 @@ async def test_three_replicas_start_with_a_shard_each_and_one_that_dies_is_repla
 
 
 @on_server
-async def test_a_single_replica_acts_for_all_shards_and_shares_them_with_a_second(server: ApiServer) -> None:
+async def test_a_single_replica_takes_all_shards_and_shares_them_with_a_second(server: ApiServer) -> None:
     dealt = Dealt(server)
     dealt.start("a", 4)
     await asyncio.sleep(PATIENCE * 4)
@@ -143,7 +143,7 @@ async def test_a_single_replica_acts_for_all_shards_and_shares_them_with_a_secon
     await asyncio.sleep(SURE)
     assert dealt.shares() == [2, 2]
     found = [body["metadata"].get("annotations") for body in server.store.all("Lease")]
-    assert not any(found), "no request for a Lease is left"
+    assert not any(found), "no replica still requests a Lease"
     for name in list(dealt.tasks):
         await dealt.stop(name)
 
@@ -196,7 +196,7 @@ async def test_a_holder_that_sees_another_in_its_lease_stops_immediately(server:
 
 
 @on_server
-async def test_a_holder_of_one_shard_ignores_a_request_for_it(server: ApiServer) -> None:
+async def test_a_replica_with_a_single_shard_ignores_a_request_to_hand_it_over(server: ApiServer) -> None:
     dealt = Dealt(server)
     dealt.start("a", 1)
     await asyncio.sleep(1)
@@ -230,7 +230,9 @@ def test_without_the_right_to_list_leases_only_a_single_shard_is_served(
     assert "Leases of a different number of shards" in caplog.text
 
 
-def test_nothing_is_done_twice_when_one_of_three_shards_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_done_twice_when_the_replica_of_one_of_three_shards_is_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The operators are complete. Each job loses a pod while its shard has no replica."""
     namespaces = tuple(f"team-{number}" for number in range(12))
     assert {shard_of(name, 3) for name in namespaces} == {0, 1, 2}
@@ -257,7 +259,7 @@ def test_nothing_is_done_twice_when_one_of_three_shards_is_killed(monkeypatch: p
                 own = {b["metadata"]["name"] for b in server.store.all("Pod") if b["metadata"]["namespace"] == name}
                 assert own == {"job-0-1", "job-1-0", "job-coordinator-0"}
             created = Counter(path for method, path in server.acted if method == "POST" and path.endswith("/pods"))
-            assert set(created.values()) == {4}, "three pods and one in place of the lost one, once each"
+            assert set(created.values()) == {4}, "three pods and a replacement for the lost one were created, once each"
             for name in list(replicas.tasks):
                 await replicas.stop(name)
 
@@ -272,13 +274,13 @@ def test_nothing_is_done_twice_when_one_of_three_shards_is_killed(monkeypatch: p
         ({"LOG_LEVEL": "loud"}, "LOG_LEVEL is 'LOUD'; it must be DEBUG, INFO"),
     ],
 )
-def test_wrong_settings_are_refused(given: dict[str, str], message: str) -> None:
+def test_invalid_settings_of_shards_are_refused(given: dict[str, str], message: str) -> None:
     values = {"KEY": "k" * 16, **given}
     with pytest.raises(SettingsError, match=message):
         Settings.from_environment({f"DDPJOB_OPERATOR_{name}": value for name, value in values.items()})
 
 
-def test_a_key_may_be_any_bytes() -> None:
+def test_the_operators_key_may_consist_of_any_bytes() -> None:
     """`openssl rand 32` generates such keys. In the environment, bytes that are not UTF-8 appear as
     surrogates.
     """

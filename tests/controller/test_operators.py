@@ -1,7 +1,7 @@
 """Complete operators against the fake API server: the simulation's stories, with faults of HTTP.
 
-What a seed of the simulation proves in memory also holds for KubernetesCluster, Rest, the caches,
-ReportWatch, the Lease and the queue.
+They check for KubernetesCluster, Rest, the caches, ReportWatch, the Lease and the queue what the
+simulation checks in memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ async def test_a_job_completes_and_only_one_of_two_replicas_acts(monkeypatch: py
                 story.replicas.check()
         [acting] = story.replicas.acting.values()
         renewing = [r for r in story.replicas.rests[acting] if any("leases/ddpjob-operator" in p for p in r.paths)]
-        assert [all("leases" in path for path in rest.paths) for rest in renewing] == [True], "its own connections"
+        assert [all("leases" in path for path in rest.paths) for rest in renewing] == [True], (
+            "renewals use their own connections"
+        )
         writes = [what for what in story.server.acted if what[0] == "POST" and what[1].endswith("/pods")]
         assert len(writes) == len(set(story.s.invariants.names)), "every pod was created once"
 

@@ -45,16 +45,16 @@ async def a_job_with_room_for_four_pods(c: Case) -> JobKey:
 
 
 async def the_room_of_a_pod_is_used(c: Case, key: JobKey) -> None:
-    """Delete one of the four pods, and check that its room is used immediately."""
+    """Delete one of the four pods, and check that its quota is used immediately."""
     await c.cluster.delete_pod(await c.job(key), "big-0-0", c.uid("big-0-0"), None)
     await seen()
     await reconcile(c.cluster, key, loop_moment)
     await reconcile(c.cluster, key, loop_moment)
-    assert len(c.pods()) == 4, "the room of a pod that is gone is used"
+    assert len(c.pods()) == 4, "a new pod uses the quota of the deleted one"
 
 
 @in_case()
-async def test_a_quota_refusal_is_retried_with_back_off_and_room_is_used_immediately(c: Case) -> None:
+async def test_a_quota_refusal_is_retried_with_back_off_or_as_soon_as_quota_is_free(c: Case) -> None:
     key = await a_job_with_room_for_four_pods(c)
     tries = []
     for second in range(300):
@@ -68,7 +68,7 @@ async def test_a_quota_refusal_is_retried_with_back_off_and_room_is_used_immedia
 
 
 @in_case()
-async def test_room_is_used_immediately_after_the_first_refusal_too(c: Case) -> None:
+async def test_free_quota_is_used_immediately_even_after_the_first_refusal(c: Case) -> None:
     key = await a_job_with_room_for_four_pods(c)
     await reconcile(c.cluster, key, loop_moment)
     assert len(c.pods()) == 4
@@ -91,7 +91,7 @@ async def test_a_refusal_of_one_job_does_not_affect_a_later_job_with_its_name(c:
 
 
 @in_case()
-async def test_many_pods_that_are_refused_together_wait_as_long_as_one(c: Case) -> None:
+async def test_many_pods_that_are_refused_together_back_off_like_one(c: Case) -> None:
     c.add("big", nodes=64)
     await seen()
     down = True
@@ -128,7 +128,9 @@ async def test_many_pods_that_are_refused_together_wait_as_long_as_one(c: Case) 
     ids=lambda v: str(getattr(v, "how", getattr(v, "__name__", v))),
 )
 @in_case()
-async def test_a_failed_creation_is_classified(c: Case, fault: Fault, raised: type[Exception]) -> None:
+async def test_a_failed_creation_is_classified_by_the_servers_response(
+    c: Case, fault: Fault, raised: type[Exception]
+) -> None:
     job = await c.job()
     c.fault_once("POST", "/pods", fault)
     with pytest.raises(raised):
@@ -141,9 +143,11 @@ async def test_a_failed_creation_is_classified(c: Case, fault: Fault, raised: ty
     ids=["webhook", "its own"],
 )
 @in_case()
-async def test_a_500_is_handled_alike_for_all_changes(c: Case, said: str, *, is_refused: bool) -> None:
-    """A webhook may be unreachable for a long time, which must not block anything else. An error of
-    the server itself is soon over.
+async def test_a_500_from_a_webhook_counts_as_a_refusal_and_from_the_server_as_an_outage(
+    c: Case, said: str, *, is_refused: bool
+) -> None:
+    """A webhook may be unreachable for a long time, which must not block other changes. An error of
+    the server itself is usually short.
     """
     await c.reconcile()
     c.server.faults = lambda m, path: Fault(500, message=said) if m != "GET" else None
@@ -171,20 +175,18 @@ async def test_a_refused_event_is_only_logged(c: Case) -> None:
 
 
 @in_case()
-async def test_throttling_is_waited_for_as_long_as_the_server_requests(c: Case) -> None:
+async def test_the_operator_waits_as_long_as_a_throttling_server_requests(c: Case) -> None:
     c.fault_once("PUT", "/ddpjobs/job", Fault(429, {"Retry-After": "7"}))
     assert await c.reconcile() == 7
     c.fault_once("GET", "/ddpjobs/job", Fault(503, {"Retry-After": "3600"}))
-    assert await c.reconcile() == 60, "not for as long as a proxy's page requests"
+    assert await c.reconcile() == 60, "a longer wait that a proxy's page requests is ignored"
     c.fault_once("GET", "/ddpjobs/job", Fault(503))
     assert await c.reconcile() == 2, "the outcome of the status write is read first"
 
 
 @pytest.mark.parametrize("restarted", [False, True])
 @in_case()
-async def test_a_job_that_has_its_token_gets_pods_although_no_secret_can_be_created(
-    c: Case, *, restarted: bool
-) -> None:
+async def test_a_job_with_a_token_gets_pods_even_if_no_secret_can_be_created(c: Case, *, restarted: bool) -> None:
     """The quota is checked before the name, so creating an existing Secret is refused like a new
     one.
     """
@@ -201,7 +203,7 @@ async def test_a_job_that_has_its_token_gets_pods_although_no_secret_can_be_crea
 
 @pytest.mark.parametrize("restarted", [False, True])
 @in_case()
-async def test_a_used_up_quota_of_secrets_is_shown_when_a_token_was_deleted(c: Case, *, restarted: bool) -> None:
+async def test_an_exhausted_quota_of_secrets_is_shown_when_a_token_was_deleted(c: Case, *, restarted: bool) -> None:
     await c.reconcile()
     use_up_the_quota_of_secrets(c)
     await delete_token(c)
@@ -215,7 +217,7 @@ async def test_a_used_up_quota_of_secrets_is_shown_when_a_token_was_deleted(c: C
 
 
 @in_case()
-async def test_a_used_up_quota_of_secrets_is_shown_to_a_job_without_a_token(c: Case) -> None:
+async def test_an_exhausted_quota_of_secrets_is_shown_to_a_job_without_a_token(c: Case) -> None:
     use_up_the_quota_of_secrets(c)
     await c.reconcile()
     await seen()
@@ -256,7 +258,7 @@ async def test_a_refused_pod_deletion_is_shown_and_retried_with_back_off(c: Case
 
 
 @in_case()
-async def test_an_expired_job_that_a_policy_protects_is_stopped_and_gets_an_event(c: Case) -> None:
+async def test_an_expired_job_that_may_not_be_deleted_is_stopped_and_gets_an_event(c: Case) -> None:
     policy = Fault(403, reason="Forbidden", message="policy 'nodel' denied request: jobs are evidence")
     await c.reconcile()
     await seen()
@@ -284,7 +286,7 @@ async def test_an_expired_job_that_a_policy_protects_is_stopped_and_gets_an_even
 
 @refused_by(Fault(403, reason="Forbidden", message="policy 'nodel' denied request: pods are evidence"))
 @in_case()
-async def test_a_finished_job_whose_pod_may_not_be_deleted_is_rarely_retried(
+async def test_deletion_of_a_finished_jobs_protected_pod_is_rarely_retried(
     c: Case,
     policy: Fault,
 ) -> None:
@@ -304,7 +306,7 @@ async def test_a_finished_job_whose_pod_may_not_be_deleted_is_rarely_retried(
 
 
 @in_case(serves_queues=True)
-async def test_a_workload_that_a_policy_keeps_is_retried_and_reported_by_an_event(c: Case) -> None:
+async def test_a_refused_workload_deletion_is_retried_and_reported_by_an_event(c: Case) -> None:
     policy = Fault(403, reason="Forbidden", message="policy 'nodel' denied request")
     put_into_queue(c)
     await seen()
@@ -335,8 +337,8 @@ async def test_a_status_that_a_policy_refuses_is_not_a_defect_of_the_operator(c:
 
 @refused_by(Fault(422, reason="Invalid", message="policy 'nolabel' denied request: pods are immutable here"))
 @in_case()
-async def test_a_refused_label_is_not_an_error_and_retried_with_back_off(c: Case, policy: Fault) -> None:
-    """A policy does not let anybody change a pod. Training pods are known without the label."""
+async def test_a_refused_label_is_not_an_error_and_is_retried_with_back_off(c: Case, policy: Fault) -> None:
+    """A policy forbids changes to pods. The operator can do without the label on training pods."""
     await c.reconcile()
     c.server.faults = lambda m, path: policy if m == "PATCH" and "/pods/" in path else None
     job, uid = await c.job(), c.uid("job-0-0")
@@ -345,12 +347,12 @@ async def test_a_refused_label_is_not_an_error_and_retried_with_back_off(c: Case
         await asyncio.sleep(1)
     assert sum(method == "PATCH" and "/pods/" in path for method, path, _ in c.server.requests) == 4
     await c.cluster.delete_pod(job, "job-0-0", uid, None)
-    assert "job-0-0" not in c.pods(), "only the label is refused"
+    assert "job-0-0" not in c.pods(), "other changes to the pod are accepted"
 
 
 @in_case()
 async def test_a_namespace_that_forbids_root_gets_its_pods_immediately(c: Case) -> None:
-    """The pause after a pod is refused does not apply to the pod with runAsNonRoot that follows."""
+    """The pause after a refused pod does not apply to its second version with runAsNonRoot."""
     act = c.server._act
 
     def restricted(method: str, kind: str, namespace: str, name: str | None, part: str | None, body: Json) -> Json:
@@ -373,7 +375,7 @@ async def test_without_the_right_to_read_policies_everything_else_is_read() -> N
 
 
 @in_case(serves_gangs=True)
-async def test_groups_that_are_no_longer_served_are_refused_once(c: Case) -> None:
+async def test_pod_groups_whose_api_is_no_longer_served_are_refused_once(c: Case) -> None:
     c.server.faults = lambda method, path: (
         Fault(404, reason="NotFound", message="404 page not found")
         if method == "POST" and "podgroups" in path

@@ -1,5 +1,5 @@
-"""Followed coordinators: what wakes a job, how often a coordinator is asked, and why none delays
-another job.
+"""The watch of coordinators: which reports wake a job, how often a coordinator is asked, and that
+no coordinator delays other jobs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def other(number: int) -> JobKey:
 
 
 class Coordinator:
-    """A coordinator on loopback that counts its requests. It can hang or send false reports."""
+    """A coordinator on loopback that counts its requests. It can hang or send invalid reports."""
 
     def __init__(self) -> None:
         self.server = Server(CoordinatorSettings(2, 2), TOKEN, store_ready=True)
@@ -101,7 +101,7 @@ def in_virtual_time(test: Callable[[World, Coordinator], Awaitable[None]]) -> Ca
 
 
 @in_virtual_time
-async def test_the_first_report_and_news_wake_the_job_immediately(world: World, c: Coordinator) -> None:
+async def test_the_first_report_and_news_in_later_ones_wake_the_job_immediately(world: World, c: Coordinator) -> None:
     assert world.watch.report(KEY) is None and not world.watch.is_asking(KEY)
     world.watch.follow(KEY, c.target)
     assert world.watch.is_asking(KEY)
@@ -117,7 +117,7 @@ async def test_the_first_report_and_news_wake_the_job_immediately(world: World, 
 
 
 @in_virtual_time
-async def test_a_flapping_job_wakes_once_a_second(world: World, c: Coordinator) -> None:
+async def test_a_flapping_job_is_woken_once_a_second(world: World, c: Coordinator) -> None:
     world.watch.follow(KEY, c.target)
     await asyncio.sleep(30)
     began = world.now
@@ -167,7 +167,7 @@ async def test_progress_alone_does_not_wake_a_job_and_is_read_every_ten_seconds(
 
 
 @in_virtual_time
-async def test_an_overdue_step_is_news_once_however_the_clocks_are_compared(world: World, c: Coordinator) -> None:
+async def test_an_overdue_step_wakes_the_job_only_once_despite_clock_differences(world: World, c: Coordinator) -> None:
     answers = count()
     world.watch._client.clock = lambda: utc_now() + timedelta(seconds=60 + 0.7 * (next(answers) % 2))
     world.watch.follow(KEY, c.target)
@@ -185,7 +185,7 @@ async def test_an_overdue_step_is_news_once_however_the_clocks_are_compared(worl
 
 
 @in_virtual_time
-async def test_the_first_step_loss_and_speed_are_news(world: World, c: Coordinator) -> None:
+async def test_the_first_step_loss_and_speed_wake_the_job(world: World, c: Coordinator) -> None:
     """The first step decides what a later failure means. Users wait for the first loss and
     speed.
     """
@@ -198,11 +198,11 @@ async def test_the_first_step_loss_and_speed_are_news(world: World, c: Coordinat
         assert len(world.woken(since=began)) == 1
         c.server.coordinator.report_progress({"step": 3 + number, "loss": 0.4} if number else {"step": 3})
         await asyncio.sleep(0.2)
-        assert len(world.woken(since=began)) == 1, "the next ones are not"
+        assert len(world.woken(since=began)) == 1, "later losses and speeds are not news"
 
 
 @in_virtual_time
-async def test_findings_of_the_step_counter_are_news(world: World, c: Coordinator) -> None:
+async def test_findings_of_the_step_counter_wake_the_job(world: World, c: Coordinator) -> None:
     world.watch.follow(KEY, c.target)
     c.server.coordinator.report_progress({"automatic": True, "step": 1, "metrics": {"stepsPerSecond": 2.0}})
     for number, name in enumerate(protocol.FLAGS, 2):
@@ -227,9 +227,11 @@ async def test_150_coordinators_that_hang_do_not_delay_other_jobs(world: World, 
             began = world.now
             c.news(number)
             await asyncio.sleep(0.2)
-            assert len(world.woken(since=began)) == 1, "news of a healthy coordinator"
-        assert all(len(world.woken(other(number))) == 1 for number in range(150)), "one wake: it does not answer"
-        assert bad.requests(300) <= 150 * 6, "they are asked rarely"
+            assert len(world.woken(since=began)) == 1, "the news of a healthy coordinator arrives"
+        assert all(len(world.woken(other(number))) == 1 for number in range(150)), (
+            "one wake, because the coordinator does not answer"
+        )
+        assert bad.requests(300) <= 150 * 6, "hanging coordinators are asked rarely"
 
 
 @in_virtual_time
@@ -251,7 +253,7 @@ async def test_a_report_is_dropped_while_its_coordinator_is_silent(world: World,
 
 
 @in_virtual_time
-async def test_a_report_is_back_soon_after_a_long_silence(world: World, c: Coordinator) -> None:
+async def test_a_report_is_read_soon_after_a_long_silence_ends(world: World, c: Coordinator) -> None:
     world.watch.follow(KEY, c.target)
     await asyncio.sleep(1)
     c.hangs = True
@@ -291,7 +293,7 @@ async def test_a_report_that_is_too_large_is_refused_with_its_size_and_remedy(wo
 
 
 @in_virtual_time
-async def test_a_new_address_is_used_immediately_and_none_ends_the_watch(world: World, c: Coordinator) -> None:
+async def test_a_new_address_is_used_immediately_and_a_missing_one_ends_the_watch(world: World, c: Coordinator) -> None:
     async with coordinator(world) as bad:
         bad.hangs = True
         world.watch.follow(KEY, bad.target)

@@ -1,6 +1,5 @@
-"""The result of a request.
-
-It is the response, ApiError if the server refuses, or Unavailable if the request may be retried.
+"""The result of a request: the response, ApiError if the server refuses it, or Unavailable if it
+may be retried.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ async def asked(fault: Fault) -> Exception | dict[str, object]:
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 409, 410, 422])
-def test_a_refusal_has_the_servers_status_reason_and_message(status: int) -> None:
+def test_an_api_error_has_the_servers_status_reason_and_message(status: int) -> None:
     error = run(asked(Fault(status, reason="Because", message="of this")))
     assert isinstance(error, ApiError)
     assert (error.status, error.reason, error.message) == (status, "Because", "of this")
@@ -53,21 +52,21 @@ def test_throttling_and_errors_of_the_server_can_be_retried(status: int, header:
     assert (error.status, error.retry_after) == (status, seconds)
 
 
-def test_a_page_in_place_of_a_response_can_be_retried() -> None:
-    """The page is like the sign-in page of a proxy."""
+def test_a_request_answered_by_a_html_page_can_be_retried() -> None:
+    """A proxy may send such a page, for example to sign in."""
     error = run(asked(Fault("page")))
     assert isinstance(error, Unavailable)
     assert "<html>Please sign in</html>" in str(error)
 
 
 @pytest.mark.parametrize("how", ["reset", "reset-after"])
-def test_a_connection_that_breaks_can_be_retried(how: str) -> None:
+def test_a_request_whose_connection_breaks_can_be_retried(how: str) -> None:
     error = run(asked(Fault(how)))
     assert isinstance(error, Unavailable)
     assert error.status is None
 
 
-def test_a_missing_response_times_out() -> None:
+def test_a_request_without_a_response_times_out() -> None:
     async def main() -> float:
         before = asyncio.get_running_loop().time()
         error = await asked(Fault("hang"))
@@ -107,7 +106,7 @@ async def test_a_watch_that_is_silent_for_too_long_is_closed() -> None:
 
 
 @pytest.mark.parametrize("as_event", [False, True])
-def test_an_expired_version_is_reported_by_status_or_by_event(as_event: bool) -> None:
+def test_an_expired_version_is_recognized_as_a_status_or_an_event(as_event: bool) -> None:
     async def main() -> list[str]:
         async with api_server() as server, connected(server) as rest:
             old = server.store.version
@@ -125,7 +124,7 @@ def test_an_expired_version_is_reported_by_status_or_by_event(as_event: bool) ->
 
 
 @virtual
-async def test_a_watch_whose_connection_breaks_is_unavailable() -> None:
+async def test_a_watch_whose_connection_breaks_raises_unavailable() -> None:
     async with api_server() as server, connected(server) as rest:
         asyncio.get_running_loop().call_later(5, server.break_watches)
         with pytest.raises(Unavailable):
@@ -134,7 +133,7 @@ async def test_a_watch_whose_connection_breaks_is_unavailable() -> None:
 
 @pytest.mark.parametrize("limited", [False, True])
 @pytest.mark.parametrize("depth", [100, 990, 2000, 10_000])
-def test_an_object_as_deep_as_the_api_server_allows_does_not_hide_others(
+def test_a_very_deeply_nested_object_does_not_hide_other_objects_of_a_list(
     depth: int, limited: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The spec of a podTemplate may be nested arbitrarily deep. `limited` simulates the C recursion
@@ -165,12 +164,12 @@ def test_an_object_as_deep_as_the_api_server_allows_does_not_hide_others(
         (b"[]", {}),
     ],
 )
-def test_every_response_is_an_object(text: bytes, read: dict[str, Any]) -> None:
+def test_any_response_is_read_as_an_object(text: bytes, read: dict[str, Any]) -> None:
     assert rest_module._parse(text) == read
 
 
 @virtual
-async def test_no_error_ends_an_informer() -> None:
+async def test_an_informer_survives_any_error() -> None:
     errors: list[Exception] = [RecursionError(), AttributeError(), RuntimeError(), KeyError()]
 
     class Broken:
@@ -191,8 +190,8 @@ async def test_no_error_ends_an_informer() -> None:
     await asyncio.gather(following, return_exceptions=True)
 
 
-def test_the_servers_audit_log_names_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The name of a manager in managedFields is the part of the user agent before the slash."""
+def test_requests_of_the_operator_are_recognizable_in_the_audit_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """managedFields identifies a manager by the part of the user agent before the slash."""
     sent: list[str] = []
 
     async def main() -> None:
@@ -203,7 +202,7 @@ def test_the_servers_audit_log_names_the_operator(monkeypatch: pytest.MonkeyPatc
     assert sent == ["ddpjob-operator"]
 
 
-def test_the_environment_is_read_once_and_not_for_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_read_only_once_and_not_for_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """aiohttp reads the environment in a thread for each request. It also reads the user's
     ~/.netrc, whose passwords are not meant for the API server.
     """
@@ -233,8 +232,8 @@ def test_the_environment_is_read_once_and_not_for_each_request(monkeypatch: pyte
 def test_the_api_server_is_reached_through_the_proxy_in_the_environment(
     bypass: str, host: str, proxy: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Networks in NO_PROXY also count: in a cluster, the API server has a Service address and no
-    name.
+    """NO_PROXY may contain networks, because in a cluster the API server is addressed by its
+    Service's IP address.
     """
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
     monkeypatch.setenv("https_proxy", "http://proxy:3128")
@@ -261,7 +260,7 @@ def test_without_credentials_the_operator_exits_with_one_line_that_names_them(tm
     assert "Service token file does not exist." in said and "kubeconfig (" in said
 
 
-def test_events_that_arrive_at_once_hold_up_nothing_else() -> None:
+def test_events_that_arrive_together_do_not_block_the_event_loop() -> None:
     """This happens when a thousand pods die. The Lease must still be renewed."""
     many, read = 400, list[str]()
 
@@ -296,7 +295,7 @@ def test_events_that_arrive_at_once_hold_up_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(("optional", "level"), [(True, "INFO"), (False, "ERROR")])
-def test_a_right_withheld_on_purpose_is_not_an_error(
+def test_a_right_that_is_withheld_on_purpose_is_not_logged_as_an_error(
     optional: bool, level: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The chart's queues.kueue=false withholds such a right. Other missing rights are logged as

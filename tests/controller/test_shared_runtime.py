@@ -1,4 +1,4 @@
-"""The runtime's ConfigMap, which the jobs of a namespace share."""
+"""The ConfigMap with the runtime, which the jobs of a namespace share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .world import loop_moment
 
 
 @in_case()
-async def test_jobs_of_a_namespace_share_one_runtime_that_ends_with_the_last(c: Case) -> None:
+async def test_jobs_of_a_namespace_share_one_runtime_that_is_deleted_with_the_last_job(c: Case) -> None:
     for name in ("b", "c", "d"):
         c.add(name)
     await seen()
@@ -42,23 +42,21 @@ async def test_jobs_of_a_namespace_share_one_runtime_that_ends_with_the_last(c: 
 
 
 @in_case()
-async def test_many_jobs_share_their_runtime_with_two_requests(c: Case) -> None:
+async def test_two_requests_suffice_for_many_jobs_to_share_their_runtime(c: Case) -> None:
     keys = [KEY, *(JobKey("space", f"job{number}") for number in range(30))]
     for key in keys[1:]:
         c.add(key.name)
     await seen()
     await asyncio.gather(*(reconcile(c.cluster, key, loop_moment) for key in keys))
     asked = [method for method, path, _ in c.server.requests if "/configmaps" in path and method != "GET"]
-    assert asked == ["POST", "POST"], "the object that belongs to the jobs, and the runtime that it keeps"
+    assert asked == ["POST", "POST"], "the object that the jobs own, and the runtime that it owns"
     assert c.keepers() == {key.name for key in keys}
     assert len(c.pods()) == 3 * len(keys)
 
 
 @in_case()
-async def test_a_job_that_shares_the_runtime_includes_jobs_about_to_start(c: Case) -> None:
-    """Jobs that have ended, are suspended, or use the runtime of a different version are not
-    included.
-    """
+async def test_a_job_also_adds_jobs_about_to_start_as_owners_of_the_runtime(c: Case) -> None:
+    """Jobs that have ended, are suspended, or use a different version's runtime are not added."""
     await reconcile(c.cluster, KEY, loop_moment)
     for name in ("b", "c", "d"):
         c.add(name)
@@ -76,7 +74,7 @@ async def test_a_job_that_shares_the_runtime_includes_jobs_about_to_start(c: Cas
 
 
 @in_case()
-async def test_a_half_shared_runtime_is_completed_by_the_next_operator(c: Case) -> None:
+async def test_the_next_operator_completes_an_unfinished_sharing_of_the_runtime(c: Case) -> None:
     """The operator died when the job was already an owner, but the runtime did not belong to the
     jobs yet.
     """
@@ -94,7 +92,7 @@ async def test_a_half_shared_runtime_is_completed_by_the_next_operator(c: Case) 
 
 @pytest.mark.parametrize("gone", ["runtime", "jobs"])
 @in_case()
-async def test_a_runtime_deleted_while_a_job_arrives_is_created_again(c: Case, gone: str) -> None:
+async def test_a_runtime_deleted_while_a_job_arrives_is_recreated(c: Case, gone: str) -> None:
     """The last of its jobs has ended, but no watch has reported it yet."""
     await c.reconcile()
     c.add("b")

@@ -1,5 +1,5 @@
 """The caches keep a limited amount of data from the objects that a tenant creates with a job's
-labels, however many or large these are.
+labels, however many or large the objects are.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def test_only_the_main_container_and_bounded_strings_of_a_pod_are_kept() -> None
 
 
 @pytest.mark.parametrize("number", ["-1", str(2**31), "9" * 60, "1.5"])
-def test_a_pod_with_a_number_that_no_job_has_belongs_to_no_job(number: str) -> None:
+def test_a_pod_whose_index_is_out_of_range_is_refused(number: str) -> None:
     with pytest.raises(ValueError, match=r"must be a number|invalid literal"):
         read_pod(a_pod(**{LABEL_INDEX: number}))
 
 
-def test_only_the_first_of_thousands_of_owners_are_kept() -> None:
+def test_only_the_first_of_thousands_of_owner_references_are_kept() -> None:
     owners = [{"kind": "DDPJob", "name": f"j{n}", "uid": f"u{n}"} for n in range(15_000)]
     meta = {"namespace": "space", "name": "o", "uid": "u", "ownerReferences": [{**owners[0], "name": LONG}, *owners]}
     owned = _read_owned({"metadata": meta})
@@ -73,7 +73,7 @@ def test_only_the_first_of_thousands_of_owners_are_kept() -> None:
 
 
 def test_the_number_of_remembered_runtime_config_maps_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user may delete them and have them created again at will."""
+    """A user may delete such ConfigMaps at will, and the operator creates them again."""
     monkeypatch.setattr(kubernetes_cluster, "_MOST_CHECKED", 3)
 
     async def main() -> None:

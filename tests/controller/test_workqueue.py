@@ -22,7 +22,7 @@ async def drive(
 
 
 @virtual
-async def test_a_key_waits_once_and_the_earlier_time_wins() -> None:
+async def test_a_key_added_twice_runs_once_at_the_earlier_time() -> None:
     queue: DelayQueue[str] = DelayQueue()
     seen: list[str] = []
 
@@ -57,7 +57,7 @@ async def test_a_key_woken_during_its_run_runs_again_but_never_concurrently() ->
 
 
 @virtual
-async def test_an_error_backs_off_and_does_not_stop_the_others() -> None:
+async def test_a_key_that_fails_backs_off_and_does_not_stop_other_keys() -> None:
     queue: DelayQueue[str] = DelayQueue()
     seen: list[str] = []
 
@@ -74,7 +74,7 @@ async def test_an_error_backs_off_and_does_not_stop_the_others() -> None:
 
 
 @virtual
-async def test_a_key_added_for_several_times_runs_once_for_the_first_of_them() -> None:
+async def test_a_key_added_for_several_times_runs_once_at_the_first_of_them() -> None:
     queue: DelayQueue[str] = DelayQueue()
     starts: list[float] = []
     loop = asyncio.get_running_loop()
@@ -85,7 +85,7 @@ async def test_a_key_added_for_several_times_runs_once_for_the_first_of_them() -
             queue.add("a", 0.2)
             queue.add("a", 0.1)
             queue.add("a", 0.2)
-            await asyncio.sleep(0.3)  # they are due while it is busy
+            await asyncio.sleep(0.3)  # these times pass while the key is running
 
     queue.add("a", 0.05)
     queue.add("a", 0.01)
@@ -114,7 +114,7 @@ async def test_only_non_urgent_keys_wait_a_second_after_the_last_start() -> None
 
     await asyncio.gather(drive(queue, handle, 2.5), events())
     assert len(starts) == 3
-    assert starts[0] < 0.3 < starts[1] < 0.9, "the first and the urgent one immediately"
+    assert starts[0] < 0.3 < starts[1] < 0.9, "the first and the urgent addition run immediately"
     assert starts[2] - starts[1] >= queue_module.INTERVAL
 
 
@@ -144,7 +144,7 @@ async def test_non_urgent_keys_wait_longer_while_the_queue_is_crowded() -> None:
 
 
 @virtual
-async def test_one_groups_slow_keys_leave_workers_to_the_others() -> None:
+async def test_slow_keys_of_some_groups_leave_workers_to_other_groups() -> None:
     queue: DelayQueue[str] = DelayQueue(group=lambda key: key.split("/")[0])
     slow, started, loop = 0, dict[str, float](), asyncio.get_running_loop()
     began = loop.time()
@@ -162,7 +162,7 @@ async def test_one_groups_slow_keys_leave_workers_to_the_others() -> None:
     queue.add("other/job", 0.1)
     working = asyncio.create_task(queue.work(handle, workers=16))
     while "other/job" not in started:
-        assert loop.time() - began < 30, "it waits for the slow ones"
+        assert loop.time() - began < 30, "the key of the other group waits for slow keys"
         await asyncio.sleep(0.01)
     working.cancel()
     assert 8 <= slow < 16
@@ -180,7 +180,7 @@ async def test_waiting_keys_are_counted_while_every_worker_hangs() -> None:
         queue.add(key)
     working = asyncio.create_task(queue.work(handle, workers=2))
     await asyncio.sleep(1)
-    assert (queue.depth(), queue.age()) == (0, 0.0), "both are worked on"
+    assert (queue.depth(), queue.age()) == (0, 0.0), "both running keys are counted as running"
     for key, delay in (("hangs", 0), ("first", 0), ("second", 50), ("later", 500)):
         queue.add(key, delay)
     await asyncio.sleep(100)
@@ -192,7 +192,7 @@ async def test_waiting_keys_are_counted_while_every_worker_hangs() -> None:
 
 
 @virtual
-async def test_keys_of_a_higher_rank_wait_for_the_others() -> None:
+async def test_keys_of_a_higher_rank_run_after_keys_of_a_lower_rank() -> None:
     queue: DelayQueue[int] = DelayQueue(rank=lambda key: key % 2)
     seen: list[int] = []
 
@@ -207,7 +207,7 @@ async def test_keys_of_a_higher_rank_wait_for_the_others() -> None:
 
 
 @virtual
-async def test_a_key_that_is_not_due_again_is_forgotten() -> None:
+async def test_the_queue_forgets_a_key_that_is_not_due_again() -> None:
     queue: DelayQueue[str] = DelayQueue()
 
     async def handle(key: str) -> None:
@@ -221,7 +221,7 @@ async def test_a_key_that_is_not_due_again_is_forgotten() -> None:
 
 
 @virtual
-async def test_a_group_without_a_turn_gets_one_soon_however_many_others_wait() -> None:
+async def test_a_group_without_a_turn_gets_one_soon_no_matter_how_many_keys_wait() -> None:
     turns, order = Turns(2), list[str]()
 
     async def take(group: str) -> None:
@@ -234,11 +234,11 @@ async def test_a_group_without_a_turn_gets_one_soon_however_many_others_wait() -
             tasks.create_task(take(group))
     assert len(order) == 24
     assert set(order[2:5]) >= {"late", "other"} and order.index("late") <= 4
-    assert order.count("late") == 2 and "late" in order[4:8], "then they take turns"
+    assert order.count("late") == 2 and "late" in order[4:8], "afterwards, the groups take turns"
 
 
 @virtual
-async def test_a_group_with_few_keys_waits_for_one_turn_and_not_for_a_round() -> None:
+async def test_a_group_with_few_keys_waits_for_a_single_turn_of_other_groups() -> None:
     turns, waited, loop = Turns(2), list[float](), asyncio.get_running_loop()
 
     async def take(group: str) -> None:
@@ -257,11 +257,13 @@ async def test_a_group_with_few_keys_waits_for_one_turn_and_not_for_a_round() ->
         for group in ("a", "b", "c", "d", "e") * 20:
             tasks.create_task(take(group))
         tasks.create_task(step_by_step())
-    assert len(waited) == 5 and max(waited[1:]) <= 1.01, "at first no group has had more turns than another"
+    assert len(waited) == 5 and max(waited[1:]) <= 1.01, (
+        "except for the first key, because no group has had more turns then"
+    )
 
 
 @virtual
-async def test_turns_are_counted_and_not_their_duration() -> None:
+async def test_fairness_counts_turns_and_not_their_duration() -> None:
     """The first creations of a burst take much longer than later ones, whichever job they belong
     to.
     """
@@ -285,7 +287,7 @@ async def test_turns_are_counted_and_not_their_duration() -> None:
 
 
 @virtual
-async def test_a_group_whose_turns_take_long_leaves_half_of_them_to_others() -> None:
+async def test_a_group_with_long_turns_leaves_half_of_the_slots_to_others() -> None:
     turns, ends, loop = Turns(4), list[float](), asyncio.get_running_loop()
 
     async def take(group: str, seconds: float) -> None:
@@ -303,7 +305,7 @@ async def test_a_group_whose_turns_take_long_leaves_half_of_them_to_others() -> 
 
 
 @virtual
-async def test_a_long_turn_is_passed_on_within_the_limit() -> None:
+async def test_a_long_turn_frees_its_slot_up_to_a_limit_of_concurrent_turns() -> None:
     async def most_at_once(seconds: float) -> int:
         turns, running, most = Turns(4), 0, 0
 
@@ -349,4 +351,4 @@ async def test_turns_stay_within_the_limit_and_survive_cancellation() -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
     assert most == 3 and running == 0
     async with asyncio.timeout(5), turns.turn("a"), turns.turn("b"), turns.turn("c"):
-        assert not turns._waiting, "all three are free again"
+        assert not turns._waiting, "all three slots are free again"

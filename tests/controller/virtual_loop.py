@@ -1,9 +1,9 @@
 """An event loop whose clock jumps to the next timer when no socket has data.
 
 Client and server run in the same loop and communicate over loopback, so a request takes no virtual
-time unless a fault delays it. A timeout of 30 s, a Lease of 10 s or a watch of 5 minutes passes in
-a millisecond. The loop counts the bytes that its sockets have sent but not yet received. While any
-are in transit, however slowly a busy machine delivers them, the clock stands still.
+time unless a fault delays it. A timeout of 30 s, a Lease of 10 s or a watch of 5 minutes takes a
+millisecond of real time. The loop counts the bytes that its sockets have sent but not yet received.
+While any are in transit, however slowly a busy machine delivers them, the clock stands still.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ class _Selector(selectors.DefaultSelector):
         return key
 
     def _blocked(self) -> set[int]:
-        """Return connections that are being established, and those whose peer has not read the sent
-        bytes.
+        """Return connections that are being established, and connections whose peer has not read
+        all sent bytes.
         """
         return {key.fd for key in self.get_map().values() if key.events & selectors.EVENT_WRITE} - self._never
 
@@ -149,7 +149,7 @@ class _Selector(selectors.DefaultSelector):
         if timeout is None:
             found = super().select(STUCK_SECONDS)
             if not found:
-                raise RuntimeError("nothing is due and nothing arrives: the test waits for ever")
+                raise RuntimeError("no timer is due and no data is in transit, so the test would wait forever")
             return found
         self.loop.advance(timeout)
         return []
@@ -178,7 +178,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             stacks = io.StringIO()
             for task in asyncio.all_tasks(self):
                 task.print_stack(file=stacks)
-            raise TimeoutError(f"no end after {LONGEST:.0f} virtual seconds:\n{stacks.getvalue()}")
+            raise TimeoutError(f"the test has not ended after {LONGEST:.0f} virtual seconds:\n{stacks.getvalue()}")
 
     def run_in_executor(self, executor: Any, function: Any, *args: Any) -> Any:
         """Call the function immediately, because the clock would not wait for a thread (aiohttp
@@ -196,7 +196,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             family, kind, protocol = sock.family, sock.type, sock.proto
             counted = _CountedSocket(family, kind, protocol, fileno=sock.detach())
             counted.setblocking(False)
-            with contextlib.suppress(OSError):  # the peer may have gone already
+            with contextlib.suppress(OSError):  # the peer may have closed the connection already
                 counted.begin(self.traffic)
             sock = counted
         return super()._make_socket_transport(sock, *args, **kwargs)  # type: ignore[misc]

@@ -85,9 +85,9 @@ def kopf_of(server: ApiServer) -> Follow:
     """Return `handlers.follow_jobs` in virtual time, because kopf's own thread has a separate loop
     in real time.
 
-    It behaves like kopf: it shows the jobs that exist when it lists, but never those that were
-    deleted while it did not watch. An error ends a watch, which is restarted a while later.
-    test_kopf.py tests the real kopf.
+    Like kopf, it shows the jobs that exist when it lists, but not the deletion of jobs while it was
+    not watching. An error ends the watch, which is restarted a while later. test_kopf.py tests the
+    real kopf.
     """
 
     async def follow_jobs(settings: Settings, seen: Seen) -> None:
@@ -110,7 +110,7 @@ async def _follow(rest: Rest, path: str, seen: Seen) -> None:
 
 
 async def _watch(rest: Rest, path: str, version: str, seen: Seen) -> None:
-    """Follow the watch until the version has expired."""
+    """Follow the watch until its version has expired."""
     while True:
         query = {"resourceVersion": version, "allowWatchBookmarks": "true", "timeoutSeconds": "300"}
         try:

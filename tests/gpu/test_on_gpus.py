@@ -1,8 +1,8 @@
-"""Checks that need a GPU (`make test-gpu`): the training runs of tests/trainer in separate
+"""Tests that need a GPU (`make test-gpu`): training runs like those in tests/trainer, in separate
 processes.
 
 The CPU in float32 is the reference. The pytest process does not initialize CUDA before it starts
-others. Only the tests of single parts initialize CUDA, because they start no processes.
+other processes. Only tests that start no processes initialize CUDA.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KEYS = [
 ]  # fmt: skip
 WHOLE = ["amp.level=O0", "amp.tf32=false"]
 Figure = Callable[[str, Any], None]
-two_devices = pytest.mark.skipif(COUNT < 2, reason=f"needs two CUDA devices, and there are {COUNT}")
+two_devices = pytest.mark.skipif(COUNT < 2, reason=f"needs two CUDA devices, but there are only {COUNT}")
 
 
 def trainer(*words: str) -> None:
@@ -52,7 +52,7 @@ def losses(lines: list[dict[str, Any]]) -> list[float]:
 
 
 def check_same_curve(folder: Path, figure: Figure, *keys: str) -> None:
-    """Check that the GPU's curve matches the CPU's."""
+    """Check that the GPU's loss curve matches the CPU's."""
     on_cpu = losses(trained(folder / "cpu", "train.backend=gloo", *keys, *WHOLE))
     on_gpu = losses(trained(folder / "gpu", *keys, *WHOLE))
     figure("largest difference of a loss", float(np.max(np.abs(np.array(on_gpu) / on_cpu - 1))))
@@ -66,14 +66,14 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 def groups() -> list[int]:
-    """Return 1, 2, 4, ... and the number of devices. Without devices, there is one case, which is
-    skipped.
+    """Return the group sizes 1, 2, 4, ... up to the number of devices. Without devices, return a
+    single size, whose test is skipped.
     """
     return sorted({1, *(2**k for k in range(1, 10) if 2**k <= COUNT), max(COUNT, 1)})
 
 
 @pytest.mark.parametrize("ranks", groups())
-def test_a_group_over_nccl_matches_the_curve_of_one_process(
+def test_a_group_over_nccl_has_the_loss_curve_of_one_process(
     ranks: int, reference: list[float], tmp_path: Path, figure: Figure
 ) -> None:
     lines = trained(tmp_path, "train.backend=nccl", *WHOLE, ranks=ranks)
@@ -124,11 +124,11 @@ FEATURES = {
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-def test_a_feature_matches_the_curve_of_the_cpu(feature: str, tmp_path: Path, figure: Figure) -> None:
+def test_each_feature_has_the_same_loss_curve_as_on_the_cpu(feature: str, tmp_path: Path, figure: Figure) -> None:
     check_same_curve(tmp_path, figure, *FEATURES[feature])
 
 
-def test_stochastic_depth_draws_the_same_in_each_run(tmp_path: Path, figure: Figure) -> None:
+def test_stochastic_depth_draws_the_same_numbers_in_each_run(tmp_path: Path, figure: Figure) -> None:
     """The GPU's generator draws different numbers from the CPU's."""
     keys = ["model.name=resnet18_cifar", "model.drop_path=0.2", "data.name=synthetic", "data.size=400", *WHOLE]
     first, second = (losses(trained(tmp_path / run, *keys)) for run in ("first", "second"))
@@ -139,7 +139,7 @@ def test_stochastic_depth_draws_the_same_in_each_run(tmp_path: Path, figure: Fig
 
 
 @pytest.mark.parametrize("operations", ["data.randaugment_ops=2", "data.trivialaugment=true"])
-def test_image_operations_match_the_cpu(operations: str, tmp_path: Path, figure: Figure) -> None:
+def test_image_operations_give_the_same_pixels_as_on_the_cpu(operations: str, tmp_path: Path, figure: Figure) -> None:
     from benchmarks.trainer import made_data
 
     made_data.cifar10(tmp_path, 1000)
@@ -147,7 +147,7 @@ def test_image_operations_match_the_cpu(operations: str, tmp_path: Path, figure:
 
 
 @pytest.mark.parametrize("kind", ["imagefolder", "shards"])
-def test_images_from_workers_reach_the_device(kind: str, tmp_path: Path, figure: Figure) -> None:
+def test_images_read_by_workers_reach_the_device(kind: str, tmp_path: Path, figure: Figure) -> None:
     from benchmarks.trainer import made_data
 
     made_data.jpegs(tmp_path / "imagefolder", 400)
@@ -159,7 +159,9 @@ def test_images_from_workers_reach_the_device(kind: str, tmp_path: Path, figure:
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_each_level_of_precision_learns(level: str, dtype: str, reference: list[float], tmp_path: Path) -> None:
+def test_training_learns_at_each_level_of_precision(
+    level: str, dtype: str, reference: list[float], tmp_path: Path
+) -> None:
     found = losses(trained(tmp_path, f"amp.level={level}", f"amp.dtype={dtype}"))
     assert found[-1] < 0.9 * found[0]
     if level != "O3":
@@ -177,20 +179,20 @@ def test_a_checkpoint_from_the_gpu_is_evaluated_on_either_device(tmp_path: Path)
 
 @two_devices
 @pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
-def test_other_strategies_match_the_reference_on_two_devices(
-    strategy: str, reference: list[float], tmp_path: Path
-) -> None:
+def test_other_strategies_match_the_cpu_on_two_devices(strategy: str, reference: list[float], tmp_path: Path) -> None:
     np.testing.assert_allclose(losses(trained(tmp_path, f"strategy={strategy}", *WHOLE, ranks=2)), reference, rtol=2e-3)
 
 
 @two_devices
-def test_the_model_on_two_devices_matches_the_curve_on_one(reference: list[float], tmp_path: Path) -> None:
+def test_a_model_split_over_two_devices_has_the_loss_curve_of_one_device(
+    reference: list[float], tmp_path: Path
+) -> None:
     lines = trained(tmp_path, "strategy=ddp_mp", "ddp_mp.devices=2", *WHOLE)
     np.testing.assert_allclose(losses(lines), reference, rtol=2e-3)
 
 
 @two_devices
-def test_data_parallel_learns_on_all_devices(tmp_path: Path) -> None:
+def test_data_parallel_trains_on_all_devices(tmp_path: Path) -> None:
     """Each device computes the statistics of its own part, so the curve is close to the reference
     but not equal.
     """
@@ -198,7 +200,7 @@ def test_data_parallel_learns_on_all_devices(tmp_path: Path) -> None:
     assert found[-1] < 0.9 * found[0]
 
 
-def test_bfloat16_is_the_default_and_learns_as_float32_does(
+def test_bfloat16_is_the_default_and_learns_as_well_as_float32(
     reference: list[float], tmp_path: Path, figure: Figure
 ) -> None:
     if not torch.cuda.is_bf16_supported(including_emulation=False):
@@ -209,7 +211,7 @@ def test_bfloat16_is_the_default_and_learns_as_float32_does(
     figure("last loss", losses(lines)[-1])
 
 
-def test_a_run_resumes_on_the_other_kind_of_device(tmp_path: Path) -> None:
+def test_a_run_can_switch_between_gpu_and_cpu_when_it_resumes(tmp_path: Path) -> None:
     """The run uses bfloat16 on the GPU, float32 on the CPU, and bfloat16 again."""
     for epochs, backend in ((1, "nccl"), (2, "gloo"), (3, "nccl")):
         lines = trained(tmp_path, f"train.backend={backend}", f"train.epochs={epochs}", "optim.schedule=constant")
@@ -257,7 +259,7 @@ def test_a_step_that_is_not_finite_is_skipped_on_the_device() -> None:
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_a_compiled_run_has_the_same_curve_on_the_gpu(mode: str, reference: list[float], tmp_path: Path) -> None:
+def test_a_compiled_run_has_the_same_loss_curve_on_the_gpu(mode: str, reference: list[float], tmp_path: Path) -> None:
     np.testing.assert_allclose(losses(trained(tmp_path, f"model.compile={mode}", *WHOLE)), reference, rtol=5e-3)
 
 
@@ -281,7 +283,7 @@ def test_dali_decodes_the_same_images_as_the_workers(tmp_path: Path) -> None:
     assert pixels[1].is_cuda and (pixels[0] - pixels[1]).abs().mean() < 0.1
 
 
-def test_workers_of_the_fork_server_have_the_gpu(tmp_path: Path, figure: Figure) -> None:
+def test_workers_of_the_fork_server_can_use_the_gpu(tmp_path: Path, figure: Figure) -> None:
     """Workers in recovery.mode Fast are forked from a process that has imported torch but not
     touched CUDA.
     """
@@ -330,7 +332,7 @@ def test_step_times_are_measured_on_the_device(tmp_path: Path, figure: Figure) -
 
 @two_devices
 def test_a_late_rank_is_distinguished_from_waiting_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1's model is slow on the host, and rank 0 waits for it on the device."""
+    """Rank 1's model is slow on the host, and rank 0 waits for rank 1 on the device."""
     (tmp_path / "late.py").write_text(
         "import os, time\n"
         "from ddpjob_trainer.config.sections import ModelConfig\n"

@@ -11,7 +11,7 @@ from process_harness import Machine
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Iterator[Machine]:
-    """Yield a machine with a run folder of its own. Processes that a failed test left running are
+    """Yield a machine with its own run folder. Processes that a failed test left running are
     killed.
     """
     made = Machine(tmp_path)

@@ -46,7 +46,7 @@ def manifest(name: str = "job", **spec: Any) -> Json:
 
 
 class Machine:
-    """A folder of runs, and the commands to use it."""
+    """A folder of runs, and the commands that use it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.runs = folder, folder / "runs"
@@ -89,7 +89,9 @@ class Machine:
         return run
 
     def close(self) -> None:
-        """Kill the processes that a failed test left running. The guard then ends the rest."""
+        """Kill the processes that a failed test left running. The guard process then kills all
+        others.
+        """
         for process in self._runners:
             if process.poll() is None:
                 process.kill()
@@ -129,7 +131,7 @@ class Run:
             if (self.folder / "status.json").exists() and what(self):
                 return
             time.sleep(0.05)
-        raise AssertionError(f"not within {seconds} s\n{self.everything()}")
+        raise AssertionError(f"the condition did not hold within {seconds} s\n{self.everything()}")
 
     def steps(self) -> int:
         """Return the number of saved steps."""
@@ -139,7 +141,9 @@ class Run:
             return 0
 
     def finish(self) -> None:
-        """Let process_train.py complete, and check that all parts of the job did so."""
+        """Let process_train.py complete, and check that the run, the job and its ledger show
+        this.
+        """
         (self.folder / "checkpoints" / "enough").touch()
         assert self.wait() == 0, self.everything()
         self.assert_ledger(self.steps())
@@ -149,7 +153,7 @@ class Run:
         try:
             return self.process.wait(seconds * slowness())
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"still runs after {seconds} s\n{self.everything()}") from None
+            raise AssertionError(f"still running after {seconds} s\n{self.everything()}") from None
 
     def pods(self) -> list[str]:
         """Return the names of the existing pods."""
@@ -167,7 +171,7 @@ class Run:
         began = time.monotonic()
         while left := self.processes():
             names = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left if Path(f"/proc/{pid}").exists()]
-            assert time.monotonic() - began < seconds * slowness(), f"left behind: {names}"
+            assert time.monotonic() - began < seconds * slowness(), f"processes were left behind: {names}"
             time.sleep(0.05)
 
     def assert_ledger(self, steps: int, ranks: int = 2) -> None:
@@ -193,7 +197,9 @@ class Run:
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
-        """Stop all processes of the job, so that it cannot end before the test acts on it."""
+        """Stop all processes of the job with SIGSTOP, so that the job cannot end before the test
+        acts on it.
+        """
         stopped = self.processes()
         for process in stopped:
             os.kill(process, signal.SIGSTOP)

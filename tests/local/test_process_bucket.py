@@ -1,4 +1,4 @@
-"""Jobs whose only lasting checkpoints are in a bucket, on a real S3 server that is partitioned
+"""Jobs whose only permanent checkpoints are in a bucket, on a real S3 server that is partitioned
 while disks are lost.
 """
 
@@ -41,7 +41,7 @@ def storage(port: int) -> Json:
 
 
 def copies(server: Server) -> Bucket:
-    """Return the one folder that the job has created for itself."""
+    """Return the only folder that the job has created in the bucket."""
     [folder] = (server.folder / "runs").glob("local.*/*")
     return Bucket.open(f"s3://{BUCKET}/{folder.relative_to(server.folder)}")
 
@@ -81,7 +81,7 @@ def test_a_script_continues_from_the_bucket_after_its_pod_and_disk_are_lost(serv
     line.cut = True
     (checkpoints / "go-30").touch()
     made = checkpoints / "ledger-1"
-    run.until(lambda r: made.read_text().split()[-1] == "45", seconds=180)  # it waits in this step
+    run.until(lambda r: made.read_text().split()[-1] == "45", seconds=180)  # rank 1 waits in this step
     run.until(lambda r: any("training continues" in r.log(pod) for pod in r.pods()), seconds=180)
     line.cut = False
     (checkpoints / "go-45").touch()
@@ -95,7 +95,7 @@ def test_a_script_continues_from_the_bucket_after_its_pod_and_disk_are_lost(serv
     line.close()
 
 
-def test_the_built_in_trainer_finds_the_bucket_by_the_manifest(
+def test_the_built_in_trainer_takes_the_bucket_from_the_manifest(
     server: Server, machine: Machine, tmp_path: Path
 ) -> None:
     small = ["data.name=digits", "data.batch=100", "model.width=16", "train.epochs=4", "train.log_every=1",
@@ -124,7 +124,7 @@ def test_the_built_in_trainer_finds_the_bucket_by_the_manifest(
     assert refused.returncode == 2 and "would still resume from its copies in s3://" in refused.stderr
 
 
-def test_without_credentials_no_job_starts(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_job_starts_without_credentials_for_its_bucket(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name, raising=False)
     run = machine.run(manifest(storage=storage(1)))
@@ -132,10 +132,10 @@ def test_without_credentials_no_job_starts(machine: Machine, monkeypatch: pytest
     assert "secretName: Secret keys cannot be read on this machine; export AWS_ACCESS_KEY_ID and" in run.output
 
 
-def test_a_job_survives_the_loss_of_a_node_with_its_ranks_parts(
+def test_a_job_survives_the_loss_of_a_node_that_has_its_ranks_parts(
     server: Server, machine: Machine, tmp_path: Path
 ) -> None:
-    """Each pod has a disk of its own, so no node ever has a whole checkpoint."""
+    """Each pod has its own disk, so no node ever has a complete checkpoint."""
     small = ["data.name=digits", "data.batch=200", "data.micro_batches=4", "ddp.ordered=true", "model.width=16",
              "train.epochs=6", "train.log_every=1", "train.threads=1", "checkpoint.every_steps=4",
              "checkpoint.every_seconds=0", "checkpoint.keep=2", "eval.pictures=false"]  # fmt: skip
@@ -144,7 +144,7 @@ def test_a_job_survives_the_loss_of_a_node_with_its_ranks_parts(
     script = str(SCRIPTS / "node_disks.py")
     job = manifest(script=script, args=[*small, "checkpoint.format=dcp"], storage=storage(server.port))
     run = machine.start(job)
-    run.until(lambda r: copied(r) >= 4, seconds=240)  # known although no further steps are taken
+    run.until(lambda r: copied(r) >= 4, seconds=240)  # this is known although no more steps are taken
     with run.frozen():
         assert machine.command("kill", "job-1-0").returncode == 0
     assert run.wait(seconds=300) == 0, run.everything()
@@ -154,6 +154,8 @@ def test_a_job_survives_the_loss_of_a_node_with_its_ranks_parts(
     assert len(begun) == 2 and begun[1] >= 4, run.everything()
     assert final_losses(records) == final_losses(tmp_path / "plain"), "to the bit"
     entries = copies(server).entries()
-    assert len(entries) == 2 and entries[0].step == 48, "checkpoint.keep, and the end's is there"
+    assert len(entries) == 2 and entries[0].step == 48, (
+        "checkpoint.keep holds, and the final checkpoint is in the bucket"
+    )
     newest = max((disks / "job-1-1").glob("step-*.dcp"))
-    assert [path.name for path in newest.glob("__*")] == ["__1_0.distcp"], "a disk of its own"
+    assert [path.name for path in newest.glob("__*")] == ["__1_0.distcp"], "each pod has its own disk"

@@ -1,5 +1,5 @@
-"""Code in a bucket: a large folder is uploaded once to a real S3 server, and its job runs from the
-uploaded copy.
+"""Code in a bucket: a large folder is uploaded to a real S3 server only once, and its job runs from
+the uploaded copy.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ def test_a_large_folder_is_uploaded_once_and_trains_from_the_bucket(server: Serv
     logs = "\n".join(run.log(pod) for pod in run.pods())
     folder = code["digest"].removeprefix("sha256:")[:16]
     assert logs.count(f"from the bucket ['--lr', '1'] {folder} []") == 2, logs
-    assert logs.count("fetched in") == 1, "one of the two pods"
+    assert logs.count("fetched in") == 1, "only one of the two pods fetched the code"
     assert (run.folder / "fetched-code" / folder / "written").exists()
 
-    # The archive was replaced. Nothing of it may be unpacked, and the job ends with the reason.
+    # The archive was replaced. It must not be unpacked, and the job must end with the reason.
     stored[0].write_bytes(stored[0].read_bytes()[:-1] + b"?")
     job["metadata"]["name"], job["spec"]["nodes"] = "replaced", 1
     run = machine.run(job)
@@ -96,7 +96,7 @@ def test_a_large_folder_is_uploaded_once_and_trains_from_the_bucket(server: Serv
     assert not list(run.folder.glob("fetched-code/*/train.py"))
 
 
-def test_a_job_from_a_repository_runs_its_commit_with_the_machines_git(machine: Machine) -> None:
+def test_a_job_from_a_repository_fetches_its_commit_with_the_machines_git(machine: Machine) -> None:
     with serving_git(machine.folder / "git") as server:
         wanted = commit(
             server.root / "p", {"train.py": SCRIPT, "lib/__init__.py": "", "lib/model.py": "NAME = 'first'"}

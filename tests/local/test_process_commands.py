@@ -18,7 +18,7 @@ from process_harness import Machine, manifest
 LOOP = ["bash", "-c", "while true; do echo at work; sleep 0.2; done"]
 
 
-def test_the_commands_work_from_another_terminal(machine: Machine) -> None:
+def test_commands_for_a_running_job_work_from_another_terminal(machine: Machine) -> None:
     run = machine.start(manifest(command=LOOP))
     run.until(lambda r: r.status.get("phase") == "Running")
 
@@ -65,7 +65,7 @@ def test_a_signal_is_reported_as_the_reason_of_a_suspension(machine: Machine) ->
     assert machine.command("wait", "job").returncode == 1
 
 
-def test_a_script_written_by_init_survives_a_kill(machine: Machine) -> None:
+def test_a_script_written_by_ddpjob_init_survives_a_kill(machine: Machine) -> None:
     assert machine.command("init").returncode == 0
     job = yaml.safe_load((machine.folder / "job.yaml").read_text())
     job["spec"]["args"] = ["--epochs=20"]
@@ -79,7 +79,7 @@ def test_a_script_written_by_init_survives_a_kill(machine: Machine) -> None:
     assert run.status["restarts"]["uncounted"] == 1
 
 
-def test_the_python_client_works_on_local_jobs(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_client_works_with_local_jobs(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DDPJOB_RUNS", str(machine.runs))
     monkeypatch.chdir(machine.folder)
     client = Client("local")
@@ -106,8 +106,8 @@ def test_the_python_client_works_on_local_jobs(machine: Machine, monkeypatch: py
 
 
 def test_a_finished_job_is_rerun_with_one_command(machine: Machine) -> None:
-    """The job's program fails until a file exists. A second submission reports what happens to the
-    checkpoints.
+    """The job's program fails until a file exists. When the job is submitted a second time, a
+    message reports what happens to the checkpoints.
     """
     script = (
         f"mkdir -p {machine.runs}/job/checkpoints; touch {machine.runs}/job/checkpoints/a; test -e {machine.folder}/go"

@@ -1,5 +1,5 @@
 """storage.data.url on this machine, with a real S3 server that is slow or unreachable, or whose
-content has changed.
+content changes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 class Line(SlowLine):
-    """A slow line that also counts the bytes from the server and delays them."""
+    """A slow connection that also counts and delays the bytes from the server."""
 
     def __init__(self, port: int, answers_per_second: float | None = None) -> None:
         self.answers_per_second, self.received = answers_per_second, 0
@@ -84,7 +84,7 @@ def files(run: Run) -> Path:
 SIZES = {"train/a b+c.bin": 3_000_000, "train/ü%.bin": 2_000_000, "empty": 0, "deep/er/x.bin": 1_000}
 
 
-def test_two_nodes_of_one_machine_fetch_once_and_later_only_changes(server: Server, machine: Machine) -> None:
+def test_two_nodes_on_one_machine_fetch_data_once_and_later_only_changes(server: Server, machine: Machine) -> None:
     line, expected = Line(server.port), fill(server, SIZES)
     run = machine.run(job(line.port))
     assert run.process.returncode == 0, run.everything()
@@ -113,7 +113,9 @@ def test_two_nodes_of_one_machine_fetch_once_and_later_only_changes(server: Serv
     line.close()
 
 
-def test_a_killed_fetch_is_continued_by_the_next_one_and_slow_is_not_dead(server: Server, machine: Machine) -> None:
+def test_the_next_fetch_continues_a_killed_one_and_a_slow_fetch_is_not_abandoned(
+    server: Server, machine: Machine
+) -> None:
     size = 8_000_000
     expected = fill(server, {"one.bin": size, "two.bin": 1000})
     line = Line(server.port, answers_per_second=500_000)
@@ -125,13 +127,13 @@ def test_a_killed_fetch_is_continued_by_the_next_one_and_slow_is_not_dead(server
     assert machine.command("kill", holder).returncode == 0
     before = line.received
     assert run.wait(seconds=120) == 0, run.everything()
-    assert line.received - before < size - 1_500_000, "continued in the middle of an object"
+    assert line.received - before < size - 1_500_000, "the fetch continues in the middle of an object"
     assert logs(run).count(expected) == 2, run.everything()
     assert run.status["restarts"].get("counted", 0) == 0
     line.close()
 
 
-def test_an_unreachable_bucket_is_waited_for_and_costs_no_restart(server: Server, machine: Machine) -> None:
+def test_a_job_waits_for_an_unreachable_bucket_without_counting_a_restart(server: Server, machine: Machine) -> None:
     expected = fill(server, SIZES)
     line = SlowLine(server.port)
     line.cut = True
@@ -167,7 +169,9 @@ def test_an_object_with_a_wrong_checksum_is_never_used(server: Server, machine: 
         ({"url": f"s3://{BUCKET}/nothing/here"}, "contains no objects; check storage.data.url"),
     ],
 )
-def test_a_wrong_bucket_fails_the_job_immediately(server: Server, machine: Machine, place: Json, says: str) -> None:
+def test_a_bucket_that_does_not_exist_fails_the_job_immediately(
+    server: Server, machine: Machine, place: Json, says: str
+) -> None:
     body = job(server.port)
     body["spec"]["storage"]["data"].update(place)
     run = machine.run(body)
@@ -177,7 +181,9 @@ def test_a_wrong_bucket_fails_the_job_immediately(server: Server, machine: Machi
     assert "storage.data" in failed["message"] and run.status["restarts"].get("counted", 0) == 0
 
 
-def test_wrong_keys_fail_the_job_immediately(server: Server, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_keys_fail_the_job_immediately(
+    server: Server, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-secret-9f3e")
     run = machine.run(job(server.port))
     failed = run.condition("Failed")

@@ -1,5 +1,5 @@
-"""The examples with their own loop, under `ddpjob run`. Each loses a pod and ends with the weights
-of one process.
+"""The examples with their own training loop, under `ddpjob run`. Each loses a pod and ends with the
+same weights as one process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
 
 
 def alone(folder: Path, example: str, *arguments: str) -> Path:
-    """Return the checkpoints of one process without interruption and without `ddpjob`."""
+    """Return the checkpoints of one process that runs without interruption and without `ddpjob`."""
     ranks = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     env = {**os.environ, **ranks, "DDPJOB_CHECKPOINT_DIR": str(folder), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(EXAMPLES / example), *arguments]
@@ -53,7 +53,7 @@ def begin(machine: Machine, name: str, held: str, *args: str, **spec: Any) -> Ru
 
 
 def lose_a_pod(run: Run, step: int) -> None:
-    """Lose a pod while `step` waits, then let it continue."""
+    """Kill a pod while `step` waits, then let the step continue."""
     run.until(lambda r: has_begun(r, step), seconds=300)
     ProcessBackend().kill(f"{run.job}-1-0")
     go(run, step)
@@ -84,7 +84,7 @@ def distance(one: Path, other: Path) -> float:
     return worst
 
 
-def test_an_own_loop_is_exact_through_a_loss_and_on_a_different_number_of_nodes(
+def test_a_custom_loop_is_exact_despite_a_lost_pod_and_a_changed_number_of_nodes(
     machine: Machine, tmp_path: Path
 ) -> None:
     expected = alone(tmp_path / "alone", "own_loop.py", "4")
@@ -95,8 +95,8 @@ def test_an_own_loop_is_exact_through_a_loss_and_on_a_different_number_of_nodes(
     assert machine.command("scale", "own", "1").returncode == 0
 
     def scaled(run: Run) -> bool:
-        """Return whether the group has been notified, or the only node has trained alone since the
-        loss.
+        """Return whether the group has been notified of its new size, or the only node has trained
+        alone since the loss.
         """
         heard = run.everything().count("SIGTERM: rank") > asked or read([run.folder / "checkpoints"])[-1].world == 1
         return heard and bool(run.record["spec"]["nodes"] == 1)
@@ -112,7 +112,7 @@ def test_an_own_loop_is_exact_through_a_loss_and_on_a_different_number_of_nodes(
     run.assert_nothing_left()
 
 
-def test_a_language_model_is_fine_tuned_exactly_through_the_loss_of_a_pod(machine: Machine, tmp_path: Path) -> None:
+def test_a_language_model_is_fine_tuned_exactly_despite_the_loss_of_a_pod(machine: Machine, tmp_path: Path) -> None:
     base = max(alone(tmp_path / "base", "language_model.py", "--epochs=2").glob("step-*.pt"))
     arguments = ["language_model.py", f"--base={base}", "--epochs=2"]
     expected = alone(tmp_path / "alone", *arguments)
@@ -122,11 +122,11 @@ def test_a_language_model_is_fine_tuned_exactly_through_the_loss_of_a_pod(machin
     incarnations = read([run.folder / "checkpoints"])
     assert verify(incarnations).epochs == {1: 197, 2: 197} and len(incarnations) == 2
     assert distance(expected, run.folder / "checkpoints") < TOLERANCE
-    assert distance(base.parent, expected) > 0.01, "fine-tuning has changed the weights"
+    assert distance(base.parent, expected) > 0.01, "fine-tuning must have changed the weights"
     run.assert_nothing_left()
 
 
-def test_the_script_with_three_lines_repeats_at_most_one_step_without_any_checkpoint(machine: Machine) -> None:
+def test_a_script_with_three_added_lines_repeats_at_most_one_step(machine: Machine) -> None:
     job = yaml.safe_load((EXAMPLES / "snapshots.yaml").read_text())
     job["spec"] |= {"script": str(EXAMPLES / "snapshots.py"), "args": ENDLESS}
     job["spec"]["recovery"]["mode"] = "Fast"
@@ -150,7 +150,7 @@ def from_memory(run: Run) -> list[dict[str, Any]]:
     return [restart for restart in restarts if restart.get("continuedFrom") == "memory"]
 
 
-def test_the_tutorials_script_trains_on_two_nodes(machine: Machine) -> None:
+def test_the_script_in_the_tutorial_trains_on_two_nodes(machine: Machine) -> None:
     """The test does what a reader does: it runs the page's second script with the manifest that
     `ddpjob init` writes.
     """

@@ -1,4 +1,4 @@
-"""Bad input causes a clear message and exit code 2, and nothing is created."""
+"""Invalid input causes a clear message and exit code 2, and nothing is created."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Answer:
 
 
 class SameProcess(Machine):
-    """Runs commands in this process. Bad input starts nothing, and starting Python would take most
-    of the time.
+    """Runs commands in this process. Invalid input starts no job, and starting Python would take
+    most of the time.
     """
 
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,7 +70,7 @@ WRONG: list[tuple[str, dict[str, Any] | str, list[str]]] = [
 ]
 
 
-def test_a_script_is_not_a_manifest(machine: SameProcess) -> None:
+def test_a_script_given_as_a_manifest_is_reported(machine: SameProcess) -> None:
     """Users of torchrun pass the script itself. Regression: colons in the script were reported as
     YAML errors.
     """
@@ -113,7 +113,7 @@ def test_a_folder_of_runs_that_is_not_writable_is_reported(machine: SameProcess)
     assert refused.returncode == 2 and "DDPJOB_RUNS" in refused.stderr and "Traceback" not in refused.stderr
 
 
-def test_commands_on_missing_jobs_and_pods_are_refused(machine: SameProcess) -> None:
+def test_commands_for_missing_jobs_and_pods_are_refused(machine: SameProcess) -> None:
     for words in (["stop", "no"], ["kill", "no-0-0"], ["logs", "no-0-0"], ["suspend", "no"], ["get", "no"]):
         refused = machine.command(*words)
         assert refused.returncode == 2 and "no job no" in refused.stderr and "was run in" in refused.stderr, (
@@ -130,9 +130,9 @@ def test_validate_reports_the_faults_of_a_manifest(machine: SameProcess) -> None
     assert checked.returncode == 2 and "right is valid" in checked.stdout and "spec.nodes" in checked.stderr
 
 
-def test_a_full_disk_is_reported_with_its_file(machine: SameProcess) -> None:
-    """A file size limit simulates the full disk: in both cases the error of the write contains no
-    file name.
+def test_a_full_disk_is_reported_with_the_name_of_the_file(machine: SameProcess) -> None:
+    """A file size limit simulates the full disk, because the error of the write contains no file
+    name in either case.
     """
     file, limits = str(machine.write(manifest(command=["true"]))), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
@@ -145,8 +145,8 @@ def test_a_full_disk_is_reported_with_its_file(machine: SameProcess) -> None:
     assert submitted.stderr == f"{machine.runs}/job/submitted.json: File too large\n"
 
 
-def test_missing_free_ports_are_reported(machine: SameProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: missing ports ended in a traceback."""
+def test_too_few_free_ports_are_reported(machine: SameProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the command ended with a traceback."""
     monkeypatch.setattr("ddpjob.local.local_platform._is_free", lambda port: False)
     answer = machine.command("run", str(machine.write(manifest(command=["true"]))))
     assert answer.returncode == 2, answer
@@ -154,7 +154,7 @@ def test_missing_free_ports_are_reported(machine: SameProcess, monkeypatch: pyte
     assert said.startswith("a job needs three consecutive free TCP ports between 20000 and 32000")
 
 
-def test_without_ports_no_checkpoints_are_set_aside(machine: SameProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_ports_are_missing_no_checkpoints_are_moved(machine: SameProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddpjob.local.local_platform._is_free", lambda port: False)
     (machine.runs / "job" / "checkpoints").mkdir(parents=True)
     (machine.runs / "job" / "checkpoints" / "model.pt").touch()
@@ -173,11 +173,11 @@ def test_an_unmounted_checkpoint_disk_is_reported(machine: SameProcess) -> None:
     )
 
 
-def test_a_folder_with_any_name_and_any_modules_can_be_run(
+def test_a_script_runs_in_a_folder_with_any_name_and_any_modules(
     machine: SameProcess, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A Latin-1 name is not valid UTF-8. Modules in the folder are the script's, and do not affect
-    the command.
+    """The name may be in Latin-1, which is not valid UTF-8. Modules in the folder belong to the
+    script and do not affect the command.
     """
     folder = machine.folder / os.fsdecode(b'K\xfcnstler "x"')
     folder.mkdir()

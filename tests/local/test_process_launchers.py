@@ -22,14 +22,14 @@ def job(*command: str, nodes: int = 2, **spec: Any) -> Json:
 def said(run: Run) -> set[str]:
     """Return the lines that the ranks have printed about their group.
 
-    The rank that exits first may break the other one's last read. The job then restarts and prints
-    the same lines again.
+    The rank that exits first may interrupt the other rank's last read. The job then restarts and
+    prints the same lines again.
     """
     logs = (run.log(pod) for pod in run.pods() if "coordinator" not in pod)
     return {line for log in logs for line in log.splitlines() if line.startswith("rank ")}
 
 
-def test_torchrun_standalone_hosts_its_own_store(machine: Machine) -> None:
+def test_torchrun_with_standalone_hosts_its_own_store(machine: Machine) -> None:
     run = machine.run(job("torchrun", "--standalone", "--nproc_per_node=2", LAUNCHED, nodes=1), seconds=120)
     assert run.process.returncode == 0, run.everything()
     assert said(run) == {"rank 0 of 2: 2", "rank 1 of 2: 2"}
@@ -40,15 +40,15 @@ def test_torchrun_standalone_hosts_its_own_store(machine: Machine) -> None:
     [[sys.executable, LAUNCHED, "--spawn"], [sys.executable, LAUNCHED, "--rpc"]],
     ids=["mp.spawn with tcp", "torch.distributed.rpc"],
 )
-def test_launchers_that_need_an_address_find_index_0(machine: Machine, command: list[str]) -> None:
+def test_launchers_that_need_an_address_find_the_pod_with_index_0(machine: Machine, command: list[str]) -> None:
     run = machine.run(job(*command), seconds=120)
     assert run.process.returncode == 0, run.everything()
     assert said(run) == {"rank 0 of 2: 2", "rank 1 of 2: 2"}
 
 
-def test_a_rank_that_fails_under_torchrun_counts_although_its_process_stays(machine: Machine) -> None:
-    """Rank 0 waits for the failed rank in a collective, and torchrun waits for the end of the
-    process.
+def test_a_failed_rank_under_torchrun_is_counted_although_its_process_stays(machine: Machine) -> None:
+    """Rank 0 waits for the failed rank in a collective, and torchrun waits for the failed rank's
+    process to exit.
 
     The script does not use @record, but the status still has its rank and traceback.
     """
@@ -60,7 +60,7 @@ def test_a_rank_that_fails_under_torchrun_counts_although_its_process_stays(mach
     assert restart["message"].startswith(first) and 'raise ValueError("made to fail")' in restart["message"]
 
 
-def test_a_converted_job_of_kubeflow_runs(machine: Machine) -> None:
+def test_a_job_converted_from_kubeflow_runs(machine: Machine) -> None:
     """The job has the form of Kubeflow Trainer's first example: the script is in the manifest,
     under torchrun --no-python.
     """

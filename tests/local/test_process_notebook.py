@@ -1,8 +1,8 @@
 """The notebook in examples/ runs cell by cell as in IPython, and its saved outputs match its cells.
 
 There is no Jupyter kernel, which would need five more packages for one test. A cell only needs the
-source of its functions, which is an entry in linecache, as in IPython. The kernel runs in
-scripts/execute_notebook.py.
+source of its functions, which is an entry in linecache, as in IPython. scripts/execute_notebook.py
+runs a real kernel.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def cells() -> list[dict[str, Any]]:
 
 
 def printed(output: dict[str, Any]) -> str:
-    """Return the part of an output that a reader sees."""
+    """Return the visible text of an output."""
     data = output.get("data", {})
     return "".join((*output.get("text", ""), *data.get("text/html", ""), *data.get("text/plain", "")))
 
@@ -39,12 +39,14 @@ def test_jupyter_can_open_the_notebook() -> None:
         assert set(cell) == {"cell_type", "id", "metadata", "source", *more}
 
 
-def test_the_notebook_has_its_outputs_and_nothing_of_the_machine_that_made_them() -> None:
+def test_the_notebook_has_outputs_without_traces_of_the_machine_that_made_them() -> None:
     """scripts/execute_notebook.py wrote the outputs."""
     made = [cell for cell in cells() if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in made] == list(range(1, len(made) + 1))
     seen = {cell["id"]: "".join(map(printed, cell["outputs"])) for cell in made}
-    assert "<polyline" in seen["plot"] and "stroke-dasharray" in seen["plot"], "the curve, with its restarts"
+    assert "<polyline" in seen["plot"] and "stroke-dasharray" in seen["plot"], (
+        "the curve with its restarts must be in the outputs"
+    )
     assert ">Complete</b>" in seen["job"] and "<table>" in seen["train"]
     assert seen["wait"].startswith("sine  Complete") and seen["wait"].count("\n") == 1
     assert not re.search(r"/(?:tmp|home|root|work|usr)/", NOTEBOOK.read_text())
@@ -53,11 +55,11 @@ def test_the_notebook_has_its_outputs_and_nothing_of_the_machine_that_made_them(
     body = {"apiVersion": "ddpjob.io/v1alpha1", "kind": "DDPJob", "metadata": {"name": "sine"}}
     with pytest.raises(Mistake) as now:
         Client("local").validate({**body, "spec": {"image": "local", "module": "m", "nods": 2}})
-    assert refused["evalue"] == str(now.value), "the message has changed: python scripts/execute_notebook.py"
+    assert refused["evalue"] == str(now.value), "the message has changed; run: python scripts/execute_notebook.py"
 
 
 @pytest.mark.slow
-def test_the_notebook_shows_a_recovery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_outputs_of_the_notebook_show_a_recovery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path / "runs"))
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "notebook"}

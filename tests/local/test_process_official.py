@@ -1,7 +1,7 @@
 """PyTorch's own examples as DDPJobs, with the manifests and diffs of `examples/`.
 
-Each loses a pod without notice in the middle of an epoch, resumes from its snapshot and ends
-Complete. The CPU simulates GPUs (on_cpu.py).
+Each job loses a pod without notice in the middle of an epoch, resumes from its snapshot and
+completes. The CPU simulates GPUs (on_cpu.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OFFICIAL = SCRIPTS / "official"
 
 @dataclass(frozen=True)
 class Example:
-    """A small run of one of the examples."""
+    """A small run of an example."""
 
     name: str
     """Name of its manifest and its diff."""
@@ -93,7 +93,7 @@ def patched(example: Example, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("example", [MULTIGPU, MINGPT, IMAGENET], ids=lambda example: example.name)
-def test_an_official_example_continues_after_the_loss_of_a_pod(
+def test_an_official_pytorch_example_continues_after_the_loss_of_a_pod(
     example: Example, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DDPJOB_RUNS", str(machine.runs))
@@ -107,8 +107,8 @@ def test_an_official_example_continues_after_the_loss_of_a_pod(
     run.until(lambda r: r.status.get("progress", {}).get("lossDisplay"))
 
     def is_in_the_list(run: Run) -> bool:
-        """Return whether the list shows the latest progress. Reports from before the step was held
-        may still arrive.
+        """Return whether the list of jobs shows the latest progress. Reports from before the step
+        was held may still arrive.
         """
         row = machine.command("get", example.name, seconds=60 * slowness()).stdout
         return run.status["progress"]["lossDisplay"] in row and "epoch " in row

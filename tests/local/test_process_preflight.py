@@ -1,5 +1,5 @@
 """`ddpjob run` with spec.preflight: a pod whose node computes incorrectly is replaced, and the
-links are really checked.
+links between nodes are checked for real.
 """
 
 from __future__ import annotations

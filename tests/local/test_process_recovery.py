@@ -1,5 +1,5 @@
-"""`ddpjob run` with elastic sizes, with real processes. tests/runtime and tests/cluster cover
-spares and mode Fast.
+"""`ddpjob run` of elastic jobs, with real processes. tests/runtime and tests/cluster cover spares
+and mode Fast.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def reasons(run: Run) -> list[str]:
 
 
 def further(run: Run, steps: int) -> None:
-    """Wait until `steps` more steps are saved."""
+    """Wait until `steps` additional steps are saved."""
     begin = run.steps()
     run.until(lambda r: r.steps() >= begin + steps)
 

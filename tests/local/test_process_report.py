@@ -21,7 +21,7 @@ def job(script: str, *args: str) -> Json:
 
 
 def made(run: Run, rank: int) -> list[int]:
-    """Return the steps that a rank has begun, in order."""
+    """Return the steps that a rank has started, in order."""
     path = run.folder / "checkpoints" / f"ledger-{rank}"
     return [int(line) for line in path.read_text().split()] if path.exists() else []
 
@@ -47,7 +47,7 @@ def is_launcher(process: int, name: str) -> bool:
         variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
         parent = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
         parents = Path(f"/proc/{parent}/environ").read_bytes().split(b"\0")
-    except OSError:  # it has just ended
+    except OSError:  # the process has just ended
         return False
     pod = f"DDPJOB_POD={name}".encode()
     return b"launcher" in words and pod in variables and pod not in parents
@@ -58,7 +58,7 @@ def reasons(run: Run) -> list[str]:
 
 
 def go(run: Run, step: int) -> None:
-    """Let rank 1 leave this step."""
+    """Let rank 1 finish this step."""
     (run.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
     (run.folder / "checkpoints" / f"go-{step}").touch()
 
@@ -74,7 +74,7 @@ def lose_by_sigterm(run: Run, step: int) -> None:
     go(run, step)
 
 
-def test_a_script_reports_saves_in_time_and_continues(machine: Machine) -> None:
+def test_a_script_saves_before_its_pod_ends_and_continues(machine: Machine) -> None:
     """Loader processes must survive SIGTERM until the step is done."""
     run = machine.start(job("report_plain.py", f"--steps={STEPS}", "--loaders=1"))
     go(run, 30)
@@ -85,13 +85,13 @@ def test_a_script_reports_saves_in_time_and_continues(machine: Machine) -> None:
     lose_by_sigterm(run, 45)
     assert run.wait() == 0, run.everything()
     assert shown(run)["step"] == STEPS
-    assert [made(run, rank) for rank in (0, 1)] == [list(range(STEPS))] * 2, "no step is lost, none is repeated"
+    assert [made(run, rank) for rank in (0, 1)] == [list(range(STEPS))] * 2, "no step is lost or repeated"
     run.assert_nothing_left()
 
 
 @pytest.mark.parametrize("name", ["huggingface", "lightning", "accelerate"])
 def test_a_frameworks_callback_resumes_after_the_loss_of_a_pod(machine: Machine, name: str) -> None:
-    """All ranks save when a pod is asked to stop, and none repeats a step. Only Accelerate also
+    """All ranks save when a pod is asked to stop, and no step is repeated. Only Accelerate also
     loses a pod without notice before that, because the other frameworks take seconds to import
     whenever a worker starts.
     """

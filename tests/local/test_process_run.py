@@ -25,7 +25,7 @@ HANG = ["bash", "-c", "trap '' TERM; setsid sleep 1000 & (sleep 1000 &) ; sleep 
 """A command that ignores SIGTERM and has children in their own sessions."""
 
 
-def test_a_job_completes(machine: Machine) -> None:
+def test_a_job_runs_to_completion(machine: Machine) -> None:
     run = machine.run(manifest(args=["--steps=5"]))
     assert run.process.returncode == 0, run.everything()
     assert run.condition("Complete")["status"] == "True"
@@ -37,7 +37,7 @@ def test_a_job_completes(machine: Machine) -> None:
     assert "of 2 begins at step 0" in machine.command("logs", "job-1-0").stdout
 
 
-def test_digits_train_through_the_loss_of_a_node(machine: Machine) -> None:
+def test_digits_train_despite_the_loss_of_a_node(machine: Machine) -> None:
     small = ["train.epochs=6", "data.batch=128", "model.width=8", "checkpoint.every_seconds=0.3"]
     arguments = ["--config", "digits", "train.ledger=true", *small]
     run = machine.start(manifest("digits", **held(arguments, {})))
@@ -85,7 +85,7 @@ def test_a_job_fails_when_its_budget_is_used_up(machine: Machine, mode: str, bud
     run.assert_nothing_left()
 
 
-def test_a_missing_script_starts_nothing(machine: Machine) -> None:
+def test_no_process_is_started_if_the_script_is_missing(machine: Machine) -> None:
     refused = machine.command("run", str(machine.write(manifest(script="not-there.py"))))
     assert refused.returncode == 2 and not machine.runs.exists()
     assert f"not-there.py is not in {machine.folder}" in refused.stderr and "--workdir" in refused.stderr
@@ -103,7 +103,7 @@ def test_a_program_that_does_not_exist_fails_immediately(machine: Machine, what:
     run.assert_nothing_left()
 
 
-def test_a_script_that_raises_an_error_is_tried_three_times(machine: Machine) -> None:
+def test_a_script_that_raises_an_error_is_run_three_times(machine: Machine) -> None:
     (machine.folder / "wrong.py").write_text("print(undefined)\n")
     run = machine.run(manifest(script="wrong.py"), seconds=60)
     assert run.process.returncode == 1, run.everything()
@@ -115,7 +115,7 @@ def test_a_script_that_raises_an_error_is_tried_three_times(machine: Machine) ->
     run.assert_nothing_left()
 
 
-def test_a_wrong_trainer_argument_fails_immediately_with_its_message(machine: Machine) -> None:
+def test_an_invalid_trainer_argument_fails_the_job_immediately_with_its_message(machine: Machine) -> None:
     arguments = ["--config", "digits", "train.epoch=3"]
     run = machine.run(manifest(module="ddpjob_trainer", args=arguments), seconds=60)
     assert run.process.returncode == 1, run.everything()
@@ -126,7 +126,7 @@ def test_a_wrong_trainer_argument_fails_immediately_with_its_message(machine: Ma
     run.assert_nothing_left()
 
 
-def test_the_only_machine_is_not_avoided(machine: Machine) -> None:
+def test_a_machine_is_not_avoided_if_it_is_the_only_one(machine: Machine) -> None:
     """Repeated failures on a host count against it only if there is another host."""
     (machine.folder / "fails.py").write_text(
         "import time, ddpjob_report\nddpjob_report.report(step=1, steps=9)\ntime.sleep(1)\nraise SystemExit(3)\n"
@@ -135,11 +135,11 @@ def test_the_only_machine_is_not_avoided(machine: Machine) -> None:
     job = manifest(command=[sys.executable, "fails.py"], nodes=1, recovery=recovery)
     run = machine.run(job, seconds=90)
     assert run.process.returncode == 1 and run.status["restarts"]["counted"] == 4, run.everything()
-    assert "step" in run.status["progress"], "a job that has trained"
+    assert "step" in run.status["progress"], "this job has trained"
     assert not run.status.get("avoidedNodes") and "NodeAvoided" not in run.output, run.output
 
 
-def test_the_deadline_ends_a_job_that_ignores_signals(machine: Machine) -> None:
+def test_a_job_that_ignores_signals_is_ended_by_its_deadline(machine: Machine) -> None:
     template = {"spec": {"terminationGracePeriodSeconds": 1}}
     run = machine.run(manifest(command=HANG, runPolicy={"activeDeadlineSeconds": 2}, podTemplate=template), seconds=40)
     assert run.process.returncode == 1, run.everything()
@@ -157,7 +157,7 @@ def test_a_lost_coordinator_is_replaced(machine: Machine) -> None:
     assert run.status["restarts"]["counted"] == 0
 
 
-def test_ctrl_c_saves_and_leaves_nothing_behind(machine: Machine) -> None:
+def test_after_ctrl_c_the_job_is_saved_and_nothing_is_left_behind(machine: Machine) -> None:
     run = machine.start(manifest(args=ENDLESS))
     run.until(lambda r: r.steps() >= 3)
     assert len(run.processes()) >= 4
@@ -177,7 +177,7 @@ def test_ctrl_c_saves_and_leaves_nothing_behind(machine: Machine) -> None:
     [("pipe", signal.SIGINT, 130), ("pipe", None, 141), ("terminal", signal.SIGHUP, 129)],
     ids=["Ctrl-C ends tee as well", "head has read enough", "the terminal is closed"],
 )
-def test_a_closed_output_saves_and_leaves_nothing_behind(
+def test_after_its_output_is_closed_the_job_is_saved_and_nothing_is_left_behind(
     machine: Machine, output: str, sent: signal.Signals | None, code: int
 ) -> None:
     """Otherwise a failed write to the output would keep the signal from reaching the job, which
@@ -237,17 +237,17 @@ def test_a_run_under_nohup_survives_its_terminal(machine: Machine) -> None:
     assert run.wait(40) == 143
 
 
-def test_files_that_cannot_be_written_do_not_end_training(machine: Machine) -> None:
+def test_training_continues_while_files_cannot_be_written(machine: Machine) -> None:
     """Folders temporarily take the place of the files, which simulates a full disk."""
     run = machine.start(manifest(args=ENDLESS, recovery=FAST))
     run.until(lambda r: r.steps() >= 3)
     folder = Path(run.record["local"]["folder"])
     for path in (run.folder / "status.json", folder / "events.jsonl"):
-        while not path.is_dir():  # the run may write it again in between
+        while not path.is_dir():  # the run may write the file again in between
             path.unlink(missing_ok=True)
             with contextlib.suppress(FileExistsError):
                 path.mkdir()
-    assert ask(JobFolder(run.folder), "kill", "job-1-0")  # the command would need the record
+    assert ask(JobFolder(run.folder), "kill", "job-1-0")  # without a record, the command cannot be used
     run.until(lambda r: "2 nodes train again" in r.output)
     assert run.output.count("status.json: Is a directory; training continues") == 1, run.output
     (run.folder / "status.json").rmdir()
@@ -268,9 +268,9 @@ def test_a_folder_that_is_removed_during_the_run_does_not_end_the_job(machine: M
     assert f"State:       {state}" in run.output and "Logs: " in run.output and "Unclosed" not in run.output, run.output
 
 
-def test_a_run_whose_folder_was_removed_is_not_run_twice(machine: Machine) -> None:
+def test_a_job_whose_folder_was_removed_cannot_be_run_twice(machine: Machine) -> None:
     """The lock was removed with the folder. Regression: two groups wrote the same checkpoints, and
-    the record changed between theirs.
+    the record alternated between the two runs.
     """
     first = machine.start(manifest(command=["sleep", "600"], nodes=1))
     first.until(lambda r: r.status.get("phase") == "Running")
@@ -283,7 +283,7 @@ def test_a_run_whose_folder_was_removed_is_not_run_twice(machine: Machine) -> No
     assert again.process.returncode == 0, again.everything()
 
 
-def test_a_second_ctrl_c_ends_immediately(machine: Machine) -> None:
+def test_a_second_ctrl_c_ends_the_run_immediately(machine: Machine) -> None:
     run = machine.start(manifest(command=HANG))
     run.until(lambda r: r.status.get("phase") == "Running")
     run.signal(signal.SIGINT)
@@ -294,13 +294,13 @@ def test_a_second_ctrl_c_ends_immediately(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("signals", [1, 2])
-def test_the_record_of_a_stopped_run_shows_no_pod_that_is_ending(machine: Machine, signals: int) -> None:
+def test_the_record_of_a_stopped_run_shows_no_terminating_pods(machine: Machine, signals: int) -> None:
     """Nothing corrects the record later. Regression: the record said that a pod was still
     terminating, or that the job was running.
     """
     run = machine.start(manifest(command=["sleep", "600"], nodes=1))
     run.until(lambda r: r.status.get("phase") == "Running")
-    for number in (signal.SIGINT, signal.SIGTERM)[:signals]:  # two pending signals of one kind count as one
+    for number in (signal.SIGINT, signal.SIGTERM)[:signals]:  # two pending signals of the same kind count as one
         run.signal(number)
     assert run.wait(10) in (130, 143), run.everything()
     assert run.condition("Suspended")["message"].startswith("no pods are running"), run.status
@@ -320,7 +320,7 @@ def test_a_terminal_that_closes_after_another_signal_leaves_time_to_save(machine
     assert (machine.folder / "saved").exists(), run.everything()
 
 
-def test_a_request_that_is_not_carried_out_is_refused(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_cannot_be_carried_out_is_refused(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: the commands printed `scaled to 3 nodes` on a machine with one GPU, and `resumed`
     for a job that was ending.
     """
@@ -351,8 +351,8 @@ def test_kill_9_of_the_runner_leaves_nothing_behind(machine: Machine, victim: st
     assert "Interrupted" in machine.command("get").stdout
 
 
-def test_an_unmarked_process_of_the_job_is_killed_too(machine: Machine) -> None:
-    """The environment was replaced, as by sudo, or overwritten, as by programs that set their
+def test_a_process_that_has_lost_the_jobs_environment_is_killed_too(machine: Machine) -> None:
+    """Its environment was replaced, as sudo does, or overwritten, as by programs that set their
     title.
     """
     stray = 'env -i "$(which setsid)" "$(which sleep)" 1000 & echo $! > $DDPJOB_POD'
@@ -368,7 +368,7 @@ def test_an_unmarked_process_of_the_job_is_killed_too(machine: Machine) -> None:
     run.until(lambda _: sleeps("job-0-0"))
     assert machine.command("kill", "job-0-0").returncode == 0
     run.until(lambda _: sleeps("job-0-1"))
-    assert not sleeps("job-0-0"), "next to the pod that replaces its own"
+    assert not sleeps("job-0-0"), "it must not run next to the pod that replaces its own"
     (machine.folder / "looked").touch()
     assert run.wait() == 0, run.everything()
     assert not sleeps("job-0-1") and "could not be killed" not in run.output
@@ -384,7 +384,7 @@ def test_stop_ends_a_hanging_job(machine: Machine) -> None:
     assert run.wait(5) == 143
 
 
-def test_stop_leaves_a_run_that_ctrl_z_has_stopped_time_to_save(machine: Machine) -> None:
+def test_stop_gives_a_run_suspended_by_ctrl_z_time_to_save(machine: Machine) -> None:
     saves = ["bash", "-c", "trap 'touch saved; exit 143' TERM; touch up; while :; do sleep 0.1; done"]
     run = machine.start(manifest(command=saves, nodes=1))
     run.until(lambda r: (machine.folder / "up").exists() and r.status.get("phase") == "Running")
@@ -403,7 +403,7 @@ def test_a_local_job_is_suspended_and_resumed(machine: Machine) -> None:
     run.finish()
 
 
-def test_a_job_runs_once_at_a_time_and_two_jobs_side_by_side(machine: Machine) -> None:
+def test_a_job_cannot_run_twice_but_two_jobs_can_run_side_by_side(machine: Machine) -> None:
     first = machine.start(manifest(command=["sleep", "600"]))
     first.until(lambda r: r.status.get("phase") == "Running")
     second = machine.command("run", str(machine.write(manifest(command=["sleep", "1"]))))

@@ -1,4 +1,4 @@
-"""The TCP sockets on which the processes of `ddpjob run` listen, and which of them are reachable
+"""The TCP sockets on which the processes of `ddpjob run` listen, and whether they can be reached
 from a network.
 """
 
@@ -24,8 +24,8 @@ LIMIT_SECONDS = 240
 
 
 def watch(machine: Machine, run: Run) -> set[Where]:
-    """Return every socket that was seen until the job ended. The script's ranks wait until their
-    sockets have been seen.
+    """Return all sockets that existed at any time during the job. The script's ranks wait until
+    their sockets have been seen.
     """
     seen = set[Where]()
     formed = [machine.folder / f"formed-{rank}" for rank in range(2)]
@@ -50,15 +50,15 @@ def test_all_processes_of_a_job_listen_only_on_the_loopback(machine: Machine, mo
     own = int((machine.folder / "formed-0").read_text())
     assert not beyond_loopback(seen)
     # The coordinator, the workers' store and two sockets of gloo exist throughout the training.
-    # Those of the preflight are brief, so a busy machine may miss them.
+    # Those of the preflight exist only briefly, so a busy machine may miss them.
     assert ("127.0.0.1", own) in seen
     assert len(seen) > 3, seen
 
 
-def test_only_the_workers_store_of_a_commands_torchrun_is_reachable_by_the_network(machine: Machine) -> None:
+def test_only_the_store_of_a_commands_torchrun_is_reachable_from_the_network(machine: Machine) -> None:
     (machine.folder / "script.py").write_text(SCRIPT)
     job = manifest(command=["torchrun", "script.py"])
     seen = watch(machine, machine.start(job))
     reached: dict[int, Any] = {port: address for address, port in beyond_loopback(seen)}
-    assert list(reached) == [int((machine.folder / "formed-0").read_text())], "SECURITY.md says that this is all"
+    assert list(reached) == [int((machine.folder / "formed-0").read_text())], "SECURITY.md states that these are all"
     assert len(seen) > 3, seen

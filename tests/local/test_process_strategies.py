@@ -1,5 +1,5 @@
-"""`ddpjob run` with strategies of the trainer. A pod of each job is killed, and its losses equal
-those of one process.
+"""`ddpjob run` with strategies of the trainer. One pod of each job is killed, and the job's losses
+equal those of one process.
 
 fsdp and deepspeed are tested on real pods in tests/cluster/test_strategies.py.
 """

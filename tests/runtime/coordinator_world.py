@@ -31,7 +31,7 @@ class World:
         )
 
     def restart_coordinator(self, settings: CoordinatorSettings) -> None:
-        """Replace the group by an empty one, and drop the earlier group's planned calls."""
+        """Replace the group with an empty one, and drop the earlier group's planned calls."""
         pending: list[tuple[float, Any]] = []
         self.pending = pending
         self.coordinator = Coordinator(
@@ -58,7 +58,7 @@ class World:
                 member.heard = self.now
 
     def hello(self, index: int, attempt: int = 0, pid: int = 1, resume: Any = None, grace: float = 30.0) -> Member:
-        """Return a new member that was admitted."""
+        """Send hello for a pod that must be admitted, and return the member."""
         member = self.try_hello(index, attempt, pid, resume, grace)
         assert member is not None
         return member
@@ -66,7 +66,7 @@ class World:
     def try_hello(
         self, index: int, attempt: int = 0, pid: int = 1, resume: Any = None, grace: float = 30.0
     ) -> Member | None:
-        """Open a new connection of a pod."""
+        """Send hello for a pod on a new connection. Return None if it is rejected."""
         pod = f"job-{index}-{attempt}"
         lines = self.heard.setdefault(pod, [])
         return self.coordinator.hello(
@@ -76,24 +76,22 @@ class World:
     def resume(
         self, index: int, number: int, rank: int, world: int, state: str = "Running", attempt: int = 0
     ) -> Member:
-        """Return a member that reconnects with its round."""
+        """Reconnect a member that is still in a round, and return it."""
         return self.hello(index, attempt, resume={"round": number, "rank": rank, "world": world, "state": state})
 
     def ready(self, *members: Member) -> None:
-        """Report that the members have no workers, and that they know of every round they have been
-        in.
-        """
+        """Send `ready` from the members: they have no workers and have seen their latest round."""
         for member in members:
             self.coordinator.ready(member, member.round or 0, "10.0.0.1", 4000 + member.index)
 
     def join(self, *members: Member) -> None:
-        """Report that the members have started their workers."""
+        """Send `joined` from the members: their workers have started."""
         for member in members:
             assert member.round is not None
             self.coordinator.joined(member, member.round)
 
     def form(self, nodes: int = 2, spares: int = 0) -> list[Member]:
-        """Return the members of a new running round, and the spares, which are ready too."""
+        """Form a round, and return its members and the spares, which are ready as well."""
         members = [self.hello(i) for i in range(nodes + spares)]
         self.ready(*members)
         self.join(*members[:nodes])

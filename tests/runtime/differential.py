@@ -128,8 +128,8 @@ def run_corpus(folder: Path, names: Iterable[str] = (), runtime: Path = RUNTIME)
 def start_server(
     folder: Path, programs: Mapping[str, Program], container: Mapping[str, str], runtime: Path
 ) -> tuple[subprocess.Popen[bytes], Path]:
-    """Start the process that runs, in Fast mode, all programs with this container environment.
-    Return the process and the file with the exit codes.
+    """Start the process that runs all programs with this container environment in Fast mode. Return
+    the process and the file with the exit codes.
 
     Python reads its own variables when it starts, so each environment needs a separate launcher.
     """
@@ -196,7 +196,7 @@ def environment(folder: Path, side: str, name: str, program: Program) -> dict[st
 
 
 def outcome(folder: Path, name: str, side: str, code: int) -> Outcome:
-    """Read a program's results, without the parts that differ in each run."""
+    """Read a program's results without the details that differ between runs."""
     out, err = (normal(path.read_bytes(), folder, side) for path in results(folder, side, name))
     error = folder / f"{side}.results" / f"{name}.json"
     content = ""

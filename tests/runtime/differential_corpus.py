@@ -252,7 +252,7 @@ add("files_left_open", """
     last, cycle = Last("main"), Last("cycle")
     cycle.me = cycle
     import os, subprocess, sys
-    reader, writer = os.pipe()  # its end is the end of this process
+    reader, writer = os.pipe()  # closed when this process exits
     code = "import sys\\nsys.stdin.read()\\nprint(open('p_left_open.txt').read(), open('p_left_open_too.txt').read())"
     subprocess.Popen([sys.executable, "-c", code], stdin=reader)
     """, files={"p_keeps.py": "file = None\n"})  # fmt: skip
@@ -302,7 +302,7 @@ add("stdout_unbuffered", """
     print("text", end="")
     sys.stdout.buffer.write(b" bytes")
     sys.stderr.write("error without newline")
-    os._exit(0)  # loses what is buffered
+    os._exit(0)  # loses buffered output
     """)  # fmt: skip
 add("stdout_interleaved", "import os\nfor i in range(3):\n    print('text', i)\n    os.write(1, b'raw %d\\n' % i)\n")
 add("stdout_of_c", """
@@ -616,7 +616,7 @@ add("torch_variables", """
     print(logging.getLogger("torch.export").getEffectiveLevel())
     settings = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
     print(settings and settings())
-    os._exit(0)  # torch 2.15 may not come to an end of its own with these settings
+    os._exit(0)  # torch 2.15 may hang at exit with these settings
     """)  # fmt: skip
 add("torch_variables_read_once", """
     import os

@@ -175,18 +175,22 @@ class Job:
             if condition(report):
                 return report
             time.sleep(0.02)
-        raise AssertionError(f"not within {seconds} s; last report: {json.dumps(report, indent=1)}\n{self.all_logs()}")
+        raise AssertionError(
+            f"condition not met within {seconds} s; last report: {json.dumps(report, indent=1)}\n{self.all_logs()}"
+        )
 
     def wait_exit(self, name: str, seconds: float = 90) -> int:
         """Return the exit code of one process."""
         try:
             return self.processes[name].wait(seconds * slowness())
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"{name} still runs after {seconds} s\n{self.all_logs()}\n{self.stacks()}") from None
+            raise AssertionError(
+                f"{name} is still running after {seconds} s\n{self.all_logs()}\n{self.stacks()}"
+            ) from None
 
     def stacks(self) -> str:
-        """Describe where the workers are, for a failing test. On the signal, each writes its stacks
-        or ends.
+        """Return the workers' stacks, for the message of a failing test. On the signal, each worker
+        writes its stacks or exits.
         """
         began = time.time()
         for pid in self.workers():
@@ -228,8 +232,8 @@ class Job:
         return found
 
     def close(self) -> None:
-        """Kill all processes, one generation after the other. The kernel ends workers with their
-        launchers.
+        """Kill all processes, generation by generation. The kernel kills workers together with
+        their launchers.
         """
         for process in self.processes.values():
             if process.poll() is None:

@@ -1,4 +1,4 @@
-"""The agent's own part: its work between the workers of one round and those of the next."""
+"""The agent's work between the end of one round's workers and the start of the next."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SlowlyDying:
 
 
 class Exits:
-    """The part of the launcher's shutdown that the agent uses."""
+    """The methods of the launcher's shutdown that the agent uses."""
 
     begun, grace_seconds = False, 1.0
 
@@ -87,7 +87,9 @@ def test_the_agent_returns_when_all_workers_are_gone() -> None:
     assert [worker.poll() for worker in workers] == [-9, -9]
 
 
-def test_an_ending_node_does_not_wait_for_a_worker_that_keeps_running(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_shuts_down_does_not_wait_for_a_worker_that_cannot_be_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(agent_module, "LAST_SECONDS", 0.2)
     monkeypatch.setattr(Exits, "begun", True)
     began = time.monotonic()
@@ -95,7 +97,7 @@ def test_an_ending_node_does_not_wait_for_a_worker_that_keeps_running(monkeypatc
     assert time.monotonic() - began < 30
 
 
-def test_a_worker_that_keeps_running_ends_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_survives_sigkill_makes_its_node_exit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_module, "GONE_SECONDS", 0.2)
     with pytest.raises(SystemExit, match=r"processes \[1\] of workers are still running"):
         closed(SlowlyDying(1, 60), SlowlyDying(2, 0.0))
@@ -113,7 +115,7 @@ time.sleep(60)
 """
 
 
-def test_killed_workers_leave_no_children_and_no_shared_memory() -> None:
+def test_killed_workers_leave_no_children_or_shared_memory_behind() -> None:
     """This includes children with their own process group, and children that ignore SIGTERM."""
     command = [sys.executable, "-c", FAMILY]
     with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
@@ -138,7 +140,7 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("kind", ["handles", "ignorant"])
-def test_a_worker_that_handles_sigterm_gets_it_without_its_children(kind: str, tmp_path: Path) -> None:
+def test_sigterm_is_sent_to_a_worker_that_handles_it_but_not_to_its_children(kind: str, tmp_path: Path) -> None:
     """The worker saves after a step that still needs the loaders' processes. A SIGTERM from
     torchrun to all of them would break that step.
     """
@@ -175,7 +177,7 @@ time.sleep(30)
 """
 
 
-def test_a_shell_that_handles_sigterm_gets_it_with_its_children(tmp_path: Path) -> None:
+def test_sigterm_is_sent_to_a_shell_that_handles_it_and_to_its_children(tmp_path: Path) -> None:
     """The shell runs its trap only after the training has ended, so with --no-python the training
     itself must be asked to save.
     """
@@ -195,8 +197,8 @@ def test_a_shell_that_handles_sigterm_gets_it_with_its_children(tmp_path: Path) 
 
 
 def test_a_shutdown_does_not_wait_for_a_round_that_is_about_to_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: both needed the lock, and the agent held it while it waited for the end of the
-    process.
+    """Regression: the shutdown needed a lock that the agent held while it waited for the process to
+    exit.
     """
     shutdown, reached = Shutdown(1.0), threading.Event()
     agent = bare_agent(SimpleNamespace(), shutdown)
@@ -263,7 +265,7 @@ def test_a_data_loader_process_killed_by_the_memory_limit_is_reported_as_such(
     assert ("memory limit" in sent[0]["message"]) is oom and "memory limit" not in sent[1]["message"]
 
 
-def test_only_ranks_that_have_ended_or_are_about_to_end_are_reported(tmp_path: Path) -> None:
+def test_only_ranks_that_have_exited_or_are_about_to_exit_are_reported(tmp_path: Path) -> None:
     """The ranks are 10 to 14. The first lost its peers. The second raised an exception before that
     and waits for one of its threads. The third exited with 0, the fourth has caught its error, and
     the fifth trains.
@@ -317,14 +319,14 @@ WORKERS = {
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("kind", WORKERS)
-def test_a_worker_that_was_not_scheduled_since_the_last_check_stands_still(kind: str) -> None:
+def test_a_worker_that_used_no_cpu_since_the_last_check_counts_as_idle(kind: str) -> None:
     code, idle = WORKERS[kind]
     with subprocess.Popen([sys.executable, "-c", code], start_new_session=True) as worker:
         try:
             activity, seen = agent_module.stacks.Activity(), list[Any]()
             assert activity.idle(worker.pid) is None
             deadline = time.monotonic() + 60
-            while idle not in seen and time.monotonic() < deadline:  # Its start counts as work too.
+            while idle not in seen and time.monotonic() < deadline:  # Starting Python counts as work too.
                 activity.remember([worker.pid])
                 time.sleep(1.0)
                 seen.append(activity.idle(worker.pid))

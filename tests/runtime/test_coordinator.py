@@ -23,10 +23,12 @@ def test_the_first_round_begins_when_all_nodes_are_ready() -> None:
     world.ready(members[1])
     sent = [world.last(m) for m in members]
     assert [verb for verb, _ in sent] == ["go"] * 3
-    assert [fields["rank"] for _, fields in sent] == [0, 1, 2], "by index, not by the order of becoming ready"
+    assert [fields["rank"] for _, fields in sent] == [0, 1, 2], (
+        "ranks follow the index, not the order in which members became ready"
+    )
     assert all(fields["world"] == 3 and fields["round"] == 1 for _, fields in sent)
     first = {"rank": 0, "pod": "job-0-0", "host": "10.0.0.1", "port": 4000}
-    assert all(fields["members"] == [first] for _, fields in sent), "no member needs another address"
+    assert all(fields["members"] == [first] for _, fields in sent), "members need only rank 0's address"
     assert world.report()["state"] == "Forming"  # no workers yet
     world.join(*members)
     report = world.report()
@@ -46,7 +48,7 @@ def test_the_first_round_begins_with_fewer_members_after_half_a_minute(mode: str
     assert world.round.world == 2 and world.verbs(members[2]) == ["welcome"]
 
 
-def test_losing_a_member_restarts_the_first_wait() -> None:
+def test_the_first_wait_starts_again_when_a_member_is_lost() -> None:
     world = World(3, 2)
     members = [world.hello(i) for i in range(2)]
     world.ready(*members)
@@ -85,7 +87,7 @@ def test_a_group_continues_with_fewer_members_after_the_shrink_grace(mode: str, 
     assert world.round.number == 2 and world.ranks() == [1, 2]
 
 
-def test_node_0_is_rank_0_whenever_it_trains() -> None:
+def test_node_0_has_rank_0_in_every_round_that_includes_it() -> None:
     world, *members = formed(3, 2, FAST)
     world.lose(members[0])
     world.ready(members[1], members[2])
@@ -104,7 +106,7 @@ def test_a_reduced_group_that_breaks_does_not_wait_for_absent_members() -> None:
     assert world.round.number == 2
 
 
-def test_below_the_minimum_the_group_waits() -> None:
+def test_a_group_below_its_minimum_size_waits() -> None:
     world, *members = formed(3, 2)
     world.lose(members[0])
     world.lose(members[1])
@@ -164,7 +166,7 @@ def test_two_members_that_do_not_drain_are_both_notified_before_a_round_forms() 
     assert order == ["job-1-0 stop", "job-2-0 stop", "new record", "new go"]
 
 
-def test_a_planned_restart_leaves_the_members_grace() -> None:
+def test_members_get_their_grace_period_in_a_planned_restart() -> None:
     world = World(3, 2)
     members = [world.hello(i, grace=40.0) for i in range(2)]
     world.ready(*members)
@@ -196,8 +198,8 @@ def growing(grace: float) -> tuple[World, list[Member]]:
     return world, members
 
 
-def test_a_reconnection_does_not_hurry_a_planned_restart() -> None:
-    """If the launcher is notified that the restart is no longer planned, it kills workers that
+def test_a_reconnection_does_not_shorten_the_time_to_save_in_a_planned_restart() -> None:
+    """A launcher that is notified of an unplanned restart kills its workers, even while they
     save.
     """
     world, members = growing(grace=100.0)
@@ -208,7 +210,7 @@ def test_a_reconnection_does_not_hurry_a_planned_restart() -> None:
         world.pass_time(seconds)
     assert "stop" not in world.verbs(members[0])
     world.pass_time(5)
-    assert world.last(members[0])[0] == "stop", "it gets no additional time"
+    assert world.last(members[0])[0] == "stop", "the reconnection does not extend the grace period"
 
 
 @pytest.mark.parametrize("later", [0, 5])
@@ -240,7 +242,7 @@ def test_a_rank_that_saves_before_its_launcher_is_asked_leaves_others_time_to_sa
 
 @pytest.mark.parametrize("error", ["Interrupted: SIGTERM", RESET])
 @pytest.mark.parametrize("later", [0.2, 5.0])
-def test_a_script_that_fails_when_asked_to_stop_leaves_others_time_to_save(error: str, later: float) -> None:
+def test_a_script_that_fails_on_sigterm_leaves_others_time_to_save(error: str, later: float) -> None:
     """Such a script fails because its SIGTERM handler raises an exception, or because its peers
     fail.
     """
@@ -254,7 +256,7 @@ def test_a_script_that_fails_when_asked_to_stop_leaves_others_time_to_save(error
     assert world.round.world == 3 and world.incidents() == [("Joined", "job-2-0", 0)]
 
 
-def test_a_loss_during_a_planned_restart_takes_the_time_to_save() -> None:
+def test_a_loss_during_a_planned_restart_ends_the_time_to_save() -> None:
     """This includes a member that cannot end its workers. Regression: the others waited for that
     member's grace period.
     """
@@ -267,8 +269,8 @@ def test_a_loss_during_a_planned_restart_takes_the_time_to_save() -> None:
 
 @pytest.mark.parametrize("later", [0, 5])
 def test_a_loss_during_a_planned_restart_is_reported_immediately(later: float) -> None:
-    """This holds even if the loss's cause has been decided already, because the saving members may
-    be waiting for the lost one.
+    """It is reported even if the cause of the break has been decided, because saving members may be
+    waiting for the lost one.
     """
     world, members = growing(grace=30.0)
     world.pass_time(later)
@@ -279,7 +281,7 @@ def test_a_loss_during_a_planned_restart_is_reported_immediately(later: float) -
     assert world.incidents() == [("Joined", "job-2-0", 0)]
 
 
-def test_a_ready_that_has_crossed_go_changes_nothing() -> None:
+def test_a_ready_that_was_sent_before_go_arrived_changes_nothing() -> None:
     world, first, _ = formed(2)
     world.coordinator.ready(first, 0, "h", 1)
     assert world.report()["state"] == "Running" and first.state == "Running"
@@ -294,7 +296,7 @@ def test_a_member_that_sends_ready_while_its_round_runs_breaks_the_round() -> No
     assert world.incidents() == [("PeerLost", "job-0-0", 0)]
 
 
-def test_a_round_that_breaks_repeatedly_backs_off() -> None:
+def test_a_group_whose_rounds_break_repeatedly_backs_off() -> None:
     world, *members = formed(2)
     for _ in range(3):
         number = world.round.number
@@ -320,7 +322,7 @@ def test_leaving_is_not_a_failure_and_no_worker_is_killed_while_it_saves() -> No
     assert world.incidents() == [("Left", "job-1-0", 1)] and world.report()["lost"] == []
 
 
-def test_a_leaving_member_delays_nothing_once_its_peers_are_broken() -> None:
+def test_a_leaving_member_delays_nothing_once_its_round_is_broken() -> None:
     world = World()
     first, second, _ = world.form(2, spares=1)
     world.coordinator.leaving(second, "ended by SIGTERM")
@@ -332,7 +334,7 @@ def test_a_leaving_member_delays_nothing_once_its_peers_are_broken() -> None:
     assert world.incidents() == [("Left", "job-1-0", 1)]
 
 
-def test_a_member_that_has_left_frees_peers_that_hang() -> None:
+def test_peers_that_hang_after_a_member_has_left_are_restarted() -> None:
     world, first, second = formed()
     world.coordinator.leaving(second, "ended by SIGTERM")
     world.pass_time(3)
@@ -350,7 +352,7 @@ def test_peers_that_have_agreed_to_save_finish_after_the_leaving_node() -> None:
     assert [f["planned"] for verb, f in world.heard[third.pod] if verb == "restart"] == [True]
 
 
-def test_a_leaving_member_still_leaves_over_a_new_connection() -> None:
+def test_a_leaving_member_that_reconnects_is_still_leaving() -> None:
     """Regression: the leaving member was considered gone, and its peers' workers were killed in the
     step before their save.
     """
@@ -365,7 +367,7 @@ def test_a_leaving_member_still_leaves_over_a_new_connection() -> None:
     assert world.incidents() == [("Left", "job-1-0", 1)]
 
 
-def test_a_ready_member_that_leaves_is_not_chosen() -> None:
+def test_a_ready_member_that_leaves_is_not_chosen_for_a_round() -> None:
     world = World(2)
     members = [world.hello(i) for i in range(3)]
     world.ready(members[0])
@@ -386,18 +388,18 @@ def test_the_same_process_over_a_new_connection_continues() -> None:
     assert world.verbs(members[0])[-1] == "welcome"
 
 
-def test_a_go_that_was_lost_with_the_old_connection_is_sent_again() -> None:
+def test_a_go_lost_with_the_old_connection_is_sent_again() -> None:
     world = World(2)
     members = [world.hello(i) for i in range(2)]
     world.ready(*members)
-    again = world.hello(0)  # it has never heard of round 1
+    again = world.hello(0)  # it has not received `go` for round 1
     assert again is not members[0] and world.verbs(members[1])[-1] == "restart"
     world.coordinator.ready(again, 0, "h", 1)
     world.ready(members[1])
     assert world.round.number == 2 and sorted(world.ranks()) == [0, 1]
 
 
-def test_lines_that_were_lost_with_the_old_connection_are_sent_again() -> None:
+def test_lines_lost_with_the_old_connection_are_sent_again() -> None:
     world = World(2)
     members = [world.hello(i) for i in range(2)]
     world.ready(*members)
@@ -420,7 +422,7 @@ def test_a_member_that_returns_while_its_round_drains_is_a_survivor() -> None:
     assert world.ranks() == [0, 1, 2]
 
 
-def test_a_member_that_returns_after_the_group_continued_ends_its_workers() -> None:
+def test_a_member_that_returns_after_the_group_continued_stops_its_workers() -> None:
     world = World(2)
     first, second, _ = world.form(2, spares=1)
     world.lose(second)
@@ -433,7 +435,7 @@ def test_a_member_that_returns_after_the_group_continued_ends_its_workers() -> N
     assert again.state == "Ready" and world.round.number == 2
 
 
-def test_a_place_belongs_to_its_highest_attempt() -> None:
+def test_an_index_belongs_to_its_pod_with_the_highest_attempt() -> None:
     world, *members = formed(2)
     new = world.hello(1, attempt=1)
     assert world.last(members[1])[0] == "stop" and world.last(members[1])[1]["fenced"] is True
@@ -443,7 +445,7 @@ def test_a_place_belongs_to_its_highest_attempt() -> None:
     assert world.incidents() == [("PeerLost", "job-1-0", 0)]
 
 
-def test_the_operator_knows_of_a_lost_pod_before_its_connection_ends() -> None:
+def test_a_pod_that_the_operator_calls_lost_is_fenced_before_its_connection_ends() -> None:
     world, *members = formed(2)
     world.coordinator.note(members[1], "ColdWorkers", "torch is too old")
     assert world.report()["notes"] == [{"pod": "job-1-0", "kind": "ColdWorkers", "why": "torch is too old"}]
@@ -453,7 +455,7 @@ def test_the_operator_knows_of_a_lost_pod_before_its_connection_ends() -> None:
     assert world.try_hello(1) is None
 
 
-def test_a_deleted_pod_that_does_not_train_is_sent_away() -> None:
+def test_a_deleted_pod_that_does_not_train_is_asked_to_exit() -> None:
     """The pod's launcher has not been notified of the deletion. The launcher of a training pod has,
     and may be saving.
     """
@@ -463,10 +465,10 @@ def test_a_deleted_pod_that_does_not_train_is_sent_away() -> None:
         world.coordinator.send_away(pod, "deleted")
     assert world.last(spare) == ("stop", {"ok": False, "why": "deleted", "fenced": True})
     assert all(world.last(member)[0] != "stop" for member in members) and world.ranks() == [0, 1]
-    assert world.try_hello(3) is None, "it comes after the message"
+    assert world.try_hello(3) is None, "the pod connects after the message"
 
 
-def test_an_empty_note_withdraws_the_previous_one() -> None:
+def test_an_empty_note_withdraws_the_previous_note() -> None:
     """The report contains at most a hundred notes. Regression: notes of pods that had fetched their
     data hid others.
     """
@@ -477,7 +479,7 @@ def test_an_empty_note_withdraws_the_previous_one() -> None:
     assert world.report()["notes"] == [{"pod": "job-1-0", "kind": "ColdWorkers", "why": "torch is too old"}]
 
 
-def test_a_lost_member_is_reported_with_the_time_of_its_last_line() -> None:
+def test_the_report_dates_a_loss_to_the_members_last_line() -> None:
     world, _, second = formed(2)
     world.silent.add(second.pod)
     world.pass_time(6)
@@ -492,7 +494,7 @@ def test_a_lost_member_is_reported_with_the_time_of_its_last_line() -> None:
 # ---- the end
 
 
-def test_the_job_succeeds_for_spares_too_when_all_have_finished() -> None:
+def test_spares_are_notified_of_success_when_all_members_have_finished() -> None:
     world = World(2)
     members = world.form(2, spares=1)
     for member in members[:2]:
@@ -501,7 +503,7 @@ def test_the_job_succeeds_for_spares_too_when_all_have_finished() -> None:
     assert world.try_hello(3) is None and world.heard["job-3-0"] == [("done", {})]
 
 
-def test_a_finished_node_may_leave_before_its_peers() -> None:
+def test_a_finished_node_may_disconnect_before_its_peers_finish() -> None:
     world, first, second = formed(2)
     world.coordinator.finished(second, 1)
     world.lose(second)
@@ -518,7 +520,7 @@ def test_a_finished_node_that_reconnects_is_still_finished() -> None:
     world.lose(second)
     world.resume(1, 1, 1, 2, "Finished")
     world.fail(first)
-    assert world.last(world.coordinator.members.by_index[1])[0] == "restart"  # its part must be run again
+    assert world.last(world.coordinator.members.by_index[1])[0] == "restart"  # its work must be repeated
 
 
 def test_a_member_that_finished_in_a_broken_round_runs_again() -> None:
@@ -570,7 +572,7 @@ def test_lagging_ranks_are_forgotten_with_their_round() -> None:
     assert "stragglers" not in world.report()["progress"] and world.report()["progress"]["step"] == 1
 
 
-def test_a_report_of_a_fenced_rank_0_does_not_affect_the_next_round() -> None:
+def test_a_report_from_a_fenced_rank_0_does_not_affect_the_next_round() -> None:
     world, first, second = formed(2)
     world.coordinator.report_progress({"step": 1})
     world.lose(second)
@@ -585,7 +587,7 @@ def test_a_report_of_a_fenced_rank_0_does_not_affect_the_next_round() -> None:
     world.coordinator.report_progress(progress.check({"stragglers": lag, "round": f"{before['generation']}.{number}"}))
     assert world.report()["progress"]["stragglers"] == lag and "round" not in world.report()["progress"]
     world.coordinator.report_progress(progress.check({"stragglers": [], "round": f"{before['generation']}.1"}))
-    assert world.report()["progress"]["stragglers"] == lag, "it does not withdraw the named ranks either"
+    assert world.report()["progress"]["stragglers"] == lag, "nor does it withdraw the reported ranks"
 
 
 def test_a_stopped_group_stays_stopped_when_the_last_node_joins() -> None:
@@ -598,9 +600,9 @@ def test_a_stopped_group_stays_stopped_when_the_last_node_joins() -> None:
     assert world.report()["state"] == "Stopped"
 
 
-def test_the_stacks_of_a_round_do_not_reach_the_next_one() -> None:
-    """A coordinator that is superseded while it collects stacks must not judge the later round as
-    if nothing had hung.
+def test_the_stacks_of_one_round_are_not_used_in_the_next() -> None:
+    """A coordinator that is superseded while it collects stacks must not conclude from missing
+    stacks that nothing had hung in the later round.
     """
     world = World(attempt=1, hang_after=10.0)
     for index in range(2):
@@ -615,7 +617,7 @@ def test_the_stacks_of_a_round_do_not_reach_the_next_one() -> None:
     assert [kind for kind, _, _ in world.incidents()] == ["WorkerFailed"]
 
 
-def test_a_new_connection_does_not_extend_the_time_to_end_the_workers() -> None:
+def test_a_reconnection_does_not_extend_the_time_for_stopping_the_workers() -> None:
     world, first, second = formed()
     world.fail(first)
     world.pass_time(DRAIN_SECONDS - 1)
@@ -659,7 +661,7 @@ def test_a_failure_that_is_reported_again_counts_once() -> None:
 # ---- time limits of waits
 
 
-def test_a_wait_that_times_out_returns_none_and_keeps_the_partial_line() -> None:
+def test_a_read_that_times_out_returns_none_and_keeps_the_partial_line() -> None:
     async def hear() -> tuple[bytes | None, bytes | None]:
         reader = asyncio.StreamReader()
         reader.feed_data(b"half a ")
@@ -688,7 +690,7 @@ def test_a_line_that_arrived_while_the_process_was_stopped_is_not_missed() -> No
     assert asyncio.run(hear()) == b"a line\n"
 
 
-def test_cancelling_a_wait_cancels_it_immediately() -> None:
+def test_a_cancelled_wait_ends_immediately() -> None:
     async def cancel() -> str:
         task = asyncio.ensure_future(within(60, asyncio.sleep(60)))
         await asyncio.sleep(0)

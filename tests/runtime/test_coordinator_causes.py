@@ -1,4 +1,4 @@
-"""How the coordinator chooses the first cause of a break."""
+"""How the coordinator chooses the root cause of a break."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from coordinator_world import RESET, World, formed
 def test_the_first_exception_is_the_cause_even_if_its_consequence_arrives_first() -> None:
     world, first, second = formed()
     world.fail(first, RESET)
-    assert "restart" not in world.verbs(second)  # it may be writing its own traceback, so it is not disturbed yet
+    assert "restart" not in world.verbs(second)  # it may still be writing a traceback
     world.pass_time(0.2)
     world.fail(second, "ValueError: bug", ago=0.6)
     world.pass_time(2)
@@ -67,17 +67,17 @@ def test_a_device_error_caused_by_a_lost_peer_is_a_consequence() -> None:
     assert world.incidents() == [("PeerLost", "job-1-0", 1)]
 
 
-def test_a_hanging_worker_is_reported_although_only_connection_errors_are_known() -> None:
+def test_a_hang_is_reported_even_if_the_only_known_errors_are_connection_errors() -> None:
     world, first, second = formed()
     world.fail(first, RESET)
     world.ready(first)
     world.pass_time(0.51)
-    assert world.verbs(second)[-1] == "restart" and world.incidents() == []  # it may yet turn out to be the cause
+    assert world.verbs(second)[-1] == "restart" and world.incidents() == []  # this member may yet be the cause
     world.ready(second)
     assert world.incidents() == [("WorkerFailed", "job-0-0", 0)]  # no better cause is known
 
 
-def test_an_early_connection_error_is_the_consequence_of_the_silent_peer() -> None:
+def test_an_early_connection_error_is_a_consequence_of_the_silent_peer() -> None:
     world, first, second = formed()
     world.silent.add(second.pod)
     world.pass_time(1)
@@ -89,7 +89,7 @@ def test_an_early_connection_error_is_the_consequence_of_the_silent_peer() -> No
     assert world.incidents() == [("PeerLost", "job-1-0", 1)]
 
 
-def test_an_own_error_that_a_silent_peer_caused_is_a_consequence() -> None:
+def test_a_scripts_own_error_that_a_silent_peer_caused_is_a_consequence() -> None:
     world, first, second = formed()
     world.silent.add(second.pod)
     world.pass_time(3)
@@ -132,7 +132,7 @@ def test_a_lost_peers_consequences_are_not_causes() -> None:
     assert world.incidents() == [("PeerLost", "job-1-0", 1)]
 
 
-def test_a_worker_killed_together_with_its_pod_is_the_loss_of_the_pod() -> None:
+def test_a_worker_killed_together_with_its_pod_counts_as_a_lost_pod() -> None:
     world, first, _ = formed()
     world.fail(first, "killed by signal SIGKILL", code=-9)
     world.lose(first)
@@ -140,7 +140,7 @@ def test_a_worker_killed_together_with_its_pod_is_the_loss_of_the_pod() -> None:
     assert world.incidents() == [("PeerLost", "job-0-0", 1)]
 
 
-def test_a_worker_killed_alone_is_a_failure() -> None:
+def test_a_killed_worker_whose_pod_stays_counts_as_a_failure() -> None:
     world, first, second = formed()
     world.fail(first, "killed by signal SIGKILL", code=-9)
     world.fail(second, RESET)
@@ -149,7 +149,7 @@ def test_a_worker_killed_alone_is_a_failure() -> None:
     assert world.report()["incidents"][0]["signal"] == "SIGKILL"
 
 
-def test_a_worker_killed_by_the_memory_limit_is_the_cause_of_its_pods_end() -> None:
+def test_a_worker_killed_by_the_memory_limit_is_the_cause_of_its_pods_loss() -> None:
     world, first, second = formed()
     world.fail(second, RESET)
     world.fail(first, "killed by the kernel", code=-9, oom=True, ago=0.1)
@@ -158,7 +158,7 @@ def test_a_worker_killed_by_the_memory_limit_is_the_cause_of_its_pods_end() -> N
     assert world.incidents() == [("OOMKilled", "job-0-0", 2)]
 
 
-def test_an_import_error_is_an_init_failure_with_its_traceback() -> None:
+def test_an_import_error_is_reported_as_an_init_failure_with_its_traceback() -> None:
     world, first, second = formed()
     world.fail(second, "ModuleNotFoundError: No module named 'nccl'", init=True)
     world.fail(first, RESET, ago=0.1)
@@ -181,7 +181,7 @@ def test_a_member_that_finished_first_is_the_cause_of_connection_errors() -> Non
     assert incident["message"] == "the workers of pod job-1-0 (group rank 1) ended with exit code 0 before the others"
 
 
-def test_a_rank_that_ended_with_0_is_the_cause_on_its_own_node_too() -> None:
+def test_a_rank_that_exited_with_0_is_the_cause_of_errors_on_its_own_node_too() -> None:
     """One of eight ranks may call sys.exit(), for example because a loss is not finite."""
     world, only = formed(1)
     world.fail(only, RESET)
@@ -195,7 +195,7 @@ def test_a_rank_that_ended_with_0_is_the_cause_on_its_own_node_too() -> None:
     assert (incident["message"], incident["consequences"]) == ("ended with exit code 0 before the others", 1)
 
 
-def test_a_rank_that_ended_with_0_neither_breaks_the_round_nor_hides_an_error() -> None:
+def test_a_rank_that_exits_with_0_neither_breaks_the_round_nor_hides_an_error() -> None:
     world, first, second = formed(2)
     world.fail(first, "ended with exit code 0", code=0)
     world.pass_time(5)
@@ -205,7 +205,7 @@ def test_a_rank_that_ended_with_0_neither_breaks_the_round_nor_hides_an_error() 
     assert world.report()["incidents"][0]["message"] == "ValueError: bug"
 
 
-def test_an_own_error_counts_although_another_member_has_finished() -> None:
+def test_a_scripts_own_error_counts_even_if_another_member_has_finished() -> None:
     world, first, second = formed()
     world.coordinator.finished(second, 1)
     world.fail(first, "ValueError: bug")
@@ -213,7 +213,7 @@ def test_an_own_error_counts_although_another_member_has_finished() -> None:
     assert world.incidents() == [("WorkerFailed", "job-0-0", 0)]
 
 
-def test_an_exception_before_the_pods_loss_is_the_cause() -> None:
+def test_an_exception_reported_before_its_pod_is_lost_is_the_cause() -> None:
     world, first, _ = formed()
     world.fail(first, "ValueError: bug")
     world.pass_time(0.3)
@@ -222,7 +222,7 @@ def test_an_exception_before_the_pods_loss_is_the_cause() -> None:
     assert world.incidents() == [("WorkerFailed", "job-0-0", 1)]
 
 
-def test_a_round_breaks_once_however_many_failures_follow() -> None:
+def test_a_round_breaks_only_once_no_matter_how_many_failures_follow() -> None:
     world, first, second, third = formed(3)
     world.pass_time(59)
     world.fail(first)
@@ -234,7 +234,7 @@ def test_a_round_breaks_once_however_many_failures_follow() -> None:
     assert world.incidents() == [("WorkerFailed", "job-0-0", 2)]
 
 
-def test_each_round_has_its_own_incident_and_old_ones_are_dropped() -> None:
+def test_each_broken_round_adds_one_incident_and_old_incidents_are_dropped() -> None:
     world, *members = formed()
     for number in range(60):
         world.coordinator.report_progress({"step": number})
@@ -258,7 +258,7 @@ def test_a_late_report_of_an_old_round_changes_nothing() -> None:
     assert world.incidents() == [("WorkerFailed", "job-0-0", 0)] and world.report()["state"] == "Running"
 
 
-def test_the_same_init_failure_of_every_node_is_reported_once() -> None:
+def test_an_init_failure_that_all_nodes_share_is_reported_once() -> None:
     world = World()
     for index in range(2):
         world.coordinator.init_failure(world.hello(index), "no such file: train.py")

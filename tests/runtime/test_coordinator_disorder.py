@@ -26,7 +26,7 @@ MEMBER = (
 
 
 class Disorder:
-    """One random history."""
+    """One random sequence of calls."""
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
@@ -38,7 +38,7 @@ class Disorder:
         self.members: list[Member] = []
 
     def number(self) -> int:
-        """Draw a round that is current, over or unknown."""
+        """Draw the number of a current, past or unknown round."""
         last = self.world.coordinator.rounds.last_number
         return self.chance.choice([last, last, last, max(0, last - 1), 0, last + 1, last + 1_000_000])
 
@@ -129,7 +129,7 @@ class Disorder:
             self.members.append(member)
 
     def group(self) -> None:
-        """Make all members ready, then most often join, then sometimes finish."""
+        """Make all members ready. Most often they then join, and sometimes also finish."""
         coordinator = self.world.coordinator
         for member in list(coordinator.members):
             if member.state != MemberState.LOST:
@@ -140,7 +140,7 @@ class Disorder:
                     getattr(coordinator, what)(member, coordinator.rounds.last_number)
 
 
-def test_no_order_of_events_raises_and_every_transition_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_order_of_calls_raises_an_exception_and_every_transition_occurs(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: set[Any] = set()
     become = State.become
 

@@ -29,7 +29,7 @@ def test_hang_and_back_off_limits_can_change_while_the_group_runs() -> None:
     assert world.last(members[0]) == ("dump", {"round": 1})
 
 
-def test_a_hang_is_dumped_reported_and_resolved_by_a_restart() -> None:
+def test_a_hang_is_reported_with_stacks_and_resolved_by_a_restart() -> None:
     world, *members = formed(2, hang_after=60.0)
     for step in range(3):
         world.pass_time(50)
@@ -55,7 +55,7 @@ def test_a_hang_is_dumped_reported_and_resolved_by_a_restart() -> None:
     assert world.round.number == 2 and len(world.incidents()) == 1
 
 
-def test_ranks_that_have_ended_or_failed_are_reported_first_in_a_hang() -> None:
+def test_ranks_that_have_exited_or_failed_are_listed_first_in_a_hang() -> None:
     """The others wait for these ranks, and only eight are listed."""
     world, only = formed(1, hang_after=60.0)
     world.pass_time(60.1)
@@ -84,7 +84,7 @@ BARRIER = DUMP.replace("2810 in all_reduce", "99 in barrier")
         ([DUMP, f"{RANK_FAILED}ValueError: bug\n{DUMP}", f"{RANK_FAILED}ValueError: bug\n{DUMP}"], None),
     ],
 )
-def test_a_hang_names_the_one_pod_that_the_others_wait_for(stacks: list[str], named: str | None) -> None:
+def test_a_hang_is_attributed_to_the_pod_that_the_others_wait_for(stacks: list[str], named: str | None) -> None:
     world = World(len(stacks), hang_after=60.0)
     members = world.form(len(stacks))
     world.pass_time(60.1)
@@ -107,8 +107,8 @@ def test_a_pause_of_the_coordinator_is_not_a_hang() -> None:
 
 
 def looked_at(world: World, members: list[Any], *idle: bool | None) -> str:
-    """Return the state after the limit, when the coordinator has checked whether the ranks were
-    active.
+    """Let the limit pass, answer the coordinator's check with each rank's activity, and return the
+    state.
     """
     dumps = world.verbs(members[0]).count("dump")
     world.pass_time(60.1)
@@ -119,14 +119,16 @@ def looked_at(world: World, members: list[Any], *idle: bool | None) -> str:
     return str(world.report()["state"])
 
 
-@pytest.mark.parametrize("counted", [False, True], ids=["none was ever counted", "the optimizer was compiled"])
-def test_uncountable_steps_are_not_a_hang_while_any_rank_works(counted: bool) -> None:
+@pytest.mark.parametrize("counted", [False, True], ids=["no step was ever counted", "the optimizer was compiled"])
+def test_a_group_whose_steps_cannot_be_counted_does_not_hang_while_a_rank_works(counted: bool) -> None:
     world, *members = formed(2, hang_after=60.0)
     if counted:
         world.coordinator.report_progress({"step": 9, "automatic": True})
         world.coordinator.report_progress({"step": 9, "automatic": True, "uncountable": True})
     assert looked_at(world, members, None, None) == "Running", "the first check has nothing to compare with"
-    assert bool(world.report()["progress"].get("uncountable")) is counted, "nothing is known yet"
+    assert bool(world.report()["progress"].get("uncountable")) is counted, (
+        "ranks whose activity is unknown prove nothing"
+    )
     assert looked_at(world, members, True, False) == "Running"
     assert world.report()["progress"]["uncountable"] is True
     assert looked_at(world, members, True, None) == "Running"
@@ -155,8 +157,8 @@ def test_a_hang_whose_ranks_send_no_stack_is_still_reported() -> None:
 
 
 def overdue(seconds: float = 30) -> tuple[World, list[Any]]:
-    """Return a group without a limit whose next step takes far longer than the usual `seconds`. Its
-    ranks sent stacks.
+    """Return a group without a step limit whose next step takes far longer than the usual
+    `seconds`. Its ranks have sent their stacks.
     """
     world, *members = formed(2)
     for step in range(20):
@@ -174,7 +176,7 @@ def overdue(seconds: float = 30) -> tuple[World, list[Any]]:
 
 
 @pytest.mark.parametrize("seconds", [0.5, 30])
-def test_without_a_limit_a_step_far_beyond_the_pace_is_only_reported(seconds: float) -> None:
+def test_without_a_limit_a_step_far_slower_than_usual_is_only_reported(seconds: float) -> None:
     world, members = overdue(seconds)
     said = world.report()["overdue"]
     assert said["where"].startswith("rank 0 in all_reduce (") and "rank 1 in all_reduce (" in said["where"]
@@ -187,7 +189,7 @@ def test_without_a_limit_a_step_far_beyond_the_pace_is_only_reported(seconds: fl
     world.coordinator.report_progress({"step": 20})
     assert world.report()["overdue"] is None and world.report()["news"] > news
     world.pass_time(100_000)
-    assert world.report()["overdue"] is None, "gaps of this length are its usual pace by now"
+    assert world.report()["overdue"] is None, "by now, gaps of this length are usual for the group"
 
 
 def test_setting_a_limit_while_a_step_is_overdue_ends_the_round() -> None:
@@ -227,7 +229,7 @@ def test_the_activity_that_the_script_reports_is_shown_with_the_overdue_step() -
     assert "activity" not in world.report()["progress"]
 
 
-def test_an_activity_ends_no_downtime_and_does_not_replace_the_step_counter() -> None:
+def test_a_reported_activity_does_not_end_a_downtime_or_replace_the_step_counter() -> None:
     world, *members = formed(2)
     world.coordinator.report_progress({"automatic": True, "step": 1})
     world.fail(members[0])
@@ -240,7 +242,7 @@ def test_an_activity_ends_no_downtime_and_does_not_replace_the_step_counter() ->
     assert world.report()["progress"]["step"] == 2 and world.report()["recovery"]["downSince"] is None
 
 
-def test_an_uploaded_copy_is_shown_and_is_not_a_sign_of_life() -> None:
+def test_a_reported_upload_is_shown_but_does_not_count_as_progress() -> None:
     world, *members = formed(2, hang_after=60.0)
     world.coordinator.report_progress({"step": 1})
     world.fail(members[0])
@@ -258,7 +260,7 @@ def test_an_uploaded_copy_is_shown_and_is_not_a_sign_of_life() -> None:
     assert world.last(members[0])[0] == "dump", "no step for 60 s"
 
 
-def test_a_users_limit_also_holds_during_an_activity_which_the_incident_names() -> None:
+def test_the_users_limit_applies_during_an_activity_and_the_incident_names_it() -> None:
     world = World(2, hang_after=60.0)
     world.form()
     world.coordinator.report_progress({"activity": "saving a checkpoint"})

@@ -1,8 +1,8 @@
 """Random histories of a group: members join, fail, die and lose connections with undelivered lines,
 and coordinators restart.
 
-In each history there is one round at a time, with the announced members and ranks, and one incident
-per break. The group trains again when the faults end.
+In each history there is at most one round at a time, it has the announced members and ranks, and
+each break has one incident. The group trains again when the faults end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PLACES = 5
 
 
 class Node:
-    """A launcher that follows the protocol. Lines reach it when `read` is called, or never."""
+    """A launcher that follows the protocol. A line arrives when `read` is called, or never."""
 
     def __init__(self, life: Life, index: int, attempt: int) -> None:
         self.life, self.index, self.attempt, self.pod = life, index, attempt, f"job-{index}-{attempt}"
@@ -36,7 +36,7 @@ class Node:
 
     @property
     def working(self) -> bool:
-        """Whether its workers may be alive."""
+        """Whether the node's workers may be alive."""
         return self.alive and self.place.get("state") in ("Running", "Finished")
 
     def connect(self) -> None:
@@ -66,14 +66,14 @@ class Node:
         self.disconnect()
 
     def deliver(self) -> None:
-        """Deliver one of its lines."""
+        """Deliver one of the node's lines to the coordinator."""
         if self.words:
             word = self.words.pop(0)
             if self.member is not None:
                 word()
 
     def read(self) -> None:
-        """Read one line."""
+        """Read one line from the coordinator."""
         if not self.lines or not self.alive:
             return
         verb, fields = self.lines.pop(0)
@@ -130,8 +130,8 @@ class Node:
             self.notified = True
 
     def end_with_0(self) -> None:
-        """Let one of its workers exit with 0. The exit is reported next to the errors of others,
-        and is not an error itself.
+        """Let one of its workers exit with 0. The exit is reported together with other workers'
+        errors, but is not an error itself.
         """
         if self.working and self.member is not None:
             member, number, world = self.member, self.place["round"], self.life.world
@@ -154,9 +154,9 @@ class Life:
         self.world = World(3, 2, mode=mode, hang_after=50.0, ordered=ordered)
         self.nodes: list[Node] = []
         self.attempts = dict.fromkeys(range(PLACES), 0)
-        self.going: dict[str, Any] = {}  # the round whose `go` is being sent, with the pods notified so far
+        self.going: dict[str, Any] = {}  # the round whose `go` is being sent, and the pods notified so far
         self.highest, self.restarted_at = 0, 0.0
-        self.expected: set[str] = set()  # members of a round that the last coordinator left whole
+        self.expected: set[str] = set()  # members of a round that the last coordinator did not break
         self.rounds: list[Any] = []
         self.listen()
         self.nodes.extend(Node(self, i, 0) for i in range(PLACES))
@@ -164,7 +164,7 @@ class Life:
             self.world.coordinator.set_order([node.pod for node in self.nodes])
 
     def listen(self) -> None:
-        """Record every round that breaks, also those that come and go between two checks."""
+        """Record every broken round, including rounds that begin and break between two checks."""
         course = self.world.coordinator.rounds
         breaks = course.on_break
 
@@ -191,7 +191,7 @@ class Life:
             for other in self.nodes:
                 held = other.working and not other.leaving and (other.member is not None or self.expects(other))
                 assert not held or any(v == "stop" for v, _ in other.lines) or self.given_up(other, last), (
-                    f"{other.pod} still works"
+                    f"{other.pod} still has workers"
                 )
         assert node.said_ready, f"{node.pod} has not sent ready"
         assert fields["members"] == self.going["members"] and len(fields["members"]) == 1
@@ -207,7 +207,7 @@ class Life:
         assert all(ranks[pod] == 0 for pod in ranks if indices[pod] == 0)
 
     def expects(self, node: Node) -> bool:
-        """Whether the coordinator has just begun and may still learn of the node's round."""
+        """Whether the coordinator has just started and may still learn of the node's round."""
         return node.pod in self.expected and self.world.now < self.restarted_at + 4.0
 
     def given_up(self, node: Node, last: int) -> bool:
@@ -237,7 +237,9 @@ class Life:
         assert reported == judged, f"{reported} incidents for {judged} breaks"
 
     def restart_coordinator(self) -> None:
-        """Close all connections. The next coordinator knows only its own attempt."""
+        """Close all connections. The next coordinator starts with no state except its attempt
+        number.
+        """
         self.attempt += 1
         last = self.world.coordinator.rounds.current
         whole = last is not None and not last.broken and not self.world.coordinator.rounds.held
@@ -254,7 +256,7 @@ class Life:
             node.member = None
 
     def replace(self, index: int) -> None:
-        """Start another attempt at a place whose last one is dead."""
+        """Start another attempt at an index whose last pod is dead."""
         if any(n.alive for n in self.nodes if n.index == index):
             return
         self.attempts[index] += 1
@@ -290,7 +292,7 @@ class Life:
         elif what == "reconnect" and node.alive:
             node.connect()  # an abandoned connection is half open
         elif what == "stuck" and node.booted:
-            node.stuck = True  # it sends and receives heartbeats but does nothing, so that only fencing helps
+            node.stuck = True  # it sends and receives heartbeats but does nothing, so it must be fenced
         elif what == "leave":
             node.leave()
         elif what == "replace":
@@ -307,7 +309,7 @@ class Life:
             self.world.coordinator.report_progress({"step": which})
 
     def settle(self) -> None:
-        """Deliver all lines, and let every member do its next step."""
+        """Deliver all lines, and let every member take its next step."""
         for node in list(self.nodes):
             while node.alive and node.lines:
                 node.read()
@@ -316,8 +318,8 @@ class Life:
                 node.deliver()
 
     def calm(self) -> None:
-        """Play on without faults, and replace pods as the operator would. The whole group must
-        run.
+        """Continue without faults, and replace pods as the operator would. In the end, the whole
+        group must run.
         """
         self.world.coordinator.resize(3, 2)
         for seconds in range(400):
@@ -356,7 +358,7 @@ EVENTS = [
     ordered=st.booleans(),
     events=st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 11)), min_size=3, max_size=60),
 )
-def test_a_group_survives_any_random_history(mode: str, ordered: bool, events: list[tuple[str, int]]) -> None:
+def test_a_group_trains_again_after_any_random_history(mode: str, ordered: bool, events: list[tuple[str, int]]) -> None:
     life = Life(mode, ordered)
     for _ in range(3):
         life.settle()

@@ -9,7 +9,7 @@ from coordinator_world import STANDARD, World, formed, formed_by
 
 
 @pytest.mark.parametrize(("joiners", "wait"), [(2, 10.0), (1, 60.0)])
-def test_joining_members_interrupt_the_group_at_a_limited_rate(joiners: int, wait: float) -> None:
+def test_the_group_is_interrupted_for_new_members_at_a_limited_rate(joiners: int, wait: float) -> None:
     world, *members = formed_by(2, 4, 2)
     new = [world.hello(2 + i) for i in range(joiners)]
     world.ready(*new)
@@ -23,7 +23,7 @@ def test_joining_members_interrupt_the_group_at_a_limited_rate(joiners: int, wai
     assert world.incidents() == [("Joined", "job-2-0", 0)]
 
 
-def test_a_joiner_does_not_interrupt_members_that_finish() -> None:
+def test_a_joining_member_does_not_interrupt_members_that_are_finishing() -> None:
     world, *members = formed_by(2, 3, 2)
     world.coordinator.finished(members[0], 1)
     world.ready(world.hello(2))
@@ -32,7 +32,7 @@ def test_a_joiner_does_not_interrupt_members_that_finish() -> None:
     assert world.report()["state"] == "Succeeded" and world.verbs(world.coordinator.members.by_index[2])[-1] == "done"
 
 
-def test_a_joiner_that_dies_before_the_others_have_drained_is_not_waited_for() -> None:
+def test_the_group_does_not_wait_for_a_joining_member_that_dies_while_others_drain() -> None:
     world, *members = formed_by(2, 3, 2, STANDARD)
     joiner = world.hello(2)
     world.ready(joiner)
@@ -42,7 +42,7 @@ def test_a_joiner_that_dies_before_the_others_have_drained_is_not_waited_for() -
     assert world.round.number == 2 and world.round.world == 2
 
 
-def test_members_above_the_wanted_size_are_spares() -> None:
+def test_members_beyond_the_requested_size_are_spares() -> None:
     world = World(2)
     members = world.form(2, spares=2)
     world.pass_time(1000)
@@ -65,16 +65,16 @@ def test_a_smaller_size_applies_immediately_and_drops_the_highest_indices() -> N
     assert world.round.number == 2
 
 
-def test_a_larger_size_waits_for_its_nodes() -> None:
+def test_a_larger_size_applies_once_its_nodes_are_ready() -> None:
     world, *members = formed(2)
     world.coordinator.resize(3, 3)
     world.pass_time(100)
-    assert world.report()["state"] == "Running" and world.report()["world"] == 2  # better than none
+    assert world.report()["state"] == "Running" and world.report()["world"] == 2  # it trains at its old size
     world.ready(world.hello(2))
     assert world.last(members[0])[0] == "restart"
 
 
-def test_an_impossible_size_is_refused() -> None:
+def test_an_impossible_group_size_is_refused() -> None:
     world = World(2)
     with pytest.raises(ValueError, match="minNodes: must be from 1 to nodes"):
         world.coordinator.resize(2, 3)
@@ -112,7 +112,7 @@ def test_the_back_off_is_reported() -> None:
     assert world.report()["backoffUntil"] is None and world.round.number == 3
 
 
-def test_only_a_new_furthest_step_ends_a_crash_loop() -> None:
+def test_a_crash_loop_ends_only_when_training_gets_further_than_before() -> None:
     world, *members = formed(2)
     world.coordinator.report_progress({"step": 10})
     assert crash(world, members) == 0
@@ -125,7 +125,7 @@ def test_only_a_new_furthest_step_ends_a_crash_loop() -> None:
     assert crash(world, members) == pytest.approx(1, abs=0.2)
 
 
-def test_a_minute_of_running_ends_a_crash_loop() -> None:
+def test_a_crash_loop_ends_after_a_minute_of_training() -> None:
     world, *members = formed(2)
     crash(world, members)
     crash(world, members)

@@ -62,7 +62,7 @@ def started_job(folder: Path, nodes: int, *arguments: str) -> Job:
     started = time.monotonic()
     job.start_coordinator(*arguments)
     job.wait_until(lambda r: r["state"] == "Forming", 10)
-    print(f"listens after {time.monotonic() - started:.2f} s")
+    print(f"listening after {time.monotonic() - started:.2f} s")
     return job
 
 
@@ -80,7 +80,7 @@ class Wire:
         self.socket.sendall(data)
 
     def prove(self, token: str = TOKEN) -> str:
-        """Challenge the coordinator, and return the proof that a hello needs."""
+        """Send the coordinator a challenge, and return the proof that a hello needs."""
         self.say("challenge", nonce="ours")
         answer = self.hear()
         place = str(answer["generation"]), str(answer["attempt"])
@@ -193,7 +193,7 @@ def test_a_proof_is_valid_for_one_connection_only(job: Job) -> None:
     assert "proof" in new.hear()["why"]
 
 
-def test_bad_lines_of_a_member_get_a_reply_and_change_nothing(job: Job) -> None:
+def test_a_malformed_line_gets_an_error_reply_and_the_member_stays_connected(job: Job) -> None:
     wire = member(job, 0)
     assert wire.hear() == {"t": "welcome", "generation": 0}
     for line, why in (
@@ -207,15 +207,15 @@ def test_bad_lines_of_a_member_get_a_reply_and_change_nothing(job: Job) -> None:
         assert answer["t"] == "error" and why in answer["why"]
     wire.say("hb")
     assert wire.hear()["t"] == "hb"
-    wire.raw(b'{"t":"' + b"x" * 400_000)  # longer than any line may be, so this connection is dropped
+    wire.raw(b'{"t":"' + b"x" * 400_000)  # exceeds the limit for a line, so this connection is dropped
     job.wait_until(lambda r: r["members"] == [], 5)
 
 
 @pytest.mark.parametrize("where", ["hello", "line"])
-def test_a_defect_triggered_by_a_line_ends_the_connection_with_one_log_line(
+def test_an_unexpected_exception_closes_the_connection_and_logs_one_line(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No member may remain whose connection has ended."""
+    """A member must not remain in the group after its connection is closed."""
     logged: list[str] = []
     monkeypatch.setattr("ddpjob_runtime.coordinator.server.log", logged.append)
 
@@ -245,7 +245,7 @@ def test_a_defect_triggered_by_a_line_ends_the_connection_with_one_log_line(
     assert left == []
 
 
-def test_bad_requests_get_the_reason(job: Job) -> None:
+def test_the_response_to_a_bad_request_has_the_reason(job: Job) -> None:
     assert job.post("/v1/progress", {"step": 1}, token="wrong")[0] == 401
     assert job.post("/v1/progress", b"{")[0] == 400
     for path, body, why in (
@@ -303,7 +303,7 @@ def test_the_long_poll_returns_on_a_change(job: Job) -> None:
     assert 0.4 < time.monotonic() - started < 5 * slowness()
 
 
-def test_the_scripts_own_progress_replaces_the_step_counter(job: Job) -> None:
+def test_progress_reported_by_the_script_replaces_the_step_counter(job: Job) -> None:
     job.post("/v1/progress", {"step": 3, "automatic": True, "metrics": {"stepsPerSecond": 2.0}})
     assert job.status()["progress"]["step"] == 3
     job.post("/v1/progress", {"step": 30, "steps": 100, "loss": 1.0})
@@ -326,7 +326,7 @@ def test_counted_steps_are_used_until_the_script_reports_its_own(job: Job) -> No
     assert (progress["epoch"], progress["step"], progress["metrics"]) == (2, 1000, {"accuracy": 0.9})
 
 
-def test_256_members_succeed_or_break_together(big_job: Job) -> None:
+def test_a_group_of_256_members_succeeds_or_breaks_together(big_job: Job) -> None:
     job, nodes = big_job, 256
     wires = [member(job, i) for i in range(nodes)]
     assert all(w.hear()["t"] == "welcome" for w in wires)
@@ -334,7 +334,7 @@ def test_256_members_succeed_or_break_together(big_job: Job) -> None:
     ready(*wires)
     goes = [w.hear() for w in wires]
     assert [go["rank"] for go in goes] == list(range(nodes)) and all(len(go["members"]) == 1 for go in goes)
-    print(f"go reaches {nodes} members in {time.monotonic() - started:.2f} s")
+    print(f"`go` reached {nodes} members in {time.monotonic() - started:.2f} s")
     for w in wires:
         w.say("joined", round=1)
     job.wait_until(lambda r: r["state"] == "Running" and r["world"] == nodes, 10)
@@ -363,9 +363,9 @@ def test_256_members_succeed_or_break_together(big_job: Job) -> None:
     assert resident < 80 * 1024
 
 
-def test_a_lone_surrogate_in_a_metric_name_does_not_break_the_page(job: Job) -> None:
-    r"""The format escapes only backslashes, quotes and line ends. A reader refuses the whole page
-    otherwise.
+def test_a_lone_surrogate_in_a_metric_name_does_not_break_the_metrics_page(job: Job) -> None:
+    r"""The format escapes only backslashes, quotes and line ends. Prometheus rejects the whole page
+    if it is not valid UTF-8.
     """
     job.post("/v1/progress", {"metrics": {"a\ud800": 1}})
     text = urllib.request.urlopen(f"http://127.0.0.1:{job.port}/metrics", timeout=5).read().decode()
@@ -387,7 +387,7 @@ def test_a_spare_takes_over_immediately(job: Job) -> None:
 
 def test_a_failure_is_reported_with_all_its_details(job: Job) -> None:
     first, second = running(job)
-    now = 123.0  # on the member's own clock, so only the age counts
+    now = 123.0  # on the member's own clock, so only the age of the failure is used
     first.say(
         "failure", round=1, rank=0, localRank=0, pid=7, exitCode=-9, signal="SIGKILL", message="out of memory",
         traceback="T", time=now - 2, sent=now, oom=True,
@@ -409,7 +409,7 @@ def test_a_failure_is_reported_with_all_its_details(job: Job) -> None:
     )
 
 
-def test_a_hang_is_detected_and_its_stacks_are_kept(tmp_path: Path) -> None:
+def test_a_hang_is_detected_and_reported_with_its_stacks(tmp_path: Path) -> None:
     with contextlib.closing(started_job(tmp_path, 2, "--hang-after", "1")) as job:
         first, second = running(job)
         assert first.hear() == {"t": "dump", "round": 1} and second.hear()["t"] == "dump"
@@ -443,7 +443,7 @@ def test_a_new_coordinator_adopts_the_round_of_one_that_was_killed(job: Job) -> 
     assert job.wait_until(lambda r: r["incidents"])["incidents"][0]["id"] == 1_000_001
 
 
-def test_a_change_of_size_restarts_the_group_and_leaves_time_to_save(job: Job) -> None:
+def test_a_resize_restarts_the_group_after_giving_it_time_to_save(job: Job) -> None:
     first, second = running(job, grace=7)
     assert job.post("/v1/size", {"nodes": 1, "minNodes": 1}) == (200, {})
     heard = first.hear()
@@ -455,7 +455,7 @@ def test_a_change_of_size_restarts_the_group_and_leaves_time_to_save(job: Job) -
     assert [m["state"] for m in report["members"]] == ["Running", "Ready"]
 
 
-def test_the_operator_knows_of_a_lost_pod_before_its_connection_ends(job: Job) -> None:
+def test_a_pod_that_the_operator_calls_lost_is_fenced_before_its_connection_ends(job: Job) -> None:
     first, second = running(job)
     assert job.post("/v1/gone", {"pods": ["job-7-0", "job-1-0"], "why": "node n2 is lost"}) == (200, {})
     assert first.hear() == {
@@ -466,7 +466,7 @@ def test_the_operator_knows_of_a_lost_pod_before_its_connection_ends(job: Job) -
     }
     heard = second.hear()
     assert heard["t"] == "stop" and heard["fenced"] is True
-    zombie = member(job, 1)  # it reconnects, but its place has been taken
+    zombie = member(job, 1)  # it reconnects, but its index belongs to another pod by now
     assert zombie.hear()["fenced"] is True
     ready(first, after=1)
     report = job.wait_until(lambda r: r["incidents"])
@@ -474,7 +474,7 @@ def test_the_operator_knows_of_a_lost_pod_before_its_connection_ends(job: Job) -
     assert report["lost"] == []
 
 
-def test_the_same_process_may_come_back_over_a_new_connection(job: Job) -> None:
+def test_the_same_process_may_reconnect(job: Job) -> None:
     half_open, other = running(job)
     again = member(job, 0, resume={"round": 1, "rank": 0, "world": 2, "state": "Running"})
     assert again.hear()["t"] == "welcome"
@@ -557,8 +557,8 @@ def test_a_member_that_reads_nothing_does_not_stop_the_others(job: Job) -> None:
     deaf, other = member(job, 0), member(job, 1)
     assert other.hear()["t"] == "welcome"
     with pytest.raises(ConnectionError):  # responses accumulate until the connection is dropped
-        # Refusals repeat the verb, so a hundredth of the messages is enough, compared with
-        # heartbeats.
+        # Error replies repeat the verb and are long, so a hundredth as many messages as heartbeats
+        # is enough.
         for _ in range(20_000):
             deaf.raw(json.dumps({"t": "x" * 2000}).encode() + b"\n")
     other.say("hb")
@@ -590,7 +590,7 @@ def test_the_last_line_of_a_closing_connection_is_processed() -> None:
     )
 
 
-def test_a_host_that_stays_silent_is_lost(job: Job) -> None:
+def test_a_host_that_stays_silent_is_declared_lost(job: Job) -> None:
     wire = member(job, 0)
     assert wire.hear()["t"] == "welcome"
     ready(wire)
@@ -618,7 +618,7 @@ def test_sigterm_after_the_group_has_finished_is_not_an_error(tmp_path: Path) ->
     assert job.wait_exit("coordinator", 2 * slowness()) == 0
 
 
-def test_sigterm_ends_the_coordinator_immediately_and_so_does_a_dead_store(tmp_path: Path) -> None:
+def test_the_coordinator_exits_immediately_on_sigterm_or_if_its_store_dies(tmp_path: Path) -> None:
     job = Job(tmp_path, store=False)
     job.start_coordinator()
     job.wait_until(lambda r: True)
@@ -651,7 +651,9 @@ def test_sigterm_ends_the_coordinator_immediately_and_so_does_a_dead_store(tmp_p
         (2, ("--store-port", "1"), "--store-port has no effect with --mode Fast"),
     ],
 )
-def test_a_fault_at_the_start_is_reported(tmp_path: Path, nodes: int, arguments: tuple[str, ...], why: str) -> None:
+def test_a_coordinator_that_cannot_start_reports_the_reason(
+    tmp_path: Path, nodes: int, arguments: tuple[str, ...], why: str
+) -> None:
     job = Job(tmp_path, nodes=nodes, store=False, mode="Fast")
     job.start_coordinator(*arguments)
     assert job.wait_exit("coordinator", 10) == 2
@@ -659,7 +661,7 @@ def test_a_fault_at_the_start_is_reported(tmp_path: Path, nodes: int, arguments:
 
 
 @pytest.mark.parametrize("address", ["203.0.113.1", ""])
-def test_a_store_without_an_address_of_its_pod_ends_its_coordinator_with_the_reason(
+def test_a_store_whose_address_is_not_its_pods_ends_the_coordinator_with_the_reason(
     tmp_path: Path, address: str
 ) -> None:
     pytest.importorskip("torch", reason="the store needs torch")
@@ -709,7 +711,7 @@ def test_an_image_without_a_usable_torch_is_reported_in_one_line(
     )
 
 
-def test_the_output_of_the_stores_process_is_read_to_its_end() -> None:
+def test_the_output_of_the_stores_process_is_read_until_it_exits() -> None:
     """Otherwise the image's output after the start would fill the pipe and stop the store."""
 
     async def read() -> bytes:
@@ -729,11 +731,11 @@ def test_the_output_of_the_stores_process_is_read_to_its_end() -> None:
 
 
 @pytest.mark.parametrize("how", ["asked", "store"])
-def test_the_coordinator_ends_although_connections_stay_open(
+def test_the_coordinator_exits_even_if_connections_stay_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """Regression: from Python 3.12 on, closing a server waits for its connections, so a coordinator
-    without its store stayed.
+    whose store had died did not exit.
     """
     if how == "store":
         pytest.importorskip("torch", reason="the store needs torch")
@@ -784,7 +786,7 @@ def clients(job: Job, count: int) -> list[MemberClient]:
 
 
 def stand_still(job: Job, seconds: float) -> None:
-    """Stop the coordinator for `seconds`."""
+    """Stop the coordinator's process for `seconds` with a signal."""
     job.kill("coordinator", signal.SIGSTOP)
     time.sleep(seconds)
     job.kill("coordinator", signal.SIGCONT)
@@ -844,7 +846,9 @@ def test_a_launcher_that_was_stopped_does_not_restart_workers(job: Job) -> None:
 
 
 def drop_all_packets(receiver: socket.socket) -> None:
-    """Make the socket look as if its host were gone: the kernel acknowledges nothing."""
+    """Make the socket look as if its host were unreachable, because its kernel acknowledges
+    nothing.
+    """
     program = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF: return 0 bytes
     fprog = struct.pack("HL", 1, ctypes.addressof(program))
     receiver.setsockopt(socket.SOL_SOCKET, 26, fprog)  # SO_ATTACH_FILTER
@@ -869,14 +873,14 @@ def test_a_member_whose_host_is_gone_is_lost_within_seconds(tmp_path: Path) -> N
         assert "job-0-0 is silent" not in job.log("coordinator").read_text(), "its heartbeats are received"
         limit = protocol.SILENCE_SECONDS + PROBE_SECONDS + RETURN_SECONDS - 1
         assert protocol.SILENCE_SECONDS - 1 < time.monotonic() - began < limit * slowness(), (
-            "no member waits for its return"
+            "the group does not wait until the member returns"
         )
 
 
-def test_members_that_fall_silent_together_are_waited_for(tmp_path: Path) -> None:
+def test_the_coordinator_waits_if_all_members_fall_silent_together(tmp_path: Path) -> None:
     """A coordinator that hears from no member judges none, because its own host may be partitioned.
-    In the end it loses all members at the same moment. The operator replaces the pods whose loss is
-    reported, and must not mistake the first for the only one.
+    In the end it declares all members lost at the same moment. Otherwise, the operator would
+    replace only the first pod that is reported lost.
     """
     with contextlib.closing(started_job(tmp_path, 3)) as job:
         wires = running(job, 3)
@@ -889,7 +893,7 @@ def test_members_that_fall_silent_together_are_waited_for(tmp_path: Path) -> Non
         report = job.wait_until(lambda r: r["lost"], BLIND_SECONDS + 10)
         assert (report["state"], len(report["lost"])) == ("Restarting", 3)
         reasons = [*(lost["why"] for lost in report["lost"]), *(i["message"] for i in report["incidents"])]
-        assert [why for why in reasons if "as most members are" not in why] == [], "no member alone is to blame"
+        assert [why for why in reasons if "as most members are" not in why] == [], "no single member is to blame"
 
 
 def test_a_silent_member_that_was_lost_with_others_and_speaks_again_is_disconnected(
@@ -918,7 +922,7 @@ def test_a_silent_member_that_was_lost_with_others_and_speaks_again_is_disconnec
             assert wire.hear()["t"] == "hb", "all its earlier lines are read"
         cut_off.set()
         first.say("note", kind="ColdWorkers", why="")
-        first.lines.read()  # until both connections end as lost
+        first.lines.read()  # until both members are declared lost
         second.say("hb")
         answers = [json.loads(line)["t"] for line in second.lines]
         return answers, member(job, 1).hear()["t"]

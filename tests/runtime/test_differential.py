@@ -1,5 +1,5 @@
-"""Everything that a script can notice is the same under torchrun, in Standard and in Fast, except
-for the rows of one table.
+"""A script notices no difference between torchrun, Standard and Fast, except for those listed in
+one table.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def without_nohup() -> Iterator[None]:
     signal.signal(signal.SIGHUP, before)
 
 
-def test_there_are_no_differences_except_the_tables_rows(tmp_path: Path) -> None:
+def test_the_modes_differ_from_torchrun_only_as_the_table_says(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     found = differential.run_corpus(tmp_path)
     print(differential.table(found))
@@ -74,7 +74,7 @@ def test_deliberate_defects_are_found(tmp_path: Path) -> None:
     found = differential.run_corpus(tmp_path, [*DEFECTS, "exit_codes"], runtime)
     differ = {name for name, _ in differential.differences(found)}
     print(differential.table(found))
-    assert differ == set(DEFECTS), "each is found, and only by its own program"
+    assert differ == set(DEFECTS), "each defect is found by its own program and by no other"
 
 
 def test_every_difference_is_a_row_of_the_table_and_every_row_has_a_program() -> None:
@@ -104,7 +104,7 @@ def seen(path: Path) -> dict[str, Any]:
     return content
 
 
-def test_plain_and_both_modes_match_the_processes_that_torchrun_starts(tmp_path: Path) -> None:
+def test_the_tests_plain_process_and_both_modes_match_torchruns_processes(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     found = {}
     for mode in ("Standard", "Fast"):

@@ -1,5 +1,5 @@
-"""Fetching code.archive: the verification before unpacking, hostile archives, limits, a second
-start, and an absent bucket.
+"""Fetching code.archive: verification before unpacking, hostile archives, limits, a second start,
+and a missing bucket.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def unpacked(tmp_path: Path, archive: bytes, **limits: int) -> dict[str, bytes]:
 
 
 def header(**fields: int) -> bytes:
-    """Return a gzip'ed tar of one header, with a size that Python would not write."""
+    """Return a gzipped tar with a single header, whose size Python would not write."""
     made = tarfile.TarInfo("a")
     block = bytearray(made.tobuf(tarfile.GNU_FORMAT))
     size, kind = fields["size"], fields.get("kind", ord("0"))
@@ -129,7 +129,7 @@ def test_a_malformed_archive_is_refused(archive: bytes, tmp_path: Path) -> None:
         unpacked(tmp_path, archive)
 
 
-def test_a_bomb_ends_at_the_limit_of_bytes_and_of_files(tmp_path: Path) -> None:
+def test_a_decompression_bomb_is_stopped_at_the_limits_of_bytes_and_files(tmp_path: Path) -> None:
     with pytest.raises(BadArchive, match=r"more than 1\.0 MiB"):
         unpacked(tmp_path, packed(member("a", bytes(900_000)), member("b", bytes(900_000))), most=2**20)
     with pytest.raises(BadArchive, match="more than 3 files"):
@@ -140,7 +140,7 @@ def test_a_bomb_ends_at_the_limit_of_bytes_and_of_files(tmp_path: Path) -> None:
         unpacked(tmp_path, header(size=2_000_000)[:-8] + padding, most=2**20, most_files=10)
 
 
-def test_a_header_that_would_fill_the_memory_is_not_read(tmp_path: Path) -> None:
+def test_a_header_that_would_exhaust_the_memory_is_not_read(tmp_path: Path) -> None:
     with pytest.raises(BadArchive, match="it has a header of 3"):
         unpacked(tmp_path, packed(member("a", pax_headers={"comment": "x" * 3_000_000})))
 
@@ -186,7 +186,7 @@ def fetch(settings: CodeSettings, cancelled: Callable[[], bool] = lambda: False)
     CodeFetch(settings, cancelled, lambda text: None).run()
 
 
-def test_an_archive_is_unpacked_once_and_the_programs_files_stay(
+def test_an_archive_is_unpacked_only_once_and_files_that_the_program_wrote_are_kept(
     server: Server, settings: Callable[[bytes], CodeSettings], tmp_path: Path
 ) -> None:
     content = packed(member("train.py", b"print()"))
@@ -210,7 +210,7 @@ def test_a_wrong_digest_is_found_before_anything_is_unpacked(
     assert files(tmp_path / "code") == {} and len(server.requests) == 3
 
 
-def test_a_transfer_that_was_damaged_once_is_repeated(
+def test_a_damaged_transfer_is_repeated(
     server: Server, settings: Callable[[bytes], CodeSettings], tmp_path: Path
 ) -> None:
     content = packed(member("train.py", b"1"))
@@ -224,7 +224,7 @@ def test_a_transfer_that_was_damaged_once_is_repeated(
     assert files(tmp_path / "code") == {"train.py": b"1"} and not answers
 
 
-def test_an_interrupted_start_is_completed_by_the_next(
+def test_the_next_start_completes_an_interrupted_one(
     server: Server, settings: Callable[[bytes], CodeSettings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     content = packed(member("a.py", b"1"), member("lib/b.py", b"2"), member("c.py", b"3"))
@@ -244,7 +244,7 @@ def test_an_interrupted_start_is_completed_by_the_next(
     assert files(tmp_path / "code") == {"a.py": b"1", "lib/b.py": b"2", "c.py": b"3"}
 
 
-def test_pods_of_one_machine_fetch_once(server: Server, settings: Callable[[bytes], CodeSettings]) -> None:
+def test_an_archive_is_fetched_only_once_per_machine(server: Server, settings: Callable[[bytes], CodeSettings]) -> None:
     content = packed(member("train.py", b"1" * 100_000))
     serve(server, content)
     taken = settings(content)
@@ -256,7 +256,7 @@ def test_pods_of_one_machine_fetch_once(server: Server, settings: Callable[[byte
     assert len(server.requests) == 1
 
 
-def test_a_missing_archive_and_refused_keys_name_the_field(
+def test_errors_about_a_missing_archive_or_rejected_keys_name_the_field(
     server: Server, settings: Callable[[bytes], CodeSettings]
 ) -> None:
     for status, body, said in (
@@ -268,7 +268,9 @@ def test_a_missing_archive_and_refused_keys_name_the_field(
             fetch(settings(b"x"))
 
 
-def test_a_stop_ends_the_wait_for_a_bucket(server: Server, settings: Callable[[bytes], CodeSettings]) -> None:
+def test_a_request_to_stop_ends_the_wait_for_a_bucket(
+    server: Server, settings: Callable[[bytes], CodeSettings]
+) -> None:
     serve(server, b"<Error/>", 503)
     with pytest.raises(FetchAbandoned):
         fetch(settings(b"x"), lambda: len(server.requests) > 1)
@@ -283,8 +285,8 @@ def test_an_archive_that_is_too_large_is_not_downloaded(
         fetch(settings(b"x" * 2000))
 
 
-@pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
-def test_a_folder_owned_by_another_user_is_a_manifest_error(
+@pytest.mark.skipif(os.getuid() == 0, reason="root can write to any folder")
+def test_a_folder_owned_by_another_user_is_reported_as_a_manifest_error(
     server: Server, settings: Callable[[bytes], CodeSettings], tmp_path: Path
 ) -> None:
     (tmp_path / "code").mkdir(mode=0o555)
@@ -292,7 +294,7 @@ def test_a_folder_owned_by_another_user_is_a_manifest_error(
         fetch(settings(b"x"))
 
 
-def test_a_full_disk_is_a_fault_of_the_node(
+def test_a_full_disk_is_reported_as_a_fault_of_the_node(
     server: Server, settings: Callable[[bytes], CodeSettings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*arguments: object) -> int:

@@ -1,5 +1,5 @@
 """Fetching storage.data.url: signatures, hostile servers and names, checksums, the lock, and
-earlier content.
+content of an earlier fetch.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def test_the_buckets_content_is_fetched_and_a_second_fetch_only_lists(server: Se
     assert not list((tmp_path / "d").glob(".ddpjob-part-*"))
 
 
-def test_a_connection_is_reused_for_one_object_after_the_other(server: Server) -> None:
+def test_a_connection_is_reused_for_consecutive_objects(server: Server) -> None:
     """Regression: every second object waited a second for a new connection, whatever the server
     answered.
     """
@@ -192,7 +192,7 @@ def test_changed_objects_are_fetched_again_and_deleted_ones_are_removed(server: 
     assert asked == {"other", "was", "edited"}, "a request may be repeated on a busy machine"
 
 
-def test_an_interrupted_part_is_continued(server: Server, tmp_path: Path) -> None:
+def test_an_interrupted_download_is_continued(server: Server, tmp_path: Path) -> None:
     server.content = {"big": os.urandom(1_000_000)}
     whole, cut = server.content["big"], True
 
@@ -217,7 +217,7 @@ def test_an_interrupted_part_is_continued(server: Server, tmp_path: Path) -> Non
     assert files(tmp_path) == server.content and offsets == [0, 600_000]
 
 
-def test_a_part_from_another_version_or_boot_is_not_continued(
+def test_a_partial_file_of_another_version_or_boot_is_not_continued(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.content = {"big": b"b" * 1000}
@@ -234,7 +234,7 @@ def test_a_part_from_another_version_or_boot_is_not_continued(
 
 
 @pytest.mark.parametrize("kind", ["md5", "sha256", "crc32"])
-def test_data_with_a_wrong_checksum_is_never_used(server: Server, tmp_path: Path, kind: str) -> None:
+def test_fetched_data_with_a_wrong_checksum_is_never_used(server: Server, tmp_path: Path, kind: str) -> None:
     server.content, server.etags = {"a": b"content"}, {"a": "0" * 32 if kind == "md5" else "abc-2"}
     if kind != "md5":
         server.headers = {f"x-amz-checksum-{kind}": base64.b64encode(b"no").decode()}
@@ -245,7 +245,7 @@ def test_data_with_a_wrong_checksum_is_never_used(server: Server, tmp_path: Path
     assert files(tmp_path) == {}
 
 
-def test_checksums_of_parts_and_of_encrypted_objects_are_ignored() -> None:
+def test_checksums_of_multipart_and_encrypted_objects_are_ignored() -> None:
     md5, crc = hashlib.md5(b"x").hexdigest(), base64.b64encode(zlib.crc32(b"x").to_bytes(4, "big")).decode()
     for etag, headers, good in (
         (md5, {}, True),
@@ -269,7 +269,7 @@ def test_checksums_of_parts_and_of_encrypted_objects_are_ignored() -> None:
     ["../x", "a/../x", "a/./x", "a//x", "/x", "x/", "a\0b", "a\nb", "a\\b", "C:x", "b" * 256, "ü" * 128, ".ddpjob-lock",
      ".ddpjob-x/y", ".."],
 )  # fmt: skip
-def test_a_name_cannot_leave_the_folder(server: Server, tmp_path: Path, name: str) -> None:
+def test_the_name_of_an_object_cannot_point_outside_of_the_folder(server: Server, tmp_path: Path, name: str) -> None:
     assert why_not_a_file(name)
     server.content = {"good": b"1"}
     server.answer = lambda path, query: (
@@ -277,10 +277,10 @@ def test_a_name_cannot_leave_the_folder(server: Server, tmp_path: Path, name: st
     )
     with pytest.raises(BucketRefusal, match="cannot become a file"):
         fetch(server, tmp_path / "d")
-    assert files(tmp_path) == {}, "nothing is fetched of such a bucket"
+    assert files(tmp_path) == {}, "nothing is fetched from such a bucket"
 
 
-def test_names_that_collide_are_refused() -> None:
+def test_object_names_that_would_give_the_same_file_are_refused() -> None:
     for names, says in ((["a", "a"], "twice"), (["a", "a/b"], "the folder of"), ([], "contains no objects")):
         with pytest.raises(BucketRefusal, match=says):
             check_names([Remote(name, 1, "e") for name in names], "s3://b/p")
@@ -309,7 +309,7 @@ CONTINUED = "<IsTruncated>true</IsTruncated><NextContinuationToken>t</NextContin
         pytest.param(listing([], CONTINUED), "does not end", marks=pytest.mark.slow),
     ],
 )
-def test_a_hostile_listing_ends_the_fetch(
+def test_a_hostile_listing_of_a_bucket_ends_the_fetch(
     server: Server, tmp_path: Path, body: bytes, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(s3_reader, "MOST_OBJECTS", 1000)
@@ -319,7 +319,7 @@ def test_a_hostile_listing_ends_the_fetch(
         fetch(server, tmp_path)
 
 
-def test_a_listing_that_is_too_large_is_not_read(
+def test_a_listing_above_the_size_limit_is_not_read(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(s3_reader, "_PAGE_BYTES", 1000)
@@ -362,7 +362,7 @@ def test_a_bucket_that_is_reachable_again_is_no_longer_reported_unreachable(
     assert files(tmp_path) == server.content and seen[0] == "0 " and seen[-1] == "400 "
 
 
-def test_an_object_longer_than_listed_is_not_written(server: Server, tmp_path: Path) -> None:
+def test_an_object_that_is_longer_than_listed_is_not_stored(server: Server, tmp_path: Path) -> None:
     server.content = {"a": b"1"}
     server.answer = lambda path, query: (200, {}, b"1" * 10_000_000) if path.endswith("/a") else None
     with pytest.raises(BucketRefusal, match="keeps changing while it is listed"):
@@ -405,7 +405,7 @@ def test_an_error_that_no_retry_can_fix_ends_the_fetch_immediately(
     ("status", "code"),
     [(503, "SlowDown"), (500, ""), (429, ""), (400, "RequestTimeout"), (403, "RequestTimeTooSkewed")],
 )
-def test_a_busy_server_is_retried(server: Server, tmp_path: Path, status: int, code: str) -> None:
+def test_requests_to_a_busy_server_are_retried(server: Server, tmp_path: Path, status: int, code: str) -> None:
     server.content = {"a": b"1"}
     busy = [1] * 6
     server.answer = lambda path, query: (
@@ -415,7 +415,7 @@ def test_a_busy_server_is_retried(server: Server, tmp_path: Path, status: int, c
     assert files(tmp_path) == {"a": b"1"}
 
 
-def test_an_abandoned_fetch_stops_retrying(server: Server, tmp_path: Path) -> None:
+def test_a_cancelled_fetch_stops_retrying(server: Server, tmp_path: Path) -> None:
     server.answer = lambda path, query: (500, {}, b"")
     with pytest.raises(FetchAbandoned):
         fetch(server, tmp_path, lambda: len(server.requests) > 3)
@@ -439,7 +439,7 @@ def test_a_disk_without_file_locks_is_reported(server: Server, tmp_path: Path, m
         fetch(server, tmp_path)
 
 
-def test_entries_that_others_wrote_into_the_record_do_no_harm(server: Server, tmp_path: Path) -> None:
+def test_entries_of_the_record_that_others_have_written_are_harmless(server: Server, tmp_path: Path) -> None:
     server.content = {"a": b"1"}
     (tmp_path / "outside").write_text("mine")
     folder = tmp_path / "d"
@@ -481,7 +481,7 @@ def test_one_process_fetches_at_a_time_and_a_killed_one_releases_the_lock(server
     assert not other.is_alive() and files(tmp_path) == {"a": b"1"}
 
 
-def test_progress_is_reported_when_it_changes_and_withdrawn_at_the_end(
+def test_progress_is_reported_on_each_change_and_withdrawn_at_the_end(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.content = {f"{n}": b"x" * 1000 for n in range(20)}
@@ -495,9 +495,7 @@ def test_progress_is_reported_when_it_changes_and_withdrawn_at_the_end(
     assert all("of 19.5 KiB" in text for text in reported[:-1])
 
 
-def test_an_unreadable_certificate_authority_is_an_error_immediately(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_unreadable_certificate_authority_fails_immediately(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "empty.pem").touch()
     place = BucketPlace.read("s3://bucket/p", "https://127.0.0.1:1", "us-east-1")
     for name in ("no-such.pem", "empty.pem"):
@@ -506,7 +504,9 @@ def test_an_unreadable_certificate_authority_is_an_error_immediately(
             list(Reader(place, Credentials({}, place.region)).objects())
 
 
-def test_keys_are_removed_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_keys_of_the_bucket_are_removed_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for name, value in (("URL", "s3://b/p"), ("DIR", str(tmp_path)), ("AWS_ACCESS_KEY_ID", "k"),
                         ("AWS_SECRET_ACCESS_KEY", "s")):  # fmt: skip
         monkeypatch.setenv(f"DDPJOB_DATA_{name}", value)
@@ -518,7 +518,7 @@ def test_keys_are_removed_from_the_environment(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_an_object_that_google_decompresses_on_the_way_is_reported(server: Server, begun: bool) -> None:
+def test_an_object_that_google_decompresses_during_transfer_is_reported(server: Server, begun: bool) -> None:
     """An object uploaded by `gcloud storage cp --gzip-local` is always longer than its listing."""
     server.content = {"a": b"packed"}
     server.answer = lambda path, query: (
@@ -530,7 +530,7 @@ def test_an_object_that_google_decompresses_on_the_way_is_reported(server: Serve
         reader.open(next(reader.objects()), 3 if begun else 0)
 
 
-def test_weak_etags_are_refused_with_their_name(server: Server) -> None:
+def test_an_object_with_a_weak_etag_is_refused_and_named(server: Server) -> None:
     server.answer = lambda path, query: (200, {}, listing([("p/a", 1, "x")]).replace(b"&quot;x", b"W/&quot;x"))
     place = BucketPlace.read("s3://bucket/p", server.url, "")
     with pytest.raises(BucketRefusal, match=r'has weak ETags \(W/"x"\), .*use a server with strong ETags'):
@@ -542,16 +542,16 @@ def test_weak_etags_are_refused_with_their_name(server: Server) -> None:
     [("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), ("AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID")],
 )
 def test_half_of_a_key_pair_is_reported(there: str, missing: str) -> None:
-    """Regression: if one value in the Secret was empty, requests were unsigned, like those to a
-    public bucket.
+    """Regression: if one of the two values in the Secret was empty, requests were sent unsigned, as
+    to a public bucket.
     """
     with pytest.raises(BucketRefusal, match=f"{there} is set, but {missing} is missing or empty; set both"):
         Credentials({there: "x"}, "r").keys()
 
 
-def test_a_service_accounts_role_gives_keys_which_are_renewed(server: Server, tmp_path: Path) -> None:
+def test_keys_of_a_service_accounts_role_are_renewed_when_they_expire(server: Server, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("web-token\n")
-    texts = iter(("2020-01-01T00:00:00Z", "2099-01-01T00:00:00.123456789Z"))  # The second one as MinIO writes it.
+    texts = iter(("2020-01-01T00:00:00Z", "2099-01-01T00:00:00.123456789Z"))  # MinIO writes the second form.
 
     def answer(path: str, query: object) -> Answer:
         body = f"<SecretAccessKey>s</SecretAccessKey><Expiration>{next(texts)}</Expiration>"
@@ -563,12 +563,12 @@ def test_a_service_accounts_role_gives_keys_which_are_renewed(server: Server, tm
     for _ in range(3):
         keys = known.keys()
         assert keys is not None and (keys.access, keys.secret, keys.token) == ("id", "s", "t")
-    assert len(server.requests) == 2, "the first ones had expired"
+    assert len(server.requests) == 2, "the first keys had expired"
     with pytest.raises(BucketRefusal, match="cannot be read"):
         Credentials({**variables, "AWS_WEB_IDENTITY_TOKEN_FILE": "/no"}, "r").keys()
 
 
-def test_pod_identity_gives_keys_and_without_it_there_are_none(server: Server, tmp_path: Path) -> None:
+def test_keys_come_from_pod_identity_if_the_pod_has_one(server: Server, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("t")
     until = "2099-01-01T00:00:00Z"
     body = {"AccessKeyId": "i", "SecretAccessKey": "s", "Token": "t", "Expiration": until}
@@ -602,7 +602,7 @@ def test_a_temporary_failure_to_get_keys_is_retried(
         known.keys()
 
 
-def test_keys_that_a_server_calls_expired_are_renewed_early(server: Server, tmp_path: Path) -> None:
+def test_keys_that_a_server_rejects_as_expired_are_renewed_early(server: Server, tmp_path: Path) -> None:
     """This node's clock is slow, so the node considered the keys valid for another hour."""
     server.content = {"a": b"1"}
     asked, expired = list[str](), [1]
@@ -619,7 +619,7 @@ def test_keys_that_a_server_calls_expired_are_renewed_early(server: Server, tmp_
     assert files(tmp_path) == {"a": b"1"} and len(asked) == 2
 
 
-def test_a_proxy_gets_the_name_and_password_of_its_url(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proxy_receives_the_user_name_and_password_in_its_url(monkeypatch: pytest.MonkeyPatch) -> None:
     listening, got = socket.create_server(("127.0.0.1", 0)), list[bytes]()
 
     def serve() -> None:

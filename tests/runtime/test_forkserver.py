@@ -81,19 +81,19 @@ def outcomes(folder: Path, *texts: str, **env: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_a_worker_sees_the_same_as_a_fresh_process(tmp_path: Path) -> None:
+def test_a_forked_worker_sees_the_same_environment_as_a_fresh_process(tmp_path: Path) -> None:
     first, second = (json.loads(o["out"]) for o in outcomes(tmp_path, PROBE, PROBE, OMP_NUM_THREADS="1"))
     assert first["argv"] == ["script0.py", "--flag"] and first["name"] == "__main__" and first["main"]
     assert first["path0"] == str(tmp_path)
     assert first["siblings"] == [] and first["threads"] == 1 and first["group"] and first["sigterm"] == "SIG_DFL"
     assert first["torch_threads"] == 1
     assert first["temporary"] == str(tmp_path) and first["loggers"] == ["torch", True, False]
-    assert first["torch_seconds"] < 0.5, "torch was there already"
+    assert first["torch_seconds"] < 0.5, "torch was imported already"
     shared = [one for one, other in zip(first["random"], second["random"]) if one == other]
     assert not shared, "no two workers share a stream of random numbers"
 
 
-def test_the_end_of_a_worker_is_reported(tmp_path: Path) -> None:
+def test_the_exit_of_a_worker_is_reported(tmp_path: Path) -> None:
     (tmp_path / "client.py").write_text("NAME = 'the script has a module called client'\n")
     own, loaders, fails = outcomes(tmp_path, OWN_MODULES, LOADERS, FAILS)
     assert (own["code"], own["out"]) == (0, "the script has a module called client\n")
@@ -119,14 +119,14 @@ def train():
     optimizer.zero_grad()
     model(torch.ones(4, 2)).sum().backward()
     optimizer.step()
-def kept():  # what torch calls in place of the function
+def kept():  # the function that torch calls instead
     return vars(torch.optim.Optimizer.add_param_group.__wrapped__).get("__dynamo_disable")
 train()
 print("sympy" in sys.modules, kept() is torch.optim.Optimizer.add_param_group.__wrapped__)
 import torch._dynamo.config as settings
 dynamo = sys.modules["torch._dynamo"]
 print("sympy" in sys.modules, settings is sys.modules["torch._dynamo.config"] is dynamo.config, dynamo is torch._dynamo)
-print(settings is sys.modules["torch._dynamo.convert_frame"].config)  # the one that the compiler reads
+print(settings is sys.modules["torch._dynamo.convert_frame"].config)  # the settings that the compiler reads
 print(type(dynamo).__name__, settings.__spec__.loader.__class__.__name__, settings.optimize_ddp, kept())
 print(dynamo.utils.istype(1, int), dynamo.graph_break.__module__)
 train()
@@ -183,7 +183,7 @@ def test_a_forked_worker_finds_the_report_imported_once_its_program_imports_it(
     monkeypatch.setenv("DDPJOB_COORDINATOR", "127.0.0.1:1")
     [outcome] = outcomes(tmp_path, IMPORTS_REPORT)
     assert outcome["code"] == 0, (tmp_path / "err").read_text()
-    # The fork server has executed all modules but those that only the integration needs.
+    # The fork server has imported all modules except those that only the integration needs.
     seen, executed, *rest = json.loads(outcome["out"])
     assert seen == [] and rest == [True, True]
     assert {"huggingface.py"} <= set(executed) <= {"huggingface.py", "node_memory.py", "resume.py"}
@@ -240,7 +240,7 @@ for ask in {ASKED!r}:
     assert done.stdout == "True False True []\n" * len(ASKED), done.stderr
 
 
-def test_an_idle_fork_server_imports_the_compiler_and_checks_that_forks_survive(tmp_path: Path) -> None:
+def test_an_idle_fork_server_imports_the_compiler_and_tests_a_fork(tmp_path: Path) -> None:
     code = (
         f"import sys, threading, time; sys.path.insert(0, {str(RUNTIME.parent)!r})\n"
         "from ddpjob_pod import late_dynamo\n"
@@ -289,7 +289,7 @@ open(flag, "w").close()
 
 
 @pytest.mark.parametrize("idle", [0.1, 600.0])
-def test_a_pod_with_too_many_processes_keeps_its_workers_and_reports_why(tmp_path: Path, idle: float) -> None:
+def test_a_pod_at_its_process_limit_keeps_its_workers_and_reports_the_problem(tmp_path: Path, idle: float) -> None:
     """Regression: the check that torch's compiler survives a fork killed the fork server, and with
     it all workers.
     """
@@ -308,7 +308,7 @@ def test_a_pod_with_too_many_processes_keeps_its_workers_and_reports_why(tmp_pat
 
 
 def test_a_fork_that_fails_leaves_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each round tries again, so the fork server would run out of descriptors for its workers'
+    """Each round retries, so leaked descriptors would leave the fork server none for its workers'
     pipes.
     """
 
@@ -378,7 +378,7 @@ def test_harmless_modules_are_preloaded_and_missing_ones_logged(tmp_path: Path) 
     assert why == "" and "no_such_module_anywhere cannot be imported" in log
 
 
-def test_an_image_whose_python_starts_threads_runs_workers_cold(tmp_path: Path) -> None:
+def test_workers_run_cold_if_the_images_python_starts_threads(tmp_path: Path) -> None:
     why, _ = why_not(tmp_path, "", sitecustomize=STARTS_THREAD)
     assert why == "Python starts threads at startup in this image (poller), and forked processes do not survive that"
 
@@ -405,7 +405,7 @@ def test_settings_of_torch_whose_source_is_missing_stay_unchanged(monkeypatch: p
     assert settings._config == {"a": None}
 
 
-def test_exit_handlers_of_c_do_not_run(tmp_path: Path) -> None:
+def test_exit_handlers_of_c_libraries_do_not_run_in_workers(tmp_path: Path) -> None:
     libc = "import ctypes, os\nlibc = ctypes.CDLL(None)\n"
     registers = "@ctypes.CFUNCTYPE(None)\ndef last(): os.write(1, b'by C')\nlibc.__cxa_atexit(last, None, None)\n"
     [outcome] = outcomes(tmp_path, libc + registers + "print('end')\n")
@@ -424,7 +424,7 @@ def test_a_worker_that_torchrun_starts_with_a_different_program_is_reported(tmp_
 
 
 @pytest.mark.parametrize("seam", ["get_subprocess_handler", "SubprocessHandler._popen"])
-def test_a_torch_that_starts_workers_differently_runs_them_cold(monkeypatch: pytest.MonkeyPatch, seam: str) -> None:
+def test_workers_run_cold_if_this_torch_starts_them_differently(monkeypatch: pytest.MonkeyPatch, seam: str) -> None:
     import torch
     import torch.distributed.elastic.multiprocessing.api as processes
     from torch.distributed.elastic.multiprocessing import subprocess_handler
@@ -445,7 +445,7 @@ def test_a_torch_that_starts_workers_differently_runs_them_cold(monkeypatch: pyt
         ("multiprocessing.api", "PContext.__init__", "PContext.error_files"),
     ],
 )
-def test_a_torch_that_lacks_a_part_that_a_launcher_needs_is_refused(
+def test_a_torch_without_a_function_that_the_launcher_needs_is_refused(
     module: str, name: str, lacks: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert torch_parts.missing() == []
@@ -472,7 +472,7 @@ REPLACED: list[tuple[str, Callable[[], object]]] = [
 
 
 @pytest.mark.parametrize(("name", "replace"), REPLACED)
-def test_a_name_that_this_torch_lacks_is_not_replaced(
+def test_replacing_a_name_that_this_torch_lacks_raises_an_error(
     name: str, replace: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     importlib.import_module("torch.distributed.run")
@@ -481,7 +481,7 @@ def test_a_name_that_this_torch_lacks_is_not_replaced(
         replace()
 
 
-def test_only_one_module_of_the_launcher_replaces_names_of_torch(tmp_path: Path) -> None:
+def test_only_one_module_of_the_launcher_replaces_functions_of_torch(tmp_path: Path) -> None:
     assert replaced_names(RUNTIME) == [], "replace it in torch_parts.py, which checks that the name exists"
     (tmp_path / "patch.py").write_text("import torch.distributed as dist\ndist.Work.wait = None\n")
     assert replaced_names(tmp_path) == ["patch.py:2"]
@@ -520,7 +520,9 @@ def test_the_exit_of_an_earlier_worker_with_the_same_pid_is_ignored() -> None:
 
 
 @pytest.mark.parametrize("unread", [b"", b'{"pid": 7, "code": 0}\n'])
-def test_the_fork_server_ends_silently_when_the_launcher_dies(unread: bytes, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_fork_server_exits_silently_when_the_launcher_dies(
+    unread: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
     """The kernel resets a connection if its other end has not read everything."""
     ours, theirs = socket.socketpair()
     theirs.sendall(unread)

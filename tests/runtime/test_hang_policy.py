@@ -1,6 +1,4 @@
-"""When a round without steps is examined, reported and ended, with simulated ranks in virtual
-time.
-"""
+"""When a round without steps is checked, reported and ended. Ranks and time are simulated."""
 
 from __future__ import annotations
 
@@ -32,7 +30,9 @@ SPINS = {"gpu": True, "cpu": 5.0}
 
 
 class Group:
-    """A running round of `ranks` nodes. `plays` gives the results of checks of these nodes."""
+    """A running round of `ranks` nodes. `plays` has one entry per node: the result of a check of
+    its rank at a given time.
+    """
 
     def __init__(self, *plays: Played | dict[str, Any], hangs: Hangs = Hangs.END, steps: int = 40, gap: float = 0.5):
         self.world = World(len(plays), hangs=hangs)
@@ -126,7 +126,7 @@ def waits(kind: str, call: str = "") -> dict[str, Any]:
         ),
     }.values(),
 )
-def test_planted_hangs_are_reported_with_their_rank_and_ended(
+def test_deliberate_hangs_are_reported_with_their_rank_and_ended(
     plays: list[Any], seconds: float, named: int | None
 ) -> None:
     group = Group(*plays)
@@ -161,7 +161,7 @@ def moving(now: float) -> dict[str, Any]:
         "ranks in one collective after another": [lambda now: {"text": stack(f"sum_{now}", C10D)}, WAITS],
     }.values(),
 )
-def test_ranks_with_any_activity_are_left_alone(plays: list[Any]) -> None:
+def test_a_group_is_not_ended_while_any_rank_shows_activity(plays: list[Any]) -> None:
     group = Group(*plays)
     assert group.ended_after(290) is None and group.world.report()["overdue"] is None
     assert len(group.looks) <= 12, "checks of working ranks become rarer"
@@ -169,8 +169,8 @@ def test_ranks_with_any_activity_are_left_alone(plays: list[Any]) -> None:
 
 @pytest.mark.parametrize("seconds", [2, 5, 12])
 @pytest.mark.parametrize("begins", [0, 8, 14.9, 16, 19.9, 24])
-def test_short_pauses_end_nothing(begins: float, seconds: float) -> None:
-    """The process pauses in a long gap between steps that has a good reason."""
+def test_a_short_pause_of_a_process_does_not_end_the_round(begins: float, seconds: float) -> None:
+    """The process is stopped for a moment during a long but legitimate gap between steps."""
     stopped = {**NO_STACK, **waits("stopped")}
     group = Group(between(begins, begins + seconds, stopped, WORKS), WAITS)
     assert group.ended_after(40) is None
@@ -191,7 +191,7 @@ def test_a_hang_in_the_middle_of_an_evaluation_is_found() -> None:
     assert ": rank 0 in acquire (" in group.message
 
 
-def test_with_report_a_hang_is_shown_immediately_and_never_ended() -> None:
+def test_with_hangs_report_a_hang_is_shown_immediately_and_never_ended() -> None:
     group = Group(WAITS, LOCK, hangs=Hangs.REPORT)
     group.pass_time(19.5)
     assert group.world.report()["overdue"] is None
@@ -202,14 +202,14 @@ def test_with_report_a_hang_is_shown_immediately_and_never_ended() -> None:
     assert group.ended_after(3000) is None
 
 
-def test_hung_rounds_are_stopped_once_hangs_is_set_to_end() -> None:
+def test_a_hung_round_is_ended_once_hangs_is_set_to_end() -> None:
     group = Group(WAITS, LOCK, hangs=Hangs.REPORT)
     group.pass_time(60)
     group.world.coordinator.set_patience(None, 1, 60, Hangs.END)
     assert group.world.report()["hangs"] == "End" and group.ended_after(120) is not None
 
 
-def test_each_activity_has_its_own_pace() -> None:
+def test_the_usual_duration_is_measured_per_activity() -> None:
     group = Group(WAITS, LOCK)
     for _ in range(20):
         group.report(activity="evaluating")
@@ -221,7 +221,7 @@ def test_each_activity_has_its_own_pace() -> None:
     assert group.ended_after() == pytest.approx(90, abs=2), "10 x 8 s, then two checks"
 
 
-def test_a_hang_is_found_later_while_the_pace_is_unknown() -> None:
+def test_a_hang_is_found_later_while_the_usual_duration_is_unknown() -> None:
     assert Group(WAITS, LOCK, steps=3).ended_after() == pytest.approx(70, abs=2)
     group = Group(WAITS, LOCK)
     group.report(activity="exporting")
@@ -229,12 +229,12 @@ def test_a_hang_is_found_later_while_the_pace_is_unknown() -> None:
     assert Group(WAITS, LOCK, gap=4).ended_after() == pytest.approx(50, abs=2), "10 x 4 s"
 
 
-def test_the_first_step_may_take_long() -> None:
+def test_the_first_step_may_take_longer_before_it_counts_as_a_hang() -> None:
     group = Group(WAITS, LOCK, steps=0)
     assert group.ended_after(2000) == pytest.approx(610, abs=2)
 
 
-def test_a_check_that_lacks_a_member_does_not_prove_a_hang() -> None:
+def test_a_check_that_a_member_did_not_answer_does_not_prove_a_hang() -> None:
     group = Group(WAITS, LOCK)
     group.pass_time(17)
     group.silent = {0}
@@ -243,7 +243,7 @@ def test_a_check_that_lacks_a_member_does_not_prove_a_hang() -> None:
     assert group.ended_after(300) is not None
 
 
-def test_only_checks_that_may_prove_a_hang_are_recorded() -> None:
+def test_stacks_are_recorded_only_in_checks_that_may_prove_a_hang() -> None:
     group = Group(WAITS, {**LOCK, **waits("stopped")})
     assert group.ended_after() is not None
     sent = [fields["record"] for verb, fields in group.world.heard["job-0-0"] if verb == "look"]

@@ -1,4 +1,4 @@
-"""The end of a pod's log outlives the pod, and keeping it never holds up or changes its program."""
+"""The tail of a pod's log outlives the pod. Keeping it never delays or changes the program."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_log_of_a_killed_launcher_and_its_killed_worker_is_kept(job: Job, tm
     script.write_text(
         "import os, sys\n"
         "assert not sys.stdout.isatty()\n"
-        "sys.stderr.write('to stderr\\n')\n"  # one write each, because workers do not buffer their output
+        "sys.stderr.write('to stderr\\n')\n"  # one write per line, because workers do not buffer their output
         "sys.stdout.write('last words of the worker\\n')\n"
         "os.kill(os.getpid(), 9)\n"
     )
@@ -93,7 +93,7 @@ def children(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
-def test_a_chatty_program_costs_a_bounded_file_and_loses_no_output(tmp_path: Path) -> None:
+def test_the_kept_log_of_a_chatty_program_is_bounded_and_no_output_is_lost(tmp_path: Path) -> None:
     lines = 400_000
     code = f"for number in range({lines}):\n    sys.stdout.write(f'line {{number}} of many\\n')\nprint('end')\n"
     exit_code, out, err = ran(tmp_path, code + "sys.stdout.flush(); os._exit(7)")
@@ -103,10 +103,10 @@ def test_a_chatty_program_costs_a_bounded_file_and_loses_no_output(tmp_path: Pat
     assert 200_000 < len(text) <= protocol.MAX_KEPT_LOG and text.endswith(b"line 399999 of many\nend\n")
     [missing] = re.findall(rb"^\((\d+) bytes are missing here\)$", text, re.M)[-1:]
     assert int(missing) > 100_000
-    assert out.endswith(text.rpartition(b"here)\n")[2]), "what follows the note is contiguous"
+    assert out.endswith(text.rpartition(b"here)\n")[2]), "the lines after the note are contiguous"
 
 
-def test_the_two_files_hold_the_newest_bytes_and_never_more_than_the_limit(tmp_path: Path) -> None:
+def test_the_two_files_hold_the_newest_bytes_up_to_the_limit(tmp_path: Path) -> None:
     keeper = FileKeeper(tmp_path, NAME)
     whole = b""
     for number in range(300):
@@ -140,11 +140,13 @@ def test_bytes_are_counted_as_missing_only_if_they_are_not_in_the_file(tmp_path:
     keeper.write()
     start, first, end = b"(9 bytes are missing here)\n", 40_000, b"(20034 bytes are missing here)\n33333"
     assert kept(folder) == start + b"1" * (60_000 - len(start)) + end
-    assert 9 + 2 * first + 7 + 5 == kept(folder).count(b"1") + 9 + 20_034 + 5, "each byte is there or counted once"
+    assert 9 + 2 * first + 7 + 5 == kept(folder).count(b"1") + 9 + 20_034 + 5, (
+        "each byte is in the file or counted as missing, exactly once"
+    )
 
 
 @pytest.mark.parametrize("obstacle", ["a file in the way", "a hung volume", "a volume that is not mounted"])
-def test_a_log_that_cannot_be_kept_changes_nothing_else(obstacle: str, tmp_path: Path) -> None:
+def test_a_failure_to_keep_the_log_has_no_other_effect(obstacle: str, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     if obstacle != "a volume that is not mounted":
         folder.mkdir()
@@ -161,7 +163,7 @@ def test_a_log_that_cannot_be_kept_changes_nothing_else(obstacle: str, tmp_path:
     assert folder.exists() == (obstacle != "a volume that is not mounted")
 
 
-def test_unread_output_and_a_hung_volume_delay_the_end_by_three_seconds(tmp_path: Path) -> None:
+def test_unread_output_and_a_hung_volume_delay_the_exit_by_three_seconds_each(tmp_path: Path) -> None:
     folder = tmp_path / protocol.LOGS_FOLDER
     folder.mkdir()
     os.mkfifo(folder / NAME)
@@ -171,13 +173,13 @@ def test_unread_output_and_a_hung_volume_delay_the_end_by_three_seconds(tmp_path
         assert process.stderr.readline() == b"end\n"
         began = time.monotonic()
         assert process.wait(60 * slowness()) == 3
-        assert time.monotonic() - began < 5.9, "twice three seconds"
+        assert time.monotonic() - began < 5.9, "at most twice three seconds"
 
 
 @pytest.mark.parametrize(
     ("written", "left"), [("30", "27.0"), ("600.5", "597.5"), ("4", "3.0"), ("0", "0.0"), ("", ""), ("x", "x")]
 )
-def test_the_launcher_ends_before_the_log_has_to_be_closed(written: str, left: str, tmp_path: Path) -> None:
+def test_the_launchers_grace_period_leaves_time_to_close_the_log(written: str, left: str, tmp_path: Path) -> None:
     code = "print(os.environ['DDPJOB_GRACE_SECONDS'], flush=True); os._exit(0)"
     assert ran(tmp_path, code, DDPJOB_GRACE_SECONDS=written)[1].decode() == f"{left}\n"
     assert ran(tmp_path, code, DDPJOB_GRACE_SECONDS=written, DDPJOB_LOGS_KEPT="0")[1].decode() == f"{written}\n"
@@ -189,7 +191,7 @@ def test_the_log_is_not_kept_unless_the_job_asks_for_it(value: str, tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_signal_reaches_the_launcher_and_orphans_do_not_keep_the_pod(tmp_path: Path) -> None:
+def test_signals_reach_the_launcher_and_orphans_do_not_keep_the_pod_running(tmp_path: Path) -> None:
     code = (
         "import signal, time\n"
         "if os.fork() == 0:\n    os.write(1, b'orphan %d\\n' % os.getpid()); time.sleep(600)\n"  # a line is one write
@@ -210,7 +212,7 @@ def test_a_signal_reaches_the_launcher_and_orphans_do_not_keep_the_pod(tmp_path:
     process.stdout.close()
 
 
-def test_lines_of_the_two_streams_do_not_break_each_other(tmp_path: Path) -> None:
+def test_lines_of_the_two_output_streams_are_not_interleaved(tmp_path: Path) -> None:
     code = "import time\nfor n in range(20):\n    os.write(1, b'out '); os.write(2, b'err '); time.sleep(0.002)\n"
     code += "    os.write(1, b'end\\n'); os.write(2, b'end\\n')\nos.write(1, b'no newline'); os._exit(0)"
     assert ran(tmp_path, code)[0] == 0
@@ -226,7 +228,7 @@ def test_a_buffer_that_nobody_empties_keeps_the_newest_bytes() -> None:
     assert tail.read(take=True) == (b"", 0, 4000)
 
 
-def test_only_the_newest_logs_of_the_pods_own_slot_are_kept() -> None:
+def test_only_the_newest_logs_of_the_pods_slot_are_kept() -> None:
     own, other = "0123abcd", "ffffffff"
     names = [f"job-1-{n}.{own}.log" for n in (0, 2, 3, 10)] + [f"job-1-{n}.{other}.log" for n in (1, 50)]
     names += [f"job-1-0.{own}.log.1", f"job-2-0.{own}.log", f"job-1-1-0.{own}.log", "job-1-0.txt", "../job-1-0", NAME]
@@ -237,7 +239,7 @@ def test_only_the_newest_logs_of_the_pods_own_slot_are_kept() -> None:
     assert surplus(names, job, 100) == []
 
 
-def test_a_new_pod_removes_logs_above_the_limit(tmp_path: Path) -> None:
+def test_a_new_pod_removes_the_oldest_logs_above_the_limit(tmp_path: Path) -> None:
     folder = tmp_path / protocol.LOGS_FOLDER
     folder.mkdir()
     for attempt in range(4):

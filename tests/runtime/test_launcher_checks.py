@@ -1,4 +1,4 @@
-"""The launcher's checks before anything starts, and its leftovers at the end."""
+"""The launcher's checks before anything starts, and its cleanup at the end."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @pytest.mark.parametrize("program", [("a.py",), ("-m", "a")])
 def test_arguments_of_a_script_are_not_mistaken_for_options_of_torchrun(option: str, program: tuple[str, ...]) -> None:
-    """Each argument is a prefix of an option of torchrun, mostly of two, which argparse calls
-    ambiguous.
+    """Each argument is a prefix of one or two torchrun options. argparse rejects a prefix of two
+    options as ambiguous.
     """
     pytest.importorskip("torch")
     run = import_torchrun.import_torchrun()
@@ -84,7 +84,7 @@ def test_arguments_of_a_script_are_not_mistaken_for_options_of_torchrun(option: 
     assert parsed.module == (len(program) == 2)
 
 
-def test_a_refused_option_is_reported_without_the_other_arguments() -> None:
+def test_the_message_about_a_refused_option_does_not_repeat_other_arguments() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rdzv-conf")
     parser.add_argument("program", nargs="*")
@@ -94,7 +94,7 @@ def test_a_refused_option_is_reported_without_the_other_arguments() -> None:
     assert str(refused.value) == message
 
 
-def test_the_number_of_processes_is_read_before_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_processes_is_read_only_from_options_before_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["launcher", "--nproc-per-node=2", "--", "a.py", "--nproc-per-node=8"])
     assert launcher.processes_per_node() == 2
 
@@ -112,7 +112,7 @@ launcher.main()
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
 
 
-def test_a_log_without_a_reader_loses_lines_and_does_not_block_writers() -> None:
+def test_a_log_without_a_reader_drops_lines_instead_of_blocking_writers() -> None:
     reader, writer = os.pipe()
     with os.fdopen(writer, "w") as stream:
         log = Log("coordinator", stream)
@@ -128,8 +128,10 @@ def test_a_log_without_a_reader_loses_lines_and_does_not_block_writers() -> None
     assert re.search(rb"\n\(9\d\d lines are missing here, .*\)\n\S+ coordinator: the reader is back\n$", read)
 
 
-def test_a_signal_that_pid_1_has_no_handler_for_does_not_end_the_node() -> None:
-    """The kernel ignores the signal only for PID 1, so the launcher, its child, would be ended."""
+def test_a_signal_that_pid_1_does_not_handle_does_not_end_the_node() -> None:
+    """The kernel ignores such a signal only for PID 1. If PID 1 forwarded it, the launcher would be
+    killed.
+    """
     unshare = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
     if subprocess.run([*unshare, "true"], capture_output=True).returncode:
         pytest.skip("this user cannot create a PID namespace")
@@ -146,7 +148,7 @@ def test_a_signal_that_pid_1_has_no_handler_for_does_not_end_the_node() -> None:
     assert subprocess.run([*unshare, sys.executable, "-c", code]).returncode == 5
 
 
-def test_folders_of_stacks_are_removed_at_the_end_and_after_a_kill(
+def test_folders_with_stacks_are_removed_at_exit_and_after_a_kill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
@@ -166,7 +168,7 @@ def test_folders_of_stacks_are_removed_at_the_end_and_after_a_kill(
     os.close(descriptor)
 
 
-def test_a_launcher_that_starts_at_the_same_time_leaves_the_folder(
+def test_a_launcher_does_not_remove_the_folder_of_one_that_starts_concurrently(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "tmp"
@@ -187,7 +189,7 @@ def test_a_launcher_that_starts_at_the_same_time_leaves_the_folder(
     assert Path(os.environ[stacks.ENVIRONMENT]).is_dir()
 
 
-def test_existing_scripts_and_modules_pass() -> None:
+def test_existing_scripts_and_modules_pass_the_check() -> None:
     check_script("train.py")
     check_script(str(Path.cwd() / "pkg/train.py"))
     check_script("runnable")
@@ -232,7 +234,7 @@ def test_a_script_in_a_folder_that_the_user_cannot_open_is_reported(tmp_path: Pa
         (check_command, "no-such-command", "nor on PATH"),
     ],
 )
-def test_a_missing_program_is_reported_with_the_places_searched(check: object, name: str, why: str) -> None:
+def test_a_missing_program_is_reported_with_the_searched_paths(check: object, name: str, why: str) -> None:
     with pytest.raises(InitFailure) as caught:
         check(name)  # type: ignore[operator]
     assert why in str(caught.value)
@@ -253,15 +255,15 @@ def test_the_termination_log_keeps_the_end_of_a_traceback(tmp_path: Path, monkey
     )
 
 
-def test_a_failure_of_all_ranks_of_a_node_waits_for_the_coordinator() -> None:
-    """The first of them may be the cause."""
+def test_the_failure_of_all_ranks_of_a_node_is_kept_until_a_coordinator_receives_it() -> None:
+    """The first failure may be the cause of the break."""
     client = MemberClient("host:1", "token", {}, Mode.FAST, 1.0, lambda *end: None)
     for rank in range(256):
         client.send("failure", rank=rank)
     assert [fields["rank"] for _, fields in client._unsent] == list(range(256))
 
 
-def test_a_client_that_fails_ends_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_in_the_client_ends_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[tuple[int, str, str]] = []
 
     def break_down() -> None:
@@ -274,7 +276,7 @@ def test_a_client_that_fails_ends_its_launcher(monkeypatch: pytest.MonkeyPatch) 
     assert ends == [(1, "Error", "the connection to the coordinator has failed: LookupError: unknown encoding: idna")]
 
 
-def test_the_main_thread_resolves_the_first_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_name_lookup_happens_in_the_main_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """glibc reads the environment for it, and getenv in a thread crashes if another thread sets a
     variable at the same time.
     """
@@ -287,7 +289,7 @@ def test_the_main_thread_resolves_the_first_name(monkeypatch: pytest.MonkeyPatch
     assert lookers[:1] == [threading.main_thread()]
 
 
-def test_a_failure_that_waits_for_a_coordinator_keeps_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_that_waits_for_a_coordinator_keeps_its_original_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: the next coordinator dated the failure to the moment when it received it."""
     client = MemberClient("host:1", "token", {}, Mode.FAST, 1.0, lambda *end: None)
     written: list[dict[str, Any]] = []
@@ -301,7 +303,7 @@ def test_a_failure_that_waits_for_a_coordinator_keeps_its_time(monkeypatch: pyte
     assert written[0]["sent"] - written[0]["time"] == pytest.approx(30)
 
 
-def test_lines_that_a_connection_did_not_accept_wait_for_the_next_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_that_could_not_be_sent_wait_for_the_next_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     client = MemberClient("host:1", "token", {}, Mode.FAST, 1.0, lambda *end: None)
     written: list[str] = []
     client.send("failure", round=1, message="ValueError: bug")
@@ -336,7 +338,9 @@ def test_a_failure_is_sent_again_to_a_coordinator_that_may_have_missed_it(
     fail()
     client._ready = {"after": 1, "host": "", "port": 0}
     assert said_after_a_welcome() == ["failure", "ready"] and written[0]["traceback"]
-    assert said_after_a_welcome() == ["failure", "ready"], "a link that loses large packets passes this one"
+    assert said_after_a_welcome() == ["failure", "ready"], (
+        "the repeated line is short enough for a link that drops large packets"
+    )
     assert written[0]["message"] == "ValueError: bug" and not written[0]["traceback"]
     assert said_after_a_welcome() == ["ready"]
     fail()
@@ -397,9 +401,9 @@ def client_of(address: str, seconds: float, ends: list[tuple[int, str, str]]) ->
 
 
 @pytest.mark.parametrize("first", [STRANGER, OLDER], ids=["of another job", "of an earlier generation"])
-def test_a_coordinator_that_is_not_this_pods_is_retried(first: dict[str, object]) -> None:
+def test_a_launcher_that_reaches_the_wrong_coordinator_retries(first: dict[str, object]) -> None:
     """A stale name-server entry, or an address that now belongs to another pod, may lead to a
-    stranger for a while.
+    different program for a while.
     """
     ends: list[tuple[int, str, str]] = []
     with coordinator(first, first, OURS) as address:
@@ -411,7 +415,7 @@ def test_a_coordinator_that_is_not_this_pods_is_retried(first: dict[str, object]
 
 
 @pytest.mark.parametrize(("only", "why"), [(STRANGER, "does not know this job's token"), (OLDER, "generation 2")])
-def test_a_pod_without_its_own_coordinator_gives_up(only: dict[str, object], why: str) -> None:
+def test_a_pod_that_never_finds_its_own_coordinator_gives_up(only: dict[str, object], why: str) -> None:
     ends: list[tuple[int, str, str]] = []
     with coordinator(only) as address:
         client = client_of(address, 0.5, ends)
@@ -463,7 +467,7 @@ def test_every_coordinator_receives_the_last_note_of_each_kind() -> None:
     assert notes.keys() == {protocol.DATA, protocol.COLD_WORKERS} and len(notes[protocol.COLD_WORKERS]) <= 1000
 
 
-def test_a_stranger_learns_only_a_random_number() -> None:
+def test_a_stranger_receives_only_a_random_number() -> None:
     heard: list[dict[str, object]] = []
     with coordinator(STRANGER, OURS, heard=heard) as address:
         client = client_of(address, 10.0, [])
@@ -498,7 +502,7 @@ def test_a_stranger_that_never_ends_its_line_is_disconnected(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("line", [b"[" * 4000 + b"\n", b"\xff\n", b"{}\n", b'{"t":"refused","why":"go"}\n'])
-def test_no_line_of_a_stranger_ends_a_launcher(line: bytes) -> None:
+def test_no_line_from_a_stranger_can_make_a_launcher_exit(line: bytes) -> None:
     """A stranger may have the coordinator's address for a while."""
     ends: list[tuple[int, str, str]] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -516,16 +520,16 @@ def test_no_line_of_a_stranger_ends_a_launcher(line: bytes) -> None:
     assert ends == []
 
 
-def test_addresses_lines_and_shortened_strings_have_the_wire_format() -> None:
+def test_addresses_lines_and_shortened_strings_have_the_format_of_the_protocol() -> None:
     with pytest.raises(ValueError, match="host:port"):
         MemberClient("nowhere", "token", {}, Mode.STANDARD, 1.0, lambda *_: None)
     assert protocol.decode(protocol.encode("hello", pod="p")) == {"t": "hello", "pod": "p"}
     assert protocol.iso(protocol.time_of(0.25)) == "1970-01-01T00:00:00.250Z"
-    assert protocol.clip("abcdefgh", 6) == "a...gh", "a message begins with its kind, a traceback ends with the error"
+    assert protocol.clip("abcdefgh", 6) == "a...gh", "the start of a message and the end of a traceback are kept"
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 10), reason="torch uses importlib.metadata from Python 3.10 on")
-def test_torch_finds_a_package_that_it_does_not_require(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_finds_an_optional_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(import_torchrun.importlib.util, "find_spec", lambda name: None)
     with import_torchrun._backport():
         from importlib_metadata import entry_points
@@ -536,7 +540,7 @@ def test_torch_finds_a_package_that_it_does_not_require(monkeypatch: pytest.Monk
     assert import_torchrun.BACKPORT not in sys.modules
 
 
-def test_a_rank_that_has_ended_does_not_take_other_ranks_stacks(
+def test_stacks_are_assigned_to_the_right_ranks_after_one_has_exited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stacks, "WRITING_SECONDS", 0.0)
@@ -557,7 +561,7 @@ def test_a_stack_shows_only_the_frames_of_the_script() -> None:
     script = 'Stack (most recent call first):\n  File "/job/train.py", line 3 in step\n'
     assert stacks.strip_runtime_frames(script + "".join(ours) + runpy) == script
     alone = "Stack (most recent call first):\n" + "".join(ours)
-    assert stacks.strip_runtime_frames(alone) == alone, "it has not reached the script"
+    assert stacks.strip_runtime_frames(alone) == alone, "the worker has not reached the script"
 
 
 def test_strings_are_shortened_by_whole_lines() -> None:
@@ -598,7 +602,7 @@ def _worker(folder: Path, name: str, text: str) -> Iterator[subprocess.Popen[byt
 WAITS = "def wait_for_ever():\n    open('up', 'w'); time.sleep(60)\n\nwait_for_ever()\n"
 
 
-def test_a_check_of_a_worker_reads_only_the_frames_of_its_main_thread(
+def test_a_check_reads_only_the_frames_of_a_workers_main_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker's other threads keep running, and faulthandler would then crash a healthy
@@ -616,8 +620,8 @@ def test_a_check_of_a_worker_reads_only_the_frames_of_its_main_thread(
 def test_a_check_skips_a_worker_that_has_become_a_different_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker's file still exists but its handler does not, so the signal would end the
-    process.
+    """The worker's file still exists, but the new program has no signal handler, so the signal
+    would kill it.
     """
     monkeypatch.setenv(stacks.ENVIRONMENT, str(tmp_path))
     (tmp_path / "again.py").write_text(f"import time\n{WAITS}")
@@ -628,7 +632,7 @@ def test_a_check_skips_a_worker_that_has_become_a_different_program(
         assert worker.poll() is None
 
 
-def test_an_invalid_bucket_is_an_error_in_the_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_bucket_is_reported_as_an_error_in_the_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DDPJOB_DATA_URL", "ftp://bucket/folder")
     with pytest.raises(InitFailure, match=r"^storage.data: 'ftp://bucket/folder'.*must be s3://BUCKET/FOLDER"):
         launcher.data_to_fetch()
@@ -638,7 +642,7 @@ def test_an_invalid_bucket_is_an_error_in_the_manifest(monkeypatch: pytest.Monke
     ("error", "ends"),
     [(BucketRefusal("no"), "InitFailure: storage.data: no"), (Unfit("full"), f"SystemExit: {protocol.EXIT_UNFIT}")],
 )
-def test_a_failed_fetch_ends_the_launcher_with_the_code_for_its_reason(
+def test_after_a_failed_fetch_the_launchers_exit_code_shows_the_kind_of_failure(
     error: Exception, ends: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run() -> None:

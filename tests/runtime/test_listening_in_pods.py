@@ -30,7 +30,7 @@ EVERYWHERE = {"0.0.0.0", "::"}
 
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
-def test_stores_listen_on_their_pods_address_and_the_coordinator_everywhere(tmp_path: Path, mode: str) -> None:
+def test_stores_listen_on_their_pods_address_and_the_coordinator_on_all_addresses(tmp_path: Path, mode: str) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     job = Job(tmp_path, mode=mode)
     job.store_host = COORDINATOR

@@ -43,7 +43,7 @@ watched.run()
 
 
 class Ring:
-    """Watchers in this process, ticked by hand. Only packets take real time."""
+    """Watchers in this process whose timers the test fires. Only packets take real time."""
 
     def __init__(self, world: int, token: Callable[[int], str] = lambda rank: TOKEN) -> None:
         self.reports: list[Reports] = [[] for _ in range(world)]
@@ -84,7 +84,7 @@ def ring(world: int, **more: Any) -> Iterator[Ring]:
             member.close()
 
 
-def test_every_node_is_watched_by_its_two_neighbours_only() -> None:
+def test_every_node_is_watched_only_by_its_two_neighbours() -> None:
     with ring(5) as made:
         made.tick(15)
         assert made.links() == [[1, 4], [0, 2], [1, 3], [2, 4], [0, 3]]
@@ -97,7 +97,7 @@ def test_every_node_is_watched_by_its_two_neighbours_only() -> None:
         assert made.links() == [[1], [0]], "one connection is enough for two nodes"
 
 
-def test_a_neighbour_whose_kernel_acknowledges_nothing_is_reported_and_withdrawn() -> None:
+def test_a_neighbour_is_reported_while_its_kernel_acknowledges_nothing() -> None:
     with ring(3) as made:
         made.tick(15)
         drop_packets(made.stream(1, to=0))
@@ -107,7 +107,7 @@ def test_a_neighbour_whose_kernel_acknowledges_nothing_is_reported_and_withdrawn
         made.tick(3)
         assert made.reports[0] == [(1, 1, True)] and made.reports[2] == [(1, 1, True)]
         made.tick(10)
-        assert made.reports[0] == [(1, 1, True)] * 2, "repeated, in case the coordinator was replaced"
+        assert made.reports[0] == [(1, 1, True)] * 2, "the report is repeated, in case the coordinator was replaced"
         for stream in (made.stream(1, to=0), made.stream(1, to=2)):
             stream.setsockopt(socket.SOL_SOCKET, 27, b"\0" * 4)  # SO_DETACH_FILTER
         until = time.monotonic() + 20 * slowness()
@@ -116,7 +116,7 @@ def test_a_neighbour_whose_kernel_acknowledges_nothing_is_reported_and_withdrawn
             made.tick(1)
 
 
-def test_a_neighbour_that_ends_is_not_reported() -> None:
+def test_a_neighbour_that_exits_is_not_reported() -> None:
     with ring(3) as made:
         made.tick(15)
         made.members[1].close()
@@ -124,7 +124,7 @@ def test_a_neighbour_that_ends_is_not_reported() -> None:
         assert made.reports == [[], [], []]
 
 
-def test_a_watcher_that_was_stopped_restarts_its_measurement() -> None:
+def test_a_watcher_that_was_stopped_measures_silence_from_when_it_continues() -> None:
     with ring(3) as made:
         made.tick(15)
         drop_packets(made.stream(1, to=0))
@@ -155,7 +155,7 @@ def test_a_node_of_a_different_job_is_not_watched() -> None:
         b"",
     ],
 )
-def test_strangers_are_refused(line: bytes) -> None:
+def test_a_watcher_refuses_connections_of_strangers(line: bytes) -> None:
     with ring(3) as made:
         made.tick(15)
         stranger = socket.create_connection(("127.0.0.1", made.members[1].port))
@@ -188,7 +188,7 @@ def test_a_stranger_at_the_next_nodes_address_is_not_trusted() -> None:
         node.close()
 
 
-def test_the_number_of_strangers_at_a_time_is_limited() -> None:
+def test_the_number_of_concurrent_strangers_is_limited() -> None:
     with ring(3) as made:
         made.tick(15)
         strangers = [socket.create_connection(("127.0.0.1", made.members[1].port)) for _ in range(14)]
@@ -198,7 +198,7 @@ def test_the_number_of_strangers_at_a_time_is_limited() -> None:
             stranger.close()
 
 
-def test_an_overheard_greeting_is_useless_in_another_round() -> None:
+def test_a_recorded_greeting_cannot_be_replayed_in_another_round() -> None:
     place = RingPlace(0, 1, 0, 3, None)
     proof = place.seal(TOKEN, "connects", 0, "a")
     assert place.is_sealed(proof, TOKEN, "connects", 0, "a")
@@ -223,7 +223,7 @@ def test_an_overheard_greeting_is_useless_in_another_round() -> None:
         ({}, None),
     ],
 )
-def test_the_watcher_connects_only_to_an_address(more: dict[str, Any], expected: tuple[str, int] | None) -> None:
+def test_the_watcher_connects_only_to_an_ip_address(more: dict[str, Any], expected: tuple[str, int] | None) -> None:
     place = RingPlace.read(0, {"round": 3, "rank": 1, "world": 2, **more})
     assert place is not None and place.next == expected
     assert RingPlace.read(0, {"round": 3, "rank": 0, "world": 1, **more}) is None
@@ -231,12 +231,12 @@ def test_the_watcher_connects_only_to_an_address(more: dict[str, Any], expected:
         RingPlace.read(0, {"round": 3, "rank": 2, "world": 2, **more})
 
 
-def test_nothing_is_watched_if_all_nodes_share_a_host() -> None:
+def test_no_neighbour_is_watched_if_all_nodes_share_a_host() -> None:
     assert watch_neighbours("", TOKEN, lambda *report: None) is None
 
 
 class Peer:
-    """A watcher as a process. `prefix` is a command that puts the process into a network
+    """A watcher in a separate process. `prefix` is a command that puts the process into a network
     namespace.
     """
 

@@ -28,7 +28,7 @@ NAME = "coordinator.test"
 
 
 class Town:
-    """Coordinators at several loopback addresses, and the addresses to which their name
+    """Coordinators on several loopback addresses, and the addresses to which the job's name
     resolves.
     """
 
@@ -72,7 +72,7 @@ class Town:
         sockets = [member._socket for member in self.members if member.welcomed]
         found = []
         for stream in sockets:
-            with contextlib.suppress(OSError):  # the member has just left it
+            with contextlib.suppress(OSError):  # the member has just disconnected
                 found += [stream.getpeername()[0]] if stream is not None else []
         return found
 
@@ -102,14 +102,14 @@ def town(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Town]:
     made.job.close()
 
 
-@pytest.mark.parametrize("names", [["127.0.0.2"], ["127.0.0.1", "127.0.0.2"]], ids=["the next one", "both"])
+@pytest.mark.parametrize("names", [["127.0.0.2"], ["127.0.0.1", "127.0.0.2"]], ids=["the next coordinator", "both"])
 def test_members_leave_a_replaced_coordinator_without_losing_their_round(town: Town, names: list[str]) -> None:
     old = town.start("127.0.0.1")
     town.join()
     town.start("127.0.0.2", attempt=1)
     town.names = names
     until(lambda: town.at() == ["127.0.0.2"] * 3)
-    assert old.wait(20 * slowness()) == 0, "a member has notified it"
+    assert old.wait(20 * slowness()) == 0, "a member has notified the replaced coordinator"
     time.sleep(2)
     assert not any(member.must_restart(1) for member in town.members) and town.ends == []
     assert "attempt 1, has taken over" in town.job.log("127.0.0.1-0").read_text()
@@ -130,7 +130,7 @@ def test_members_partitioned_from_their_coordinator_follow_the_next_one(town: To
     assert not any(member.must_restart(1) for member in town.members) and town.ends == []
 
 
-def test_only_a_replaced_coordinator_exits_at_the_operators_request(town: Town) -> None:
+def test_only_a_replaced_coordinator_obeys_the_operators_request_to_exit(town: Town) -> None:
     """The next coordinator may have its address by now."""
     second = town.start("127.0.0.1", attempt=1)
     assert town.job.post("/v1/exit", {"why": "replaced", "before": 1}) == (200, {})
@@ -155,7 +155,7 @@ def test_no_member_returns_to_an_earlier_coordinator(town: Town) -> None:
     until(lambda: town.at() == ["127.0.0.3"] * 3)
 
 
-def test_another_jobs_coordinator_and_another_service_at_the_name_change_nothing(town: Town) -> None:
+def test_a_different_jobs_coordinator_or_service_at_the_name_is_ignored(town: Town) -> None:
     town.start("127.0.0.1")
     town.join()
     town.start("127.0.0.2", attempt=5, token="another job's")
@@ -165,8 +165,8 @@ def test_another_jobs_coordinator_and_another_service_at_the_name_change_nothing
         assert town.at() == ["127.0.0.1"] * 3 and town.ends == []
 
 
-def test_pods_of_an_abandoned_generation_end(town: Town) -> None:
-    """If the kubelet is dead, nothing else ends them."""
+def test_pods_of_an_abandoned_generation_exit(town: Town) -> None:
+    """If the kubelet is dead, nothing else stops them."""
     town.start("127.0.0.1")
     town.join()
     town.start("127.0.0.2", generation=1)
@@ -178,7 +178,9 @@ def test_pods_of_an_abandoned_generation_end(town: Town) -> None:
 
 @contextlib.contextmanager
 def relay(address: str, to: str, port: int, claim: dict[str, int]) -> Iterator[list[dict[str, Any]]]:
-    """Relay the proof of the coordinator at `to` with a different place. Yields its responses."""
+    """Relay the proof of the coordinator at `to`, but claim a different attempt or generation.
+    Yield its responses.
+    """
     given: list[dict[str, Any]] = []
 
     def serve() -> None:
@@ -202,7 +204,7 @@ def relay(address: str, to: str, port: int, claim: dict[str, int]) -> Iterator[l
 
 
 @pytest.mark.parametrize("claim", [{"attempt": 10**9}, {"generation": 7}], ids=["attempt", "generation"])
-def test_a_place_claimed_by_a_man_in_the_middle_is_not_trusted(town: Town, claim: dict[str, int]) -> None:
+def test_an_attempt_or_generation_altered_by_a_relay_is_not_trusted(town: Town, claim: dict[str, int]) -> None:
     true = town.start("127.0.0.1")
     town.join()
     with relay("127.0.0.2", "127.0.0.1", town.job.port, claim) as given:
@@ -211,7 +213,9 @@ def test_a_place_claimed_by_a_man_in_the_middle_is_not_trusted(town: Town, claim
     assert town.at() == ["127.0.0.1"] * 3 and town.ends == [] and true.poll() is None
 
 
-def test_two_addresses_of_one_coordinator_are_one_coordinator(town: Town, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_addresses_of_a_coordinator_do_not_count_as_two_coordinators(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(launcher_client, "LOOKUP_SECONDS", 3600)
     town.start("127.0.0.1")
     town.join()
@@ -242,7 +246,7 @@ def test_without_a_coordinator_members_train_until_they_need_a_round(town: Town)
     until(lambda: len(town.at()) == 2)
 
 
-def test_a_ready_sent_during_the_admission_arrives() -> None:
+def test_a_ready_sent_during_the_admission_is_not_lost() -> None:
     """The race is between the welcome's arrival and the lock: `wait_go` finds no welcome yet and
     sends nothing.
     """

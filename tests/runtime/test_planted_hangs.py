@@ -43,7 +43,7 @@ def hangs(folder: Path, kind: str, found: dict[str, str]) -> None:
         job.close()
 
 
-def test_planted_hangs_are_resolved_automatically(tmp_path: Path) -> None:
+def test_deliberate_hangs_are_resolved_automatically(tmp_path: Path) -> None:
     found: dict[str, str] = {}
     jobs = [threading.Thread(target=hangs, args=(tmp_path / kind, kind, found)) for kind in PLANTED]
     for job in jobs:
@@ -99,7 +99,7 @@ def test_the_reason_why_a_worker_waits_is_read_from_the_kernel(
         os.waitpid(pid, 0)
 
 
-def test_bytes_of_sockets_are_a_sign_of_life() -> None:
+def test_bytes_received_from_a_socket_are_a_sign_of_life() -> None:
     """/proc/PID/io does not count what `recv` reads."""
     pid = worker("a, b = [socket.create_server(('127.0.0.1', 0))] * 2\nc = socket.create_connection(a.getsockname())\n"
                  "d, _ = a.accept()\nwhile True: c.send(bytes(1000)); d.recv(1000); time.sleep(0.01)")  # fmt: skip

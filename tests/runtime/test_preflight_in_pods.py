@@ -1,4 +1,4 @@
-"""spec.preflight in the pods: first only the verdict, then real launchers with a defective node or
+"""spec.preflight in the pods: the verdict alone, then real launchers with a defective node or
 link.
 """
 
@@ -39,7 +39,9 @@ def result(rank: int, problem: str = "", rate: float = 900.0) -> NodeResult:
 def check(
     world: int, bad: set[int] = frozenset(), links: set[frozenset[int]] = frozenset(), procs: int = 1
 ) -> LinkVerdict:  # type: ignore[assignment]
-    """Return the verdict if the nodes `bad` fail with every partner, and the links `links` fail."""
+    """Return the verdict for a test in which the nodes `bad` fail with every partner, and the links
+    `links` fail.
+    """
     results: dict[str, dict[int, NodeResult]] = {}
     for stage, groups in stages(world, procs):
         results[stage] = {}
@@ -55,7 +57,7 @@ def check(
 
 @pytest.mark.parametrize("world", range(1, 9))
 @pytest.mark.parametrize("procs", [1, 2])
-def test_a_stage_uses_each_node_once_and_every_neighbour_is_tested(world: int, procs: int) -> None:
+def test_each_node_has_one_partner_per_stage_and_all_neighbours_are_tested(world: int, procs: int) -> None:
     pairs: list[tuple[int, ...]] = []
     for _, groups in stages(world, procs):
         members = [rank for group in groups for rank in group]
@@ -78,10 +80,10 @@ def test_one_bad_node_is_reported_at_any_position(world: int) -> None:
 def test_two_bad_nodes_are_reported_and_the_good_one_between_them_is_not() -> None:
     assert list(check(8, {2, 5}).culprits) == [2, 5]
     assert list(check(8, {2, 4}).culprits) == [2, 4]
-    assert list(check(8, {0, 7}).culprits) == [7], "the next check finds the other one"
+    assert list(check(8, {0, 7}).culprits) == [7], "the next check finds the other bad node"
 
 
-def test_a_bad_link_names_both_its_nodes_and_blames_neither() -> None:
+def test_a_bad_link_is_reported_with_both_nodes_and_blames_neither() -> None:
     verdict = check(4, links={frozenset((1, 2))})
     assert not verdict.culprits
     assert verdict.ends == 2
@@ -99,7 +101,7 @@ def test_if_every_test_fails_no_node_is_blamed() -> None:
     assert verdict.ends is not None
 
 
-def test_a_node_that_fails_alone_explains_its_links() -> None:
+def test_a_node_that_fails_its_own_test_explains_the_failures_of_its_links() -> None:
     results = {
         stage: {rank: result(rank, "no NVLink" if 1 in group else "") for group in groups for rank in group}
         for stage, groups in stages(4, 2)
@@ -126,7 +128,7 @@ def test_a_slow_link_fails_only_below_the_required_bandwidth() -> None:
     assert "50 MB/s, less than 100" in failed.failed
 
 
-def test_a_slow_group_whose_pairs_are_fast_may_train() -> None:
+def test_a_slow_group_may_train_if_each_pair_of_nodes_is_fast() -> None:
     results = {
         stage: {r: result(r, rate=50.0 if stage == "group" else 900.0) for r in range(4)} for stage, _ in stages(4, 1)
     }
@@ -136,7 +138,7 @@ def test_a_slow_group_whose_pairs_are_fast_may_train() -> None:
     assert verdict.passed.endswith("although each pair of nodes reaches 100 MB/s")
 
 
-def test_a_verdict_is_the_same_on_every_node() -> None:
+def test_every_node_reaches_the_same_verdict() -> None:
     verdict = check(5, {3})
     assert LinkVerdict.read(json.loads(json.dumps(verdict.write()))) == verdict
 
@@ -159,7 +161,7 @@ def test_json_lines_printed_by_an_image_are_not_results(tmp_path: Path, monkeypa
     assert preflight.node_problem(lambda: False) == ""
 
 
-def test_the_choice_of_nccl_is_read_from_its_log() -> None:
+def test_the_transport_that_nccl_chose_is_read_from_its_log() -> None:
     head = "node1:123:456 [0] NCCL INFO "
     ib = f"{head}NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/RoCE [RO]; OOB eth0:10.0.0.1<0>\n{head}Using network IB\n"
     ib += f"{head}Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM\n"
@@ -220,7 +222,7 @@ def start_node(job: Job, index: int, attempt: int = 0, FAULT: str = "", FAULTY: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", ["Fast"], indirect=True)
-def test_a_node_that_computes_incorrectly_ends_before_its_first_round(job: Job) -> None:
+def test_a_node_that_computes_incorrectly_exits_before_its_first_round(job: Job) -> None:
     start(job, "product", "job-1-0", group=False)
     assert job.wait_exit("job-1-0", 180) == 80, job.all_logs()
     end = job.end("job-1-0")
@@ -244,7 +246,9 @@ def test_the_node_whose_sums_are_wrong_is_found_among_its_peers(job: Job) -> Non
     assert [(n["pod"], n["kind"]) for n in report["notes"]] == [("job-0-0", "Preflight")]
     assert report["notes"][0]["why"].startswith(WELL)
     assert report["notes"][0]["why"].endswith(" MB/s, by gloo over TCP on lo")
-    assert {i["kind"] for i in report["incidents"]} == {"PeerLost"}, "the pod's end explains it: none is a failure"
+    assert {i["kind"] for i in report["incidents"]} == {"PeerLost"}, (
+        "the ended pod explains each incident, so none counts as a failure"
+    )
     assert [job.wait_exit(name, 180) for name in ("job-0-0", "job-1-1", "job-2-0")] == [0, 0, 0], job.all_logs()
 
 

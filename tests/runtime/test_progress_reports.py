@@ -25,7 +25,7 @@ Post = Callable[[str, int], bool]
 
 
 class Relay:
-    """A relay between a client and the coordinator that keeps every request."""
+    """A relay between a client and the coordinator that records every request."""
 
     def __init__(self, port: int) -> None:
         self.port, self.requests = port, list[bytes]()
@@ -152,18 +152,18 @@ def test_a_stranger_at_the_coordinators_address_does_not_get_the_token(
 
 
 @CLIENTS
-def test_a_report_names_its_round(
+def test_a_progress_report_names_its_round(
     job: Job, client: Callable[[pytest.MonkeyPatch], Post], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fenced rank 0 must not show its step as a step of the next round."""
+    """The step of a fenced rank 0 must not appear as a step of the next round."""
     monkeypatch.setenv("DDPJOB_FENCE", "0.7")
     relay, post = Relay(job.port), client(monkeypatch)
     assert post(relay.address, 3)
     assert b'"round": "0.7"' in relay.requests[-1]
 
 
-def test_a_step_is_dated_to_the_moment_of_its_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A late or repeated post must show the speed of the steps. The last post has no speed."""
+def test_a_reported_step_has_the_time_at_which_the_script_reported_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The speed must be right even if a post is late or repeated. The last post has no speed."""
     from ddpjob_report import link
 
     posted, clock = list[dict[str, Any]](), [50.0]
@@ -183,7 +183,7 @@ def test_a_step_is_dated_to_the_moment_of_its_report(monkeypatch: pytest.MonkeyP
     assert client._send({"step": 31, "steps": 100}) and posted[2] == {"step": 31, "steps": 100}
 
 
-def test_the_worker_signs_as_the_protocol_requires() -> None:
+def test_the_worker_signs_requests_as_the_protocol_requires() -> None:
     parts = ("request", "", "nonce", "POST", "/v1/progress", b'{"a": "\xc3\xa9"}')
     assert worker.seal(TOKEN, *parts) == protocol.seal(TOKEN, *parts)
 
@@ -199,7 +199,7 @@ def test_a_request_that_changes_something_is_accepted_once(job: Job, monkeypatch
     assert post(relay.address, 8), "other requests are still accepted"
 
 
-def test_used_nonces_are_few_and_expire_with_the_coordinators_number() -> None:
+def test_few_used_nonces_are_kept_and_they_expire_with_the_coordinators_number() -> None:
     server = object.__new__(coordinator_server.Server)
     server.renew()
     first, most = server.instance, coordinator_server.MAX_NONCES
@@ -209,7 +209,7 @@ def test_used_nonces_are_few_and_expire_with_the_coordinators_number() -> None:
     assert server.instance != first and not server._used, "a used request is invalid for the new number too"
 
 
-def test_a_scripts_figures_arrive_with_the_speed_and_the_time_left(
+def test_reported_figures_arrive_with_the_speed_and_the_remaining_time(
     job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import ddpjob_report
@@ -221,7 +221,7 @@ def test_a_scripts_figures_arrive_with_the_speed_and_the_time_left(
     monkeypatch.setattr(outbox, "TIMEOUT_SECONDS", outbox.TIMEOUT_SECONDS * slowness())
     monkeypatch.setenv("RANK", "1")
     ddpjob_report.report(step=90)
-    assert link._link is None, "rank 0 alone reports"
+    assert link._link is None, "only rank 0 reports"
     monkeypatch.setenv("RANK", "0")
     ddpjob_report.report(epoch=1, step=10, steps=100, loss=0.5, accuracy=0.25)
     job.wait_until(lambda r: r["progress"].get("step") == 10, 10)
@@ -247,7 +247,9 @@ def only_here(sleep: Callable[[float], None]) -> Callable[[float], None]:
 
 
 def test_the_speed_of_counted_steps_covers_only_timed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first steps are posted 10 ms after the thread has begun, which gives no valid speed."""
+    """The first steps are posted 10 ms after the thread has started, which is too soon for a
+    speed.
+    """
     monkeypatch.setenv("DDPJOB_COORDINATOR", "127.0.0.1:1")
     monkeypatch.setenv("DDPJOB_TOKEN", TOKEN)
     counter = worker.StepCounter(SimpleNamespace(register_optimizer_step_post_hook=lambda hook: None))
@@ -266,7 +268,9 @@ def test_the_speed_of_counted_steps_covers_only_timed_steps(monkeypatch: pytest.
     with pytest.raises(EOFError):
         counter.run()
     assert posted[0] == (2, 0.0)
-    assert posted[1:4] == [(5, 0.0), (7, 5.0), (10, pytest.approx(16 / 3))], "few posts have few whole steps"
+    assert posted[1:4] == [(5, 0.0), (7, 5.0), (10, pytest.approx(16 / 3))], (
+        "with few posts, the speed is a ratio of small whole numbers"
+    )
     assert [speed for _, speed in posted[10:]] == pytest.approx([5.0, 5.0, 5.0], rel=0.05)
 
 
@@ -276,7 +280,7 @@ def torch_without_gpu(**fields: Any) -> Any:
     return SimpleNamespace(compiler=SimpleNamespace(is_compiling=lambda: False), cuda=cuda, **fields)
 
 
-def test_steps_that_can_no_longer_be_counted_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_counter_reports_that_steps_can_no_longer_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiled optimizer's steps run no hook, and neither do steps that a CUDA graph repeats."""
     monkeypatch.setenv("DDPJOB_COORDINATOR", "127.0.0.1:1")
     monkeypatch.setenv("DDPJOB_TOKEN", TOKEN)
@@ -289,7 +293,9 @@ def test_steps_that_can_no_longer_be_counted_are_reported(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "torch._dynamo.utils", SimpleNamespace(counters={"frames": frames}))  # type: ignore[arg-type]
 
     def looks() -> bool:
-        """Return whether the counter's next check, 0.5 s later, reports it."""
+        """Return whether the counter's next check, 0.5 s later, reports that steps cannot be
+        counted.
+        """
         posted.clear()
         waits = [None, EOFError]
 
@@ -357,7 +363,7 @@ def test_an_optimizer_with_an_early_state_shows_that_the_script_resumed(
     ("collectives", "exchanging"),
     [([3, 4, 5], True), ([0, 7, 9, 9, 9], True), ([3, 3, 3], False), ([3, 4, 4, 5, 6], False), ([0, 0, 0], False)],
 )
-def test_ranks_exchange_if_each_of_the_first_steps_has_collectives(
+def test_ranks_count_as_exchanging_if_each_of_the_first_steps_has_collectives(
     monkeypatch: pytest.MonkeyPatch, collectives: list[int], exchanging: bool
 ) -> None:
     """Collectives in later steps may belong to an evaluation."""
@@ -403,7 +409,7 @@ def test_a_program_that_steps_without_a_group_is_reported_until_it_forms_one(
 
     monkeypatch.setitem(sys.modules, "torch", torch_without_gpu())
     monkeypatch.setattr(worker, "group_exists", lambda: False)
-    assert counted("2", 9, 1, 5) == [False, True, True], "a few steps may come before the group"
+    assert counted("2", 9, 1, 5) == [False, True, True], "a few steps may come before the group is formed"
     assert capsys.readouterr().err.count("each of the 2 ranks trains a separate model") == 1
     assert counted("1", 9, 1, 5) == [False, False, False]
     assert counted("2", 3, last=True) == [False, True], "a program that ends will form no group"
@@ -416,7 +422,7 @@ def test_a_program_that_steps_without_a_group_is_reported_until_it_forms_one(
 
 
 @pytest.mark.parametrize("kind", ["link", "curves"])
-def test_the_last_report_of_a_script_is_kept_while_an_earlier_one_is_being_sent(
+def test_a_scripts_last_report_is_kept_while_an_earlier_one_is_being_sent(
     kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from ddpjob_report import curve_file, link
@@ -490,9 +496,7 @@ def test_a_copy_is_reported_as_soon_as_it_exists(
 
 
 def test_rank_0_reports_the_software_and_the_gpu_that_it_uses(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replaced coordinator is notified again. A script that counts its own steps does not hide
-    it.
-    """
+    """They are sent again to a new coordinator, even if the script reports its own steps."""
     gpu = SimpleNamespace(is_initialized=lambda: True, get_device_name=lambda: "NVIDIA H200")
     torch = SimpleNamespace(__version__="2.9.1", version=SimpleNamespace(cuda="12.8"), cuda=gpu, _dynamo=None)
     post = by_worker(monkeypatch)
@@ -509,7 +513,7 @@ def test_rank_0_reports_the_software_and_the_gpu_that_it_uses(job: Job, monkeypa
 
 
 @pytest.mark.parametrize("environment", [{"gpu": 7}, {"packages": {"torch": "\x1b[31m"}}, {"packages": []}, {}])
-def test_a_malformed_environment_is_left_out(job: Job, environment: dict[str, Any]) -> None:
+def test_a_malformed_description_of_the_software_is_dropped(job: Job, environment: dict[str, Any]) -> None:
     assert job.post("/v1/progress", {"step": 1, "environment": environment})[0] == 200
     assert "environment" not in job.status()["progress"]
     assert job.post("/v1/progress", {"step": 1, "environment": "x"})[0] == 400

@@ -1,4 +1,4 @@
-"""The operator reads the report as strictly as the coordinator writes it."""
+"""The operator's strict parser accepts every report that the coordinator can write."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_operator_reads_a_report_that_the_coordinator_writes() -> None:
         ({"world": 2**63}, f"report.world: must be a finite number of at most 64 bits, not {2**63}"),
     ],
 )
-def test_a_wrong_field_of_the_report_is_refused_by_name(change: dict[str, Any], error: str) -> None:
+def test_the_error_about_an_invalid_report_names_the_field(change: dict[str, Any], error: str) -> None:
     with pytest.raises(ValueError) as caught:
         Report.read({**a_report().write(), **change})
     assert str(caught.value) == error
@@ -112,7 +112,7 @@ def test_no_line_of_a_member_makes_the_report_unreadable(line: dict[str, Any]) -
             as_read(world)
 
 
-def test_no_order_of_the_operators_port_makes_the_report_unreadable() -> None:
+def test_no_request_to_the_operators_port_makes_the_report_unreadable() -> None:
     bodies: tuple[tuple[Command, dict[str, Any]], ...] = (
         (Command.SIZE, {"nodes": 2, "minNodes": 2}),
         (Command.PATIENCE, {"backoff": [1, 60], "hangAfter": 60}),
@@ -162,14 +162,14 @@ def test_the_operator_reads_the_largest_possible_report(nodes: int, character: s
         assert len(report.incidents[-1].traceback) >= 3000 and len(report.progress["metrics"]) == 100
 
 
-def test_text_enums_format_like_their_values_in_every_python() -> None:
+def test_string_enums_format_like_their_values_in_every_python() -> None:
     assert (f"{Mode.FAST}", str(Mode.FAST), f"{Mode.FAST:>5}", Command.SIZE.path) == (
         "Fast", "Fast", " Fast", "/v1/size",
     )  # fmt: skip
     assert json.dumps({"mode": Mode.FAST}) == '{"mode": "Fast"}' and {Mode.FAST: 1}["Fast"] == 1  # type: ignore[index]
 
 
-def test_lagging_ranks_are_checked_and_merged() -> None:
+def test_reports_of_lagging_ranks_are_validated_and_merged() -> None:
     from ddpjob_runtime.coordinator import progress
 
     two = [{"rank": 3, "slowdown": 1.8}, {"rank": 0, "slowdown": 2}]
@@ -189,10 +189,10 @@ def test_lagging_ranks_are_checked_and_merged() -> None:
         {"rank": 3, "slowdown": 7},
     ):
         merged.merge(progress.check({"stragglers": [two[0], entry, two[1]]}), 4.0)
-        assert merged.report()["stragglers"] == two, "one bad entry costs only itself"
+        assert merged.report()["stragglers"] == two, "an invalid entry is dropped alone"
     for cost, kept in ((0.4, {"cost": 0.4}), (0, {"cost": 0}), *((bad, {}) for bad in (1.1, -0.1, True, "x", None))):
         merged.merge(progress.check({"stragglers": [{"rank": 1, "slowdown": 2, "cost": cost}]}), 4.0)
-        assert merged.report()["stragglers"] == [{"rank": 1, "slowdown": 2, **kept}], "a bad cost costs only itself"
+        assert merged.report()["stragglers"] == [{"rank": 1, "slowdown": 2, **kept}], "an invalid cost is dropped alone"
     merged.merge(progress.check({"stragglers": [{"rank": rank, "slowdown": 2} for rank in range(99)]}), 5.0)
     assert len(merged.report()["stragglers"]) == 8
     for wrong in (None, "x", {}, 3):

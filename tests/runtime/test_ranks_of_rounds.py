@@ -33,7 +33,7 @@ def test_the_first_round_waits_for_the_order() -> None:
     world.pass_time(1)
     assert world.coordinator.rounds.current is None
     world.coordinator.set_order(pods(0, 2, 1))
-    assert world.ranks() == [0, 2, 1], "it begins with the last entry that it waited for"
+    assert world.ranks() == [0, 2, 1], "the round begins as soon as the order arrives"
 
 
 def test_a_round_waits_briefly_and_only_for_members_without_a_place() -> None:
@@ -44,11 +44,13 @@ def test_a_round_waits_briefly_and_only_for_members_without_a_place() -> None:
     world.pass_time(ORDER_SECONDS - 0.1)
     assert world.coordinator.rounds.current is None
     world.pass_time(0.2)
-    assert world.ranks() == [0, 2, 1], "a member without a place is the last"
+    assert world.ranks() == [0, 2, 1], "a member without a place comes last"
 
 
 def test_the_time_limit_for_a_place_begins_when_the_member_connects() -> None:
-    """Importing torch and fetching data come after that, so a slow start waits for nothing."""
+    """Importing torch and fetching data come after that, so a slow start causes no additional
+    wait.
+    """
     world = World(2, ordered=True)
     members = [world.hello(i) for i in range(2)]
     world.pass_time(ORDER_SECONDS + 1)
@@ -56,7 +58,7 @@ def test_the_time_limit_for_a_place_begins_when_the_member_connects() -> None:
     assert world.ranks() == [0, 1]
 
 
-def test_an_order_that_is_not_announced_delays_nothing() -> None:
+def test_a_round_does_not_wait_for_an_order_that_was_not_announced() -> None:
     world = World(3)
     world.form(3)
     assert world.ranks() == [0, 1, 2] and world.report()["order"] == ""
@@ -95,7 +97,7 @@ def test_without_the_operator_a_replacement_still_trains() -> None:
     world.ready(*members[1:])
     world.ready(world.hello(0, attempt=1))
     world.pass_time(ORDER_SECONDS + 0.1)
-    assert world.ranks() == [0, 2, 1], "index 0 first, even if its place is unknown"
+    assert world.ranks() == [0, 2, 1], "index 0 comes first, even if its place is unknown"
 
 
 def test_a_spare_that_takes_over_has_its_place_already() -> None:
@@ -105,10 +107,10 @@ def test_a_spare_that_takes_over_has_its_place_already() -> None:
     assert world.ranks() == [0, 1, 2]
     world.lose(members[1])
     world.ready(members[0], members[2])
-    assert world.ranks() == [0, 3, 2], "no member waits"
+    assert world.ranks() == [0, 3, 2], "no wait is needed"
 
 
-def test_an_order_that_ends_restores_the_order_of_the_indices_without_a_wait() -> None:
+def test_withdrawing_the_order_restores_the_order_of_indices_without_a_wait() -> None:
     world = World(3, ordered=True)
     world.coordinator.set_order(pods(0, 2, 1))
     members = world.form(3)
@@ -125,7 +127,7 @@ def test_an_adopted_round_keeps_its_ranks_and_the_next_waits_for_the_order() -> 
     world.coordinator.set_order(pods(0, 2, 1))
     world.form(3)
     world.restart_coordinator(CoordinatorSettings(3, 3, mode=FAST, attempt=1, ordered=True))
-    assert world.report()["order"] == "", "the operator sees that it has to send it again"
+    assert world.report()["order"] == "", "the report shows the operator that it must send the order again"
     members = [world.resume(index, 1, rank, 3) for rank, index in enumerate([0, 2, 1])]
     assert world.report()["state"] == "Running" and world.ranks() == [0, 2, 1]
     world.fail(members[0])
@@ -143,7 +145,9 @@ def test_the_report_shows_the_current_order() -> None:
     news, mark = world.coordinator.news, world.report()["order"]
     assert mark == order_mark(pods(0, 2, 1)) != order_mark(pods(0, 1, 2))
     world.coordinator.set_order(pods(0, 2, 1))
-    assert world.coordinator.news == news, "a repeated order is not a change, or the operator would never rest"
+    assert world.coordinator.news == news, (
+        "a repeated order must not count as a change, or the operator would be woken forever"
+    )
     world.coordinator.set_order(pods(0, 1, 2))
     assert world.coordinator.news > news and world.report()["order"] == order_mark(pods(0, 1, 2))
 
@@ -155,7 +159,7 @@ def test_the_report_shows_the_current_order() -> None:
         (pods(*range(MAX_PODS + 1)), f"pods: must have at most {MAX_PODS} entries, not {MAX_PODS + 1}"),
     ],
 )
-def test_an_impossible_order_changes_nothing(names: list[str], why: str) -> None:
+def test_an_invalid_order_changes_nothing(names: list[str], why: str) -> None:
     world = World(2)
     world.coordinator.set_order(pods(0, 1))
     with pytest.raises(ValueError, match=why):

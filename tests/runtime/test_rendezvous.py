@@ -1,4 +1,6 @@
-"""Groups that meet at the store next to the coordinator (Standard), in threads of one process."""
+"""The rendezvous at the coordinator's store (Standard), with all members as threads of one
+process.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,8 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 class Client:
-    """A coordinator as a handler sees it: one call to begin a round, and whether the round is
-    over.
+    """The coordinator's interface for the rendezvous handler: a call that begins a round, and
+    whether the round is over.
     """
 
     why = "a node was lost"
@@ -71,7 +73,7 @@ def handler(rank: int, world: int, store: Any) -> StandardRendezvous:
 
 
 @pytest.mark.parametrize("world", [3, 40])
-def test_a_group_has_the_coordinators_ranks_and_the_address_of_its_rank_0(world: int, store: Any) -> None:
+def test_members_get_the_coordinators_ranks_and_the_address_of_rank_0(world: int, store: Any) -> None:
     handlers = [handler(rank, world, store) for rank in range(world)]
     with ThreadPoolExecutor(world) as threads:
         infos = list(threads.map(lambda h: h.next_rendezvous(), handlers))
@@ -88,9 +90,9 @@ def test_a_group_has_the_coordinators_ranks_and_the_address_of_its_rank_0(world:
     assert infos[-1].store.get("word") == b"of all", "the members share the store"
 
 
-def test_no_launcher_unpickles_content_of_the_store(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """c10d's own rendezvous unpickles it, so a client that can write its state runs code on every
-    node.
+def test_no_launcher_unpickles_content_from_the_store(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """c10d's own rendezvous unpickles it, so a client that can write to the store could run code on
+    every node.
     """
     monkeypatch.setattr(Bomb, "exploded", [])
     store.set("torch.rendezvous.job", b64encode(pickle.dumps((Bomb(), 1))).decode())
@@ -117,7 +119,7 @@ class Bomb:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])
-def test_a_store_listens_only_on_its_address(host: str) -> None:
+def test_a_store_listens_only_on_its_own_address(host: str) -> None:
     before = listening([os.getpid()])
     try:
         made = serve(host)
@@ -134,40 +136,40 @@ def test_a_store_listens_only_on_its_address(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["", "203.0.113.1", "$(POD_IP)"])
-def test_an_address_that_the_pod_does_not_have_is_refused_and_nothing_listens(host: str) -> None:
+def test_a_store_refuses_an_address_that_its_pod_does_not_have(host: str) -> None:
     before = listening([os.getpid()])
     with pytest.raises(OSError, match=r"cannot host a store on '.*', port 0: .*; POD_IP, --local-addr .* must name"):
         serve(host)
     assert listening([os.getpid()]) == before
 
 
-def test_a_port_in_use_is_refused() -> None:
+def test_a_store_reports_that_its_port_is_in_use() -> None:
     first = serve("127.0.0.1")
     with pytest.raises(OSError, match=f"port {first.port}: Address already in use"):
         serve("127.0.0.1", first.port)
 
 
-def test_a_round_does_not_see_an_earlier_one(store: Any) -> None:
+def test_a_round_does_not_see_the_data_of_an_earlier_round(store: Any) -> None:
     earlier, later = handler(0, 2, store), handler(1, 2, store)
     later_client: Any = later._client
     later_client.words[0]["round"] = 8
     assert earlier.next_rendezvous().rank == 0
     threading.Timer(0.5, later_client.over.set).start()
-    with pytest.raises(EOFError):  # The earlier round's address belongs to a dead rank 0.
+    with pytest.raises(EOFError):  # The earlier round's address belonged to a rank 0 that is dead.
         later.next_rendezvous()
 
 
-def test_a_round_that_is_over_is_left_although_its_rank_0_never_came(store: Any) -> None:
+def test_members_leave_a_round_that_is_over_even_if_its_rank_0_never_arrived(store: Any) -> None:
     late = handler(1, 2, store)
     client: Any = late._client
     threading.Timer(0.2, client.over.set).start()
-    with pytest.raises(EOFError):  # It asks for the next round, which does not exist.
+    with pytest.raises(EOFError):  # The member asks for the next round, which does not exist.
         late.next_rendezvous()
     assert client.words == []
 
 
 @pytest.mark.parametrize("listens", [True, False])
-def test_a_store_that_listens_is_waited_for_while_a_name_server_is_slow(
+def test_members_wait_for_a_store_whose_name_lookup_is_slow(
     listens: bool, store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: torch looks up the name of the address before it connects, and each attempt timed

@@ -1,5 +1,5 @@
-"""The log that outlives the pods: a line in the checkpoint folder for each round, break and end.
-Writing it never delays the group.
+"""The log that outlives the pods: a line in the checkpoint folder for each round, each break and
+the job's end. Writing it never delays the group.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def test_rank_0_records_once_where_a_round_continued_and_which_steps_it_repeated
     world.pass_time(2)
     world.ready(*members)
     world.pass_time(5)
-    assert not {"start", "stepsAtRisk"} & world.coordinator.report().progress.keys(), "they belonged to that round"
+    assert not {"start", "stepsAtRisk"} & world.coordinator.report().progress.keys(), (
+        "these fields belonged to the broken round"
+    )
 
 
 def test_another_member_writes_when_rank_0_is_lost() -> None:
@@ -70,7 +72,7 @@ def test_another_member_writes_when_rank_0_is_lost() -> None:
     assert world.verbs(members[1])[-2:] == ["record", "stop"]
 
 
-def test_no_line_exceeds_the_limit_of_a_connection() -> None:
+def test_no_line_of_the_round_log_exceeds_the_limit_of_a_connection() -> None:
     world, *members = formed(2)
     wide = "\N{GRINNING FACE}" * 100
     world.coordinator.report_progress({"metrics": {f"{number:03}{wide[3:]}": 1.0 for number in range(100)}})
@@ -88,7 +90,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_lines_are_appended_after_an_incomplete_one(folder: Path) -> None:
+def test_lines_are_appended_correctly_after_an_incomplete_line(folder: Path) -> None:
     path = folder / protocol.ROUNDS_FILE
     path.write_text('{"event": "rou')
     log = RoundLog()
@@ -100,7 +102,7 @@ def test_lines_are_appended_after_an_incomplete_one(folder: Path) -> None:
     assert json.loads(lines[1])["job"] == "first" and "t" not in json.loads(lines[1])
 
 
-def test_the_size_of_the_file_is_limited(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_the_round_log_is_limited(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(round_log, "MAX_BYTES", 1000)
     log = RoundLog()
     for number in range(60):
@@ -111,7 +113,7 @@ def test_the_size_of_the_file_is_limited(folder: Path, monkeypatch: pytest.Monke
     assert all(file.stat().st_size < 1200 for file in files) and '"round": 59' in files[0].read_text()
 
 
-def test_a_missing_volume_is_not_created_and_a_hanging_one_only_loses_lines(
+def test_a_missing_volume_is_not_created_and_a_hanging_volume_only_costs_lines(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DDPJOB_CHECKPOINT_DIR", str(folder / "unmounted"))

@@ -89,9 +89,7 @@ def test_a_spare_takes_over_immediately(job: Job) -> None:
     job.kill(victim)
     took = recovery_seconds(job, killed)
     print(f"a spare took over in {took:.3f} s")
-    assert took < 10 * slowness(), (
-        "the benchmark measures the figure; this only checks that nothing waits for a timeout"
-    )
+    assert took < 10 * slowness(), "this only checks that nothing waits for a timeout; the benchmark measures the time"
     index = int(victim.split("-")[1])
     job.start_node(index, *script, attempt=1)
     left = [f"job-{i}-0" for i in range(3) if i != index]
@@ -130,17 +128,17 @@ def test_no_step_is_lost_with_the_coordinator(job: Job) -> None:
     job.start_coordinator(attempt=1)
     report = job.wait_until(lambda r: r["state"] == "Running" and states(r) == ["Running", "Running"])
     assert before > 10 and report["round"] == 1
-    job.kill("job-1-0")  # the new one does everything that the old one did
+    job.kill("job-1-0")  # the new coordinator can do everything that the old one did
     job.start_node(1, *script, attempt=1)
     report = finish(job, "job-0-0", "job-1-1")
     assert [steps for _, _, steps in made(job, 0)][:before] == list(range(before)), (
-        "the loss of the coordinator did not lose a step"
+        "no step was lost with the coordinator"
     )
     assert kinds(report) == [("PeerLost", "job-1-0")]
     assert report["incidents"][0]["id"] > 1_000_000
 
 
-def test_a_group_shrinks_immediately_and_grows_again(tmp_path: Path) -> None:
+def test_a_group_shrinks_immediately_and_grows_back(tmp_path: Path) -> None:
     with contextlib.closing(Job(tmp_path, mode="Fast", min_nodes=1)) as job:
         script = (STEPS, "--ddp", "--steps", "100000", "--sleep", "0.02", "--trap")
         job.start_coordinator()
@@ -155,11 +153,11 @@ def test_a_group_shrinks_immediately_and_grows_again(tmp_path: Path) -> None:
         report = job.wait_until(lambda r: r["world"] == 2 and r["state"] == "Running", 40)
         assert kinds(report) == [("PeerLost", "job-1-0"), ("Joined", "job-1-1")]
         assert (job.folder / "saved-0").exists(), (
-            "the node that trained alone could save before it was stopped for the joiner"
+            "the node that trained alone could save before it was stopped for the new member"
         )
 
 
-def test_a_hang_is_detected_and_shown(job: Job) -> None:
+def test_a_hang_is_detected_and_reported_with_its_stacks(job: Job) -> None:
     script = (STEPS, "--steps", "30", "--ddp", "--sleep", "0.02", "--hang-at", "10")
     job.start_coordinator("--hang-after", "3")
     job.start_node(0, *script)
@@ -181,7 +179,7 @@ def test_steps_without_an_optimizer_are_not_a_hang_unless_all_ranks_stand_still(
     job.start_node(0, *script)
     job.start_node(1, *script)
     report = job.wait_until(lambda r: r["progress"].get("uncountable") or r["incidents"], 60)
-    assert not report["incidents"], "it works, although its steps cannot be counted"
+    assert not report["incidents"], "the group is active, although its steps cannot be counted"
     report = job.wait_until(lambda r: r["incidents"], 60)
     [incident] = report["incidents"]
     assert incident["kind"] == "Hang" and "wait_for_ever" in incident["message"], incident
@@ -192,7 +190,7 @@ def test_steps_without_an_optimizer_are_not_a_hang_unless_all_ranks_stand_still(
 
 def test_a_frozen_node_is_fenced(job: Job) -> None:
     """The frozen node's peers continue with a different node. When the frozen node wakes up, it
-    ends.
+    exits.
     """
     with_a_spare(job, steps=3)
     victim = next(m["pod"] for m in job.status()["members"] if m["state"] == "Running")
@@ -222,7 +220,7 @@ def parent_of(pid: int, victim: str, job: Job) -> bool:
     return f"DDPJOB_POD={victim}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 
-def test_a_crash_loop_backs_off(job: Job) -> None:
+def test_a_job_that_crashes_repeatedly_backs_off(job: Job) -> None:
     script = (STEPS, "--steps", "8", "--raise-at", "0", "--always", "--ddp", "--sleep", "0")
     job.start_coordinator("--backoff", "1:60")
     job.start_node(0, *script)
@@ -301,7 +299,7 @@ class Unlogged(Job):
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
 @pytest.mark.parametrize("why", NO_LOGS)
-def test_a_log_that_cannot_be_written_only_loses_its_lines(tmp_path: Path, why: str, mode: str) -> None:
+def test_a_log_that_cannot_be_written_costs_only_its_lines(tmp_path: Path, why: str, mode: str) -> None:
     """This happens if the disk is full of checkpoints, or while a host's container runtime
     hangs.
     """
@@ -332,7 +330,7 @@ os._exit(3)
 """
 
 
-def test_an_error_file_that_cannot_be_read_does_not_end_the_node(tmp_path: Path) -> None:
+def test_an_unreadable_error_file_does_not_end_the_node(tmp_path: Path) -> None:
     """A full disk leaves an empty file, and a killed worker half a file."""
     (tmp_path / "unreadable.py").write_text(UNREADABLE)
     with contextlib.closing(Job(tmp_path, nodes=1, mode="Fast")) as job:
@@ -357,7 +355,9 @@ test.
 
 
 @pytest.mark.parametrize("number", [None, signal.SIGTERM])
-def test_a_fork_server_killed_for_memory_ends_its_node_with_the_reason(job: Job, number: signal.Signals | None) -> None:
+def test_a_fork_server_killed_for_memory_makes_its_node_exit_with_the_reason(
+    job: Job, number: signal.Signals | None
+) -> None:
     """This holds even if the launcher is asked to stop before it has noticed the kill."""
     job.start_coordinator()
     prefix, options = (PYTHON, "-c", COUNTED), ("--nnodes=1", "--monitor-interval=1")

@@ -38,7 +38,7 @@ def job(folder: Path) -> Iterator[Job]:
 
 
 class Proxy:
-    """A relay between launchers and the coordinator that can be cut."""
+    """A relay between launchers and the coordinator whose connections a test can cut."""
 
     def __init__(self, target: int) -> None:
         self.target, self.listener = target, socket.create_server(("127.0.0.1", 0))
@@ -116,13 +116,13 @@ def test_a_killed_node_is_replaced_and_the_job_continues(job: Job) -> None:
     assert report["progress"]["step"] == 40
 
 
-def test_exceptions_restart_in_place_and_name_rank_and_line(job: Job) -> None:
+def test_exceptions_restart_workers_in_place_and_are_reported_with_rank_and_line(job: Job) -> None:
     script = (STEPS, "--steps", "8", "--raise-at", "3", "--fail-last")
     job.start_coordinator()
     job.start_node(0, *script)
     job.start_node(1, *script)
     report = finish(job, "job-0-0", "job-1-0")
-    first, last = report["incidents"]  # each break has one incident: the peer's connection errors do not count
+    first, last = report["incidents"]  # each break has one incident, because the peer's connection errors do not count
     assert (first["kind"], first["rank"], first["localRank"], first["exitCode"]) == ("WorkerFailed", 1, 0, 1)
     assert first["message"] == "ValueError: made to fail at step 3"
     assert (
@@ -178,17 +178,17 @@ import ctypes, os, pathlib
 if not pathlib.Path("stuck").exists():
     pathlib.Path("stuck").touch()
     libc = ctypes.CDLL(None)
-    libc.vfork()  # The parent is in uninterruptible sleep as long as the child lives.
+    libc.vfork()  # The parent is in uninterruptible sleep while the child lives.
     libc.sleep(300)
     os._exit(0)
 """
 
 
-def test_torchrun_that_gives_up_is_not_a_success(folder: Path) -> None:
+def test_a_node_whose_torchrun_gives_up_has_not_succeeded(folder: Path) -> None:
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
     if not hasattr(LocalElasticAgent, "_check_uninterruptible_state_timeout"):
-        pytest.skip("this torch does not look for workers in uninterruptible sleep")
+        pytest.skip("this torch does not check for workers in uninterruptible sleep")
     (folder / "stuck.py").write_text(UNINTERRUPTIBLE)
     with contextlib.closing(Job(folder, nodes=1)) as job:
         job.start_coordinator()
@@ -197,7 +197,7 @@ def test_torchrun_that_gives_up_is_not_a_success(folder: Path) -> None:
         assert report["round"] == 2, "its workers were started again"
 
 
-def test_a_node_lost_after_its_peer_has_finished_is_not_a_success(job: Job) -> None:
+def test_a_job_that_loses_a_node_after_its_peer_has_finished_has_not_succeeded(job: Job) -> None:
     script = (STEPS, "--steps", "3", "--late", "60")
     job.start_coordinator()
     job.start_node(0, *script)
@@ -229,7 +229,7 @@ def test_a_node_asked_to_stop_lets_its_workers_save_and_is_not_a_failure(job: Jo
 
 
 def test_a_coordinator_that_is_stopped_for_a_while_loses_no_pods(job: Job) -> None:
-    """One node is still working, and the other has finished. Both notice the silence and
+    """One node is still working, and the other has finished. Both nodes notice the silence and
     reconnect.
     """
     job.start_coordinator()
@@ -278,7 +278,7 @@ def test_a_command_without_python_runs_in_several_processes_per_node(folder: Pat
 
 
 def test_a_node_that_cannot_start_reports_the_reason(folder: Path) -> None:
-    """The reasons are a missing script or module, a refused argument, a missing torch, and no place
+    """The reasons are a missing script or module, a refused argument, a missing torch, and no space
     for temporary files.
 
     Each node ends with 78 and an incident, and the termination log has the reason if it can be
@@ -307,20 +307,20 @@ def test_a_node_that_cannot_start_reports_the_reason(folder: Path) -> None:
         assert job.end("job-0-0") == {"kind": "InitFailure", "message": text[0], "traceback": ""}
 
 
-def test_wrong_tokens_are_retried_newer_attempts_take_over_and_stop_ends_nodes(folder: Path) -> None:
+def test_nodes_retry_a_wrong_token_yield_to_newer_attempts_and_exit_on_stop(folder: Path) -> None:
     with contextlib.closing(Job(folder, store=False)) as job:
         job.start_coordinator()
         job.start_node(1, STEPS, DDPJOB_TOKEN="another job's")
         job.start_node(0, STEPS)
         job.wait_until(lambda r: [m["pod"] for m in r["members"]] == ["job-0-0"])
         job.start_node(0, STEPS, attempt=1)
-        assert job.wait_exit("job-0-0") == 79  # a newer attempt takes over the place
+        assert job.wait_exit("job-0-0") == 79  # a newer attempt takes over the index
         assert "job-0-1" in job.end("job-0-0")["message"]
         job.wait_until(lambda r: [m["pod"] for m in r["members"]] == ["job-0-1"])
         assert job.post("/v1/stop", {"ok": False, "why": "the budget is spent"}) == (200, {})
         assert job.wait_exit("job-0-1") == 77
         assert job.end("job-0-1")["message"] == "the budget is spent"
-        assert job.processes["job-1-0"].poll() is None, "it retries: the coordinator of its job may get this address"
+        assert job.processes["job-1-0"].poll() is None, "it retries, because its job's coordinator may get this address"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root for a PID namespace")

@@ -46,7 +46,7 @@ def test_a_spare_takes_over_from_a_partitioned_host_which_returns_as_the_spare(t
     processes: list[subprocess.Popen[bytes]] = []
 
     def said(pattern: str) -> list[float]:
-        """Return the Unix time of each such line in the coordinator's log."""
+        """Return the Unix times of the lines in the coordinator's log that match."""
         lines = (line.partition(" ") for line in log.read_text().splitlines() if re.search(pattern, line))
         return [datetime.fromisoformat(when.replace("Z", "+00:00")).timestamp() for when, _, _ in lines]
 

@@ -1,5 +1,5 @@
-"""The coordinator's state machines: objects own their state, and code and documentation follow the
-tables.
+"""The coordinator's state machines. Each object changes only its own state, and code and
+documentation match the tables of transitions.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ def test_every_class_assigns_only_its_own_attributes(path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["other.x = 1", "self.x.y = 1", "a, other.x = 1, 2", "other.x += 1", "del other.x"])
-def test_the_check_finds_an_assignment(line: str) -> None:
+def test_the_check_finds_an_assignment_to_another_object(line: str) -> None:
     assert foreign_assignments(ast.parse(f"class A:\n def f(self, other):\n  self.x = 1\n  {line}\n")) == [4]
 
 
 @pytest.mark.parametrize("kind", [CoordinatorState, MemberState, RoundState])
-def test_every_state_has_its_row(kind: type) -> None:
+def test_every_state_has_a_row_in_the_table(kind: type) -> None:
     [table] = [table for table in TABLES.values() if type(next(iter(table))) is kind]
     missing = set(kind) ^ set(table)  # type: ignore[call-overload]
     assert missing == set(), (
-        "give each state a row in ddpjob_runtime/coordinator/states.py, an empty one if it is an end"
+        "give each state a row in ddpjob_runtime/coordinator/states.py; a final state has an empty row"
     )
 
 
-def test_a_transition_that_is_not_in_the_table_is_a_defect() -> None:
+def test_a_transition_that_is_not_in_the_table_raises_an_error() -> None:
     state = State(CoordinatorState.FORMING, states.COORDINATOR_TRANSITIONS)
     state.become(CoordinatorState.FORMING)
     state.become(CoordinatorState.STOPPED)
@@ -62,7 +62,7 @@ def test_a_transition_that_is_not_in_the_table_is_a_defect() -> None:
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_the_drawing_matches_the_table(name: str) -> None:
+def test_the_state_diagram_matches_the_table(name: str) -> None:
     """docs/protocol.md draws each table; `State.become` enforces it."""
     page = (ROOT / "docs" / "protocol.md").read_text()
     [drawing] = re.findall(rf"<!-- states: {name} -->\n```mermaid\nstateDiagram-v2\n(.*?)```", page, re.S)

@@ -11,7 +11,7 @@ from ddpjob_runtime.coordinator.takeover import ADOPT_SECONDS, BROKEN_SECONDS
 
 
 def second(nodes: int = 2, min_nodes: int | None = None) -> World:
-    """Return a coordinator of attempt 1."""
+    """Return a coordinator that replaces another one (attempt 1)."""
     return World(nodes, min_nodes, attempt=1)
 
 
@@ -26,10 +26,10 @@ def test_a_new_coordinator_adopts_the_round_when_all_members_are_back() -> None:
     world.lose(members[1])
     assert world.verbs(members[0])[-1] == "restart"
     world.ready(members[0], world.hello(1, attempt=1))
-    assert world.ranks() == [0, 1], "the next round is numbered by index again"
+    assert world.ranks() == [0, 1], "in the next round, ranks follow the index again"
 
 
-def test_numbers_continue_above_all_numbers_of_earlier_coordinators() -> None:
+def test_round_numbers_continue_above_those_of_earlier_coordinators() -> None:
     world = second()
     members = [world.hello(i) for i in range(2)]
     world.ready(*members)
@@ -51,7 +51,7 @@ def test_spares_that_return_first_do_not_form_a_second_group() -> None:
     assert all(world.verbs(m) == ["welcome"] for m in members + spares)
 
 
-def test_late_members_are_waited_for_until_the_round_is_known_to_be_over() -> None:
+def test_the_coordinator_waits_for_late_members_unless_their_round_is_over() -> None:
     world = second(3)
     first = world.resume(0, 7, 0, 3)
     world.resume(1, 7, 1, 3)
@@ -61,7 +61,7 @@ def test_late_members_are_waited_for_until_the_round_is_known_to_be_over() -> No
     assert world.report()["state"] == "Running"
 
 
-def test_members_that_are_gone_are_not_waited_for() -> None:
+def test_the_coordinator_does_not_wait_for_members_that_are_gone() -> None:
     """A Kubernetes node with the coordinator and a member was lost. The other members are in a
     collective with it.
     """
@@ -69,7 +69,7 @@ def test_members_that_are_gone_are_not_waited_for() -> None:
     members = [world.resume(i, 7, i, 4) for i in range(2)]
     world.coordinator.gone("job-3-0", "its node was lost")
     world.pass_time(BROKEN_SECONDS + 1)
-    assert world.verbs(members[0]) == ["welcome"], "one of two may still return"
+    assert world.verbs(members[0]) == ["welcome"], "one of the two may still return"
     world.coordinator.gone("job-2-0", "its node was lost")
     world.pass_time(BROKEN_SECONDS - 0.5)
     assert world.verbs(members[0]) == ["welcome"], "it may have been a spare"
@@ -90,7 +90,7 @@ def test_a_member_that_does_not_return_breaks_the_round() -> None:
     assert "node rank(s) 1 of round 7 did not reconnect" in world.report()["incidents"][0]["message"]
 
 
-def test_a_failure_shortens_the_wait_and_is_the_cause() -> None:
+def test_a_failure_ends_the_wait_for_members_early_and_is_the_cause() -> None:
     world = second(3, 2)
     first = world.resume(0, 7, 0, 3)
     world.fail(first)
@@ -105,7 +105,7 @@ def test_a_failure_shortens_the_wait_and_is_the_cause() -> None:
     assert world.incidents() == [("WorkerFailed", "job-0-0", 0)]
 
 
-def test_a_communication_error_is_a_consequence_of_a_member_that_does_not_return() -> None:
+def test_a_communication_error_is_blamed_on_a_member_that_does_not_return() -> None:
     world = second(2)
     first = world.resume(0, 7, 0, 2)
     world.fail(first, "RuntimeError: gloo: Connection closed by peer")
@@ -116,7 +116,7 @@ def test_a_communication_error_is_a_consequence_of_a_member_that_does_not_return
     assert "node rank(s) 1 of round 7 did not reconnect" in world.report()["incidents"][0]["message"]
 
 
-def test_a_rank_that_left_is_a_consequence_of_a_member_that_does_not_return() -> None:
+def test_a_rank_that_left_early_is_blamed_on_a_member_that_does_not_return() -> None:
     """Regression: the rank left with a node that was asked to stop and had saved, but its exit
     counted as a failure of the job.
     """
@@ -156,7 +156,7 @@ def test_members_that_save_for_a_planned_restart_keep_their_time(first: str) -> 
     assert world.report()["round"] > 7 and world.ranks() == [0, 1]
 
 
-def test_a_late_member_leaves_others_time_to_save_for_a_planned_restart() -> None:
+def test_a_late_member_does_not_shorten_others_time_to_save() -> None:
     """The late member's name server may return the address of the earlier coordinator for half a
     minute.
     """
@@ -173,7 +173,7 @@ def test_a_late_member_leaves_others_time_to_save_for_a_planned_restart() -> Non
     assert world.round.number == 1_000_001 and world.ranks() == [0, 1, 2]
 
 
-def test_a_member_that_is_gone_ends_a_planned_restart_of_an_earlier_coordinator() -> None:
+def test_a_missing_member_ends_a_planned_restart_of_an_earlier_coordinator() -> None:
     """Saving members may be waiting for the missing member."""
     world = second(2)
     resume = {"round": 7, "rank": 0, "world": 2, "state": "Running", "planned": True}
@@ -219,7 +219,7 @@ def test_an_adopted_round_is_watched_for_hangs() -> None:
         ({"round": 1, "rank": 0, "world": 10**15, "state": "Running"}, "resume.world: must be at most 1124"),
     ],
 )
-def test_a_malformed_resume_names_the_field(resume: object, why: str) -> None:
+def test_the_error_about_a_malformed_resume_names_the_field(resume: object, why: str) -> None:
     world = World(2)
     with pytest.raises(ValueError, match=why):
         world.try_hello(0, resume=resume)
@@ -227,8 +227,8 @@ def test_a_malformed_resume_names_the_field(resume: object, why: str) -> None:
 
 
 def test_a_member_of_a_superseded_coordinator_is_notified_and_not_stopped() -> None:
-    """The member's launcher looks for the later coordinator and keeps its workers. None of its
-    lines is an illegal transition.
+    """The member's launcher looks for the later coordinator and keeps its workers. Its lines cause
+    no illegal transitions.
     """
     world = World(2)
     world.form(2)
@@ -247,7 +247,7 @@ def test_a_first_coordinator_does_not_wait_for_members_to_return() -> None:
     assert world.round.number == 1
 
 
-def test_a_newer_round_replaces_an_older_one_that_was_adopted_first() -> None:
+def test_a_newer_round_replaces_an_older_round_that_was_adopted_first() -> None:
     world = second(2)
     older = [world.resume(i, 6, i, 2) for i in range(2)]
     assert world.report()["state"] == "Running"

@@ -1,4 +1,6 @@
-"""When a neighbour and the coordinator are enough witnesses for an early loss, in virtual time."""
+"""When a neighbour's report and the coordinator's own probe suffice to declare a member lost early,
+in virtual time.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,7 @@ def test_a_report_about_an_earlier_round_does_not_replace_reports_of_this_one() 
     assert lost(world) == ["job-2-0"]
 
 
-def test_one_witness_alone_does_not_prove_a_loss() -> None:
+def test_a_single_witness_does_not_prove_a_loss() -> None:
     world = World(4)
     members = world.form(4, spares=1)
     report(world, members[1], members[2])
@@ -81,7 +83,7 @@ def test_one_witness_alone_does_not_prove_a_loss() -> None:
     assert lost(world) == [] and world.round.number == 1
 
 
-def test_a_withdrawn_report_is_not_a_witness() -> None:
+def test_a_withdrawn_report_does_not_count_as_a_witness() -> None:
     world = World(4)
     members = world.form(4, spares=1)
     cut(world, members[2])
@@ -105,7 +107,7 @@ def test_a_report_that_is_not_repeated_expires() -> None:
     assert lost(world) == []
 
 
-def test_a_reported_member_that_still_sends_is_alive() -> None:
+def test_a_member_that_still_sends_counts_as_alive_despite_reports() -> None:
     world = World(4)
     members = world.form(4, spares=1)
     world.cut.add(members[2].pod)  # It sends, but its kernel acknowledges nothing.
@@ -114,7 +116,7 @@ def test_a_reported_member_that_still_sends_is_alive() -> None:
     assert lost(world) == []
 
 
-def test_silent_members_are_not_lost_early_unless_each_has_a_spare() -> None:
+def test_silent_members_are_declared_lost_early_only_if_each_has_a_spare() -> None:
     world = World(6)
     members = world.form(6)
     cut(world, members[2])
@@ -139,7 +141,7 @@ def test_silent_members_are_not_lost_early_unless_each_has_a_spare() -> None:
     assert lost(world) == ["job-2-0", "job-3-0"]
 
 
-def test_a_spare_that_is_partitioned_too_does_not_count() -> None:
+def test_a_spare_that_is_partitioned_too_does_not_justify_an_early_loss() -> None:
     world = World(4)
     members = world.form(4, spares=1)
     cut(world, members[2], members[4])
@@ -164,12 +166,12 @@ def test_no_member_is_lost_if_most_members_are_silent() -> None:
     assert lost(world) == ["job-1-0"]
 
 
-def test_a_check_that_came_late_is_repeated() -> None:
+def test_a_check_that_runs_late_is_repeated_before_it_counts() -> None:
     world = World(4)
     members = world.form(4, spares=1)
     cut(world, members[2])
     report(world, members[1], members[2])
-    world.now += 5  # This process was stopped, and its host acknowledged nothing during the stop.
+    world.now += 5  # This process was stopped, so its own host acknowledged nothing meanwhile.
     world.pass_time(0)
     assert lost(world) == []
     heal(world, members[2])
@@ -191,7 +193,7 @@ def test_reports_about_other_rounds_or_ranks_have_no_effect() -> None:
     assert lost(world) == []
 
 
-def test_a_silent_member_that_returns_is_the_next_spare() -> None:
+def test_a_silent_member_that_returns_becomes_a_spare() -> None:
     world = World(2)
     members = world.form(2, spares=1)
     cut(world, members[1])
@@ -230,7 +232,7 @@ def test_each_member_learns_only_the_address_of_the_next_one() -> None:
         ({"round": 1, "rank": -1, "silent": True}, "rank: must be a whole number"),
     ],
 )
-def test_a_malformed_report_is_refused_with_the_field(line: dict[str, object], why: str) -> None:
+def test_the_error_about_a_malformed_report_names_the_field(line: dict[str, object], why: str) -> None:
     world = World(4)
     members = world.form(4, spares=1)
     with pytest.raises(ValueError, match=why):

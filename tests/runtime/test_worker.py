@@ -101,13 +101,13 @@ def test_modules_packages_folders_and_archives_run_as_under_python(tmp_path: Pat
         "import os\nif os.fork() == 0:\n    raise ValueError('in a child')\nos.wait()\n",
     ],
 )
-def test_every_way_to_end_gives_the_same_exit_code(tmp_path: Path, text: str) -> None:
+def test_every_way_to_exit_gives_the_same_exit_code_as_under_python(tmp_path: Path, text: str) -> None:
     same(both(tmp_path, "--script", write(tmp_path, "ending.py", text)))
 
 
-def test_ctrl_c_ends_the_program_by_the_signal(tmp_path: Path) -> None:
-    # A shell's background job ignores SIGINT, and the script would inherit that. So it gets the
-    # handler of a foreground job.
+def test_ctrl_c_ends_the_program_with_sigint(tmp_path: Path) -> None:
+    # A shell's background jobs ignore SIGINT, and the script would inherit that. So the test
+    # restores the handler of a foreground job.
     lines = (
         "import os, signal, time",
         "signal.signal(signal.SIGINT, signal.default_int_handler)",
@@ -204,7 +204,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_refusal_by_ddpjob_report_counts_as_a_configuration_error(tmp_path: Path) -> None:
+def test_an_error_raised_by_ddpjob_report_counts_as_a_configuration_error(tmp_path: Path) -> None:
     (tmp_path / "refuse.py").write_text(
         "from ddpjob_report.resume import check_group\ncheck_group('the Trainer', 1, 'write use_cpu=True')\n"
     )
@@ -264,7 +264,7 @@ def test_counting_steps_makes_no_requests_even_without_a_coordinator(tmp_path: P
     assert connections["1"] == 0 and connections["0"] < 50, f"{connections} in 5,000 steps"
 
 
-def test_a_command_keeps_its_signals_and_dies_with_its_launcher(tmp_path: Path) -> None:
+def test_a_command_keeps_its_signal_handling_and_dies_with_its_launcher(tmp_path: Path) -> None:
     command = [sys.executable, WORKER, "--exec", "sh", "-c", "grep SigIgn /proc/self/status; echo $0 $1", "a", "b"]
     ended = subprocess.run(command, capture_output=True, text=True)
     ignored = int(ended.stdout.split()[1], 16)
@@ -289,9 +289,9 @@ def test_a_command_keeps_its_signals_and_dies_with_its_launcher(tmp_path: Path) 
     raise AssertionError("the command outlived its launcher")
 
 
-def test_python_exec_of_a_program_may_start_it_unless_its_launcher_is_gone(tmp_path: Path) -> None:
-    """Regression: under such a program, for example a profiler, the worker ended immediately and
-    silently.
+def test_a_program_in_python_exec_may_start_the_worker_if_its_launcher_lives(tmp_path: Path) -> None:
+    """Regression: if PYTHON_EXEC was a program such as a profiler, the worker exited immediately
+    and silently.
     """
     wrapper, script = tmp_path / "wrapper", write(tmp_path, "hello.py", "print('hello')\n")
     wrapper.write_text(f'#!/bin/sh\n{sys.executable} "$@"\nexit $?\n')
@@ -330,7 +330,7 @@ def mounted(folder: Path) -> Path:
 
 
 def test_job_pods_find_ddpjob_report_next_to_the_runtime(tmp_path: Path) -> None:
-    """The image has nothing of DDPJob. Processes spawned by multiprocessing find the package
+    """The image contains no part of DDPJob. Processes spawned by multiprocessing find the package
     too.
     """
     folder = mounted(tmp_path)
@@ -369,7 +369,7 @@ if sys.argv[2] == "ends":
 """
 
 
-def test_an_extension_that_a_killed_rank_was_building_is_built_again(tmp_path: Path) -> None:
+def test_an_extension_whose_builder_was_killed_is_built_again(tmp_path: Path) -> None:
     """Some releases of torch after 2.6 wait forever for a builder that is gone."""
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
@@ -418,7 +418,9 @@ STAYING = {
 
 
 def short_of_patience(folder: Path) -> str:
-    """Return worker.py's source with a shorter time limit for the process of a failed program."""
+    """Write a worker.py with a shorter time limit for the exit of a failed program, and return its
+    path.
+    """
     text = Path(WORKER).read_text()
     assert "STAY_SECONDS = 10.0" in text
     (folder / "worker.py").write_text(text.replace("STAY_SECONDS = 10.0", "STAY_SECONDS = 0.3"))
@@ -426,7 +428,7 @@ def short_of_patience(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("kind", STAYING)
-def test_a_process_that_stays_after_its_program_has_failed_is_killed(kind: str, tmp_path: Path) -> None:
+def test_a_process_that_does_not_exit_after_its_program_failed_is_killed(kind: str, tmp_path: Path) -> None:
     script, errors = write(tmp_path, "stays.py", STAYING[kind]), tmp_path / "error.json"
     command = [sys.executable, "-u", short_of_patience(tmp_path), "--script", script]
     env = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(errors)}
@@ -438,16 +440,16 @@ def test_a_process_that_stays_after_its_program_has_failed_is_killed(kind: str, 
     assert written["extraInfo"]["ddpjob_exit"] == (3 if "3" in STAYING[kind][-4:] else 1)
 
 
-def test_a_process_that_stays_after_its_program_has_finished_is_left_alone(tmp_path: Path) -> None:
-    """The process may still be uploading its save."""
+def test_a_process_that_does_not_exit_after_its_program_succeeded_is_left_alone(tmp_path: Path) -> None:
+    """The process may still be uploading a checkpoint."""
     script = write(tmp_path, "stays.py", "import atexit, time\natexit.register(time.sleep, 1)\n")
     command = [sys.executable, "-u", short_of_patience(tmp_path), "--script", script]
     assert subprocess.run(command, cwd=tmp_path, timeout=60 * slowness(), check=False).returncode == 0
 
 
 def of_torchrun(folder: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run worker.py as torchrun in a `command` starts it, through PYTHON_EXEC. The file `end` has
-    the reason for the container's end.
+    """Run worker.py as torchrun starts it in a `command`, through PYTHON_EXEC. The file `end`
+    receives the reason why the container ended.
     """
     given = {
         "TORCHELASTIC_ERROR_FILE": str(folder / f"error-{env.get('RANK')}.json"),
@@ -470,7 +472,7 @@ def test_torchrun_in_a_command_starts_scripts_and_modules_with_their_arguments(t
     assert not (tmp_path / "end").exists()
 
 
-def test_the_first_rank_of_a_round_that_fails_is_the_reason_of_the_containers_end(tmp_path: Path) -> None:
+def test_the_containers_end_is_explained_by_the_first_rank_that_failed_in_a_round(tmp_path: Path) -> None:
     script = write(tmp_path, "fails.py", "import os\nraise ValueError('x' * 5000 + os.environ['RANK'])\n")
 
     def reason(rank: str, restart: str) -> tuple[int, int]:
@@ -482,7 +484,7 @@ def test_the_first_rank_of_a_round_that_fails_is_the_reason_of_the_containers_en
         return found["rank"], found["restart"]
 
     assert reason("3", "0") == (3, 0)
-    assert reason("1", "0") == (3, 0), "a later failure"
+    assert reason("1", "0") == (3, 0), "a later failure does not replace the first"
     assert reason("2", "1") == (2, 1), "torchrun has restarted its workers"
     (tmp_path / "end").write_text("[" * 3000)
     assert reason("5", "0") == (5, 0)
@@ -493,6 +495,6 @@ def test_a_rank_that_cannot_start_reports_the_reason(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "end").read_text())["init"] is True
 
 
-def test_a_torch_without_the_lock_of_builders_is_left_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_torch_whose_extension_lock_differs_is_left_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
     worker.mend_baton(SimpleNamespace())
     assert "this torch has no FileBaton.try_acquire" in capsys.readouterr().err

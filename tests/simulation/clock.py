@@ -1,4 +1,4 @@
-"""Virtual time: a number that moves from one event to the next."""
+"""Virtual time, which jumps from one event to the next."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Clock:
         heapq.heappush(self._due, (self.now + seconds, self._planned, function))
 
     def step(self, until: float) -> bool:
-        """Let the next event happen. If none is due before `until`, move the clock to `until` and
+        """Run the next event. If no event is due before `until`, move the clock to `until` and
         return False.
         """
         if not self._due or self._due[0][0] > until:

@@ -1,5 +1,5 @@
-"""A coordinator's container: the production coordinator, with the simulated network for its
-sockets.
+"""A coordinator's container. It runs the production coordinator, with the simulated network in
+place of its sockets.
 """
 
 from __future__ import annotations

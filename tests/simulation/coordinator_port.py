@@ -1,5 +1,5 @@
-"""The HTTP half of a simulated coordinator's port, on a real socket. An operator reaches it like a
-real pod's port.
+"""The HTTP port of a simulated coordinator, on a real socket. An operator reaches it like a real
+pod's port.
 """
 
 from __future__ import annotations

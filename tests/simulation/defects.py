@@ -1,4 +1,4 @@
-"""Defects that are planted on purpose, to prove that the seeds find them."""
+"""Deliberate defects, which prove that the seeds find such defects."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .story import KINDS
 
 @dataclass(frozen=True)
 class Defect:
-    """Replaces `owner.attribute` by `wrong`. `seed` is the first seed that finds the defect."""
+    """Replaces `owner.attribute` with `wrong`. `seed` is the first seed that finds the defect."""
 
     part: str
     faults: tuple[str, ...]

@@ -100,11 +100,11 @@ class Invariants:
     # ---- training
 
     def _step(self, current: WorkerRound) -> None:
-        """Check a step of a round: no older round may take a step after a newer one, as long as the
-        coordinator reaches one of its members.
+        """Check that no older round takes a step after a newer one, while the coordinator reaches
+        one of the older round's members.
 
-        Storage refuses writes of members that the coordinator does not reach, and of pods without
-        an object.
+        Other steps do no harm, because storage refuses writes from members that the coordinator
+        does not reach, and from pods without an object.
         """
         members = [launcher.pod for launcher in current.working.values()]
         if any(pod.removed for pod in members):
@@ -122,7 +122,7 @@ class Invariants:
     # ---- after a reconcile
 
     def after_reconcile(self) -> None:
-        """Check that the status is true, within bounds."""
+        """Check that the status is true, except for bounded delays."""
         status = self.s.status
         nodes, spec = status.get("nodes", {}), self.s.spec
         known = status.get("observedGeneration") == self.s.job_body["metadata"]["generation"]

@@ -1,5 +1,5 @@
-"""Hosts, a scheduler and kubelets. They turn pods of the store into processes, and write back the
-pods' states.
+"""Hosts, a scheduler and kubelets. They start processes for the pods in the store, and write the
+pods' states back.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Host:
 
     @property
     def silent(self) -> bool:
-        """Whether it and the API server cannot reach each other."""
+        """Whether the host and the API server cannot reach each other."""
         return self.cut or self.mute
 
 
@@ -135,12 +135,12 @@ class Pod:
 
     @property
     def running(self) -> bool:
-        """Whether its deciding container runs."""
+        """Whether the container that decides the pod's state runs."""
         return bool(self.containers) and self.main.started is not None and self.main.exit_code is None
 
     @property
     def ended(self) -> bool:
-        """Whether its deciding container has ended."""
+        """Whether the container that decides the pod's state has ended."""
         return bool(self.containers) and self.main.exit_code is not None
 
     @property
@@ -204,7 +204,7 @@ class Machines:
         self._say_ready(host, True)
 
     def diagnose(self, host: Host, ill: bool) -> None:
-        """Set the health agent's verdict from now on."""
+        """Set the verdict that the health agent reports from now on."""
         host.ill = ill
         self._say_ready(host, self._is_ready(host))
 
@@ -249,7 +249,9 @@ class Machines:
                 self._terminate_if_reachable(ending)
 
     def _schedule(self, pod: Pod) -> None:
-        """Choose the ready host with the fewest pods, if possible not an avoided one."""
+        """Choose the ready host with the fewest pods, and an avoided host only if there is no
+        other.
+        """
         if pod.removed or pod.deleting:
             return
         if pod.body["spec"].get("schedulingGates"):
@@ -287,7 +289,9 @@ class Machines:
         self.clock.later(self.network.draw("start"), lambda: self._start(pod))
 
     def _far(self, pod: Pod, host: Host) -> bool:
-        """Whether the pod prefers a topology domain and the host's domain has no pod of a slot."""
+        """Whether the pod prefers to share a topology domain with the job's other pods, but the
+        host's domain has none of them.
+        """
         affinity = pod.body["spec"].get("affinity", {}).get("podAffinity", {})
         terms = affinity.get("preferredDuringSchedulingIgnoredDuringExecution", ())
         keys = [term["podAffinityTerm"]["topologyKey"] for term in terms]

@@ -1,10 +1,9 @@
-"""Kueue's part in a job's Workloads: one queue with a fixed quota, admission, also in part,
+"""Kueue's handling of a job's Workloads: one queue with a fixed quota, full and partial admission,
 eviction, slices, and topology domains.
 
 As in Kueue 0.19, a replaced Workload is finished a moment before its slice is admitted. An evicted
 Workload keeps its quota until the job releases it. A finished Workload holds no quota. A pod with
-the gate of the topology gets the node selector of its domain, by its index, and then loses the
-gate.
+Kueue's topology gate gets the node selector of the domain for its index. Then the gate is removed.
 """
 
 from __future__ import annotations
@@ -121,8 +120,8 @@ class Kueue:
             self.s.store.changed("Pod", pod)
 
     def evict(self, workload: Json | None = None) -> None:
-        """Revoke the quota, or one Workload's, for a job of a higher priority, which uses it
-        immediately.
+        """Revoke the quota of all Workloads or of one, for a job of a higher priority, which uses
+        it immediately.
         """
         for one in self.workloads().values() if workload is None else [workload]:
             if self.holds(one, "QuotaReserved") and not self.holds(one, "Finished"):

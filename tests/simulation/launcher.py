@@ -1,4 +1,4 @@
-"""The fake launcher: the production launcher's and torchrun's behaviour on the wire, without
+"""A fake launcher. It sends what the production launcher and torchrun would send, without
 processes.
 
 It is a single model of the runtime's client (connections, resends, patience), agent (states of
@@ -64,7 +64,7 @@ class Launcher:
         self._outdated = False
         self._pause = 0.05
         self._silent_neighbours = set[tuple[int, int]]()
-        self._acts = 0  # planned calls for an earlier state of the workers are void
+        self._acts = 0  # planned calls for an earlier state of the workers are ignored
         self.init_error = ""
         self.note_cold = self.unfit = ""
         self.stands_in = "step"
@@ -92,7 +92,7 @@ class Launcher:
 
     @property
     def working(self) -> bool:
-        """Whether processes of its round may be alive."""
+        """Whether workers of the launcher's round may be alive."""
         return self.alive and self.workers in ("starting", "running", "finished", "ending")
 
     @property
@@ -108,7 +108,7 @@ class Launcher:
 
     @property
     def has_been_ready(self) -> bool:
-        """Whether it has ever asked for a round."""
+        """Whether the launcher has ever asked for a round."""
         return self._ready is not None or bool(self.place)
 
     # ---- the link
@@ -152,8 +152,8 @@ class Launcher:
             connection.close_down("it has been replaced")
 
     def _on_proof(self, message: dict[str, Any]) -> None:
-        """Greet the coordinator of this job. Close a connection to a different job's coordinator,
-        and look the name up again.
+        """Send hello if this is the job's coordinator. Otherwise, close the connection and look the
+        name up again.
         """
         assert self._connection is not None
         nonces = self.pod.name, message["nonce"]
@@ -182,7 +182,7 @@ class Launcher:
         self._connection.to_coordinator(production.encode("hello", **hello))
 
     def disconnected(self, connection: Connection, why: str) -> None:
-        """Handle the end of the connection: connect again, for as long as the mode allows."""
+        """Handle the end of the connection: reconnect, for as long as the mode allows."""
         if connection is not self._connection or not self.alive:
             return
         welcomed, self._connection, self._welcomed = self._welcomed, None, False
@@ -300,8 +300,8 @@ class Launcher:
         self._then(RENDEZVOUS_SECONDS, lambda: self._came_apart(number))
 
     def watch_neighbours(self) -> None:
-        """Report the members that are silent, or heard again, some time after a link was cut or
-        healed.
+        """Some time after a link was cut or healed, report the neighbours that are silent, or no
+        longer silent.
         """
         current = self.round
         if current is None or not self.working or not self.place or self.stuck:
@@ -347,7 +347,9 @@ class Launcher:
             self._end_workers()
 
     def _end_workers(self) -> None:
-        """Stop the workers: SIGTERM, then SIGKILL after the grace period. Then this node is ready."""
+        """Stop the workers: SIGTERM, then SIGKILL after the grace period. Afterwards, this node is
+        ready for a round.
+        """
         grace = self.grace if self.planned else DRAIN_GRACE[self.mode]
         seconds = 0.05 if self.workers == "finished" else min(grace, self.network.draw("drain"))
         self.workers = "ending"
@@ -355,7 +357,7 @@ class Launcher:
         self._then(seconds, self._wait_go)
 
     def _drop_round(self, how: str) -> None:
-        """Remove its processes from the round."""
+        """Remove the launcher's processes from the round."""
         if self.round is not None:
             current, self.round = self.round, None
             self.training.left(self, current, how)
@@ -368,7 +370,9 @@ class Launcher:
             self._later(0.1, lambda: self.send("stacks", **place, text=text, idle=idle))
 
     def _on_look(self, number: int) -> None:
-        """Answer a check: its rank has worked since the last one, unless it `stands_still`."""
+        """Answer the coordinator's check: the rank has worked since the last check, unless it
+        `stands_still`.
+        """
         if self.working and self.place.get("round") == number:
             where = f'  File "train.py", line 7 in {self.stands_in}\n'
             look = {"rank": self.place["rank"], "text": where, "digest": self.stands_in, "seconds": 5.0, "bytes": 0}
@@ -378,7 +382,7 @@ class Launcher:
     # ---- faults of its workers
 
     def worker_ends(self, message: str, code: int = 1, *, oom: bool = False, init: bool = False) -> bool:
-        """Let a worker exit on its own. Return False if there is none."""
+        """Let a worker exit on its own. Return False if there is no worker."""
         if self.workers != "running" or self.stuck or self.leaving:
             return False
         now = self._unix()
@@ -421,8 +425,8 @@ class Launcher:
     # ---- its end
 
     def terminate(self, saves: bool) -> None:
-        """Handle SIGTERM to the container. A script that saves makes its peers save too; then all
-        leave the round.
+        """Handle SIGTERM to the container. A script that saves makes its peers save too. Then all
+        of them leave the round.
         """
         if not self.alive or self.leaving:
             return

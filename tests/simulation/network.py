@@ -42,7 +42,9 @@ class Pace:
 
 
 class Network:
-    """Connectivity between hosts, pods and the operator. Each of them can be cut off."""
+    """Connectivity between hosts, pods and the operator. Each of them can be partitioned from the
+    others.
+    """
 
     def __init__(self, clock: Clock, chance: random.Random, pace: Pace) -> None:
         self.clock, self.random, self.pace = clock, chance, pace
@@ -86,8 +88,8 @@ class Network:
         return None
 
     def changed(self) -> None:
-        """Apply a cut or its repair to all connections: stop them, or deliver the lines that they
-        hold.
+        """Apply a cut or its repair to all connections: hold their lines back, or deliver the lines
+        held back so far.
         """
         for connection in list(self.connections):
             connection.check()
@@ -105,10 +107,10 @@ class Network:
 
 
 class Connection:
-    """One TCP connection of a launcher. Its lines arrive in order, late or never.
+    """One TCP connection of a launcher. Its lines arrive in order, but may be late or lost.
 
-    While it is cut, lines wait, and TCP delivers them after the repair. A side that hears nothing
-    for long enough closes the connection.
+    While the network is cut, lines wait, and TCP delivers them after the repair. A side that
+    receives nothing for long enough closes the connection.
     """
 
     def __init__(self, network: Network, launcher: Launcher, coordinator: CoordinatorProcess) -> None:
@@ -119,13 +121,13 @@ class Connection:
         self._held: list[tuple[bool, bytes | None]] = []
         self._last = {True: 0.0, False: 0.0}
         self.nonces: tuple[str, str] | None = None
-        self.send = self._from_coordinator  # one object, because the coordinator compares its identity
+        self.send = self._from_coordinator  # kept as one object, because the coordinator compares its identity
         network.connections.append(self)
         coordinator.connections.append(self)
 
     @property
     def open(self) -> bool:
-        """Whether both ends still use the connection."""
+        """Whether both ends are still open."""
         return self.up_open and self.down_open
 
     # ---- sending; None is the end of the stream
@@ -139,10 +141,11 @@ class Connection:
         self._send(False, line)
 
     def _from_coordinator(self, verb: str, fields: dict[str, Any]) -> None:
-        """Return the callable that the coordinator uses as a member's `send`."""
+        """Send a line from the coordinator, which calls this as the member's `send`."""
         if self.up_open:
             line = self.coordinator.encode(verb, fields)
-            # Volumes are not simulated. Each line draws the delays of the lines that follow it.
+            # Volumes are not simulated, so such a line is dropped. Sending it would change the
+            # random delays of all later lines.
             if verb != ToMember.RECORD:
                 self.to_launcher(line)
 
@@ -199,8 +202,8 @@ class Connection:
                 self.coordinator.connections.remove(self)
 
     def vanish(self, *, launcher: bool) -> None:
-        """Handle the death of a process at one end. The kernel ends the stream, if packets still
-        pass.
+        """Handle the death of the process at one end. Its kernel closes the stream, if packets
+        still pass.
         """
         if launcher:
             self.down_open = False
@@ -227,7 +230,9 @@ class Connection:
             self.network.clock.later(self.launcher.silence, lambda: self._silent(since, up=False))
 
     def _heard_again(self) -> None:
-        """Deliver the next heartbeat of a member that the coordinator has dropped in the meantime."""
+        """Disconnect a member whose heartbeat arrives after the coordinator has declared it
+        lost.
+        """
         if self.frozen_since is None and self.member is not None and self.member.given_up:
             self.close_up("it responds again and must reconnect")
 

@@ -1,6 +1,6 @@
 """The operator's port to the store.
 
-It caches, conflicts and loses responses as the Kubernetes implementation does, but without HTTP.
+Like the Kubernetes implementation, it has caches, conflicts and lost responses, but no HTTP.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class MemoryCluster:
         self._pods = None
 
     def restart(self) -> None:
-        """Start a new operator process, which knows nothing."""
+        """Start a new operator process, without any state."""
         self.dead = False
         self._remembered = None
         self._departed.clear()
@@ -128,7 +128,7 @@ class MemoryCluster:
     # --- reading
 
     def _watch(self, kind: str, what: str, body: Json) -> None:
-        """Remember a deleted pod: the event of its deletion shows its last state."""
+        """Remember a deleted pod, because the event of its deletion shows its last state."""
         if kind == "Pod" and what == "DELETED":
             pod = read_pod(body)
             self._departed[pod.name] = self.clock.now, pod

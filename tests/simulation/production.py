@@ -1,4 +1,4 @@
-"""The production code that the simulation runs, by its current names. No other module imports the
+"""The production code that the simulation runs, under stable names. No other module imports the
 coordinator.
 
 The operator's port, views and `reconcile` are imported where they are used.
@@ -41,11 +41,12 @@ seal, is_sealed = protocol.seal, protocol.is_sealed
 
 
 class RealCoordinator:
-    """The coordinator's program without its sockets: lines and requests in, lines and responses
-    out.
+    """The coordinator's program without its sockets. Tests pass in lines and requests, and receive
+    lines and responses.
 
     `clock()` returns Unix seconds, `later` schedules a call, `log` receives the log lines, and
-    `changed()` is called when the report changes. `acknowledges` stands in for a member's kernel.
+    `changed()` is called when the report changes. `acknowledges` tells whether a member's kernel
+    would acknowledge packets.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class RealCoordinator:
 
     @property
     def exits(self) -> bool:
-        """Whether it was asked to exit."""
+        """Whether the coordinator was asked to exit."""
         return self.coordinator.exit_why is not None
 
     def prove(self, line: bytes, send: Send) -> tuple[str, str] | None:

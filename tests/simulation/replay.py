@@ -31,7 +31,7 @@ def play(seed: int, *, trace: bool = False) -> Story:
 
 
 def replay(seed: int, *, trace: bool, kind: str = "") -> int:
-    """Play a story and print it, or only its end. `kind` selects the kind of story."""
+    """Play a story and print it, or only its outcome. `kind` selects the kind of story."""
     story = KINDS[kind](seed, trace=trace)
     failed = ""
     try:

@@ -1,4 +1,4 @@
-"""The whole world: one job with its operator, coordinators and pods, on one clock."""
+"""The simulated world: one job with its operator, coordinators and pods, on one clock."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Simulation:
         await self.until(lambda: self.phase == phase, limit)
 
     async def begun(self) -> Self:
-        """Return this world once the job runs."""
+        """Let time pass until the job runs, and return this simulation."""
         await self.until_phase("Running")
         return self
 
@@ -110,7 +110,7 @@ class Simulation:
             self.advance(1)
 
     async def suspended(self) -> None:
-        """Suspend the job, and let all pods end."""
+        """Suspend the job, and wait until all pods have ended."""
         self.change_spec({"runPolicy": {"suspend": True}})
         await self.until(lambda: self.phase == "Suspended" and not self.pods)
 
@@ -120,7 +120,7 @@ class Simulation:
         await self.until_phase(phase)
 
     def inventory(self) -> str:
-        """Describe the pods and the coordinators, for a failing test."""
+        """Describe the pods and the coordinators, for the message of a failing test."""
         pods = [(p.name, p.state, p.main.exit_code if p.containers else None, p.node, p.launcher and p.launcher.workers)
                 for p in self.machines.pods.values()]  # fmt: skip
         groups = {c.pod.name: c.status() for c in self.network.coordinators}
@@ -195,7 +195,7 @@ class Simulation:
             pod.launcher.crash(exit_code, reason, reason if reason == "OOMKilled" else "")
 
     def worker_fails(self, name: str, message: str = "ValueError: lunch", code: int = 1, **how: bool) -> bool:
-        """Let a worker of the pod fail on its own. Return False if none of its workers trains."""
+        """Let a worker of the pod fail. Return False if no worker of the pod is training."""
         launcher = self.pods[name].launcher
         if launcher is None or launcher.round is None or not self.training.runs(launcher.round):
             return False

@@ -44,7 +44,7 @@ class Store:
         return self.version, deepcopy(self._objects)
 
     def restore(self, backup: Backup) -> None:
-        """Restore the objects and versions of a snapshot."""
+        """Restore the objects and versions of a backup."""
         self.version, self._objects = backup[0], deepcopy(backup[1])
 
     def all(self, kind: str) -> Iterator[Json]:

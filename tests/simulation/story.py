@@ -1,8 +1,7 @@
-"""A story made from a seed.
+"""A random story, determined by its seed.
 
-It has a job, a slow or quick world, and faults at random moments, followed by calm, in which the
-job must
-end well.
+A job in a slow or quick world meets faults at random moments. Then the faults stop, and the job
+must complete.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ TAKES: dict[str, Pace] = {
 
 @dataclass
 class Looks:
-    """How often the operator reconciles."""
+    """How often the operator reconciles, by polling and by watches: (least, most) seconds."""
 
     poll: tuple[float, float]
     watch: tuple[float, float]
@@ -84,7 +83,7 @@ class Story:
         )
         self.spec, self.bounds = _random_spec(chance)
         reports = chance.random() < 0.8
-        if not reports:  # a script that reports nothing, so that nobody can see that it hangs
+        if not reports:  # this script reports nothing, so a hang cannot be seen
             del self.spec["recovery"]["hangAfterSeconds"]
         self.s = s = simulation(self.spec, steps=10**9, pace=TAKES[self.pace], chance=chance, trace=trace)
         s.machines.saves = chance.random() < 0.5
@@ -123,7 +122,7 @@ class Story:
         if kind not in ("Pod", "Node", "DDPJob") or self.s.now < self.gap_until:
             return
         if kind == "DDPJob" and self.random.random() < 0.8:
-            return  # its own writes wake it too, without effect
+            return  # the operator's own writes wake it too, without effect
         delay = self.random.uniform(*self.looks.watch)
         when = self.s.now + delay
         self.look_at = min(self.look_at, when)
@@ -170,7 +169,7 @@ class Story:
         """
         s = self.s
         if s.cluster.lose_reports:
-            return  # each reconcile sees a different world
+            return  # the world differs at each reconcile
         s.cluster.die_at = ()
         for _ in range(4):
             if not await s.one_pass():
@@ -228,12 +227,12 @@ class Story:
         return [p for p in self.s.running() if p.name in names and not p.deleting]
 
     def some(self) -> Pod | None:
-        """Draw one of the current pods."""
+        """Choose one of the current pods at random."""
         current = self.current()
         return self.random.choice(current) if current else None
 
     def heal_later(self, seconds: float, heal: Callable[[], None]) -> None:
-        """Schedule the end of a fault."""
+        """Schedule the repair of a fault."""
         self.s.clock.later(seconds, heal)
 
     # ---- the end
@@ -255,7 +254,7 @@ class Story:
         for pod in list(s.machines.pods.values()):
             pod.isolated = False
             if pod.launcher is not None and pod.launcher.stuck and not pod.removed:
-                s.force_delete(pod.name)  # otherwise a finished group may wait for it without a limit
+                s.force_delete(pod.name)  # otherwise a finished group may wait for it forever
         s.network.changed()
         s.cluster.changed()
         if s.spec.get("runPolicy", {}).get("suspend"):
@@ -425,7 +424,7 @@ def _hang(t: Story) -> bool:
 def _stuck(t: Story) -> bool:
     pod = t.some()
     if pod is None or pod.launcher is None or pod.launcher.stuck or not pod.launcher.has_been_ready:
-        return False  # a pod that is stuck before it was ever ready is waited for without a limit
+        return False  # a group waits forever for a pod that is stuck before it was ever ready
     t.s.network.say(f"FAULT: the launcher of {pod.name} is stuck")
     pod.launcher.stuck = True
     t.own += 1  # its round may look like a hang later
@@ -444,7 +443,8 @@ def _coordinator(t: Story) -> bool:
         t.s.invariants.unseen.add(name)
     how = t.random.choice((t.s.force_delete, t.s.delete, t.s.end))
     if how == t.s.end:
-        # an exit code of its own is the job's failure, if the group cannot continue without the pod
+        # its own exit code counts as a failure of the job if the group cannot continue without the
+        # pod
         t.own += not t.s.fast
         t.s.end(name, 1)
     else:
@@ -478,7 +478,9 @@ def _kubelet(t: Story) -> bool:
 
 
 def _agent(t: Story) -> bool:
-    """Let a health agent report a node of the job: briefly, for a long time, or repeatedly."""
+    """Let a health agent report a node of the job as unhealthy: briefly, for a long time, or
+    repeatedly.
+    """
     hosts = [p.host for p in t.s.machines.pods.values() if p.running and not p.host.silent and not p.host.ill]
     if not hosts:
         return False
@@ -602,8 +604,8 @@ def _capacity(t: Story) -> bool:
 
 
 def _init_failure(t: Story) -> bool:
-    """Keep the next launcher from starting. By design, the job fails if this happens before its
-    first step.
+    """Make the next launcher fail at its start. By design, this fails the job before its first
+    step.
     """
     pod = t.some()
     if pod is None or t.s.training.made < 3 or not t.s.status.get("progress", {}).get("step"):
@@ -655,7 +657,7 @@ OWN = {"worker", "two-workers", "worker-oom", "exit", "exit-pair", "hang", "init
 
 
 class KubeletStory(Story):
-    """A story with faults in which kubelets die."""
+    """A story with the usual faults, in which kubelets die as well."""
 
     left_out = frozenset({"agent"})
 

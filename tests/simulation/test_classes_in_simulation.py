@@ -1,5 +1,5 @@
-"""Classes of jobs in simulated time: missing, appearing later, changed under a running job,
-refused, and crashes.
+"""Job classes in simulated time: classes that are missing, appear later or change while a job runs,
+refused jobs, and crashes of the operator.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def events(s: Simulation) -> list[str]:
 # --- from start to end
 
 
-async def test_a_job_gets_the_values_of_its_class() -> None:
+async def test_a_job_uses_the_values_of_its_class() -> None:
     s = await classed({"env": [{"name": "MINE", "value": "1"}]}, h100=H100).begun()
     assert images(s) == {"team/train:1"}, "the coordinator's image too"
     assert all((v["NCCL_IB_HCA"], v["MINE"]) == ("mlx5", "1") for v in variables(s)) and len(variables(s)) == 2
@@ -58,7 +58,7 @@ async def test_a_job_gets_the_values_of_its_class() -> None:
     assert s.status["restarts"]["total"] == 0 and s.status["rendezvous"]["generation"] == 0
 
 
-async def test_a_job_writes_the_class_before_it_creates_anything() -> None:
+async def test_the_class_is_recorded_before_any_object_is_created() -> None:
     s = classed(h100=H100)
     await s.one_pass()
     assert s.status["jobClass"]["name"] == "h100" and not list(s.store.all("Pod")) and s.wake == 0.0
@@ -82,7 +82,7 @@ async def test_a_job_waits_for_a_missing_class() -> None:
     assert s.status["restarts"]["total"] == 0
 
 
-async def test_a_class_for_other_namespaces_counts_as_missing() -> None:
+async def test_a_class_that_excludes_the_jobs_namespace_counts_as_missing() -> None:
     s = classed(h100={**H100, "namespaces": ["elsewhere"]})
     await s.passes(3)
     assert conditions(s)["ClassApplied"]["reason"] == "ClassMissing" and not s.pods
@@ -99,11 +99,11 @@ async def test_a_running_job_keeps_its_copy_of_the_class(gone: bool) -> None:
     s.delete(s.nodes()[0].name)
     await s.until(lambda: s.status["restarts"]["total"] == 1)
     await s.until_phase("Running")
-    assert images(s) == {"team/train:1"}, "a replacement is like the others"
+    assert images(s) == {"team/train:1"}, "a replacement pod is like the others"
     assert s.status["jobClass"] == before and conditions(s)["ClassApplied"]["status"] == "True"
 
 
-async def test_a_resumed_job_takes_the_current_class() -> None:
+async def test_a_resumed_job_uses_the_current_version_of_its_class() -> None:
     s = await classed(h100=H100, steps=200).begun()
     s.change_spec({"runPolicy": {"suspend": True}})
     await s.passes(60)
@@ -119,7 +119,7 @@ async def test_a_resumed_job_takes_the_current_class() -> None:
     await s.until_phase("Complete")
 
 
-async def test_a_resumed_job_waits_if_its_class_is_gone_or_refuses_it() -> None:
+async def test_a_resumed_job_waits_if_its_class_is_missing_or_refuses_it() -> None:
     s = await classed(h100=H100, steps=200).begun()
     s.change_spec({"runPolicy": {"suspend": True}})
     await s.passes(60)
@@ -151,7 +151,7 @@ async def test_a_job_created_suspended_and_resumed_waits_for_its_missing_class()
 
 
 @pytest.mark.parametrize("gone", [False, True], ids=["there", "gone"])
-async def test_a_job_takes_its_class_although_its_suspension_was_not_observed(gone: bool) -> None:
+async def test_a_job_uses_its_class_even_if_its_suspension_was_not_observed(gone: bool) -> None:
     """The job is suspended, changed and resumed while no operator runs."""
     other = {"a100": {**H100, "spec": {"image": "team/other:1"}}}
     s = await classed(h100=H100, steps=200, **({} if gone else other)).begun()
@@ -230,7 +230,7 @@ async def test_a_running_job_scaled_beyond_its_class_grows_up_to_the_limit() -> 
     await s.until_phase("Complete")
 
 
-async def test_fields_set_partly_by_class_and_job_must_keep_the_crds_rules() -> None:
+async def test_values_from_class_and_job_together_must_satisfy_the_crds_rules() -> None:
     s = classed({"script": None, "command": ["train"]}, h100={"spec": {"image": "team/train:1", "preflight": {}}})
     del s.spec["script"]
     await s.passes(2)
@@ -250,7 +250,7 @@ async def test_a_job_whose_class_is_removed_from_its_spec_runs_without_it() -> N
 
 
 @pytest.mark.parametrize("point", range(12))
-async def test_an_operator_that_dies_at_any_point_of_the_start_leaves_consistent_pods(point: int) -> None:
+async def test_pods_are_consistent_wherever_the_operator_dies_during_the_start(point: int) -> None:
     s = classed(h100=H100)
     s.cluster.die_at = {point + 1}
     for _ in range(400):

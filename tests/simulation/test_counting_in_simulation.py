@@ -12,7 +12,7 @@ from .simulated import Simulation, conditions
 from .test_recovery_in_simulation import FAST, passes, reasons, running
 
 
-async def test_two_pods_out_of_memory_count_once() -> None:
+async def test_two_pods_that_run_out_of_memory_together_count_as_one_failure() -> None:
     s = await Simulation({"nodes": 2}, steps=1000).begun()
     s.end("job-0-0", 137, "OOMKilled")
     await s.one_pass()
@@ -27,7 +27,7 @@ async def test_two_pods_out_of_memory_count_once() -> None:
     assert s.status["restarts"]["total"] == 2
 
 
-async def test_a_budget_of_zero_fails_with_the_first_failure_and_its_traceback() -> None:
+async def test_with_a_budget_of_0_the_first_failure_ends_the_job_with_its_traceback() -> None:
     s = await Simulation({"recovery": {"maxRestarts": 0}}, steps=1000).begun()
     s.force_delete("job-1-0")
     await s.until(lambda: reasons(s) == [("Deleted", False)])
@@ -38,7 +38,9 @@ async def test_a_budget_of_zero_fails_with_the_first_failure_and_its_traceback()
     failed = conditions(s)["Failed"]
     assert failed["reason"] == "RestartBudgetSpent"
     said = "WorkerFailed: ValueError: lunch (rank 0 in pod job-0-0 ended with exit code 1; 1 failure, but "
-    assert failed["message"].partition("\n")[0] == f"{said}recovery.maxRestarts is 0)", "cause first, budget last"
+    assert failed["message"].partition("\n")[0] == f"{said}recovery.maxRestarts is 0)", (
+        "the message starts with the cause and ends with the budget"
+    )
     assert "Traceback (most recent call last)" in failed["message"]
     assert "Traceback (most recent call last)" in next(
         e.message for e in s.cluster.events if e.reason == "RestartBudgetSpent"
@@ -46,7 +48,7 @@ async def test_a_budget_of_zero_fails_with_the_first_failure_and_its_traceback()
 
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
-async def test_without_restarts_the_program_waits_a_while_for_the_verdict(
+async def test_without_restarts_the_next_round_waits_for_the_operators_verdict(
     mode: str,
 ) -> None:
     s = await Simulation({"recovery": {"mode": mode, "maxRestarts": 0}}, steps=1000).begun()
@@ -81,7 +83,7 @@ async def test_healthy_training_restores_the_whole_budget() -> None:
     await s.until_phase("Failed")
 
 
-async def test_a_rule_fails_the_job_with_the_cause() -> None:
+async def test_a_rule_can_fail_the_job_and_the_message_has_the_cause() -> None:
     s = await Simulation(
         {"recovery": {"rules": [{"cause": "ExitCode", "exitCodes": [7], "action": "Fail"}]}}, steps=1000
     ).begun()
@@ -99,7 +101,7 @@ async def test_a_rule_fails_the_job_with_the_cause() -> None:
     assert "Traceback" in failed["message"]
 
 
-async def test_each_incident_is_reported_with_its_cause() -> None:
+async def test_each_incident_is_reported_by_an_event_with_its_cause() -> None:
     s = await Simulation({"recovery": {"maxRestarts": 1000, "hangAfterSeconds": 10}}, steps=10000).begun()
     await passes(s, 3)
     s.worker_fails("job-1-0", "killed by the kernel", -9, oom=True)
@@ -130,7 +132,7 @@ async def paused(seconds: float) -> Simulation:
 
 
 @pytest.mark.slow
-async def test_without_a_limit_a_long_evaluation_is_shown_and_ends_nothing() -> None:
+async def test_without_a_limit_a_long_evaluation_is_reported_but_not_ended() -> None:
     s = await paused(700)
     running = conditions(s)["Running"]
     assert (running["status"], running["reason"]) == ("True", "StepOverdue")
@@ -144,7 +146,7 @@ async def test_without_a_limit_a_long_evaluation_is_shown_and_ends_nothing() -> 
     assert s.status["restarts"]["total"] == 0
 
 
-async def test_a_stalled_group_restarts_without_any_setting() -> None:
+async def test_a_stalled_group_restarts_by_default() -> None:
     s = Simulation({**FAST, "recovery": {"mode": "Fast", "maxRestarts": 3}}, steps=10**6)
     await s.until(lambda: s.training.made >= 40)
     launchers = [s.pods[f"job-{index}-0"].launcher for index in (0, 1)]
@@ -157,7 +159,7 @@ async def test_a_stalled_group_restarts_without_any_setting() -> None:
     await s.until_phase("Running")
 
 
-async def test_hangs_that_are_only_reported_do_not_end_the_group() -> None:
+async def test_a_hang_that_is_only_reported_does_not_end_the_group() -> None:
     s = Simulation({**FAST, "recovery": {"mode": "Fast", "hangs": "Report"}}, steps=10**6)
     await s.until(lambda: s.training.made >= 40)
     for launcher in (s.pods["job-0-0"].launcher, s.pods["job-1-0"].launcher):
@@ -259,7 +261,7 @@ async def test_a_pod_that_fails_repeatedly_at_its_start_backs_off() -> None:
     assert 16 <= waits[2] <= 19
     assert 20 <= waits[3] <= 23
     assert "replaces it at" in [e for e in s.cluster.events if e.reason == "ExitCode"][-1].message
-    assert s.status["restarts"]["counted"] == 5, "each of them is a separate failure"
+    assert s.status["restarts"]["counted"] == 5, "each pod's exit is a separate failure"
 
 
 @pytest.mark.parametrize("spec", [{"script": None, "command": ["train"]}, {}], ids=["command", "script"])
@@ -284,7 +286,7 @@ async def test_a_program_that_fails_in_every_pod_backs_off_longer_each_time(spec
     assert s.status["restarts"]["counted"] == 5
 
 
-async def test_pods_deleted_by_hand_are_replaced_without_back_off() -> None:
+async def test_pods_that_a_user_deletes_are_replaced_without_back_off() -> None:
     s = await Simulation({**FAST, "nodes": 2}, steps=10000).begun()
     for attempt in range(10):
         began = s.now
@@ -299,7 +301,7 @@ async def test_pods_deleted_by_hand_are_replaced_without_back_off() -> None:
 # --- found by seeds ---------------------------------------------------------------------------------------------
 
 
-async def test_a_suspension_uses_up_the_names_of_pods_that_are_not_in_any_status() -> None:
+async def test_names_of_pods_created_just_before_a_suspension_are_not_reused() -> None:
     s = Simulation({}, steps=1000)
     await s.one_pass()  # the pods are created, but no reconcile has seen them yet
     await s.suspended()
@@ -307,7 +309,7 @@ async def test_a_suspension_uses_up_the_names_of_pods_that_are_not_in_any_status
     assert sorted(p.name for p in running(s)) == ["job-0-1", "job-1-1"]
 
 
-async def test_a_suspension_during_a_restart_does_not_count_into_its_duration() -> None:
+async def test_the_duration_of_a_restart_excludes_a_suspension() -> None:
     s = await Simulation({}, steps=10**6).begun()
     s.force_delete("job-1-0")
     await s.until_phase("Restarting")
@@ -322,7 +324,7 @@ async def test_a_suspension_during_a_restart_does_not_count_into_its_duration() 
     assert "seconds" not in first and second["seconds"] < 60
 
 
-async def test_a_pod_whose_containers_end_together_counts_once() -> None:
+async def test_a_pod_whose_containers_end_together_counts_as_one_failure() -> None:
     s = await Simulation({"nodes": 1, "rendezvous": {"placement": "Master"}}, steps=1000).begun()
     host = s.host_of("job-0-0")
     s.cut(host.name, noticed_after=None)
@@ -336,7 +338,7 @@ async def test_a_pod_whose_containers_end_together_counts_once() -> None:
     await s.until_phase("Running")
 
 
-async def test_a_reboot_of_a_host_is_not_counted() -> None:
+async def test_a_reboot_of_a_host_does_not_count_as_a_failure() -> None:
     s = await Simulation({"nodes": 2, "recovery": {"maxRestarts": 0}}, steps=100).begun()
     host = s.host_of("job-0-0")
     s.cut(host.name, noticed_after=None)
@@ -350,9 +352,9 @@ async def test_a_reboot_of_a_host_is_not_counted() -> None:
 
 
 @pytest.mark.parametrize(("placement", "state"), [("Dedicated", "Planned"), ("Master", "Running")])
-async def test_pods_are_replaced_if_the_status_is_ahead_of_them(placement: str, state: str) -> None:
+async def test_pods_are_replaced_if_the_status_refers_to_a_later_generation(placement: str, state: str) -> None:
     """The status was changed by hand. It refers to a coordinator that the pods do not use, so the
-    operator never asks theirs.
+    operator never asks the coordinator that they use.
     """
     s = await Simulation({"rendezvous": {"placement": placement}}, steps=100).begun()
     s.status["rendezvous"] |= {"generation": 5, "state": state}
@@ -361,7 +363,7 @@ async def test_pods_are_replaced_if_the_status_is_ahead_of_them(placement: str, 
     await s.until_phase("Complete")
 
 
-async def test_a_token_deleted_before_the_pods_start_is_created_again() -> None:
+async def test_a_token_deleted_before_the_pods_start_is_recreated() -> None:
     s = Simulation({}, steps=5)
     s.machines.capacity = 0
     await passes(s, 5)

@@ -1,6 +1,6 @@
 """The operator may die before and after every call of apply.
 
-The job still ends as it does without the crash, and nothing is counted twice.
+The job's outcome is the same as without the crash, and nothing is counted twice.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ async def runtime_changed(s: Simulation) -> None:
     s.store.changed("DDPJob", s.job_body)
     running, observed = set(s.pods), s.now + 5
     await s.until(lambda: s.now >= observed)
-    assert set(s.pods) == running and not s.status["restarts"]["recent"], "running pods do not notice"
+    assert set(s.pods) == running and not s.status["restarts"]["recent"], "running pods are not affected"
     s.force_delete("job-1-0")
     await s.until_phase("Complete")
     assert s.status["runtime"].startswith("ddpjob-runtime-")
@@ -166,7 +166,7 @@ async def ranks_ordered(s: Simulation) -> None:
     for number, host in enumerate(s.machines.hosts.values()):
         s.machines.label(host, rack="ab"[number % 2])
     await s.until_phase("Running")
-    assert s.status["rankOrder"] == [0, 2, 1], "whenever it died, the first round has waited for the order"
+    assert s.status["rankOrder"] == [0, 2, 1], "the first round waits for the order, no matter when the operator dies"
     assert s.worker_fails(some_node(s))
     await s.until(lambda: s.status["round"] == 1 and s.phase == "Running")
     assert s.status["rankOrder"] == [0, 2, 1]
@@ -243,19 +243,18 @@ def outcome(s: Simulation) -> object:
         return "gone", got
     restarts = s.status["restarts"]
     recent = [(r["reason"], r["counted"]) for r in restarts.get("recent", ())]
-    # The coordinator reports a change of size as well. Whether it is recorded next to Scaled
-    # depends on the moment.
+    # The coordinator reports a change of size as well. Whether it is recorded in addition to Scaled
+    # depends on the timing.
     echoes = recent.count(("Joined", False)) if ("Scaled", False) in recent else 0
     reasons = [one for one in recent if not echoes or one != ("Joined", False)]
     return s.phase, restarts["counted"], restarts["uncounted"] - echoes, reasons, got
 
 
 class Forks:
-    """Fork this process at every point of a simulation. The fork dies there and reports its
-    outcome.
+    """Fork this process at every point of a simulation. In the fork, the operator dies at that
+    point, and the fork reports the outcome.
 
-    So the story before a point is played once, not once for each later point. A repeated point is
-    left out.
+    So the story before a point is played only once. Repeated points are skipped.
     """
 
     def __init__(self, simulation: Simulation, *, half: bool = False) -> None:
@@ -325,24 +324,26 @@ async def die_everywhere(scenario: Scenario, placement: str) -> None:
 
 
 @pytest.mark.parametrize(("scenario", "placement"), CASES, ids=lambda c: c if isinstance(c, str) else c.__name__)
-async def test_the_operator_dies_before_and_after_every_call(scenario: Scenario, placement: str) -> None:
+async def test_the_outcome_is_the_same_if_the_operator_dies_before_or_after_any_call(
+    scenario: Scenario, placement: str
+) -> None:
     await die_everywhere(scenario, placement)
 
 
 async def _status_last(cluster: Cluster, job: DDPJob, decision: Decision) -> Applied:
-    """Deliberate defect: acts first and records the reason afterwards."""
+    """Deliberate defect: act first and record the reason afterwards."""
     await right_apply(cluster, replace(job, status=decision.status), replace(decision, events=()))
     return await right_apply(cluster, job, replace(decision, actions=()))
 
 
 async def _calls_it_delivered_before(cluster: Cluster, job: DDPJob, decision: Decision) -> Applied:
-    """Deliberate defect: records the delivery of a notification before it is sent."""
+    """Deliberate defect: record the delivery of a notification before it is sent."""
     done = tuple(replace(n, state=NotificationState.DELIVERED) for n in decision.status.notifications)
     return await right_apply(cluster, job, replace(decision, status=replace(decision.status, notifications=done)))
 
 
 async def _forgets_incidents(cluster: Cluster, job: DDPJob, decision: Decision) -> Applied:
-    """Deliberate defect: does not record which of the coordinator's incidents it has counted."""
+    """Deliberate defect: do not record which of the coordinator's incidents have been counted."""
     counts = replace(decision.status.restarts, seen_incident=0)
     return await right_apply(cluster, job, replace(decision, status=replace(decision.status, restarts=counts)))
 
@@ -355,7 +356,7 @@ async def _forgets_incidents(cluster: Cluster, job: DDPJob, decision: Decision) 
         (_calls_it_delivered_before, complete_and_notified),
     ],
 )
-async def test_the_check_finds_a_deliberate_defect(
+async def test_the_test_of_operator_crashes_finds_deliberate_defects(
     defect: Callable[..., Awaitable[Applied]], scenario: Scenario, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     undisturbed = outcome(await run(scenario, set(), "Dedicated"))
@@ -366,13 +367,13 @@ async def test_the_check_finds_a_deliberate_defect(
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
-async def test_the_operator_dies_at_every_second_point(scenario: Scenario) -> None:
+async def test_the_outcome_is_the_same_if_the_operator_dies_at_every_second_point(scenario: Scenario) -> None:
     undisturbed = await run(scenario, set(), "Dedicated")
     assert outcome(await run(scenario, set(range(1, 400, 3)), "Dedicated")) == outcome(undisturbed)
 
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
-async def test_a_job_is_complete_although_its_finished_pods_were_removed_unseen(mode: str) -> None:
+async def test_a_job_completes_although_its_finished_pods_were_removed_unseen(mode: str) -> None:
     """The garbage collector for terminated pods, or a cleanup job, removes the pods. The
     coordinator still runs and knows the result.
     """
@@ -388,7 +389,7 @@ async def test_a_job_is_complete_although_its_finished_pods_were_removed_unseen(
 
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
-async def test_a_job_is_complete_although_its_finished_pods_and_coordinator_were_removed(
+async def test_a_job_completes_although_finished_pods_and_coordinator_were_removed(
     mode: str,
 ) -> None:
     """The event of a pod's deletion shows that the pod ended with 0."""

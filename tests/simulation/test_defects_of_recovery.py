@@ -1,6 +1,6 @@
-"""Proof that the checks of recovery can fail.
+"""Proof that the tests of recovery can fail.
 
-Each defect is planted on purpose. A test that passes without the defect must fail with it.
+Each of them must fail with a deliberate defect and pass without it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ DEFECTS: dict[str, tuple[Any, str, Any, Test]] = {
         slots,
         "_unused",
         lambda status: 0,
-        recovery.test_scaling_keeps_the_pods_and_the_generation,
+        recovery.test_scaling_does_not_replace_pods_or_begin_a_generation,
     ),
     "every pod's end is a cause": (
         merge_causes,
         "_belongs",
         lambda *_: False,
-        counting.test_two_pods_out_of_memory_count_once,
+        counting.test_two_pods_that_run_out_of_memory_together_count_as_one_failure,
     ),
     "a pod made after a break is its consequence": (
         merge_causes,
@@ -45,19 +45,19 @@ DEFECTS: dict[str, tuple[Any, str, Any, Test]] = {
         actions,
         "is_given_up",
         lambda *_: False,
-        places.test_a_pod_that_ends_on_a_dying_node_is_removed_by_force,
+        places.test_a_pod_that_terminates_on_a_dying_node_is_force_deleted,
     ),
     "a silent node counts as healthy": (
         liveness,
         "_host_lost",
         lambda *_: None,
-        places.test_an_out_of_service_taint_is_trusted_immediately,
+        places.test_a_node_with_the_out_of_service_taint_is_lost_immediately,
     ),
     "a lost coordinator takes the group with it": (
         replacing,
         "plan_next_coordinator",
         lambda status: replace(status, round=status.round + 1, slots=()),
-        recovery.test_a_lost_coordinator_costs_no_step_in_mode_fast,
+        recovery.test_in_mode_fast_no_step_is_lost_with_the_coordinator,
     ),
     "the report is trusted although its pods are gone": (
         describe,
@@ -87,13 +87,13 @@ DEFECTS: dict[str, tuple[Any, str, Any, Test]] = {
         actions,
         "_labels",
         lambda *_: [],
-        recovery.test_a_spare_takes_over_and_the_replacement_is_the_new_spare,
+        recovery.test_after_a_spare_has_taken_over_the_replacement_is_the_new_spare,
     ),
     "bad nodes are not avoided": (
         recording,
         "find_avoided_nodes",
         lambda *_, **__: (),
-        places.test_a_node_that_fails_the_job_repeatedly_is_avoided,
+        places.test_a_node_on_which_the_job_fails_repeatedly_is_avoided,
     ),
 }
 

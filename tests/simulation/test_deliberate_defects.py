@@ -1,7 +1,6 @@
 """Proof that the seeds find defects.
 
-Each defect is planted on purpose. The seed that finds it must fail with the defect and pass without
-it.
+For each deliberate defect, a seed must fail with the defect and pass without it.
 """
 
 from __future__ import annotations
@@ -18,5 +17,5 @@ def test_a_deliberate_defect_is_found(name: str) -> None:
     assert not finds(defect.seed, defect.faults), "the seed fails without the defect"
     with defect.applied():
         assert finds(defect.seed, defect.faults), (
-            f"seed {defect.seed} no longer finds it; `replay.py defects` looks for one that does"
+            f"seed {defect.seed} no longer finds it; `replay.py defects` finds one that does"
         )

@@ -1,5 +1,5 @@
-"""Gangs in simulated time: all or nothing whenever a job starts, and through losses, resizing,
-faults and crashes.
+"""Gang scheduling in simulated time: a job starts with all its pods or none, also after losses,
+resizing, faults and crashes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SEEDS = int(os.environ.get("DDPJOB_SEEDS", "300")) // 20
 
 
 class WithGangs(Simulation):
-    """A cluster that serves PodGroups, and in which other jobs wait for room."""
+    """A cluster that serves PodGroups. Other jobs wait for room in it."""
 
     def __init__(self, *arguments: object, **options: object) -> None:
         super().__init__(*arguments, **options)  # type: ignore[arg-type]
@@ -33,12 +33,12 @@ class WithGangs(Simulation):
 
 
 def bound(s: Simulation) -> list[Pod]:
-    """Return the pods of slots that hold a host."""
+    """Return the pods of slots that are bound to a host."""
     return [p for p in s.nodes() if p.node and not p.ended]
 
 
 def groups(s: Simulation) -> dict[str, int]:
-    """Return the minimum of each PodGroup."""
+    """Return the minimum pod count of each PodGroup."""
     return {g["metadata"]["name"]: g["spec"]["schedulingPolicy"]["gang"]["minCount"] for g in s.store.all("PodGroup")}
 
 
@@ -50,7 +50,7 @@ def grouped(s: Simulation) -> set[str]:
 
 
 @pytest.mark.parametrize("placement", ["Dedicated", "Master"])
-async def test_a_gang_holds_no_node_until_all_of_it_fits(placement: str) -> None:
+async def test_a_gang_occupies_no_node_until_all_its_pods_fit(placement: str) -> None:
     s = WithGangs({"nodes": 4, "rendezvous": {"placement": placement}}, steps=20)
     s.machines.capacity = 3
     await s.passes(60)
@@ -62,8 +62,8 @@ async def test_a_gang_holds_no_node_until_all_of_it_fits(placement: str) -> None
     assert s.status["restarts"]["total"] == 0
 
 
-async def test_without_a_gang_the_same_job_holds_every_free_node() -> None:
-    """The check above can fail."""
+async def test_without_a_gang_the_same_job_occupies_every_free_node() -> None:
+    """This shows that the test above can fail."""
     s = WithGangs({"nodes": 4, "scheduling": {"gang": False}})
     s.machines.capacity = 3
     await s.passes(60)
@@ -85,7 +85,7 @@ async def test_a_job_with_its_own_scheduler_or_group_gets_a_gang_only_if_it_asks
         assert len(s.nodes()) == 2 and set(groups(s)) == wanted
 
 
-async def test_a_job_for_volcano_gets_a_gang_unless_its_pods_name_one() -> None:
+async def test_a_job_for_volcano_gets_a_gang_unless_its_pods_already_name_one() -> None:
     for named, wanted in (({}, {"job-gang-0"}), ({"scheduling.k8s.io/group-name": "ours"}, set())):
         template = {"metadata": {"annotations": named}}
         s = WithGangs({"nodes": 2, "podTemplate": template, "scheduling": {"schedulerName": "volcano"}})
@@ -101,20 +101,20 @@ async def test_a_job_for_volcano_gets_a_gang_unless_its_pods_name_one() -> None:
 
 @pytest.mark.parametrize("gang", [True, False])
 async def test_two_jobs_that_each_need_the_whole_cluster_deadlock_only_without_gangs(gang: bool) -> None:
-    """The other job takes free nodes as this one does, pod by pod or all at once."""
+    """The other job takes free nodes as this job does: one by one, or all together."""
     s = WithGangs({"nodes": 2, "scheduling": {"gang": gang}}, steps=20)
     s.machines.capacity = 1  # the other job's first pod holds the other half
     await s.passes(30)
     rival_waits_forever = len(bound(s)) == 1
     assert rival_waits_forever is not gang
     if gang:
-        s.machines.capacity = 0  # the other job finds its second half, and ends
+        s.machines.capacity = 0  # the other job gets its second half, and ends
         await s.passes(30)
         s.machines.capacity = 2
         await s.until_phase("Complete")
 
 
-async def test_spares_and_elastic_nodes_come_after_the_gang() -> None:
+async def test_spares_and_elastic_nodes_are_created_after_the_gang_is_placed() -> None:
     s = WithGangs({"nodes": 3, "spares": 1, "elastic": {"minNodes": 2}, **FAST}, steps=1000)
     s.machines.capacity = 1
     await s.passes(30)
@@ -146,7 +146,7 @@ async def test_a_pod_that_is_lost_before_placement_rejoins_its_gang() -> None:
 @pytest.mark.parametrize(
     ("change", "size"), [({"nodes": 2}, 3), ({"nodes": 4}, 5), ({"elastic": {"minNodes": 2}}, 3), ({"nodes": 1}, None)]
 )
-async def test_a_waiting_gang_follows_a_change_of_size(change: Json, size: int | None) -> None:
+async def test_a_waiting_gang_is_resized_with_its_job(change: Json, size: int | None) -> None:
     s = WithGangs({"nodes": 3}, steps=20)
     s.machines.capacity = 0
     await s.passes(10)
@@ -171,7 +171,7 @@ async def test_a_job_that_requires_a_gang_waits_for_a_cluster_that_serves_it() -
     await s.until_phase("Complete")
 
 
-async def test_apis_that_the_cluster_serves_later_do_not_change_running_jobs() -> None:
+async def test_gang_apis_installed_later_do_not_affect_running_jobs() -> None:
     s = await Simulation({}, steps=1000).begun()
     for serves in (True, False):
         s.cluster.serves_gangs = serves
@@ -195,7 +195,7 @@ async def test_a_waiting_job_starts_without_a_gang_if_the_cluster_stops_serving_
 
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
-async def test_a_replacement_in_a_placed_gang_is_scheduled_alone(mode: str) -> None:
+async def test_a_replacement_for_a_pod_of_a_placed_gang_is_scheduled_alone(mode: str) -> None:
     s = await WithGangs({"nodes": 3, "recovery": {"mode": mode}}, steps=1000).begun()
     s.force_delete("job-1-0")
     await s.until(lambda: s.phase == "Running" and "job-1-1" in s.pods)
@@ -208,7 +208,7 @@ async def test_a_group_that_cannot_train_releases_its_nodes_and_waits_as_a_gang(
     s.machines.capacity = 2
     s.force_delete("job-1-0")
     await s.passes(20)
-    assert len(bound(s)) == 2, "room may become available soon"
+    assert len(bound(s)) == 2, "nodes are not released yet, because room may become available soon"
     await s.passes(60)
     assert not bound(s) and groups(s) == {"job-gang-1": 4}
     await s.passes(300)
@@ -219,7 +219,7 @@ async def test_a_group_that_cannot_train_releases_its_nodes_and_waits_as_a_gang(
 
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
-async def test_a_need_for_room_that_cannot_be_met_does_not_destroy_the_only_copy(mode: str) -> None:
+async def test_a_job_does_not_release_its_only_copy_while_no_other_job_needs_the_room(mode: str) -> None:
     """Regression: 30 s after a cordon, the only copy of a job's progress was deleted although no
     pod needed its node.
     """
@@ -242,7 +242,7 @@ async def test_a_need_for_room_that_cannot_be_met_does_not_destroy_the_only_copy
     [(True, {}), (False, {"storage": {"checkpoints": {"claimName": "c"}}})],
     ids=["another job waits for room", "checkpoints are elsewhere"],
 )
-async def test_a_job_yields_if_there_is_a_second_copy_or_a_rival(waits: bool, spec: Json) -> None:
+async def test_a_job_yields_its_nodes_if_another_copy_exists_or_another_job_waits(waits: bool, spec: Json) -> None:
     s = WithGangs({"nodes": 2, **spec}, steps=10**6)
     if spec:
         s.store.create("PersistentVolumeClaim", {"metadata": {"name": "c"}, "spec": {"accessModes": ["ReadWriteMany"]}})
@@ -257,7 +257,7 @@ async def test_a_job_yields_if_there_is_a_second_copy_or_a_rival(waits: bool, sp
 
 
 async def test_a_scale_down_keeps_the_pod_with_the_only_copy() -> None:
-    """The highest slots are removed, and one of them may hold the only copy of the job's
+    """Normally the highest slots are removed, but one of them may hold the only copy of the job's
     progress.
     """
     s = await WithGangs({"nodes": 2, "scheduling": {"gang": False}}, steps=10**6).begun()
@@ -267,11 +267,11 @@ async def test_a_scale_down_keeps_the_pod_with_the_only_copy() -> None:
     await s.passes(10)
     s.change_spec({"nodes": 1})
     await s.until_phase("Running")
-    assert [p.name for p in bound(s)] == ["job-1-0"], "it trains alone"
+    assert [p.name for p in bound(s)] == ["job-1-0"], "the pod with the only copy trains alone"
     assert "pod job-1-0 is kept until another pod trains" in conditions(s)["Scheduled"]["message"]
 
 
-async def test_yields_are_not_limited_by_the_length_of_the_history() -> None:
+async def test_a_job_may_yield_more_often_than_the_history_has_entries() -> None:
     s = WithGangs({"nodes": 2, "recovery": {"maxRestarts": 0}}, steps=10**6)
     for _ in range(8):
         s.machines.capacity = 2
@@ -289,7 +289,7 @@ async def test_yields_are_not_limited_by_the_length_of_the_history() -> None:
     await s.until_phase("Running")
 
 
-async def test_a_group_that_trains_with_fewer_nodes_yields_nothing() -> None:
+async def test_a_group_that_trains_with_fewer_nodes_keeps_its_nodes() -> None:
     s = await WithGangs({"nodes": 3, "elastic": {"minNodes": 2}}, steps=10**6).begun()
     s.machines.capacity = 2
     s.force_delete("job-2-0")
@@ -328,7 +328,7 @@ async def test_a_preempted_job_releases_its_other_pods_immediately(spec: Json) -
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-async def test_a_preempted_job_leaves_its_room_to_the_preempting_gang(nodes: int) -> None:
+async def test_a_preempted_job_leaves_its_nodes_to_the_preempting_gang(nodes: int) -> None:
     """The scheduler reserves no room for a gang, and retries it a while later."""
     s = await WithGangs({"nodes": nodes}, steps=10**6).begun()
     for index in range(nodes):
@@ -349,7 +349,7 @@ async def test_without_gangs_the_replacement_of_a_preempted_pod_is_created_immed
     await s.until(lambda: [p.name for p in bound(s)] == ["job-0-1"], limit=5)
 
 
-async def test_a_preempted_spare_interrupts_nothing() -> None:
+async def test_a_preempted_spare_does_not_interrupt_training() -> None:
     s = WithGangs({"nodes": 2, "spares": 1, **FAST}, steps=10**6)
     await s.until(lambda: s.status.get("nodes", {}).get("display") == "2/2 +1")
     s.machines.capacity = 2
@@ -410,7 +410,7 @@ SCENARIOS: list[Scenario] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
-async def test_the_operator_dies_before_and_after_every_call(
+async def test_the_outcome_is_the_same_if_the_operator_dies_before_or_after_any_call(
     scenario: Scenario, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(crashes, "Simulation", WithGangs)
@@ -418,8 +418,10 @@ async def test_the_operator_dies_before_and_after_every_call(
 
 
 @pytest.mark.slow
-async def test_a_preempted_job_ends_well_if_the_operator_dies_at_any_point() -> None:
-    """A new process may find the pod gone without a reason. Then the job yields a while later."""
+async def test_a_preempted_job_completes_wherever_the_operator_dies() -> None:
+    """A new operator process may not learn why the pod is gone. Then the job yields its nodes a
+    while later.
+    """
 
     async def preempted(s: Simulation) -> None:
         await s.until_phase("Running")
@@ -445,7 +447,7 @@ class RefusesGroups(MemoryCluster):
         await super().create(job, manifest)
 
 
-async def test_a_gang_whose_priority_class_is_missing_is_required() -> None:
+async def test_the_remedy_for_a_missing_priority_class_is_not_to_disable_the_gang() -> None:
     class Refusing(Simulation):
         cluster_class = RefusesGroups
 
@@ -460,7 +462,7 @@ async def test_a_gang_whose_priority_class_is_missing_is_required() -> None:
 
 
 @pytest.mark.parametrize("status", [400, 403, 404, 422])
-async def test_a_refused_group_is_reported_with_its_cause_and_the_remedy(status: int) -> None:
+async def test_a_refused_pod_group_is_reported_with_its_cause_and_the_remedy(status: int) -> None:
     class Refusing(Simulation):
         cluster_class = RefusesGroups
 

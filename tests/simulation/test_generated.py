@@ -1,5 +1,5 @@
-"""Jobs with any spec that the API server accepts and any status that another writer may have left.
-No reconcile raises.
+"""Jobs with any spec that the API server accepts, and any status that another writer may have left.
+No reconcile may raise an exception.
 
 DDPJOB_GENERATED=20 tries 20 times as many jobs. A failure reports the number of its job, and
 `Maker(NUMBER)` generates it again.
@@ -47,7 +47,7 @@ class Offline:
 
 
 def small(manifest: Json) -> Json:
-    """Scale the job down to so few nodes that a thousand jobs can be tried."""
+    """Scale the job down to a few nodes, so that a thousand jobs can be tried."""
     spec = manifest["spec"]
     for field, most in (("nodes", 3), ("spares", 2)):
         if isinstance(spec.get(field), int | float) and spec[field] > most:
@@ -78,12 +78,12 @@ def check(job: DDPJob, decision: Decision) -> None:
     assert all(len(event.message.encode()) <= 1024 for event in decision.events)
     assert len(decision.actions) + len(decision.events) < 100
     ends = decision.status.terminal or job.spec.run_policy.suspend or job.spec.managed_elsewhere
-    assert ends or decision.wake is not None, "nothing wakes the job"
-    assert JobStatus.read(written).write(job.spec) == written, "read as it was written"
+    assert ends or decision.wake is not None, "the decision must name a time at which the job is reconciled again"
+    assert JobStatus.read(written).write(job.spec) == written, "the status reads back as it was written"
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_a_decision_never_raises_for_any_spec_and_status(part: int) -> None:
+def test_a_decision_raises_no_exception_for_any_spec_and_status(part: int) -> None:
     size, done = 100 * TIMES, 0
     for number in range(part * size, (part + 1) * size):
         with tried(number) as (manifest, maker):
@@ -103,11 +103,13 @@ def test_a_decision_never_raises_for_any_spec_and_status(part: int) -> None:
                         json.dumps(_manifest(Offline(), job, decision.status, creation), allow_nan=False)  # type: ignore[arg-type]
                     job, now = replace(job, status=decision.status), now + timedelta(seconds=30)
             done += 1
-    assert done > size / 4, "few of these jobs are refused"
+    assert done > size / 4, "only few of these jobs may be refused"
 
 
 class AnyPods(MemoryCluster):
-    """A cluster with any pods. Only the operator's own containers and variables are kept."""
+    """A cluster whose pods have random contents. Only the operator's own containers and variables
+    are kept.
+    """
 
     async def create(self, job: DDPJob, manifest: Json) -> None:
         if manifest["kind"] == "Pod":

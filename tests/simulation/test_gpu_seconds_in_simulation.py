@@ -1,5 +1,5 @@
-"""GPU seconds of whole jobs, compared with the time for which the simulated Kubernetes reserved
-the GPUs.
+"""The GPU seconds in a job's status, compared with the time for which the simulated Kubernetes
+reserved GPUs.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ FAST: Json = {"gpusPerNode": GPUS, "recovery": {"mode": "Fast"}}
 
 
 class Reserved:
-    """Watches the store, and counts the GPU seconds of pods that have a node and have not ended,
-    and the changes to them.
+    """Watches the store, and counts the GPU seconds of pods that have a node and have not ended. It
+    also counts how often these pods change.
     """
 
     def __init__(self, s: Simulation) -> None:
@@ -39,14 +39,17 @@ class Reserved:
         self.since = self.s.now
 
     def agree(self, away: float = 0.0) -> None:
-        """Check that the status agrees. The operator reconciles each second and writes whole
-        seconds, except for `away` seconds.
+        """Check that the status agrees with this count. Each change may cost two seconds, because
+        the operator reconciles each second and writes whole seconds. `away` is the time without an
+        operator.
         """
         self.pass_time()
         counted = self.s.status.get("gpuSeconds", 0)
         allowed = (2.0 * self.changes + away) * GPUS
         assert abs(counted - self.seconds) <= allowed, f"{counted} counted, {self.seconds} reserved"
-        assert counted >= 0.9 * self.seconds - away * GPUS and self.seconds > 10 * GPUS, "and the bound means something"
+        assert counted >= 0.9 * self.seconds - away * GPUS and self.seconds > 10 * GPUS, (
+            "the allowed difference is small compared with the total"
+        )
 
 
 async def settled(s: Simulation) -> None:
@@ -55,7 +58,7 @@ async def settled(s: Simulation) -> None:
 
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
-async def test_restarts_and_spares_are_counted_for_as_long_as_they_hold_gpus(mode: str) -> None:
+async def test_pods_count_while_they_hold_gpus_including_restarts_and_spares(mode: str) -> None:
     s = Simulation({**FAST, "spares": 1, "recovery": {"mode": mode}}, steps=100)
     reserved = Reserved(s)
     await s.until_phase("Running")
@@ -71,7 +74,7 @@ async def test_restarts_and_spares_are_counted_for_as_long_as_they_hold_gpus(mod
     assert s.status["gpuSeconds"] == final, "a finished job costs nothing"
 
 
-async def test_a_suspended_job_holds_no_gpus_and_continues_its_count() -> None:
+async def test_the_count_pauses_during_a_suspension_and_continues_afterwards() -> None:
     s = Simulation(FAST, steps=10**6)
     reserved = Reserved(s)
     await s.until_phase("Running")
@@ -89,7 +92,7 @@ async def test_a_suspended_job_holds_no_gpus_and_continues_its_count() -> None:
     assert s.status["gpuSeconds"] > 1.5 * before
 
 
-async def test_a_job_that_is_resized_is_counted_by_its_present_size() -> None:
+async def test_a_resized_job_is_counted_by_its_current_size() -> None:
     s = Simulation({**FAST, "elastic": {"minNodes": 1, "maxNodes": 4}}, steps=10**6)
     reserved = Reserved(s)
     await s.until_phase("Running")
@@ -129,7 +132,7 @@ async def test_a_job_on_the_cpu_has_no_gpu_seconds() -> None:
     assert not {"gpuSeconds", "gpuUse"} & s.status.keys()
 
 
-async def test_gpu_seconds_alone_write_the_status_every_ten_minutes() -> None:
+async def test_the_status_is_written_only_every_ten_minutes_if_only_gpu_seconds_change() -> None:
     s = Simulation(FAST, steps=10**6)
     await s.until_phase("Running")
     await s.passes(20)

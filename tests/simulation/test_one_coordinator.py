@@ -1,5 +1,5 @@
-"""Partitions of every kind: members follow one coordinator, and two groups of a job never train
-at once.
+"""All kinds of partitions. Members follow one coordinator, and two groups of a job never train at
+the same time.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class OneGroup(Simulation):
             assert not self.invariants.violations
 
     async def trains_by(self, attempt: int, seconds: int = 200) -> None:
-        """Wait until the whole group trains and all its members follow the coordinator of this
-        attempt.
+        """Wait until the whole group trains and all its members are connected to the coordinator of
+        this attempt.
         """
 
         def reached() -> bool:
@@ -73,7 +73,7 @@ async def begun(spec: Json) -> OneGroup:
 
 
 def alone(s: OneGroup) -> Pod:
-    """Put the coordinator's pod on a host of its own."""
+    """Check that the coordinator's pod is alone on its host, and return it."""
     pod = s.coordinator_pod
     assert [p for p in s.pods.values() if p.host is pod.host] == [pod]
     return pod
@@ -87,9 +87,7 @@ def move(s: OneGroup, pod: Pod, host: Host) -> None:
 
 @SIZES
 @pytest.mark.parametrize("heard", [True, False], ids=["the operator reaches it", "the operator does not"])
-async def test_the_group_leaves_a_coordinator_with_a_dead_kubelet_without_losing_a_step(
-    spec: Json, heard: bool
-) -> None:
+async def test_members_leave_a_coordinator_on_a_dead_kubelet_without_losing_a_step(spec: Json, heard: bool) -> None:
     s = await begun(spec)
     old, began = alone(s), s.training.made
     s.machines.silence(old.host, 5)
@@ -100,13 +98,11 @@ async def test_the_group_leaves_a_coordinator_with_a_dead_kubelet_without_losing
     await s.trains_by(1)
     assert s.reasons() == ["CoordinatorLost"]
     assert s.training.made - began >= s.now - started - 2, "no pod was restarted"
-    assert old.coordinator is not None and not old.coordinator.alive, (
-        "it was asked to exit, by the operator or a member"
-    )
+    assert old.coordinator is not None and not old.coordinator.alive, "it was asked to exit by the operator or a member"
 
 
 @SIZES
-async def test_a_neighbouring_pod_is_replaced_and_the_replacement_joins(spec: Json) -> None:
+async def test_a_pod_on_the_lost_coordinators_host_is_replaced(spec: Json) -> None:
     """A pod on the coordinator's host is also abandoned, although it still trains."""
     s = await begun(spec)
     host = s.pods["job-0-0"].host
@@ -123,7 +119,7 @@ async def test_a_neighbouring_pod_is_replaced_and_the_replacement_joins(spec: Js
 
 
 @SIZES
-async def test_a_partition_of_the_operator_alone_changes_nothing(spec: Json) -> None:
+async def test_a_partition_of_only_the_operator_does_not_affect_the_job(spec: Json) -> None:
     s = await begun(spec)
     s.network.operator_cut = True
     began, started = s.training.made, s.now
@@ -156,7 +152,9 @@ async def test_members_that_lose_the_coordinator_keep_training_and_follow_its_su
 @SIZES
 @pytest.mark.parametrize("with_coordinator", [True, False])
 @pytest.mark.parametrize("seconds", [10, 100])
-async def test_half_of_the_members_are_partitioned(spec: Json, with_coordinator: bool, seconds: float) -> None:
+async def test_training_recovers_if_half_of_the_members_are_partitioned(
+    spec: Json, with_coordinator: bool, seconds: float
+) -> None:
     """These members are partitioned from the other half, and from the control plane, the
     coordinator, or both.
     """
@@ -187,9 +185,9 @@ async def test_training_continues_without_a_coordinator_until_a_round_is_needed(
 
 
 @pytest.mark.parametrize("reachable", [True, False])
-async def test_an_abandoned_generation_ends_although_its_kubelet_is_dead(reachable: bool) -> None:
-    """All pods are replaced. The pods of the old generation on a dead host would otherwise keep
-    training alone.
+async def test_pods_of_an_abandoned_generation_exit_although_their_kubelet_is_dead(reachable: bool) -> None:
+    """The job gets new pods. Without this, old pods on a host with a dead kubelet would keep
+    training on their own.
     """
     s = await begun({"recovery": {"mode": "Fast"}, "nodes": 2, "elastic": {"minNodes": 1, "maxNodes": 2}})
     zombies = [s.pods["job-0-0"], s.coordinator_pod]

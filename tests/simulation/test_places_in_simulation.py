@@ -18,7 +18,7 @@ async def test_a_pod_on_a_silent_node_is_replaced_elsewhere(mode: str, knows_hos
     node, began = s.pods["job-1-0"].node, s.now
     s.cut(node)
     await s.until(lambda: "job-1-0" not in s.pods)
-    assert 20 <= s.now - began <= 24, "counted from its last heartbeat"
+    assert 20 <= s.now - began <= 24, "the delay counts from the node's last heartbeat"
     await s.until_phase("Running")
     assert s.pods["job-1-1"].node != node
     assert reasons(s) == [("NodeLost", False)]
@@ -36,7 +36,7 @@ async def test_a_pod_leaves_an_unhealthy_node_before_it_fails(mode: str) -> None
     node = s.pods["job-1-0"].node
     s.machines.diagnose(s.host_of("job-1-0"), True)
     await passes(s, 55)
-    assert sorted(p.name for p in running(s)) == ["job-0-0", "job-1-0"], "it must persist"
+    assert sorted(p.name for p in running(s)) == ["job-0-0", "job-1-0"], "a report counts only if it persists"
     await passes(s, 15)
     await s.until_phase("Running")
     assert [p.name for p in running(s)] == ["job-0-0", "job-1-1"] and s.pods["job-1-1"].node != node
@@ -45,7 +45,7 @@ async def test_a_pod_leaves_an_unhealthy_node_before_it_fails(mode: str) -> None
     assert "NodesHealthy" not in conditions(s)
 
 
-async def test_a_health_report_that_is_withdrawn_moves_nothing() -> None:
+async def test_a_withdrawn_health_report_moves_no_pod() -> None:
     s = await Simulation({"nodes": 2}, steps=10**6).begun()
     for _ in range(6):
         s.machines.diagnose(s.host_of("job-1-0"), True)
@@ -55,7 +55,7 @@ async def test_a_health_report_that_is_withdrawn_moves_nothing() -> None:
     assert sorted(p.name for p in running(s)) == ["job-0-0", "job-1-0"] and reasons(s) == []
 
 
-async def test_an_agent_that_calls_most_nodes_unhealthy_moves_nothing() -> None:
+async def test_an_agent_that_reports_most_nodes_as_unhealthy_moves_no_pod() -> None:
     s = await Simulation({"nodes": 2}, steps=10**6).begun()
     for host in list(s.machines.hosts.values())[:3]:
         s.machines.diagnose(host, True)
@@ -81,7 +81,7 @@ async def test_a_spare_takes_over_from_an_unhealthy_node_immediately() -> None:
     assert conditions(s)["Running"]["status"] == "True" and s.status["nodes"]["display"].startswith("2/2")
 
 
-async def test_a_pod_stays_on_an_unhealthy_node_if_there_is_no_other() -> None:
+async def test_a_pod_stays_on_an_unhealthy_node_if_no_other_node_is_free() -> None:
     s = await Simulation({"nodes": 2}, steps=10**6).begun()
     for host in s.machines.hosts.values():
         s.machines.cordon(host)  # there is no other host
@@ -92,7 +92,7 @@ async def test_a_pod_stays_on_an_unhealthy_node_if_there_is_no_other() -> None:
 
 
 @pytest.mark.parametrize("end", ["Suspended", "Complete", "Failed"])
-async def test_a_job_without_pods_reports_nothing_about_their_nodes(end: str) -> None:
+async def test_a_job_without_pods_has_no_condition_about_nodes(end: str) -> None:
     s = await Simulation({"nodes": 2}, steps=400).begun()
     for host in s.machines.hosts.values():
         s.machines.cordon(host)
@@ -108,7 +108,7 @@ async def test_a_job_without_pods_reports_nothing_about_their_nodes(end: str) ->
 
 
 @pytest.mark.slow
-async def test_a_job_leaves_a_node_once_an_hour_and_three_times_at_most() -> None:
+async def test_a_job_leaves_unhealthy_nodes_once_an_hour_and_at_most_three_times() -> None:
     # Without shared checkpoints the pod would hold the only copy of its state, and would stay.
     s = Simulation({"nodes": 1, "storage": {"checkpoints": {"claimName": "kept"}}}, steps=10**7)
     s.store.create("PersistentVolumeClaim", {"metadata": {"name": "kept"}, "spec": {"accessModes": ["ReadWriteMany"]}})
@@ -122,10 +122,10 @@ async def test_a_job_leaves_a_node_once_an_hour_and_three_times_at_most() -> Non
     assert [p.name for p in running(s)] == ["job-0-3"]
     assert conditions(s)["NodesHealthy"]["reason"] == "MovedTooOften"
     await passes(s, 3600, step=10)
-    assert [p.name for p in running(s)] == ["job-0-4"], "an hour later it may move again"
+    assert [p.name for p in running(s)] == ["job-0-4"], "an hour later, the job may move a pod again"
 
 
-async def test_a_short_silence_is_not_a_loss() -> None:
+async def test_a_node_that_is_silent_for_a_short_time_is_not_lost() -> None:
     s = await Simulation({"nodes": 2, "recovery": {"mode": "Fast", "nodeLostAfterSeconds": 20}}, steps=1000).begun()
     s.cut(s.pods["job-1-0"].node, noticed_after=3)
     await passes(s, 15)
@@ -143,7 +143,7 @@ async def test_a_short_silence_is_not_a_loss() -> None:
     assert conditions(s)["Restarting"]["reason"] == "Recovered" and s.status["round"] == 1
 
 
-async def test_a_deleted_node_object_is_a_loss_after_the_same_delay() -> None:
+async def test_a_node_whose_object_is_deleted_is_lost_after_the_same_delay() -> None:
     s = await Simulation({"nodes": 2, "recovery": {"mode": "Fast", "nodeLostAfterSeconds": 20}}, steps=1000).begun()
     node, began = s.pods["job-1-0"].node, s.now
     s.cut(node, noticed_after=None)
@@ -154,7 +154,7 @@ async def test_a_deleted_node_object_is_a_loss_after_the_same_delay() -> None:
     assert s.status["restarts"]["recent"][0]["message"] == f"Kubernetes node {node} of pod job-1-0 has been deleted"
 
 
-async def test_an_out_of_service_taint_is_trusted_immediately() -> None:
+async def test_a_node_with_the_out_of_service_taint_is_lost_immediately() -> None:
     s = await Simulation({"nodes": 2, "recovery": {"mode": "Fast", "nodeLostAfterSeconds": 600}}, steps=1000).begun()
     node = s.pods["job-1-0"].node
     s.cut(node, noticed_after=0)
@@ -167,7 +167,7 @@ async def test_an_out_of_service_taint_is_trusted_immediately() -> None:
     assert reasons(s) == [("NodeLost", False)]
 
 
-async def test_a_pod_that_ends_on_a_dying_node_is_removed_by_force() -> None:
+async def test_a_pod_that_terminates_on_a_dying_node_is_force_deleted() -> None:
     s = await Simulation({"nodes": 2, "recovery": {"mode": "Fast", "nodeLostAfterSeconds": 20}}, steps=1000).begun()
     s.cut(s.pods["job-1-0"].node)
     await passes(s, 12)
@@ -177,7 +177,7 @@ async def test_a_pod_that_ends_on_a_dying_node_is_removed_by_force() -> None:
     await s.until(lambda: "job-1-0" not in s.pods, limit=40)
 
 
-async def test_the_node_of_a_lost_coordinator_is_avoided_in_both_modes() -> None:
+async def test_the_node_of_a_lost_coordinator_is_avoided() -> None:
     for mode, name in (("Fast", "job-coordinator-0-1"), ("Standard", "job-coordinator-1")):
         s = Simulation({"recovery": {"mode": mode, "nodeLostAfterSeconds": 20}}, steps=1000)
         await s.until_phase("Running")
@@ -190,7 +190,7 @@ async def test_the_node_of_a_lost_coordinator_is_avoided_in_both_modes() -> None
 
 
 async def test_a_member_lost_together_with_the_coordinators_node_delays_nothing() -> None:
-    """The other members are in a collective with it, and the new coordinator has never heard of
+    """The other members wait for it in a collective, and the new coordinator has never heard from
     it.
     """
     s = await Simulation({"nodes": 3, "recovery": {"mode": "Fast", "nodeLostAfterSeconds": 20}}, steps=10**6).begun()
@@ -203,7 +203,7 @@ async def test_a_member_lost_together_with_the_coordinators_node_delays_nothing(
     assert reasons(s) == [("NodeLost", False), ("CoordinatorLost", False)]
 
 
-async def test_a_node_that_fails_the_job_repeatedly_is_avoided() -> None:
+async def test_a_node_on_which_the_job_fails_repeatedly_is_avoided() -> None:
     s = await Simulation({"nodes": 2, "recovery": {"maxRestarts": 100}}, steps=10000).begun()
     bad = s.machines.favourite[1] = s.pods["job-1-0"].node
     for _ in range(3):
@@ -229,7 +229,9 @@ LOST_GPU = "RuntimeError: CUDA error: no CUDA-capable device is detected"
 
 
 async def fails_wherever(s: Simulation, broken: set[str], message: str, seconds: float = 120) -> None:
-    """Let the group train for a second, then end a worker of a pod among `broken`, repeatedly."""
+    """Repeatedly let the group train for a second, and then make a worker fail in a pod of
+    `broken`.
+    """
     end = s.now + seconds
     while s.now < end and s.phase != "Failed":
         await s.one_pass()
@@ -240,7 +242,7 @@ async def fails_wherever(s: Simulation, broken: set[str], message: str, seconds:
 
 @pytest.mark.parametrize("spares", [0, 1])
 @pytest.mark.parametrize("mode", ["Fast", "Standard"])
-async def test_a_pod_that_has_lost_its_device_is_replaced_immediately_and_counts_once(mode: str, spares: int) -> None:
+async def test_a_pod_that_loses_its_device_is_replaced_immediately_and_counts_once(mode: str, spares: int) -> None:
     s = Simulation({"nodes": 2, "spares": spares, "recovery": {"mode": mode, "maxRestarts": 1}}, steps=10**6)
     await s.until(lambda: s.phase == "Running" and s.training.made > 3)
     node = s.pods["job-0-0"].node
@@ -252,7 +254,7 @@ async def test_a_pod_that_has_lost_its_device_is_replaced_immediately_and_counts
     assert s.status["restarts"]["recent"][0]["seconds"] < (3 if spares else 15), "a spare takes over immediately"
 
 
-async def test_a_pod_that_fails_again_before_its_deletion_reaches_it_does_not_count_twice() -> None:
+async def test_a_pod_that_fails_again_before_it_is_deleted_does_not_count_twice() -> None:
     s = Simulation({**FAST, "nodes": 2, "recovery": {"mode": "Fast", "maxRestarts": 1}}, steps=10**6)
     await s.until(lambda: s.phase == "Running" and s.training.made > 3)
     at_once = s.machines._terminate_if_reachable
@@ -266,11 +268,11 @@ async def test_a_pod_that_fails_again_before_its_deletion_reaches_it_does_not_co
     assert s.status["restarts"]["counted"] == 1 and "job-1-1" in s.pods
 
 
-async def test_failures_of_one_pod_that_are_seen_together_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failures_of_a_pod_that_are_seen_together_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
     s = Simulation({**FAST, "nodes": 2, "recovery": {"mode": "Fast", "maxRestarts": 1}}, steps=10**6)
     await s.until(lambda: s.phase == "Running" and s.training.made > 3)
     replace_failing = recording._replace_failing
-    # An operator sees this if it was down while the worker failed, ran again and failed again.
+    # This happens if the operator was down while the worker failed twice.
     monkeypatch.setattr(recording, "_replace_failing", lambda ends, given: replace_failing(ends, given * 2))
     assert s.worker_fails("job-1-0", LOST_GPU)
     await s.until(lambda: reasons(s) != [])
@@ -281,7 +283,7 @@ async def test_failures_of_one_pod_that_are_seen_together_count_once(monkeypatch
 
 @pytest.mark.parametrize("mode", ["Fast", "Standard"])
 @pytest.mark.parametrize("seen_late", [False, True])
-async def test_a_pod_whose_ranks_fail_twice_while_others_work_is_replaced(mode: str, seen_late: bool) -> None:
+async def test_a_pod_that_fails_twice_while_others_work_is_replaced(mode: str, seen_late: bool) -> None:
     s = Simulation({"nodes": 2, "recovery": {"mode": mode, "maxRestarts": 2}}, steps=10**6)
     await s.until(lambda: s.phase == "Running" and s.training.made > 3)
     message = "CUDA error: an illegal memory access was encountered"
@@ -295,7 +297,7 @@ async def test_a_pod_whose_ranks_fail_twice_while_others_work_is_replaced(mode: 
     assert any("job-1-1 replaces it" in e.message for e in s.cluster.events if e.reason == "PodUnhealthy")
 
 
-async def test_a_hang_that_names_the_same_pod_twice_replaces_it() -> None:
+async def test_a_pod_that_causes_two_hangs_is_replaced() -> None:
     s = Simulation({**FAST, "nodes": 3, "recovery": {"mode": "Fast", "hangAfterSeconds": 10}}, steps=10**6)
     for number in (1, 2):
         await s.until(lambda: s.phase == "Running" and s.training.made > 3)
@@ -308,8 +310,8 @@ async def test_a_hang_that_names_the_same_pod_twice_replaces_it() -> None:
     assert sorted(p.name for p in running(s)) == ["job-0-0", "job-1-1", "job-2-0"]
 
 
-async def test_a_daemon_reload_that_takes_all_devices_costs_one_failure_per_node() -> None:
-    """Every container has lost its devices at the same time. New containers have them, on any
+async def test_if_a_daemon_reload_takes_all_devices_it_counts_once_per_node() -> None:
+    """All containers lose their devices at the same time. New containers get devices again on any
     host.
     """
     s = Simulation({**FAST, "nodes": 5, "gpusPerNode": 1}, steps=10**6)
@@ -319,7 +321,7 @@ async def test_a_daemon_reload_that_takes_all_devices_costs_one_failure_per_node
     assert sorted(p.name for p in running(s)) == [f"job-{index}-1" for index in range(5)]
 
 
-async def test_if_new_pods_lose_their_devices_too_the_budget_ends_the_job() -> None:
+async def test_if_new_pods_lose_their_devices_too_the_job_fails_by_its_budget() -> None:
     s = Simulation({**FAST, "recovery": {"mode": "Fast", "maxRestarts": 10}}, steps=10**6)
     await s.until(lambda: s.phase == "Running" and s.training.made > 3)
     await fails_wherever(s, {f"job-{i}-{a}" for i in range(2) for a in range(40)}, LOST_GPU, 1500)
@@ -329,7 +331,7 @@ async def test_if_new_pods_lose_their_devices_too_the_budget_ends_the_job() -> N
 @pytest.mark.parametrize(
     "message", ["NameError: name 'lunch' is not defined", "killed by the kernel: the container's memory limit"]
 )
-async def test_an_error_that_every_pod_would_have_does_not_move_a_pod(message: str) -> None:
+async def test_an_error_that_any_pod_would_have_does_not_move_a_pod(message: str) -> None:
     s = Simulation({**FAST, "nodes": 2, "recovery": {"mode": "Fast", "maxRestarts": 3}}, steps=10**6)
     await s.until(lambda: s.phase == "Running" and s.training.made > 3)
     for _ in range(3):
@@ -351,7 +353,7 @@ async def test_an_error_that_another_pod_had_in_the_same_round_does_not_move_the
     assert reasons(s) == [("WorkerFailed", True)] * 3
 
 
-async def test_pods_that_fail_in_turn_are_not_moved() -> None:
+async def test_pods_that_fail_alternately_are_not_moved() -> None:
     s = Simulation({**FAST, "nodes": 2}, steps=10**6)
     await s.until(lambda: s.phase == "Running" and s.training.made > 3)
     for number in range(4):
@@ -360,7 +362,7 @@ async def test_pods_that_fail_in_turn_are_not_moved() -> None:
     assert reasons(s) == [("WorkerFailed", True)] * 4
 
 
-async def test_a_program_that_fails_for_one_rank_on_any_host_moves_three_times_at_most() -> None:
+async def test_a_rank_that_fails_on_every_host_is_moved_at_most_three_times() -> None:
     s = Simulation({**FAST, "nodes": 2, "recovery": {"mode": "Fast", "maxRestarts": 9}}, steps=10**6)
     await s.until(lambda: s.phase == "Running" and s.training.made > 3)
     await fails_wherever(s, {f"job-1-{attempt}" for attempt in range(20)}, "ValueError: lunch", 900)
@@ -368,7 +370,7 @@ async def test_a_program_that_fails_for_one_rank_on_any_host_moves_three_times_a
 
 
 @pytest.mark.parametrize("spares", [0, 1])
-async def test_a_failing_pod_stays_if_there_is_no_spare_and_no_other_node(spares: int) -> None:
+async def test_a_failing_pod_stays_if_there_is_no_spare_and_no_free_node(spares: int) -> None:
     s = Simulation({**FAST, "nodes": 2, "spares": spares}, steps=10**6)
     await s.until(lambda: s.phase == "Running" and s.training.made > 3)
     for host in s.machines.hosts.values():
@@ -391,7 +393,7 @@ async def loses_its_connection(s: Simulation, pod: str, times: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["Fast", "Standard"])
-async def test_a_pod_whose_connection_breaks_thrice_is_replaced_if_a_third_pod_keeps_its(mode: str) -> None:
+async def test_a_pod_is_replaced_if_it_alone_loses_its_connection_three_times(mode: str) -> None:
     s = await Simulation({"nodes": 3, "recovery": {"mode": mode}}, steps=10**6).begun()
     coordinator = next(p.node for p in s.pods.values() if not p.is_node)
     pod = next(p for p in s.nodes() if p.node != coordinator)
@@ -404,7 +406,7 @@ async def test_a_pod_whose_connection_breaks_thrice_is_replaced_if_a_third_pod_k
     assert f"job-{pod.index}-1" in s.pods and [entry["node"] for entry in s.status["avoidedNodes"]] == [pod.node]
 
 
-async def test_neither_of_two_pods_whose_connection_breaks_is_replaced() -> None:
+async def test_in_a_pair_of_pods_a_broken_connection_replaces_neither() -> None:
     s = await Simulation({"nodes": 2, "rendezvous": {"placement": "Master"}}, steps=10**6).begun()
     await loses_its_connection(s, "job-1-0", 4)
     assert reasons(s) == [("PeerLost", False)] * 4 and "job-1-0" in s.pods

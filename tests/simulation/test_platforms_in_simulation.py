@@ -1,5 +1,5 @@
-"""Clusters with different machines: two architectures, a mirror that lacks a layer, and a host that
-cannot start a coordinator.
+"""Clusters whose machines differ: two architectures, an image mirror that lacks a layer, and a host
+that cannot start a coordinator.
 """
 
 from __future__ import annotations
@@ -53,20 +53,22 @@ async def test_the_coordinator_prefers_the_architecture_of_the_jobs_nodes(mode: 
 
 @MODES
 @pytest.mark.parametrize("fault", [("ErrImagePull", NO_PLATFORM), (255, EXEC)], ids=["pull", "exec"])
-async def test_a_coordinator_on_the_wrong_architecture_moves_uncounted(mode: str, fault: tuple[str | int, str]) -> None:
+async def test_a_coordinator_on_the_wrong_architecture_moves_without_counting(
+    mode: str, fault: tuple[str | int, str]
+) -> None:
     s = mixed(mode)
     on_arm(s, fault)
     s.machines._far = lambda pod, host: False  # type: ignore[method-assign]  # The nodes were not placed yet.
     await s.until(lambda: s.phase in ("Complete", "Failed"), limit=600)
     assert s.phase == "Complete" and s.status["restarts"]["counted"] == 0
     hosts = coordinator_hosts(s)
-    assert hosts and len(set(hosts)) == len(hosts), "no host twice"
+    assert hosts and len(set(hosts)) == len(hosts), "no host is tried twice"
     message = s.status["restarts"]["recent"][0]["message"]
     assert f"is not for the architecture or operating system of Kubernetes node {hosts[0]}" in message
 
 
 @MODES
-async def test_an_image_that_runs_on_no_machine_fails_the_job(mode: str) -> None:
+async def test_an_image_without_a_matching_architecture_fails_the_job(mode: str) -> None:
     s = mixed(mode, arm=8)
     on_arm(s, ("ErrImagePull", NO_PLATFORM))
     await s.until_phase("Failed", limit=120)
@@ -75,7 +77,7 @@ async def test_an_image_that_runs_on_no_machine_fails_the_job(mode: str) -> None
 
 
 @MODES
-async def test_a_mirror_that_lacks_a_layer_for_a_while_does_not_fail_the_job(mode: str) -> None:
+async def test_a_mirror_that_temporarily_lacks_a_layer_does_not_fail_the_job(mode: str) -> None:
     s = mixed(mode)
     s.machines.faults = lambda pod: ("ErrImagePull", NO_LAYER) if s.now < 30 else None
     await s.until(lambda: s.now >= 20)
@@ -85,7 +87,7 @@ async def test_a_mirror_that_lacks_a_layer_for_a_while_does_not_fail_the_job(mod
 
 @MODES
 @pytest.mark.parametrize("fault", [(1, "dlopen: lunch"), ("ContainerCreating", "")], ids=["ends", "unprepared"])
-async def test_a_host_that_starts_no_coordinator_is_suspected_before_the_program(
+async def test_if_a_coordinator_cannot_start_its_host_is_blamed_before_the_program(
     mode: str, fault: tuple[str | int, str]
 ) -> None:
     s = Simulation({"nodes": 2, "recovery": {"mode": mode, "maxRestarts": 0}}, steps=50)
@@ -108,11 +110,11 @@ async def test_a_host_that_starts_no_coordinator_is_suspected_before_the_program
 
 
 @MODES
-async def test_only_the_first_host_that_fails_a_coordinator_is_suspected(mode: str) -> None:
+async def test_only_the_first_host_on_which_a_coordinator_fails_is_blamed(mode: str) -> None:
     s = Simulation({"nodes": 2, "recovery": {"mode": mode, "maxRestarts": 1}}, steps=50)
     s.machines.faults = lambda pod: (1, "ImportError: lunch") if not pod.is_node else None
     await s.until(lambda: s.phase == "Failed" or s.status.get("restarts", {}).get("total", 0) >= 3, limit=200)
     counted = s.status["restarts"]["counted"]
-    assert counted == (2 if mode == "Standard" else 0), "the first host is suspected, the next ones are not"
+    assert counted == (2 if mode == "Standard" else 0), "the first host is blamed, later ones are not"
     hosts = coordinator_hosts(s)
     assert hosts[0] != hosts[1]

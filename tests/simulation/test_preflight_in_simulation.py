@@ -1,4 +1,6 @@
-"""spec.preflight over time: pods on defective hosts fail it, and the status reports them."""
+"""spec.preflight in simulated time: pods on defective hosts fail the preflight, and the status
+reports them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def reasons(s: Simulation) -> list[tuple[str, bool]]:
 
 
 @pytest.mark.parametrize("mode", ["Fast", "Standard"])
-async def test_a_pod_that_fails_the_preflight_is_replaced_elsewhere_without_counting(mode: str) -> None:
+async def test_a_pod_that_fails_the_preflight_moves_without_counting_as_a_failure(mode: str) -> None:
     s = Simulation({"preflight": {"scope": "Node"}, "recovery": {"mode": mode, "maxRestarts": 0}}, steps=10**6)
     s.machines.favourite = {1: "n5"}
     defective(s, "n5")
@@ -45,7 +47,7 @@ async def test_a_pod_that_fails_the_preflight_is_replaced_elsewhere_without_coun
     assert s.status["rendezvous"]["generation"] == 0, "the other pods stay"
 
 
-async def test_an_unobserved_short_run_has_passed_the_preflight() -> None:
+async def test_a_run_too_short_to_be_observed_counts_as_a_passed_preflight() -> None:
     s = Simulation({"preflight": {"scope": "Node"}, "recovery": {"mode": "Fast"}}, steps=5)
     s.machines.favourite = {1: "n5"}
     defective(s, "n5")

@@ -1,5 +1,5 @@
-"""Queues in simulated time: a job waits, runs with quota, is evicted, resumed and resized, even
-through crashes.
+"""Queues in simulated time: a job waits, runs with quota, and is evicted, resumed and resized. The
+operator crashes at any point.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def queued(spec: Json | None = None, pods: int = 2, steps: int = 20) -> tuple[Si
 
 
 async def with_quota(spec: Json | None = None, pods: int = 2, steps: int = 20) -> tuple[Simulation, Kueue]:
-    """Start a job that runs."""
+    """Start a job in a queue, and wait until it runs."""
     s, kueue = queued(spec, pods, steps)
     return await s.begun(), kueue
 
@@ -74,7 +74,7 @@ async def test_an_evicted_job_saves_releases_its_quota_and_continues_later() -> 
         if any(not p.ended for p in s.pods.values()):
             held_while_pods_end.append(kueue.using())
         s.advance(1)
-    assert held_while_pods_end and set(held_while_pods_end) == {2}, "others must not use quota that is still in use"
+    assert held_while_pods_end and set(held_while_pods_end) == {2}, "other jobs must not get quota that is still in use"
     assert s.phase == "Queued" and kueue.using() == 0 and not [p for p in s.nodes() if not p.ended]
     assert "Evicted" in events(s)
     [workload] = kueue.workloads().values()
@@ -86,7 +86,7 @@ async def test_an_evicted_job_saves_releases_its_quota_and_continues_later() -> 
 
 @pytest.mark.parametrize("command", [False, True], ids=["script", "command"])
 @pytest.mark.parametrize("evicted", [False, True], ids=["suspended", "evicted"])
-async def test_a_job_that_finished_unseen_is_complete_and_does_not_begin_again(evicted: bool, command: bool) -> None:
+async def test_a_job_that_finished_unseen_completes_instead_of_starting_again(evicted: bool, command: bool) -> None:
     s, kueue = queued({"script": None, "command": ["train"]} if command else {})
     if command:
         del s.spec["script"]
@@ -101,7 +101,7 @@ async def test_a_job_that_finished_unseen_is_complete_and_does_not_begin_again(e
     assert [p.name for p in s.nodes()] == ["job-0-0", "job-1-0"]
 
 
-async def test_a_job_whose_pods_need_different_resources_asks_again_and_is_not_evicted() -> None:
+async def test_a_job_that_changes_its_resources_requests_new_quota_and_is_not_evicted() -> None:
     s, _ = await with_quota(steps=200)
     s.change_spec({"resources": {"requests": {"cpu": "3"}}})
     await s.until_phase("Queued")
@@ -143,7 +143,7 @@ async def test_a_lost_pod_is_replaced_within_the_quota() -> None:
 
 
 @pytest.mark.parametrize("faulty", [{"hostname": "mine"}, {"containers": 3}, 3], ids=str)
-async def test_a_resumed_job_with_a_faulty_template_asks_for_no_quota_and_reports_why(faulty: object) -> None:
+async def test_a_resumed_job_with_a_faulty_template_requests_no_quota_and_reports_why(faulty: object) -> None:
     s, kueue = await with_quota(steps=60)
     s.change_spec({"runPolicy": {"suspend": True}, "podTemplate": {"spec": faulty}})
     await s.until(lambda: not s.pods)
@@ -167,7 +167,7 @@ async def test_a_job_suspended_by_its_user_holds_no_quota() -> None:
     await s.resumed("Complete")
 
 
-async def test_a_deleted_workload_ends_the_pods_and_is_requested_again() -> None:
+async def test_if_its_workload_is_deleted_a_job_ends_its_pods_and_requests_quota_again() -> None:
     s, kueue = await with_quota(steps=60)
     [name] = kueue.workloads()
     s.store.delete("Workload", name)
@@ -237,7 +237,7 @@ async def test_a_job_that_shrinks_releases_quota_without_a_stop() -> None:
     assert s.status["restarts"]["counted"] == 0 and s.status["rendezvous"]["generation"] == 0
 
 
-async def test_a_growth_that_is_reverted_while_it_waits_leaves_nothing_behind() -> None:
+async def test_a_scale_up_reverted_before_its_admission_leaves_nothing_behind() -> None:
     s, kueue = await with_quota(pods=2, steps=200)
     [first] = kueue.workloads()
     s.change_spec({"nodes": 3})
@@ -247,7 +247,7 @@ async def test_a_growth_that_is_reverted_while_it_waits_leaves_nothing_behind() 
     assert list(kueue.workloads()) == [first] and conditions(s)["Admitted"]["reason"] == "Admitted"
 
 
-async def test_a_growth_that_is_reverted_during_its_admission_leaves_the_job_with_quota() -> None:
+async def test_a_scale_up_reverted_during_its_admission_leaves_the_job_with_quota() -> None:
     """Kueue has finished the first Workload, but not yet admitted its replacement."""
     s, kueue = await with_quota(pods=3, steps=400)
     [first] = kueue.workloads()
@@ -259,7 +259,7 @@ async def test_a_growth_that_is_reverted_during_its_admission_leaves_the_job_wit
     assert s.status["restarts"]["counted"] == 0 and s.status["rendezvous"]["generation"] == 0
 
 
-async def test_a_waiting_job_asks_for_its_current_needs() -> None:
+async def test_a_waiting_job_requests_quota_for_its_current_spec() -> None:
     s, _kueue = queued({"nodes": 3}, pods=2)
     await s.passes(5)
     assert s.phase == "Queued"
@@ -267,7 +267,7 @@ async def test_a_waiting_job_asks_for_its_current_needs() -> None:
     await s.until_phase("Complete")
 
 
-async def test_different_resources_need_new_quota() -> None:
+async def test_a_change_of_resources_needs_new_quota() -> None:
     s, kueue = await with_quota(steps=100)
     kueue.pods = 0
     s.change_spec({"resources": {"requests": {"cpu": "2"}}})
@@ -292,7 +292,7 @@ async def test_a_waiting_job_may_change_its_queue() -> None:
 
 
 @pytest.mark.parametrize("changed", [QUEUE_LABEL, PRIORITY_LABEL, "scheduling"])
-async def test_a_job_that_resumes_while_its_pods_end_asks_for_its_changed_needs(changed: str) -> None:
+async def test_a_job_resumed_while_its_pods_end_requests_quota_for_its_new_spec(changed: str) -> None:
     s, kueue = queued(steps=10**6)
     if changed == "scheduling":
         del s.job_body["metadata"]["labels"][PRIORITY_LABEL]
@@ -314,7 +314,7 @@ async def test_a_job_that_resumes_while_its_pods_end_asks_for_its_changed_needs(
     assert asked[changed != QUEUE_LABEL] == "other" and s.status["restarts"]["total"] == 0
 
 
-async def test_the_queue_that_granted_the_quota_takes_it_back() -> None:
+async def test_quota_is_revoked_by_the_queue_that_granted_it() -> None:
     s, kueue = await with_quota(steps=10**6)
     s.job_body["metadata"]["labels"][QUEUE_LABEL] = "other"
     kueue.pods = 0
@@ -374,7 +374,7 @@ async def test_an_evicted_job_without_its_label_keeps_its_quota_while_its_pods_e
     await s.until(lambda: not kueue.workloads())
 
 
-async def test_a_waiting_job_gives_up_its_place_when_its_class_is_removed() -> None:
+async def test_a_waiting_job_leaves_the_queue_when_its_class_is_removed() -> None:
     s, kueue = queued({"className": "h100"}, pods=0)
     s.cluster.classes = JobClasses.read({"h100": {}})
     await s.passes(5)
@@ -411,12 +411,12 @@ async def test_a_job_managed_by_another_controller_is_left_alone() -> None:
     assert not s.pods and not kueue.workloads() and s.status == {"schema": 1} and not s.cluster.actions
 
 
-async def test_a_job_that_names_this_operator_runs() -> None:
+async def test_a_job_whose_managed_by_field_names_this_operator_runs() -> None:
     s = Simulation({"managedBy": "ddpjob.io/operator"}, steps=20)
     await s.until_phase("Complete")
 
 
-# --- an elastic job, which may have a part of its nodes
+# --- an elastic job, which may run with some of its nodes
 
 ELASTIC: Json = {"nodes": 4, "elastic": {"minNodes": 2}}
 
@@ -448,7 +448,7 @@ async def test_an_elastic_job_starts_with_the_nodes_that_have_quota_and_grows_la
     assert scaled[-1] == "the size changed from 3 nodes to 4 nodes; the queue has granted 4 pods"
 
 
-async def test_an_elastic_job_uses_quota_for_spares_as_nodes() -> None:
+async def test_an_elastic_job_uses_quota_for_nodes_before_spares() -> None:
     s, _ = await with_quota({**ELASTIC, "spares": 1}, pods=3, steps=10**6)
     assert s.status["nodes"]["display"] == "3/4"
 
@@ -466,7 +466,7 @@ async def test_an_elastic_job_that_loses_additional_quota_shrinks_and_keeps_trai
         await s.one_pass()
         held_while_pods_end.append(kueue.using())
         s.advance(0.1)
-    assert set(held_while_pods_end) == {4}, "the pods still use it"
+    assert set(held_while_pods_end) == {4}, "the pods still use the quota"
     await s.until(lambda: display(s, "2/4") and kueue.using() == 2)
     assert [p.name for p in s.nodes()] == first and s.status["restarts"]["counted"] == 0
     assert "Evicted" not in events(s) and s.status["rendezvous"]["generation"] == 0
@@ -518,7 +518,7 @@ async def test_a_partial_grant_below_a_new_min_nodes_stops_the_job() -> None:
 
 
 def racks(s: Simulation) -> list[str]:
-    """Return the rack of each slot's pod, by index."""
+    """Return the racks of the slots' pods, in order of their index."""
     pods = sorted(s.nodes(), key=lambda pod: pod.index)
     return [pod.body["spec"].get("nodeSelector", {}).get("rack", "") for pod in pods]
 
@@ -530,13 +530,13 @@ async def test_pods_follow_the_topology_that_the_queue_assigns() -> None:
     assert racks(s) == ["a", "a", "b"]
     s.force_delete("job-1-0")
     await s.until(lambda: display(s, "3/4") and "job-1-1" in s.pods)
-    assert racks(s) == ["a", "a", "b"], "a replacement takes the place of the lost pod"
+    assert racks(s) == ["a", "a", "b"], "a replacement runs in the rack of the lost pod"
     kueue.pods = 4
     await s.until(lambda: display(s, "4/4"))
     assert racks(s) == ["a", "a", "b", "c"]
 
 
-async def test_a_job_in_one_required_domain_does_not_grow_into_a_different_one() -> None:
+async def test_a_job_that_requires_a_single_domain_does_not_grow_into_another() -> None:
     template = {"metadata": {"annotations": {"kueue.x-k8s.io/podset-required-topology": "rack"}}}
     s, kueue = queued({**ELASTIC, "podTemplate": template}, pods=2, steps=10**6)
     await s.until(lambda: display(s, "2/4"))
@@ -612,12 +612,12 @@ SCENARIOS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
-async def test_the_operator_dies_before_and_after_every_call_for_a_queue(scenario: crashes.Scenario) -> None:
+async def test_with_a_queue_the_operator_may_die_before_or_after_any_call(scenario: crashes.Scenario) -> None:
     await crashes.die_everywhere(scenario, "Dedicated")
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
-async def test_the_operator_dies_at_every_third_call_for_a_queue(scenario: crashes.Scenario) -> None:
+async def test_with_a_queue_the_operator_may_die_at_every_third_call(scenario: crashes.Scenario) -> None:
     undisturbed = await crashes.run(scenario, set(), "Dedicated")
     disturbed = await crashes.run(scenario, set(range(1, 400, 3)), "Dedicated")
     assert crashes.outcome(disturbed) == crashes.outcome(undisturbed)

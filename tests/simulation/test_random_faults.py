@@ -1,9 +1,9 @@
 """Jobs under random faults. Each seed is a separate world; invariants.py and the end of story.py
 state what must hold.
 
-The environment variable DDPJOB_SEEDS sets the number of seeds (300 by default). A twentieth of them
-have kubelets that die, and a twentieth health agents that report nodes. With few seeds, some tests
-play none.
+The environment variable DDPJOB_SEEDS sets the number of seeds (300 by default). In a twentieth of
+them, kubelets die, and in another twentieth, health agents report nodes. If there are few seeds,
+some tests play no story.
 """
 
 from __future__ import annotations

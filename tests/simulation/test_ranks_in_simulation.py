@@ -1,5 +1,5 @@
-"""Ranks by spec.rankOrder over the life of a job: when the order arrives, and how the job behaves
-until then.
+"""Ranks by spec.rankOrder throughout a job: when the order arrives, and how the job behaves until
+then.
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ class Racks(Simulation):
             self.machines.label(host, block="x", rack="ab"[number % 2])
 
     def ranks(self) -> list[int]:
-        """Return the indices of the training nodes in rank order, as the coordinator reports them."""
+        """Return the indices of the training nodes in rank order, as the coordinator reports
+        them.
+        """
         members = [m for m in self.report()["members"] if m["rank"] is not None]
         return [m["index"] for m in sorted(members, key=lambda m: m["rank"])]
 
     async def restart_workers(self) -> None:
-        """Fail a worker of a different pod each time, and wait until the next round runs."""
+        """Make a worker fail, each time in a different pod, and wait until the next round runs."""
         before = self.status["round"]
         assert self.worker_fails(f"job-{before % 2}-0")
         await self.until(lambda: self.status["round"] > before and self.phase == "Running")
@@ -52,7 +54,7 @@ class Racks(Simulation):
 
 @pytest.mark.parametrize("mode", [{}, FAST], ids=["Standard", "Fast"])
 @pytest.mark.parametrize("placement", ["Dedicated", "Master"])
-async def test_the_first_round_and_the_next_have_the_order(mode: Json, placement: str) -> None:
+async def test_the_order_applies_to_the_first_round_and_the_next(mode: Json, placement: str) -> None:
     if mode and placement == "Master":
         pytest.skip("Fast has its coordinator in a pod of its own")
     s = await Racks({**ORDERED, **mode, "rendezvous": {"placement": placement}}).begun()
@@ -63,13 +65,13 @@ async def test_the_first_round_and_the_next_have_the_order(mode: Json, placement
     plain = Racks({"nodes": 4, **mode, "rendezvous": {"placement": placement}})
     await plain.until_phase("Running")
     assert plain.ranks() == BY_INDEX and "rankOrder" not in plain.status and "RanksOrdered" not in conditions(plain)
-    assert took <= plain.now + 3, "one or two reconciles"
+    assert took <= plain.now + 3, "the order costs one or two reconciles"
 
 
 async def test_labels_that_appear_later_order_only_the_next_round() -> None:
     s = await Racks(ORDERED, labels=False).begun()
     assert s.ranks() == BY_INDEX and s.shown == ("False", "LabelsMissing")
-    assert s.now < ORDER_SECONDS, "labels that are known to be missing are not waited for"
+    assert s.now < ORDER_SECONDS, "the start does not wait for labels that are known to be missing"
     s.label()
     await s.until(lambda: s.shown == ("False", "NextRound"))
     assert s.status["round"] == 0
@@ -89,7 +91,7 @@ async def test_the_rank_order_can_change_while_the_job_runs() -> None:
     del s.spec["rankOrder"]
     s.change_spec({})
     await s.until(lambda: "RanksOrdered" not in conditions(s))
-    assert s.ranks() == s.status["rankOrder"] == IN_ORDER, "the order of the running round"
+    assert s.ranks() == s.status["rankOrder"] == IN_ORDER, "the running round keeps its order"
     await s.restart_workers()
     assert s.ranks() == BY_INDEX and "rankOrder" not in s.status
     assert (s.status["templateHash"], set(s.pods)) == (template, pods)
@@ -123,7 +125,7 @@ async def test_a_spare_takes_over_without_waiting_for_an_order() -> None:
     assert s.report()["state"] == "Running" and s.ranks() == [0, 1, 3]
 
 
-async def test_a_new_coordinator_keeps_the_round_and_receives_the_order_again() -> None:
+async def test_a_new_coordinator_adopts_the_round_and_receives_the_order_again() -> None:
     s = await Racks({**ORDERED, **FAST}).begun()
     s.force_delete("job-coordinator-0")
     coordinators = s.network.coordinators
@@ -159,7 +161,7 @@ async def test_the_order_is_sent_until_it_has_arrived() -> None:
         s.advance(1)
 
 
-async def test_an_operator_that_may_not_read_nodes_reports_it_and_delays_nothing() -> None:
+async def test_an_operator_without_the_right_to_read_nodes_reports_it_without_delay() -> None:
     s = Racks(ORDERED)
     s.cluster.knows_hosts = False
     await s.until_phase("Running")
@@ -167,7 +169,7 @@ async def test_an_operator_that_may_not_read_nodes_reports_it_and_delays_nothing
 
 
 @pytest.mark.parametrize("end", ["Suspended", "Complete"])
-async def test_a_job_without_pods_reports_nothing_about_its_ranks(end: str) -> None:
+async def test_a_job_without_pods_has_no_condition_about_ranks(end: str) -> None:
     s = await Racks(ORDERED).begun()
     if end == "Suspended":
         s.change_spec({"runPolicy": {"suspend": True}})

@@ -1,4 +1,4 @@
-"""Elastic jobs, spares, lost nodes, the Fast coordinator, budget and rules.
+"""Elastic jobs, spares, lost nodes, the coordinator in mode Fast, the budget and rules.
 
 The tests check the actions, and that the status stays true throughout.
 """
@@ -39,7 +39,7 @@ async def passes(s: Simulation, seconds: float, step: float = 0.5) -> None:
 # --- spares -----------------------------------------------------------------------------------------------------
 
 
-async def test_a_spare_takes_over_and_the_replacement_is_the_new_spare() -> None:
+async def test_after_a_spare_has_taken_over_the_replacement_is_the_new_spare() -> None:
     s = Simulation({**FAST, "spares": 1}, steps=1000)
     await s.until(lambda: s.phase == "Running" and s.status["nodes"]["display"] == "2/2 +1")
     assert {p.name: p.role for p in s.nodes()} == {"job-0-0": Role.NODE, "job-1-0": Role.NODE, "job-2-0": Role.SPARE}
@@ -63,12 +63,12 @@ async def test_a_spare_is_counted_once_it_can_take_over() -> None:
     s.force_delete("job-0-0")
     await s.until(lambda: s.phase == "Running" and s.pods["job-0-1"].running)
     await passes(s, 15)
-    assert s.status["nodes"]["display"] == "2/2", "its container runs, and its Python has not started yet"
+    assert s.status["nodes"]["display"] == "2/2", "its container runs, but its Python has not started yet"
     await s.until(lambda: s.status["nodes"]["display"] == "2/2 +1", limit=10)
     s.network.operator_cut = True
     await passes(s, 30)
     assert conditions(s)["Running"]["reason"] == "CoordinatorUnreachable"
-    assert s.status["nodes"]["spare"] == 1, "nothing else is known"
+    assert s.status["nodes"]["spare"] == 1, "the last known count is kept"
 
 
 async def with_a_victim(nodes: int, spares: int, mode: str) -> tuple[Simulation, Pod]:
@@ -99,7 +99,7 @@ async def test_a_spare_takes_over_from_a_silent_host_whose_pod_becomes_the_spare
     assert not s.status.get("avoidedNodes"), "a network that came back says nothing about its Kubernetes node"
 
 
-async def test_a_silent_host_that_stays_silent_is_lost_once_and_uncounted() -> None:
+async def test_a_host_that_stays_silent_is_lost_once_and_does_not_count() -> None:
     s, victim = await with_a_victim(3, 1, "Fast")
     s.cut(victim.node, noticed_after=40)
     await passes(s, 60)
@@ -108,7 +108,7 @@ async def test_a_silent_host_that_stays_silent_is_lost_once_and_uncounted() -> N
 
 
 @pytest.mark.parametrize(("spares", "seconds"), [(1, 0.4), (0, 5.0)])
-async def test_a_short_outage_costs_nothing_nor_does_a_longer_one_without_a_spare(spares: int, seconds: float) -> None:
+async def test_a_short_outage_or_a_longer_one_without_a_spare_has_no_effect(spares: int, seconds: float) -> None:
     s, victim = await with_a_victim(3, spares, "Fast")
     s.machines.isolate(victim, seconds)
     await passes(s, 20)
@@ -121,15 +121,13 @@ async def test_a_report_from_before_a_loss_is_not_trusted() -> None:
     s.cut(s.pods["job-0-0"].node)
     s.force_delete("job-0-0")
     await s.one_pass()
-    assert conditions(s)["Running"]["status"] == "False", (
-        "two pods run, but the group that the report describes is gone"
-    )
+    assert conditions(s)["Running"]["status"] == "False", "two pods run, but the group in the report no longer exists"
     assert conditions(s)["Restarting"]["status"] == "True"
     await passes(s, 2)
     assert s.phase == "Running", "the operator has notified the coordinator, which did not wait for the silent pod"
 
 
-async def test_a_job_does_not_wait_for_spares_that_find_no_node() -> None:
+async def test_a_job_does_not_wait_for_spares_that_cannot_be_scheduled() -> None:
     s = Simulation({"spares": 2}, steps=20)
     s.machines.capacity = 2
     await s.until_phase("Running")
@@ -263,7 +261,7 @@ async def test_a_smaller_group_reports_the_state_of_its_missing_pod() -> None:
     await s.until(lambda: conditions(s)["Running"]["message"] == message)
 
 
-async def test_a_group_below_min_nodes_waits() -> None:
+async def test_a_group_smaller_than_min_nodes_waits() -> None:
     s = Simulation({"nodes": 4, "elastic": {"minNodes": 2}}, steps=1000)
     s.machines.capacity = 1
     await passes(s, 60, 1)
@@ -274,7 +272,7 @@ async def test_a_group_below_min_nodes_waits() -> None:
 # --- scaling in place -------------------------------------------------------------------------------------------
 
 
-async def test_scaling_keeps_the_pods_and_the_generation() -> None:
+async def test_scaling_does_not_replace_pods_or_begin_a_generation() -> None:
     s = await Simulation({"nodes": 2}, steps=1000).begun()
     s.change_spec({"nodes": 3})
     await s.until(lambda: conditions(s)["Running"]["message"] == "3 nodes run together")
@@ -292,7 +290,7 @@ async def test_scaling_keeps_the_pods_and_the_generation() -> None:
 
 
 @pytest.mark.parametrize("command", [False, True], ids=["script", "command"])
-async def test_making_a_job_smaller_while_it_waits_for_room_restarts_nothing(command: bool) -> None:
+async def test_scaling_down_a_job_that_waits_for_room_restarts_no_pod(command: bool) -> None:
     s = Simulation({"nodes": 3, **({"script": None, "command": ["train"]} if command else {})}, steps=1000)
     if command:
         del s.spec["script"]
@@ -332,7 +330,7 @@ async def test_the_size_is_sent_until_the_report_shows_it() -> None:
     assert s.cluster.deaf == 0  # type: ignore[attr-defined]
 
 
-async def test_the_patience_changes_in_place() -> None:
+async def test_hang_and_back_off_limits_change_without_a_restart() -> None:
     s = await Simulation({"nodes": 2}, steps=1000).begun()
     rounds = s.coordinator().real.rounds
     s.change_spec({"recovery": {"hangAfterSeconds": 90, "backoff": {"initialSeconds": 2, "maxSeconds": 8}}})
@@ -340,7 +338,7 @@ async def test_the_patience_changes_in_place() -> None:
     assert s.coordinator().real.rounds == rounds
 
 
-async def test_a_group_that_is_about_to_grow_restarts_instead_of_starting() -> None:
+async def test_a_group_that_is_about_to_grow_is_shown_as_restarting_and_not_as_starting() -> None:
     """The group's workers may save first. The operator sees that the coordinator has ended the
     round before it sees the reason.
     """
@@ -357,7 +355,7 @@ async def test_a_group_that_is_about_to_grow_restarts_instead_of_starting() -> N
     assert reasons(s) == [("Joined", False)]
 
 
-async def test_adding_spares_disturbs_nothing() -> None:
+async def test_adding_spares_does_not_interrupt_training() -> None:
     s = await Simulation({"nodes": 2}, steps=1000).begun()
     rounds = s.coordinator().real.rounds
     s.change_spec({"spares": 2})
@@ -372,7 +370,7 @@ async def test_adding_spares_disturbs_nothing() -> None:
 
 
 @pytest.mark.parametrize("spares", [1, 2])
-async def test_removing_spares_takes_the_idle_ones_and_interrupts_nothing(spares: int) -> None:
+async def test_removing_spares_deletes_idle_pods_and_does_not_interrupt_training(spares: int) -> None:
     """Regression: the highest slots were removed although one of them trained, and an idle
     replacement was kept.
     """
@@ -393,7 +391,7 @@ async def test_removing_spares_takes_the_idle_ones_and_interrupts_nothing(spares
     assert len(s.status["slots"]) == 2, "the loss dropped the last slot"
 
 
-async def test_removing_a_spare_that_has_taken_over_is_a_restart() -> None:
+async def test_removing_a_spare_that_has_taken_over_restarts_the_group() -> None:
     s = Simulation({"nodes": 2, "spares": 1, "rendezvous": {"placement": "Master"}}, steps=1000)
     await s.until(lambda: s.phase == "Running" and s.status["nodes"]["display"] == "2/2 +1")
     s.force_delete("job-1-0")
@@ -408,7 +406,7 @@ async def test_removing_a_spare_that_has_taken_over_is_a_restart() -> None:
 # --- the coordinator in mode Fast -------------------------------------------------------------------------------
 
 
-async def test_a_lost_coordinator_costs_no_step_in_mode_fast() -> None:
+async def test_in_mode_fast_no_step_is_lost_with_the_coordinator() -> None:
     s = await Simulation(FAST, steps=1000).begun()
     await passes(s, 5)
     steps, pods = s.training.made, {p.name for p in running(s)}
@@ -416,7 +414,7 @@ async def test_a_lost_coordinator_costs_no_step_in_mode_fast() -> None:
     for _ in range(20):
         await passes(s, 0.5)
         assert (s.phase, conditions(s)["Running"]["status"]) == ("Running", "True")
-    assert s.training.made - steps >= 10, "it trained all the while"
+    assert s.training.made - steps >= 10, "the group kept training"
     assert {p.name for p in running(s)} == pods
     assert [p.name for p in s.pods.values() if p.role is Role.COORDINATOR] == ["job-coordinator-0-1"]
     assert s.pods["job-coordinator-0-1"].body["spec"]["hostname"] == "coordinator"
@@ -436,7 +434,7 @@ async def test_a_partitioned_coordinator_is_replaced_and_the_pods_are_left_alone
     await s.until(lambda: "job-coordinator-0-1" in s.pods)
     await passes(s, 60, 1)
     assert {p.name for p in running(s)} == pods
-    assert s.training.made - steps >= 60, "it trained all the while"
+    assert s.training.made - steps >= 60, "the group kept training"
     assert reasons(s) == [("CoordinatorLost", False)]
     assert "has not heard from most of its members" in s.status["restarts"]["recent"][0]["message"]
     assert s.phase == "Running"
@@ -482,7 +480,7 @@ async def test_a_pod_without_warm_workers_is_reported_by_a_condition() -> None:
     s.force_delete("job-coordinator-0")
     await s.until(lambda: s.status["rendezvous"]["attempt"] == 1)
     await passes(s, 5)
-    assert conditions(s)["FastRecovery"] == reported, "the next coordinator knows it as soon as the pod"
+    assert conditions(s)["FastRecovery"] == reported, "the next coordinator learns it together with the pod"
     standard = Simulation({}, steps=1000)
     await standard.until_phase("Running")
     assert "FastRecovery" not in conditions(standard)

@@ -1,5 +1,5 @@
 """Requests that the API server refuses are reported once and correctly, retried without a storm,
-and cleared when the reason is gone.
+and no longer reported once the reason is gone.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Refusing(Simulation):
             await self.one_pass()
             if self.cluster.writes == before:
                 return
-        raise AssertionError("every pass writes, and so wakes the next: a hot loop")
+        raise AssertionError("hot loop: every pass writes, and so wakes the next")
 
     async def settles(self, seconds: int) -> None:
         for _ in range(seconds):
@@ -121,7 +121,7 @@ async def test_a_refused_disruption_budget_is_reported_and_does_not_delay_replac
     await s.until(lambda: conditions(s)["Scheduled"]["message"] == "2 of 2 pods are scheduled", limit=120)
 
 
-async def test_a_refused_disruption_budget_does_not_keep_an_outdated_message_about_a_quota() -> None:
+async def test_a_refused_disruption_budget_does_not_preserve_an_old_quota_message() -> None:
     s = Refusing({"nodes": 3, "elastic": {"minNodes": 2}}, pods_allowed=3, steps=10**6)
     s.cluster.budget_denial = Refused(403, "exceeded quota: budgets")
     await s.until_phase("Running")
@@ -132,7 +132,7 @@ async def test_a_refused_disruption_budget_does_not_keep_an_outdated_message_abo
     assert "PodDisruptionBudget job is refused" in conditions(s)["Scheduled"]["message"]
 
 
-async def test_training_pods_hold_nothing_idle() -> None:
+async def test_training_pods_are_not_reported_as_waiting_for_refused_pods() -> None:
     s = await Refusing({"nodes": 3, "elastic": {"minNodes": 2}}, pods_allowed=3, steps=1000).begun()
     await s.settle()
     scheduled = conditions(s)["Scheduled"]
@@ -142,7 +142,7 @@ async def test_training_pods_hold_nothing_idle() -> None:
     assert said.startswith("2 of 3 nodes run together; the missing pods cannot be created (CreationRefused): Pod job-2")
 
 
-async def test_a_name_that_is_taken_is_reported() -> None:
+async def test_a_name_that_another_object_has_taken_is_reported() -> None:
     s = Refusing({}, taken=True)
     await s.settles(5)
     scheduled = conditions(s)["Scheduled"]
@@ -153,7 +153,7 @@ async def test_a_name_that_is_taken_is_reported() -> None:
     await s.until_phase("Complete")
 
 
-async def test_lowering_the_budget_below_the_used_restarts_fails_the_job() -> None:
+async def test_a_budget_lowered_below_the_used_restarts_fails_the_job() -> None:
     s = Simulation({}, steps=1000)
     for number in (1, 2):
         await s.until_phase("Running")
@@ -168,7 +168,7 @@ async def test_lowering_the_budget_below_the_used_restarts_fails_the_job() -> No
     assert "; 2 failures, but recovery.maxRestarts is 1)" in failed["message"]
 
 
-async def test_a_job_that_finished_before_its_deadline_is_complete_although_unseen() -> None:
+async def test_a_job_that_finished_unseen_before_its_deadline_completes() -> None:
     s = await Simulation({"runPolicy": {"activeDeadlineSeconds": 60}}, steps=10).begun()
     for _ in range(100):
         s.advance(1)
@@ -196,7 +196,7 @@ async def finished(*, seen: bool) -> Simulation:
 
 @pytest.mark.parametrize("seen", [True, False])
 @pytest.mark.parametrize("change", ["env", "nodes", "spares", "suspend", "deadline", "key"])
-async def test_a_job_that_has_taken_its_last_step_does_not_start_over(change: str, seen: bool) -> None:
+async def test_a_job_that_has_taken_its_last_step_does_not_restart(change: str, seen: bool) -> None:
     s = await finished(seen=seen)
     changes: dict[str, Json] = {
         "env": {"env": [{"name": "LR", "value": "1"}]},
@@ -228,7 +228,7 @@ async def test_a_finished_pod_that_is_removed_unseen_is_counted(seen: bool) -> N
 
 @pytest.mark.parametrize("elastic", [False, True])
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
-async def test_a_job_that_takes_its_last_step_during_its_suspension_is_complete(mode: str, elastic: bool) -> None:
+async def test_a_job_that_takes_its_last_step_during_its_suspension_completes(mode: str, elastic: bool) -> None:
     size = {"nodes": 3, "elastic": {"minNodes": 2}} if elastic else {}
     s = Simulation({"recovery": {"mode": mode}, **size}, steps=8)
     s.machines.capacity = 2
@@ -269,7 +269,7 @@ async def test_a_job_resumed_in_another_mode_reports_nothing_about_the_earlier_m
     s = Simulation({"recovery": {"mode": "Fast"}}, steps=10**6)
     await s.until(lambda: "FastRecovery" in conditions(s))
     await s.suspended()
-    assert "FastRecovery" not in conditions(s), "the capabilities of its pods are gone with them"
+    assert "FastRecovery" not in conditions(s), "the condition about the pods is removed with them"
     s.change_spec({"runPolicy": {"suspend": False}, "recovery": {"mode": mode}})
     await s.one_pass()
     assert "FastRecovery" not in conditions(s)
@@ -278,7 +278,7 @@ async def test_a_job_resumed_in_another_mode_reports_nothing_about_the_earlier_m
     assert ("FastRecovery" in conditions(s)) == (mode == "Fast")
 
 
-async def test_a_job_that_gives_up_isolation_no_longer_reports_its_absence() -> None:
+async def test_a_job_that_disables_isolation_has_no_condition_about_it() -> None:
     """The message of the condition advises this change."""
     s = await Simulation({"podTemplate": {"spec": {"hostNetwork": True}}}, steps=10**6).begun()
     assert "set spec.network.isolate to false" in conditions(s)["Isolated"]["message"]
@@ -288,7 +288,7 @@ async def test_a_job_that_gives_up_isolation_no_longer_reports_its_absence() -> 
     assert "Isolated" not in conditions(s)
 
 
-async def test_a_policy_that_denies_a_replacement_does_not_fail_the_job() -> None:
+async def test_an_admission_policy_that_denies_a_replacement_does_not_fail_the_job() -> None:
     s = await Refusing({}, steps=200).begun()
     s.cluster.denial = Refused(400, 'admission webhook "images" denied the request: the registry does not answer')
     s.force_delete("job-1-0")
@@ -416,7 +416,7 @@ class InRestrictedNamespace(Simulation):
     cluster: Restricted
 
 
-async def test_in_a_namespace_that_forbids_root_pods_are_created_without_it() -> None:
+async def test_in_a_namespace_that_forbids_root_pods_run_as_non_root() -> None:
     s = InRestrictedNamespace({})
     await s.until_phase("Complete")
     assert all(pod["spec"]["securityContext"]["runAsNonRoot"] for pod in s.store.all("Pod"))
@@ -465,7 +465,7 @@ async def test_a_claim_that_is_refused_for_good_fails_the_job_with_the_field() -
 
 
 @pytest.mark.parametrize("when_deleted", ["Retain", "Delete"])
-async def test_a_claim_is_kept_or_deleted_with_its_job_as_the_spec_says(when_deleted: str) -> None:
+async def test_the_spec_determines_whether_a_claim_is_kept_when_its_job_is_deleted(when_deleted: str) -> None:
     s = Refusing(storing(when_deleted))
     await s.until_phase("Complete")
     [claim] = s.store.all("PersistentVolumeClaim")
@@ -488,7 +488,7 @@ async def test_a_job_scaled_to_more_nodes_than_its_claim_can_serve_keeps_trainin
     await s.until(lambda: conditions(s)["Running"]["message"] == "1 node trains")
 
 
-async def test_a_kept_claim_is_reused() -> None:
+async def test_a_claim_kept_from_an_earlier_job_is_reused() -> None:
     s, mark = Refusing(storing()), "ddpjob.io/claim-template"
     kept = build_claim(DDPJob.read(s.job_body))
     kept["metadata"]["labels"]["ddpjob.io/job-uid"] = "earlier"
@@ -500,7 +500,7 @@ async def test_a_kept_claim_is_reused() -> None:
     s.store.create("PersistentVolumeClaim", kept)
     await s.until_phase("Complete")
     [claim] = s.store.all("PersistentVolumeClaim")
-    assert claim["metadata"]["labels"]["ddpjob.io/job-uid"] == "earlier", "the claim is not touched"
+    assert claim["metadata"]["labels"]["ddpjob.io/job-uid"] == "earlier", "the claim is not changed"
 
 
 async def test_a_claim_owned_by_another_object_is_never_used() -> None:
@@ -533,7 +533,7 @@ async def until_trained(s: Simulation) -> None:
 
 
 @pytest.mark.parametrize("made_again", [False, True])
-async def test_a_claim_is_kept_if_the_spec_changed_to_keep_it(made_again: bool) -> None:
+async def test_a_claim_is_kept_if_the_spec_is_changed_to_keep_it(made_again: bool) -> None:
     s = await Refusing(storing("Delete"), steps=10**6).begun()
     named = {"storage": {"checkpoints": {"claimName": "job-checkpoints"}}}
     await resumed_with(s, named)
@@ -570,6 +570,6 @@ async def test_a_lost_claim_of_a_job_that_trained_is_not_recreated(mode: str) ->
     await s.until(lambda: conditions(s)["Scheduled"]["reason"] == "ClaimNotFound")
     await s.passes(60)
     assert s.store.find("PersistentVolumeClaim", "job-checkpoints") is None
-    assert not {p.name for p in s.nodes()} - {"job-1-0"}, "no pod is created that would train from the start"
+    assert not {p.name for p in s.nodes()} - {"job-1-0"}, "no pod is created, because it would train from the start"
     s.store.create("PersistentVolumeClaim", claim)  # restored from a backup
     await s.until_phase("Running")

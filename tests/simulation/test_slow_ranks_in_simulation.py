@@ -1,5 +1,5 @@
-"""A slow rank moves to a spare, which is not counted as a restart. Without a spare it is only
-reported.
+"""A spare takes over from a slow rank, which does not count as a restart. Without a spare, the rank
+is only reported.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ async def training(spares: int, **spec: Any) -> Simulation:
 
 
 @pytest.mark.parametrize("mode", ["Fast", "Standard"])
-async def test_a_spare_takes_over_from_a_slow_rank_uncounted(mode: str) -> None:
+async def test_a_spare_takes_over_from_a_slow_rank_without_counting(mode: str) -> None:
     s = await training(1, recovery={"mode": mode})
     node, round_ = s.pods["job-2-0"].node, s.status["round"]
     s.training.slow_pods = {"job-2-0": SLOW}
     await passes(s, 25)
-    assert reasons(s) == [] and s.status["progress"]["stragglers"][0]["rank"] == 2, "it must persist"
+    assert reasons(s) == [] and s.status["progress"]["stragglers"][0]["rank"] == 2, (
+        "a report counts only if it persists"
+    )
     await passes(s, 15)
     await s.until_phase("Running")
     await passes(s, 5)

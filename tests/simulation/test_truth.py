@@ -1,4 +1,4 @@
-"""The status is true: no statement in it stays untrue for more than two seconds."""
+"""No statement in the status stays untrue for more than two seconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .truth import UNKNOWABLE, Truth
 
 
 def sampled(seed: int) -> Truth:
-    """Sample the status of a story in a world where changes are reported soon."""
+    """Play a story in a world where changes are reported soon, and sample its status."""
     story = Story(seed)
     story.looks = Looks((0.5, 0.8), (0.02, 0.1))
     story.s.network.pace = TAKES[random.Random(seed).choice(("calm", "quick"))]
@@ -26,7 +26,7 @@ def sampled(seed: int) -> Truth:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_no_statement_of_the_status_stays_untrue(seed: int) -> None:
+def test_no_statement_in_the_status_stays_untrue(seed: int) -> None:
     sampled(seed)
 
 
@@ -37,8 +37,10 @@ def test_no_statement_of_the_status_stays_untrue(seed: int) -> None:
         (conditions, "_phase", lambda status: conditions.Phase.STARTING),
     ],
 )
-def test_an_untrue_status_is_found(module: object, name: str, wrong: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A deliberate defect in the displayed status."""
+def test_deliberate_defects_in_the_status_are_found(
+    module: object, name: str, wrong: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each defect makes the status display something untrue."""
     monkeypatch.setattr(module, name, wrong)
     with pytest.raises(AssertionError):
         for seed in range(10):

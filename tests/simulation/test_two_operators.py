@@ -14,7 +14,7 @@ from .simulated import Simulation
 
 
 def second_operator(s: Simulation) -> MemoryCluster:
-    """Return the port of another operator, with a key of its own."""
+    """Return the port of a second operator with its own key."""
     made = MemoryCluster(s.clock, s.store, s.machines, s.network, s.random)
     made.platform = Platform(operator_key=b"a different key")
     return made
@@ -37,7 +37,7 @@ def key_of(s: Simulation) -> str:
     return str(s.status["templateHash"].split("-")[1])
 
 
-async def test_a_second_operator_takes_a_running_job_over_once() -> None:
+async def test_a_second_operator_takes_over_a_running_job_only_once() -> None:
     s = await Simulation({}, steps=10**6).begun()
     other = second_operator(s)
     await side_by_side(s, other, 120)
@@ -45,7 +45,7 @@ async def test_a_second_operator_takes_a_running_job_over_once() -> None:
     assert key_of(s) == other.platform.key_mark and s.status["formerKeys"] == [s.cluster.platform.key_mark]
     assert s.phase == "Running" and s.training.last_step > s.now - 5
     kept = {(e.reason, e.message) for e in s.cluster.events if e.once}
-    [(reason, message)] = kept  # The API server stores an identical event once.
+    [(reason, message)] = kept  # The API server stores identical events only once.
     assert reason == "KeyChanged" and "leaves the job alone" in message and "ddpjob restart job" in message
     assert not s.invariants.violations
 
@@ -61,13 +61,13 @@ async def test_the_second_operator_replaces_a_lost_pod_and_the_first_does_not_in
     assert s.phase == "Running" and key_of(s) == other.platform.key_mark
 
 
-async def test_two_operators_that_see_a_new_job_settle_and_it_completes() -> None:
+async def test_two_operators_settle_on_a_new_job_and_it_completes() -> None:
     s = Simulation({}, steps=20)
     await side_by_side(s, second_operator(s), 120)
     assert s.phase == "Complete" and s.status["rendezvous"]["generation"] <= 1
 
 
-async def test_a_restart_gives_the_job_back_once_the_other_operator_is_gone() -> None:
+async def test_a_restart_returns_the_job_to_the_first_operator_once_the_other_is_gone() -> None:
     s = await Simulation({}, steps=10**6).begun()
     other = second_operator(s)
     await side_by_side(s, other, 60)
@@ -83,7 +83,7 @@ async def test_a_restart_gives_the_job_back_once_the_other_operator_is_gone() ->
     assert s.phase == "Running" and reasons(s)[-1] == ("Deleted", False)
 
 
-async def test_a_change_of_the_spec_is_taken_by_one_operator() -> None:
+async def test_a_change_of_the_spec_is_handled_by_one_operator() -> None:
     s = await Simulation({}, steps=10**6).begun()
     other = second_operator(s)
     await side_by_side(s, other, 60)
@@ -93,7 +93,7 @@ async def test_a_change_of_the_spec_is_taken_by_one_operator() -> None:
     assert s.phase == "Running" and s.status["rendezvous"]["generation"] == 2
 
 
-async def test_the_holder_of_the_namespaces_lease_takes_its_former_key_back() -> None:
+async def test_the_holder_of_the_namespaces_lease_restores_its_former_key() -> None:
     """An administrator has restored the operator's Secret, and no other operator can act."""
     s = await Simulation({}, steps=10**6).begun()
     key = s.cluster.platform

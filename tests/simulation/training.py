@@ -35,7 +35,7 @@ class WorkerRound:
 class Training:
     """The script takes `steps` steps. A step takes a second and needs all ranks of a round.
 
-    `check(round)` is called at each step. `progress` says whether rank 0 reports to the
+    `check(round)` is called at each step. `progress` determines whether rank 0 reports to the
     coordinator.
     """
 
@@ -55,11 +55,13 @@ class Training:
         current = self.rounds.get(key)
         if current is None:
             current = self.rounds[key] = WorkerRound(*key, go["world"], go["members"])
-        assert (current.world, current.table) == (go["world"], go["members"]), f"{current} was announced in two ways"
-        assert go["rank"] not in current.arrived, f"rank {go['rank']} of {current} was given twice"
+        assert (current.world, current.table) == (go["world"], go["members"]), (
+            f"{current} was announced with different contents"
+        )
+        assert go["rank"] not in current.arrived, f"rank {go['rank']} of {current} was assigned twice"
         [first] = current.table
         assert first["rank"] == 0 and (go["rank"] == 0) == (first["pod"] == launcher.pod.name), (
-            f"{current} has another rank 0 than {first['pod']}"
+            f"{current} has a different rank 0 than {first['pod']}"
         )
         current.arrived[go["rank"]] = launcher
         if len(current.arrived) == current.world and not current.broken:
@@ -70,7 +72,7 @@ class Training:
         return current
 
     def started(self, launcher: Launcher, current: WorkerRound) -> None:
-        """Let a launcher's workers run."""
+        """Mark a launcher's workers as running."""
         self.last_start = self.network.clock.now
         if current.broken:
             self._peers_notice(current, only=launcher)
@@ -139,8 +141,8 @@ class Training:
             self.network.clock.later(self.network.draw("notice"), notice)
 
     def save_and_leave(self, current: WorkerRound) -> None:
-        """Ask one member of the round to end. At the next step all agree, save, and leave the
-        round.
+        """Ask one member of the round to stop. At the next step, all members agree to stop, save,
+        and leave the round.
         """
 
         def step_aside() -> None:

@@ -1,4 +1,4 @@
-"""Samples the status and compares it with the world. It must not be untrue for long while the
+"""Samples the status and compares it with the world. No statement may be untrue for long while the
 operator runs.
 """
 
@@ -22,7 +22,7 @@ UNKNOWABLE = frozenset(
 
 
 class Truth:
-    """Samples a story of faults that can be noticed immediately. Raises Violation if a statement
+    """Samples a story whose faults can be noticed immediately. Raises Violation if a statement
     stays untrue.
     """
 

@@ -1,5 +1,5 @@
-"""The functions that a custom training loop imports. A documentation page is the reference for
-their names, signatures and docstrings.
+"""The functions that a custom training loop imports. Their names, signatures and docstrings are on
+a documentation page.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ddpjob_trainer.errors import CheckpointError, ConfigError, TrainingError
 API = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "generate_api.py"))
 
 
-def test_the_page_shows_every_name_and_signature() -> None:
+def test_the_page_of_the_api_shows_every_name_and_signature() -> None:
     """A change to the public interface also changes this page, so reviewers see it."""
     assert API["file"]("own-scripts.md").read_text() == API["made"]("own-scripts.md"), (
         "run: python docs/generate_api.py"
     )
 
 
-def test_every_name_and_method_is_described() -> None:
+def test_every_name_and_method_of_the_api_is_described() -> None:
     for name in api.__all__:
         value = getattr(api, name)
         if not callable(value):
@@ -41,19 +41,19 @@ def test_every_name_and_method_is_described() -> None:
 
 
 def test_the_trainers_loop_is_not_part_of_the_api() -> None:
-    """A custom script does not import strategies and reports."""
+    """A custom script does not need strategies and reports."""
     code = "import sys, ddpjob_trainer.api; print(*(name for name in sys.modules if name.startswith('ddpjob_trainer')))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"ddpjob_trainer.train", "ddpjob_trainer.strategies", "ddpjob_trainer.model"} & set(loaded)
 
 
-def test_the_folder_is_the_jobs_checkpoint_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_go_to_the_jobs_checkpoint_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert api.CheckpointFolder.open(Group()).path == Path("checkpoints")
     monkeypatch.setenv("DDPJOB_CHECKPOINT_DIR", str(tmp_path / "job"))
     monkeypatch.setenv("DDPJOB_CHECKPOINT_SHARED", "false")
     assert api.CheckpointFolder.open(Group(), every_steps=3).path == tmp_path / "job"
-    assert not (tmp_path / "job" / "fence.json").exists(), "each node has its own"
+    assert not (tmp_path / "job" / "fence.json").exists(), "each node has its own folder"
     with pytest.raises(
         ConfigError, match=r"CheckpointFolder.open: unknown key 'every_step'; did you mean 'every_steps'"
     ):
@@ -90,12 +90,10 @@ Pair = namedtuple("Pair", "a b")
         ({"rule": lambda step: step}, r"builtins.function at state\['rule'\]"),
     ],
 )
-def test_a_state_that_a_resume_could_not_read_is_not_saved(
+def test_a_state_that_could_not_be_read_back_is_not_saved(
     more: dict[str, Any], where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise, each checkpoint of a training run would be written, but torch.load would reject it
-    when it is needed.
-    """
+    """Otherwise, checkpoints would be written that torch.load rejects when they are needed."""
     monkeypatch.chdir(tmp_path)
     checkpoints = api.CheckpointFolder.open(Group())
     with pytest.raises(CheckpointError, match=rf"the state to save has a .*{where}, which a resume could not read"):
@@ -126,8 +124,8 @@ def test_a_readable_state_survives_a_round_trip(tmp_path: Path, monkeypatch: pyt
     optimizer.load_state_dict(found["optimizer"])
 
 
-def test_numbers_that_leave_a_rank_without_samples_are_refused() -> None:
-    for numbers in ((2, 0), (2, 1), (-1, 2), (0, 0)):  # in the first two, rank and world are swapped
+def test_arguments_that_leave_a_rank_without_samples_are_refused() -> None:
+    for numbers in ((2, 0), (2, 1), (-1, 2), (0, 0)):  # in the first two cases, rank and world are swapped
         with pytest.raises(ConfigError, match=r"Dealing: rank .* pass Dealing\(group.rank, group.world\)"):
             api.Dealing(*numbers)
     for settings in ({"micro_batches": -1}, {"accumulate": 0}):

@@ -31,7 +31,7 @@ appends.
 """
 
 
-def test_the_page_has_rows() -> None:
+def test_the_page_has_rows_for_other_tools() -> None:
     assert len(ROWS) > 50 and len(OURS) > 40 and len(FLAGS) > 30
 
 
@@ -46,7 +46,7 @@ def test_a_ddpjob_command_on_the_page_is_valid(command: str) -> None:
     config.load(file, arguments[1:])
 
 
-def test_torchvisions_average_moves_by_the_same_amount_in_a_step() -> None:
+def test_the_moving_average_changes_per_step_as_in_torchvisions_script() -> None:
     """torchvision's reference script (references/classification/train.py) adjusts the decay by
     ranks, batch, steps and epochs.
     """
@@ -56,7 +56,7 @@ def test_torchvisions_average_moves_by_the_same_amount_in_a_step() -> None:
     assert 1 - read.optim.ema_decay == pytest.approx(moved, rel=0.01)
 
 
-def test_randaugment_has_the_strength_of_timms() -> None:
+def test_randaugment_is_as_strong_as_timms() -> None:
     """timm's levels range from 0 to 10, torchvision's from 0 to 30. timm's table gives the angle in
     degrees.
     """
@@ -94,7 +94,7 @@ def test_a_flag_from_another_tool_gets_a_hint(flag: str) -> None:
     ],
     ids=["launch", "torchrun"],
 )
-def test_the_launchers_train_on_two_ranks(launcher: list[str], tmp_path: Path) -> None:
+def test_other_tools_launchers_can_train_on_two_ranks(launcher: list[str], tmp_path: Path) -> None:
     """torch.distributed.launch without --use-env appends --local-rank=N."""
     keys = [*TINY, "train.epochs=1", f"checkpoint.dir={tmp_path}"]
     command = [sys.executable, *launcher, f"--master-port={free_port()}", "-m", "ddpjob_trainer", *keys]

@@ -26,8 +26,8 @@ from ddpjob_trainer.model.models import build_model
 from ddpjob_trainer.strategies.registry import open_strategy
 from ranks import TINY, final_losses, good, run, stop_at
 
-# Batch statistics, dropout and a number of micro-batches that neither 2 nor 3 ranks can share
-# evenly.
+# The settings have batch statistics, dropout, and a number of micro-batches that neither 2 nor 3
+# ranks can share evenly.
 TIED = [*TINY, "model.norm=batch", "model.dropout=0.2", "data.micro_batches=5"]
 ORDERED = [*TIED, "ddp.ordered=true"]
 WALK = ((1, 3), (2, 7), (3, 11), (1, None))
@@ -40,7 +40,9 @@ Prepare = Callable[[int], None]
 
 
 def walk(folder: Path, arguments: list[str], prepare: Prepare | None = None) -> None:
-    """Train with changing numbers of ranks. `prepare` breaks something in every rank's process."""
+    """Train with changing numbers of ranks. `prepare` may plant a defect in every rank's
+    process.
+    """
     for world, stop in WALK:
 
         def both(rank: int, stop: int | None = stop) -> None:
@@ -107,17 +109,17 @@ def test_the_running_statistics_match_one_update_with_the_mean(alone: Path, tmp_
     assert found["features.1.num_batches_tracked"] == 1
 
 
-def test_a_walk_of_1_2_3_1_ranks_ends_where_one_rank_does(alone: Path, tmp_path: Path) -> None:
+def test_a_run_on_1_2_3_1_ranks_ends_with_the_result_of_one_rank(alone: Path, tmp_path: Path) -> None:
     walk(tmp_path, TIED)
     assert 0 < distance(alone, tmp_path) < TOLERANCE, "only the order of the sums differs"
 
 
-def test_in_order_the_same_walk_is_bit_identical(alone: Path, tmp_path: Path) -> None:
+def test_with_ddp_ordered_the_same_run_is_bit_identical(alone: Path, tmp_path: Path) -> None:
     walk(tmp_path, ORDERED)
     assert distance(alone, tmp_path) == 0
 
 
-def test_in_order_the_threads_of_a_rank_change_nothing(tmp_path: Path) -> None:
+def test_with_ddp_ordered_the_number_of_threads_does_not_matter(tmp_path: Path) -> None:
     """A single rank would use all cores. The layers are wide enough that torch uses several
     threads, which would change the sums.
     """
@@ -130,7 +132,7 @@ def test_in_order_the_threads_of_a_rank_change_nothing(tmp_path: Path) -> None:
     assert distance(tmp_path / "1", tmp_path / "2") == 0
 
 
-def test_in_order_needs_no_statistics(tmp_path: Path) -> None:
+def test_ddp_ordered_also_works_without_batch_normalization(tmp_path: Path) -> None:
     """The model has no batch normalization. The last step has fewer micro-batches than ranks, so
     one rank has none.
     """
@@ -156,7 +158,7 @@ def test_micro_batches_depend_on_accumulations_and_not_on_ranks(
     assert found == [1, 4, 4, 2]
 
 
-def test_a_run_dealt_by_samples_gets_micro_batches_once_they_are_in_order(tmp_path: Path) -> None:
+def test_a_run_that_divides_samples_uses_micro_batches_once_ddp_ordered_is_set(tmp_path: Path) -> None:
     arguments = [*TINY, "train.epochs=1", f"checkpoint.dir={tmp_path}"]
     assert [end.code for end in run(1, arguments, prepare=stop_at(2))] == [75]
     good(2, [*arguments, "ddp.ordered=true"])
@@ -164,7 +166,7 @@ def test_a_run_dealt_by_samples_gets_micro_batches_once_they_are_in_order(tmp_pa
     assert saved[0] == 0 and saved[-1] == 2
 
 
-def test_in_order_a_gpu_computes_the_same_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_ddp_ordered_a_gpu_computes_deterministically(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     settings = config.load(None, ["ddp.ordered=true", "model.width=4"])
     before = torch.backends.cudnn.deterministic, torch.get_float32_matmul_precision()
@@ -234,8 +236,10 @@ def gradients_of_the_part(rank: int) -> None:
     shared_parts._NormalizeParts.backward = staticmethod(alone)  # type: ignore[method-assign]
 
 
-def test_the_walk_shares_micro_batches_on_2_and_3_ranks() -> None:
-    """Ranks really share micro-batches in these tests, unless ddp.ordered is set."""
+def test_in_these_runs_2_and_3_ranks_share_micro_batches() -> None:
+    """Otherwise, these tests would not test sharing. With ddp.ordered, ranks do not share
+    micro-batches.
+    """
     dealings = [sampler.Dealing(0, world, 5, dividing=sampler.Dividing.EXACT) for world in (1, 2, 3)]
     assert [dealing.passes(200) for dealing in dealings] == [0, 3, 2]
 
@@ -251,7 +255,7 @@ def test_the_walk_shares_micro_batches_on_2_and_3_ranks() -> None:
         gradients_of_the_part,
     ],
 )
-def test_the_comparison_finds_a_defect(defect: Prepare, alone: Path, tmp_path: Path) -> None:
+def test_the_comparison_detects_each_deliberate_defect(defect: Prepare, alone: Path, tmp_path: Path) -> None:
     walk(tmp_path, TIED, defect)
     assert distance(alone, tmp_path) > 10 * TOLERANCE
 

@@ -1,4 +1,4 @@
-"""Any number of ranks computes the gradients, the loss curve and the evaluation of a single
+"""Any number of ranks computes the same gradients, loss curve and evaluation as a single
 process.
 """
 
@@ -48,12 +48,12 @@ def test_loss_curve_and_weights_of_several_ranks_match_one_rank(world: int, alon
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_with_its_own_micro_batches_the_loss_curve_matches_one_rank(world: int, alone: Path, tmp_path: Path) -> None:
+def test_with_micro_batches_per_rank_the_loss_curve_matches_one_rank(world: int, alone: Path, tmp_path: Path) -> None:
     good(world, [*TINY, f"checkpoint.dir={tmp_path}"])
     np.testing.assert_allclose(final_losses(tmp_path / "run"), final_losses(alone / "run"), rtol=1e-3, atol=1e-3)
 
 
-def test_ranks_without_samples_take_part(tmp_path: Path) -> None:
+def test_ranks_without_samples_still_take_part_in_the_step(tmp_path: Path) -> None:
     """A run grows to 3 ranks with a global batch of 2 and a last batch of 1."""
     arguments = ["data.name=synthetic", "data.shape=1,8,8", "data.size=5", "data.batch=2"]
     arguments += ["model.width=4", "train.epochs=2", "train.log_every=1", "checkpoint.every_seconds=0"]
@@ -72,7 +72,9 @@ def test_ranks_without_samples_take_part(tmp_path: Path) -> None:
         (2, ["data.micro_batches=1", "ddp.ordered=true"], "set it to 2 or a multiple of 2"),
     ],
 )
-def test_more_ranks_than_the_batch_can_hold(world: int, keys: list[str], remedy: str, tmp_path: Path) -> None:
+def test_more_ranks_than_samples_in_a_batch_are_refused(
+    world: int, keys: list[str], remedy: str, tmp_path: Path
+) -> None:
     ended = run(world, [*TINY, *keys, f"checkpoint.dir={tmp_path}"])
     assert all(end.code == 1 and remedy in end.error for end in ended), ended
 
@@ -87,7 +89,9 @@ def test_more_ranks_than_the_batch_can_hold(world: int, keys: list[str], remedy:
         (["strategy=pipeline", "pipeline.micro_batches=9"], "pipeline.micro_batches=9 makes 9 .*; set it to 8, or"),
     ],
 )
-def test_more_parts_than_samples_name_the_key_that_sets_them(keys: list[str], message: str, tmp_path: Path) -> None:
+def test_the_error_about_too_many_micro_batches_names_the_key_that_was_set(
+    keys: list[str], message: str, tmp_path: Path
+) -> None:
     """Regression: the message reported a value of data.micro_batches that nobody had set, and that
     value was refused too.
     """
@@ -95,7 +99,7 @@ def test_more_parts_than_samples_name_the_key_that_sets_them(keys: list[str], me
         assert re.match(f"ConfigError: {message} data.batch to", end.error), end
 
 
-def test_a_run_of_1_2_3_1_ranks_lies_on_the_undisturbed_curve(alone: Path, tmp_path: Path) -> None:
+def test_a_run_on_1_2_3_1_ranks_has_the_loss_curve_of_an_undisturbed_run(alone: Path, tmp_path: Path) -> None:
     arguments = [*SAME, f"checkpoint.dir={tmp_path}"]
     for world, stop in ((1, 3), (2, 7), (3, 11)):
         ended = run(world, arguments, prepare=stop_at(stop))
@@ -125,7 +129,7 @@ def test_evaluation_equals_sklearn_on_three_ranks(tmp_path: Path) -> None:
     assert line["loss"] == pytest.approx(log_loss(batch.labels, probabilities), rel=1e-5)
 
 
-def test_digits_reach_97_percent_on_two_ranks(tmp_path: Path) -> None:
+def test_digits_reach_97_percent_accuracy_on_two_ranks(tmp_path: Path) -> None:
     """The settings are a shorter form of the shipped configuration."""
     settings = [
         "data.batch=64",

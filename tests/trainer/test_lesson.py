@@ -1,4 +1,4 @@
-"""examples/ddp_in_100_lines.py, plain DDP, prints the losses of the trainer."""
+"""examples/ddp_in_100_lines.py, which uses plain DDP, prints the same losses as the trainer."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ grow: they are 3e-4 after 46 steps.
 
 
 def losses(output: str) -> list[tuple[int, float]]:
-    """Return the steps and losses that the lesson has printed."""
+    """Return the steps and losses that the example has printed."""
     return [(int(step), float(loss)) for step, loss in re.findall(r"^step (\d+)  loss (\S+)$", output, re.MULTILINE)]
 
 
 @pytest.mark.parametrize(
     "command", [[], ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]], ids=["alone", "torchrun"]
 )
-def test_the_lesson_prints_the_losses_and_the_accuracy_of_the_trainer(command: list[str], tmp_path: Path) -> None:
+def test_the_example_prints_the_same_losses_and_accuracy_as_the_trainer(command: list[str], tmp_path: Path) -> None:
     lesson = subprocess.run(
         [sys.executable, *command, str(LESSON), "1"], capture_output=True, text=True, timeout=600, check=False
     )
@@ -43,8 +43,8 @@ def test_the_lesson_prints_the_losses_and_the_accuracy_of_the_trainer(command: l
 
 
 def settings_of_the_lesson() -> list[str]:
-    """Return the settings of the trainer's command in the lesson, including the settings of its
-    --config.
+    """Return the settings in the example's trainer command, including those in its --config
+    file.
     """
     [(name, keys)] = re.findall(
         r"-m ddpjob_trainer --config (\w+) (.*) train.epochs=3$", LESSON.read_text(), re.MULTILINE
@@ -53,7 +53,7 @@ def settings_of_the_lesson() -> list[str]:
     return [*(f"{key}={value}" for key, value in shipped.items()), *keys.split()]
 
 
-def test_the_lesson_fits_into_its_hundred_lines_and_needs_only_torch() -> None:
+def test_the_example_has_at_most_a_hundred_lines_and_needs_only_torch() -> None:
     lines = LESSON.read_text().splitlines()
     assert len(lines) <= 100 and max(map(len, lines)) <= 100
     imported = {line.split()[1].split(".")[0] for line in lines if re.match(r"(import|from) ", line)}

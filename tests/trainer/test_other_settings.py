@@ -17,9 +17,9 @@ SIZE = 1438
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "step", "one_cycle", "constant"])
-def test_batch_world_and_epochs_may_change_at_any_resume(schedule: str, tmp_path: Path) -> None:
-    """1 rank has batch size 200 and 3 epochs. After 5 steps, 2 ranks have batch size 99. After 12
-    steps, 1 rank has batch size 500 and 4 epochs.
+def test_batch_size_ranks_and_epochs_may_change_at_any_resume(schedule: str, tmp_path: Path) -> None:
+    """The run starts on 1 rank with batch size 200 and 3 epochs. It continues after 5 steps on 2
+    ranks with batch size 99, and after 12 steps on 1 rank with batch size 500 and 4 epochs.
     """
     keys = [*TINY, f"optim.schedule={schedule}", "optim.milestones=1,2.5", f"checkpoint.dir={tmp_path}"]
     keys += ["optim.warmup_epochs=0.5"] if schedule != "one_cycle" else []
@@ -51,15 +51,17 @@ def test_the_remaining_steps_are_counted_with_the_current_batch_size(
     assert first == f"1 rank on cpu, {model}: 16 steps to train; {folders}"
     good(1, [*TINY, "data.batch=400", f"checkpoint.dir={tmp_path}"])
     resumed = capfd.readouterr().out
-    assert "resuming after step 4 of 10," in resumed, "4 of 200, 2 of 400 in the first epoch, 4 in the next"
+    assert "resuming after step 4 of 10," in resumed, "4 steps of 200 and 2 of 400 in the first epoch, 4 in the next"
     assert "changed since the checkpoint: data.batch 200 -> 400\n" in resumed
     good(1, [*TINY, "data.batch=400", f"checkpoint.dir={tmp_path}"])
     assert "changed since" not in capfd.readouterr().out
     assert metrics(tmp_path / "run", "end")[0]["step"] == 10
 
 
-def test_fewer_epochs_than_were_trained(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """An evaluation that a signal prevented is done later, for the epochs that exist."""
+def test_a_run_may_be_resumed_with_fewer_epochs_than_were_trained(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An evaluation that a signal prevented is done later, if the epoch still exists."""
     keys = [*TINY, f"checkpoint.dir={tmp_path}"]
     good(1, [*keys, "train.eval_every=3"])
     capfd.readouterr()
@@ -75,7 +77,7 @@ def test_fewer_epochs_than_were_trained(tmp_path: Path, capfd: pytest.CaptureFix
     assert "resuming" not in output and "epoch 2/2: test" in output and "done: 2 epochs, 16 steps" in output, output
 
 
-def test_a_run_that_never_evaluates_ends_like_any_other(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_evaluations_ends_successfully(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     good(1, [*TINY, "train.eval_every=0", f"checkpoint.dir={tmp_path}"])
     assert metrics(tmp_path / "run", "eval") == []
     assert "done: 2 epochs, 16 steps, " in capfd.readouterr().out and (tmp_path / "step-000000016.pt").exists()
@@ -86,13 +88,11 @@ def test_an_epoch_without_evaluation_is_not_evaluated_with_later_weights(tmp_pat
     assert [end.code for end in run(1, [*keys, "train.eval_every=4"], prepare=stop_at(20))] == [75]
     good(1, [*keys, "train.eval_every=1"])
     evaluated = [(row["epoch"], row["step"]) for row in metrics(tmp_path / "run", "eval")]
-    assert evaluated == [(3, 24), (4, 32)], "8 steps an epoch: step 20 is within the third"
+    assert evaluated == [(3, 24), (4, 32)], "with 8 steps per epoch, step 20 is in the third epoch"
 
 
 def test_a_checkpoint_of_an_earlier_version_continues(tmp_path: Path) -> None:
-    """The checkpoint contains numbers of the schedule in steps, and lacks keys that were added
-    later.
-    """
+    """The checkpoint counts the schedule in steps, and lacks keys that were added later."""
     keys = [*TINY, "model.norm=batch", f"checkpoint.dir={tmp_path}"]
     assert [end.code for end in run(1, keys, prepare=stop_at(5))] == [75]
     path = tmp_path / "step-000000005.pt"

@@ -272,7 +272,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def walk(folder: Path, keys: list[str], prepare: Any = None) -> None:
-    """Train on 1, 2 and 3 ranks, and on 1 to the end."""
+    """Train on 1, 2 and 3 ranks in turn, and then on 1 rank to the end."""
     for world, stop in ((1, 3), (2, 6), (3, 9), (1, None)):
 
         def both(rank: int, stop: int | None = stop) -> None:
@@ -295,7 +295,7 @@ def numbers(folder: Path) -> list[float]:
 
 
 def mean_of_the_share(rank: int) -> None:
-    """Deliberate defect: each rank divides by the number of its own samples."""
+    """Deliberate defect: each rank divides by the number of only its own samples."""
     loss_sum = Loss.sum
     Loss.sum = lambda self, scores, batch: loss_sum(self, scores, batch) * (1.05 if rank else 1)  # type: ignore[method-assign]
 
@@ -317,7 +317,9 @@ def draws_of_the_process(rank: int) -> None:
     ],
     ids=["regression", "dataset"],
 )
-def test_own_data_trains_alike_on_1_2_3_1_ranks(keys: list[str], shown: set[str], defect: Any, tmp_path: Path) -> None:
+def test_custom_data_trains_on_1_2_3_1_ranks_as_on_one(
+    keys: list[str], shown: set[str], defect: Any, tmp_path: Path
+) -> None:
     keys = [*KEYS, *keys]
     good(1, [*keys, f"checkpoint.dir={tmp_path / 'alone'}"])
     walk(tmp_path / "walk", keys)
@@ -330,7 +332,7 @@ def test_own_data_trains_alike_on_1_2_3_1_ranks(keys: list[str], shown: set[str]
     assert np.abs(np.array(numbers(tmp_path / "defect")) - alone).max() > 10 * TOLERANCE
 
 
-def test_the_numbers_of_a_regression_match_torch_on_any_number_of_parts() -> None:
+def test_the_metrics_of_a_regression_match_torch_on_any_number_of_ranks() -> None:
     torch.manual_seed(0)
     scores, targets = torch.randn(20, 2), torch.randn(20, 2)
     for name, of_torch in (("mse", nn.MSELoss()), ("l1", nn.L1Loss()), ("huber", nn.HuberLoss())):
@@ -345,7 +347,7 @@ def test_the_numbers_of_a_regression_match_torch_on_any_number_of_parts() -> Non
     assert found.accuracy is None and "accuracy" not in found.scalars()
 
 
-def test_binary_numbers_match_scikit_learn() -> None:
+def test_the_metrics_of_binary_labels_match_scikit_learn() -> None:
     from sklearn.metrics import accuracy_score, f1_score
 
     torch.manual_seed(0)
@@ -358,8 +360,8 @@ def test_binary_numbers_match_scikit_learn() -> None:
     assert found.loss == pytest.approx(float(nn.BCEWithLogitsLoss()(scores, targets)))
 
 
-def test_an_evaluation_finds_targets_of_bce_that_are_not_probabilities() -> None:
-    """The loss itself does not check its targets on an accelerator."""
+def test_an_evaluation_reports_bce_targets_that_are_not_probabilities() -> None:
+    """On an accelerator, the loss does not check its targets."""
     adding = ValueAccumulator(lambda scores, targets: scores[:, 0], decisions=True)
     adding.add(torch.randn(2, 1), torch.ones(2))
     with pytest.raises(ConfigError, match=r"optim.loss=bce: a target is 3; use probabilities"):
@@ -374,13 +376,13 @@ def test_scores_and_targets_of_one_value_are_not_broadcast() -> None:
     assert float(loss.sum(scores[:0], Batch(scores[:0], targets[:0]))) == 0
 
 
-def test_bce_of_classes_leaves_out_unreadable_samples() -> None:
+def test_bce_over_classes_excludes_unreadable_samples() -> None:
     scores, loss = torch.randn(3, 4), Loss(OptimConfig(loss="bce"))
     whole = loss.sum(scores, Batch(scores, torch.tensor([1, 3, -100]), unreadable=1))
     shares = torch.tensor([[0.0, 1, 0, 0], [0, 0, 0, 1], [0, 0, 0, 0]])
     torch.testing.assert_close(whole, loss.sum(scores[:2], Batch(scores[:2], torch.tensor([1, 3]))))
     torch.testing.assert_close(whole, loss.sum(scores, Batch(scores, shares, unreadable=1)))
-    assert loss.sum(scores, Batch(scores, shares)) > whole, "without any label, a sample still counts"
+    assert loss.sum(scores, Batch(scores, shares)) > whole, "a sample without any label still counts"
 
 
 def test_a_samples_random_numbers_are_the_same_in_each_process_and_isolated() -> None:
@@ -396,7 +398,7 @@ def test_a_samples_random_numbers_are_the_same_in_each_process_and_isolated() ->
     assert data[0].fingerprint() == data[1].fingerprint() and data[0].class_names == ["below", "above"]
 
 
-def test_workers_do_not_share_a_file_that_a_dataset_opens_at_its_first_sample(tmp_path: Path) -> None:
+def test_workers_do_not_share_a_file_that_a_dataset_opens_when_first_read(tmp_path: Path) -> None:
     np.arange(256.0).tofile(tmp_path / "numbers")
     data = open_data(DataConfig(name="somebodys_data:lazy", dir=tmp_path, workers=2))
     fingerprint = data.fingerprint()
@@ -405,7 +407,7 @@ def test_workers_do_not_share_a_file_that_a_dataset_opens_at_its_first_sample(tm
     assert fingerprint == open_data(DataConfig(name="somebodys_data:lazy", dir=tmp_path, workers=0)).fingerprint()
 
 
-def test_reading_the_first_samples_in_advance_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_reading_the_first_samples_in_advance_has_no_side_effects(tmp_path: Path) -> None:
     np.arange(256.0).tofile(tmp_path / "numbers")
     others = set(multiprocessing.active_children())
     open_data(DataConfig(name="somebodys_data:lazy", dir=tmp_path, workers=2)).fingerprint()
@@ -430,12 +432,12 @@ def test_a_subclass_of_tensor_dataset_has_the_targets_that_it_returns() -> None:
     assert next(data.train_batches([[3, 4]], 0)).labels.tolist() == [1, 0]
 
 
-def test_ragged_targets_and_objects_are_not_in_the_fingerprint() -> None:
+def test_targets_of_uneven_length_and_objects_are_not_in_the_fingerprint() -> None:
     first, again = (open_data(DataConfig(name="somebodys_data:described", workers=0)) for _ in range(2))
     assert first.fingerprint() == again.fingerprint()
 
 
-def test_a_mistake_in_a_worker_is_reported_like_one_in_this_process() -> None:
+def test_a_mistake_in_a_data_worker_is_reported_like_one_in_the_rank() -> None:
     data = open_data(DataConfig(name="somebodys_data:strange", workers=1))
     with pytest.raises(ConfigError, match=r"^data.name=somebodys_data:strange: the target of a sample of train is obj"):
         next(data.train_batches([[3, 70]], 0))
@@ -444,7 +446,9 @@ def test_a_mistake_in_a_worker_is_reported_like_one_in_this_process() -> None:
 @pytest.mark.parametrize("name", ["pictures", "pixels"])
 @pytest.mark.parametrize(("shift", "flip"), [(2, True), (0, True), (3, False)])
 def test_bytes_are_shifted_mirrored_and_normalized_like_cifar_images(name: str, shift: int, flip: bool) -> None:
-    """They stay bytes until the device has cropped them, whether in memory or read by workers."""
+    """They stay bytes until they have been cropped on the device, whether they are in memory or
+    read by workers.
+    """
     import somebodys_data
 
     mean, std, numbers = (0.1, 0.2, 0.3), (0.5, 0.6, 0.7), [5, 88, 0, 91]
@@ -479,7 +483,7 @@ def test_grey_images_without_a_channel_dimension_get_one() -> None:
         ({"name": "pixels", "shift": 12}, r"data.shift=12: must be from 0 to 11 pixels"),
     ],
 )
-def test_settings_that_do_not_suit_bytes_are_refused(keys: dict[str, Any], message: str) -> None:
+def test_settings_that_do_not_apply_to_images_as_bytes_are_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         open_data(DataConfig(**{**keys, "name": f"somebodys_data:{keys['name']}"}))
 
@@ -562,7 +566,7 @@ def test_a_sample_with_a_different_shape_is_reported() -> None:
         ([REGRESSION, "optim.loss=bce"], r"optim.loss=bce: a target is .*; use probabilities from 0 to 1"),
     ],
 )  # fmt: skip
-def test_contradictory_options_are_refused(keys: list[str], message: str, tmp_path: Path) -> None:
+def test_contradictory_options_of_custom_data_are_refused(keys: list[str], message: str, tmp_path: Path) -> None:
     from ddpjob_trainer import train
 
     model = [] if REGRESSION in keys else ["model.name=small_cnn"]
@@ -570,9 +574,9 @@ def test_contradictory_options_are_refused(keys: list[str], message: str, tmp_pa
         train.run(config.load(None, [*KEYS, *model, *keys, f"checkpoint.dir={tmp_path / 'c'}"]))
 
 
-def test_an_own_loss_of_classes_needs_their_outputs_from_the_first_step(tmp_path: Path) -> None:
-    """Regression: only the first evaluation rejected other outputs, an epoch later. A loss for
-    numbers of shape (1,) accepts any outputs.
+def test_a_custom_loss_over_classes_requires_matching_outputs_at_the_first_step(tmp_path: Path) -> None:
+    """Regression: other outputs were rejected only in the first evaluation, an epoch later. A loss
+    for targets of shape (1,) accepts any outputs.
     """
     keys = [*TINY, "model.name=somebodys_data:points", "optim.loss=somebodys_data:length", "train.epochs=1"]
     (end,) = run(1, [*keys, f"checkpoint.dir={tmp_path / 'classes'}"])
@@ -583,7 +587,7 @@ def test_an_own_loss_of_classes_needs_their_outputs_from_the_first_step(tmp_path
     assert row["loss"] > 0 and "accuracy" not in row
 
 
-def test_own_losses_and_binary_labels_train_and_are_evaluated(
+def test_models_with_custom_losses_and_binary_labels_can_be_trained_and_evaluated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from ddpjob_trainer.commands import evaluate_checkpoint

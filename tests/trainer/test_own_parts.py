@@ -1,7 +1,7 @@
 """Training with custom optimizers, schedules, batch transforms, uint8 images and callbacks is
 exact, also across a stop and on any number of ranks.
 
-The parts come from examples/own_parts.py, which docs/trainer.md shows.
+These are from examples/own_parts.py, which docs/trainer.md shows.
 """
 
 from __future__ import annotations
@@ -179,7 +179,9 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def final(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the newest checkpoint's weights, optimizer state and callback states, flat."""
+    """Return the newest checkpoint's weights, optimizer state and callback states as one flat
+    mapping.
+    """
     found = torch.load(max(folder.glob("step-*.pt")), weights_only=True)
     moments = {f"{name}/{key}": it for name, kept in found["optimizer"]["state"].items() for key, it in kept.items()}
     stopping = found["callbacks"]["own_parts:EarlyStopping"]
@@ -191,7 +193,7 @@ def draws_of_the_process(rank: int) -> None:
     batch_transform.derive = lambda key, stream: rank  # type: ignore[assignment]
 
 
-def test_own_parts_train_bit_identically_across_a_stop_and_on_two_ranks(tmp_path: Path) -> None:
+def test_runs_with_custom_parts_are_bit_identical_across_a_stop_and_on_two_ranks(tmp_path: Path) -> None:
     for folder, world, stops in (("alone", 1, ()), ("walk", 2, (11,)), ("defect", 2, ())):
         keys = [*EXACT, f"checkpoint.dir={tmp_path / folder}"]
         for stop in stops:
@@ -201,19 +203,21 @@ def test_own_parts_train_bit_identically_across_a_stop_and_on_two_ranks(tmp_path
     alone, walk, defect = (final(tmp_path / folder) for folder in ("alone", "walk", "defect"))
     assert alone.keys() == walk.keys() and any("square_avg" in name for name in alone)
     assert [name for name in alone if not torch.equal(alone[name], walk[name])] == []
-    assert not all(torch.equal(alone[name], defect[name]) for name in alone), "the comparison finds a defect"
+    assert not all(torch.equal(alone[name], defect[name]) for name in alone), "the comparison detects a defect"
     rows = [metrics(tmp_path / folder / "run", "eval")[-1] for folder in ("alone", "walk")]
     assert rows[0]["precision_of_3"] == rows[1]["precision_of_3"] > 0.5
 
 
-def test_a_callback_ends_the_training_once_and_for_all(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_training_that_a_callback_has_ended_stays_ended_after_a_restart(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     keys = [*TINY, "train.epochs=5", "train.callbacks=wrong_parts:Impatient", f"checkpoint.dir={tmp_path}"]
     good(2, keys)
     assert "wrong_parts:Impatient ends the training after epoch 2" in capfd.readouterr().out
     assert len(metrics(tmp_path / "run", "step")) == 16
     assert verify(read([tmp_path / "run"])).epochs == {1: 1438, 2: 1438}
     good(1, keys)
-    assert len(metrics(tmp_path / "run", "step")) == 16, "a restart does not continue"
+    assert len(metrics(tmp_path / "run", "step")) == 16, "a restart does not continue training"
     good(1, [*keys, "train.callbacks=[]"])
     assert len(metrics(tmp_path / "run", "step")) == 40, "without the callback, training continues"
 
@@ -226,7 +230,7 @@ def test_only_the_callback_that_ended_the_training_keeps_it_ended(tmp_path: Path
         assert len(metrics(tmp_path / "run", "step")) == steps, callbacks
 
 
-def test_an_older_checkpoint_only_knows_that_training_has_ended() -> None:
+def test_an_older_checkpoint_records_only_that_training_has_ended() -> None:
     callbacks = Callbacks(["wrong_parts:Impatient"])
     assert [bool(callbacks.still_ending(kept)) for kept in (True, False, [], ["a:b"])] == [True, False, False, False]
 
@@ -238,7 +242,7 @@ def test_an_older_checkpoint_only_knows_that_training_has_ended() -> None:
         ("train.callbacks=wrong_parts:OfRank", r"OfRank: on_test_batch returned 1 and 2 sums for different parts"),
     ],
 )
-def test_parts_that_differ_among_ranks_are_named_on_each(key: str, message: str, tmp_path: Path) -> None:
+def test_custom_parts_that_differ_between_ranks_are_named_on_each_rank(key: str, message: str, tmp_path: Path) -> None:
     for end in run(2, [*TINY, key, "train.epochs=1", "train.timeout_seconds=20", f"checkpoint.dir={tmp_path}"]):
         assert re.search(message, end.error), end
 
@@ -312,7 +316,9 @@ def test_the_command_evaluate_reports_the_metrics_of_callbacks(
         (["model.pretrained=a", "checkpoint.load=b"], r"checkpoint.load=b replaces all weights; leave out one"),
     ],
 )
-def test_mistakes_are_reported_before_the_first_checkpoint(keys: list[str], message: str, tmp_path: Path) -> None:
+def test_mistakes_in_custom_parts_are_reported_before_the_first_checkpoint(
+    keys: list[str], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(TrainerError, match=message):
         train.run(config.load(None, [*TINY, *keys, f"checkpoint.dir={tmp_path}"]))
     assert not list(tmp_path.glob("step-*"))
@@ -328,7 +334,7 @@ def test_mistakes_are_reported_before_the_first_checkpoint(keys: list[str], mess
         ("optim.schedule=cosin", r"optim.schedule: 'cosin' is unknown; .*did you mean 'cosine'"),
     ],
 )
-def test_a_misspelled_name_is_refused_before_anything_is_read(key: str, message: str) -> None:
+def test_a_misspelled_name_is_refused_before_any_data_is_read(key: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config.load(None, [key])
 

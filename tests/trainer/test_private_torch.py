@@ -1,4 +1,4 @@
-"""The private parts of torch that the trainer needs: one module replaces and calls them."""
+"""The private names of torch that the trainer needs. Only one module replaces and calls them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOTHING: Any = SimpleNamespace()
         (lambda: private_torch.call_after_backward(print), "torch.autograd.Variable._execution_engine"),
     ],
 )
-def test_a_torch_without_a_name_that_is_replaced_is_refused(
+def test_a_torch_that_lacks_a_name_to_be_replaced_is_refused(
     use: Callable[[], None], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(name, None)
@@ -46,7 +46,7 @@ def test_a_torch_without_a_name_that_is_replaced_is_refused(
         (lambda module: private_torch.check_dimensions(module, NOTHING), "_check_input_dim"),
     ],
 )
-def test_an_object_of_torch_without_a_part_that_is_called_is_refused(use: Callable[[Any], object], name: str) -> None:
+def test_a_torch_object_without_an_attribute_that_is_needed_is_refused(use: Callable[[Any], object], name: str) -> None:
     with pytest.raises(TrainingError, match=f"has no .*{name}, which the trainer needs; install an earlier torch"):
         use(NOTHING)
 

@@ -1,5 +1,5 @@
 """There is no import cycle among the trainer's modules or packages, including lazy imports and
-imports for types. Settings import nothing.
+imports for types. Settings import no implementations.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def arrows(root: Path) -> Arrows:
 
 
 def circles(graph: Arrows) -> list[list[str]]:
-    """Return the strongly connected components with more than one member (Tarjan 1972)."""
+    """Return the strongly connected components with at least two members (Tarjan 1972)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -84,15 +84,15 @@ def rooms(graph: Arrows) -> Arrows:
     return found
 
 
-def test_modules_and_rooms_do_not_import_themselves_indirectly() -> None:
+def test_there_are_no_import_cycles_between_modules_or_packages() -> None:
     graph = arrows(ROOT)
     assert len(graph) > 100, "the trainer was found"
     advice = "move what they share into a room below both (the order of the rooms is in pyproject.toml, importlinter)"
     assert circles(graph) == [], f"these modules import each other; {advice}"
-    assert circles(rooms(graph)) == [], f"these rooms import each other; {advice}"
+    assert circles(rooms(graph)) == [], f"these packages import each other; {advice}"
 
 
-def test_a_lazy_import_cycle_is_found(tmp_path: Path) -> None:
+def test_a_lazy_import_cycle_is_detected(tmp_path: Path) -> None:
     (tmp_path / "one.py").write_text("from ddpjob_trainer import two\n")
     (tmp_path / "two.py").write_text("def f():\n    from ddpjob_trainer.one import g\n")
     (tmp_path / "three.py").write_text("COMMAND = ['-m', 'ddpjob_trainer.two']\n")
@@ -104,7 +104,9 @@ def test_a_lazy_import_cycle_is_found(tmp_path: Path) -> None:
 def test_settings_import_no_implementation() -> None:
     outside = {other for module, others in arrows(ROOT).items() if room(module) == "config" for other in others}
     used = {room(other) for other in outside}
-    assert used == {"config", "errors"}, "settings are read everywhere: move what they need out of the other rooms"
+    assert used == {"config", "errors"}, (
+        "settings are read everywhere, so move the names that they need out of the other packages"
+    )
 
 
 def test_settings_are_declared_in_one_place() -> None:

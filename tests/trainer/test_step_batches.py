@@ -25,7 +25,7 @@ def settings(folder: Path) -> config.Config:
     return config.load(None, [*TINY, "strategy=single", "data.micro_batches=4", f"checkpoint.dir={folder}"])
 
 
-def test_a_micro_batch_that_is_left_out_is_found_in_the_next_step(
+def test_a_micro_batch_that_a_strategy_left_out_is_detected_in_the_next_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backward = Strategy.backward
@@ -38,7 +38,7 @@ def test_a_micro_batch_that_is_left_out_is_found_in_the_next_step(
         train.run(settings(tmp_path))
 
 
-def test_each_micro_batch_comes_with_its_own_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_micro_batch_is_passed_with_its_own_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The digits' labels identify the samples in a batch."""
     opened: list[train.Trainer] = []
     make, backward = train.Trainer.__init__, Strategy.backward_one
@@ -61,7 +61,7 @@ def test_each_micro_batch_comes_with_its_own_samples(tmp_path: Path, monkeypatch
         assert torch.equal(batch.labels, expected.labels)
 
 
-def test_the_next_epochs_first_batch_is_asked_for_before_the_evaluation(
+def test_the_next_epochs_first_batch_is_requested_before_the_evaluation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The data set reads one batch ahead, as worker processes do."""
@@ -89,12 +89,14 @@ def test_the_next_epochs_first_batch_is_asked_for_before_the_evaluation(
     monkeypatch.setattr(MemoryData, "train_stream", ahead)
     monkeypatch.setattr(train, "evaluate", evaluated)
     assert train.run(settings(tmp_path)) == 0
-    assert at_evaluation == [1, 1], "epoch 0 is over, and batches of epoch 1 are asked for; then there is no other"
+    assert at_evaluation == [1, 1], "after epoch 0, batches of epoch 1 are requested; after epoch 1, there are no more"
 
 
-def test_each_step_has_one_separate_reduction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks also agree on the number of unreadable images. They begin to do so before the last
-    forward pass, which hides the exchange.
+def test_each_step_has_one_reduction_besides_those_of_the_gradients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this reduction, the ranks also exchange the number of unreadable images. It starts before
+    the last forward pass, which hides its cost.
     """
     write_image_folder(tmp_path / "images", 8)
     reductions: list[str] = []

@@ -1,5 +1,5 @@
-"""Reading and checking any manifest raises only expected errors, and written manifests can be read
-back.
+"""Reading and checking a manifest with any content raises only expected errors, and written
+manifests can be read back.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FIELDS = st.sampled_from(
 
 
 @given(st.text() | st.binary().map(lambda b: b.decode("latin-1")))
-def test_no_text_makes_the_reader_raise_an_unexpected_exception(text: str) -> None:
+def test_no_input_makes_the_reader_raise_an_unexpected_exception(text: str) -> None:
     try:
         read_manifests(text)[0].checked()
     except ManifestError as error:
@@ -26,13 +26,13 @@ def test_no_text_makes_the_reader_raise_an_unexpected_exception(text: str) -> No
 
 
 @given(st.dictionaries(_FIELDS, _VALUES))
-def test_no_spec_makes_the_checks_raise(spec: dict[str, object]) -> None:
+def test_no_spec_makes_the_checks_raise_an_exception(spec: dict[str, object]) -> None:
     problems = validate({"apiVersion": "ddpjob.io/v1alpha1", "kind": "DDPJob", "metadata": {"name": "a"}, "spec": spec})
     assert all(p.message for p in problems)
 
 
 @given(st.text("0123456789eE+-._xobyn:~", max_size=6))
-def test_text_stays_text_for_every_reader(text: str) -> None:
+def test_strings_in_a_manifest_stay_strings_for_every_reader(text: str) -> None:
     written = write_document({"args": [text]})
     assert [document.value for document in read_documents(written)] == [{"args": [text]}]
     assert yaml.safe_load(written) == {"args": [text]}

@@ -16,8 +16,8 @@ from ddpjob.api.schema import object_schema
 
 @cache
 def _refusals(case: Case) -> tuple[Any, ...]:
-    """Return why ddpjob refuses a case. It is cached, because tests ask twice and a rule takes a
-    long time in Python.
+    """Return the reasons why ddpjob refuses a case. They are cached, because two tests need them
+    and evaluating a rule in Python is slow.
     """
     *before, new = case.documents()
     return tuple(validate(new, *before))
@@ -28,12 +28,12 @@ def _named(kind: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("case", _named("valid"))
-def test_a_valid_case_is_accepted(case: Case) -> None:
+def test_a_valid_case_of_the_corpus_is_accepted(case: Case) -> None:
     assert read_manifests(case.path)[0].checked()["kind"] == "DDPJob"
 
 
 @pytest.mark.parametrize("case", _named("invalid"))
-def test_an_invalid_case_is_refused(case: Case) -> None:
+def test_an_invalid_case_of_the_corpus_is_refused(case: Case) -> None:
     with pytest.raises(ManifestError) as caught:
         read_manifests(case.path)[0].checked()
     for text in case.says + case.locally:
@@ -41,9 +41,9 @@ def test_an_invalid_case_is_refused(case: Case) -> None:
     assert str(case.path) in str(caught.value)
 
 
-@pytest.mark.slow  # a quarter of a second each in Python, of which the environment takes two
+@pytest.mark.slow  # in Python, each rule takes a quarter of a second
 @pytest.mark.parametrize("case", _named("updates"))
-def test_an_update_is_accepted_or_refused(case: Case) -> None:
+def test_an_update_in_the_corpus_is_accepted_or_refused_as_expected(case: Case) -> None:
     assert validate(case.documents()[0]) == []
     message = "\n".join(map(str, _refusals(case)))
     assert bool(message) == case.refused, message
@@ -55,7 +55,7 @@ def test_an_update_is_accepted_or_refused(case: Case) -> None:
 
 
 def _rules(schema: Mapping[str, Any], keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Yield the positions of the CRD's rules: the keys to the schema, and the number of the rule in
+    """Yield the position of each rule in the CRD: the path of the schema, and the rule's index in
     it.
     """
     yield from ((keys, number) for number in range(len(schema.get("x-kubernetes-validations", ()))))
@@ -77,7 +77,9 @@ def _without(keys: tuple[str, ...], number: int) -> Any:
 
 @pytest.fixture(scope="module")
 def sole_refusals() -> list[tuple[str, Any, Any]]:
-    """Message, new object and old one of every case that is refused for a single reason."""
+    """The message, the new object and the old object of every case that is refused for a single
+    reason.
+    """
     found = []
     for kind in ("invalid", "updates"):
         for case in cases(kind):
@@ -92,7 +94,7 @@ def sole_refusals() -> list[tuple[str, Any, Any]]:
 @pytest.mark.parametrize(
     ("keys", "number"), [pytest.param(p, n, id=f"{'.'.join(p[1::2])}-{n}") for p, n in _rules(object_schema())]
 )
-def test_the_corpus_fails_without_any_one_rule(
+def test_each_rule_is_the_only_reason_to_refuse_some_case(
     keys: tuple[str, ...], number: int, sole_refusals: list[tuple[str, Any, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part = object_schema()

@@ -1,4 +1,4 @@
-"""The reader's errors report the right document and line, and are always a ManifestError."""
+"""The reader's errors name the right document and line, and are always a ManifestError."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_defaults_are_filled_in_at_every_depth() -> None:
     assert spec["storage"] == {"sharedMemory": "1Gi", "snapshotMemory": "8Gi"}
 
 
-def test_the_manifest_itself_is_not_changed() -> None:
+def test_reading_does_not_change_the_manifest() -> None:
     spec = {"image": "a", "script": "a", "args": None}
     manifest = {"apiVersion": "ddpjob.io/v1alpha1", "kind": "DDPJob", "metadata": {"name": "a"}, "spec": spec}
     assert validate(manifest) == []
@@ -70,7 +70,7 @@ def test_a_generated_name_is_completed() -> None:
     assert name.startswith("digits") and len(name) == len("digits") + 5
 
 
-def test_the_job_is_found_among_other_kinds() -> None:
+def test_the_job_is_found_among_objects_of_other_kinds() -> None:
     claim = "apiVersion: v1\nkind: PersistentVolumeClaim\nmetadata: {name: data}\n"
     assert _checked(f"---\n{claim}---\n{JOB}---\n")["metadata"]["name"] == "digits"
     assert "no DDPJob found, only PersistentVolumeClaim (line 1); a DDPJob has apiVersion" in _message(claim)
@@ -107,7 +107,7 @@ def test_lines_are_counted_from_the_beginning_of_the_file() -> None:
         (JOB.replace("{name: digits}", "digits"), "metadata: must be a mapping, not a string"),
     ],
 )
-def test_text_that_is_not_a_manifest_is_refused(text: str, part: str) -> None:
+def test_input_that_is_not_a_manifest_is_refused(text: str, part: str) -> None:
     assert part in _message(text)
 
 
@@ -134,12 +134,12 @@ def test_a_misspelled_value_is_refused_with_a_suggestion(written: str, remedy: s
     assert remedy in _message(f"{JOB}  {written}\n")
 
 
-def test_a_bomb_of_aliases_is_refused() -> None:
+def test_a_yaml_alias_bomb_is_refused() -> None:
     levels = [f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 9)}]" for n in range(1, 10)]
     assert "too many for a manifest" in _message("\n".join(["l0: &l0 [a, b, c]", *levels]))
 
 
-def test_a_bomb_of_merges_is_refused_before_it_is_expanded() -> None:
+def test_a_yaml_merge_bomb_is_refused_before_it_is_expanded() -> None:
     bomb = "&a0 {k: v}"
     for level in range(1, 9):
         bomb = f"&a{level} {{<<: [{bomb}{f', *a{level - 1}' * 9}]}}"
@@ -154,7 +154,7 @@ def test_a_bomb_of_merges_is_refused_before_it_is_expanded() -> None:
         _checked(f"x: {chain}\n<<: *a1999\n")
 
 
-def test_merged_keys_yield_to_explicit_and_earlier_ones() -> None:
+def test_explicit_and_earlier_keys_take_precedence_over_merged_ones() -> None:
     text = "a: &a {k: 1, m: 1}\nb: &b {k: 2, o: 2}\nc: {<<: [*a, *b], m: 3}\nd: &d {<<: *d, e: 1}\nf: {<<: *b}"
     [document] = read_documents(text)
     assert document.value["c"] == {"k": 1, "o": 2, "m": 3} and document.value["f"] == {"k": 2, "o": 2}
@@ -164,7 +164,7 @@ def test_merged_keys_yield_to_explicit_and_earlier_ones() -> None:
             list(read_documents(wrong))
 
 
-def test_deep_nesting_is_refused() -> None:
+def test_deeply_nested_yaml_is_refused() -> None:
     assert "line 1: nested more than 100 levels deep" in _message("[" * 5000)
 
 
@@ -187,16 +187,16 @@ def test_a_byte_order_mark_and_windows_lines_are_accepted(tmp_path: Path) -> Non
     assert _checked(tmp_path / "job.yaml")["spec"]["script"] == "train.py"
 
 
-def test_json_is_read_with_its_usual_indents_and_escapes() -> None:
-    """kubectl reads both. YAML allows neither tabs before a value nor characters written as two
-    surrogates.
+def test_json_with_tabs_and_surrogate_escapes_is_read() -> None:
+    """kubectl reads both, although YAML allows neither tabs before a value nor characters written
+    as two surrogates.
     """
     job = yaml.safe_load(JOB)
     job["spec"]["args"] = ["\N{GRINNING FACE}", "a\tb"]
     assert _checked(json.dumps(job, indent="\t"))["spec"]["args"] == job["spec"]["args"]
 
 
-def test_a_pipe_can_be_read() -> None:
+def test_a_manifest_can_be_read_from_a_pipe() -> None:
     reading, writing = os.pipe()
     os.write(writing, JOB.encode())
     os.close(writing)
@@ -206,7 +206,7 @@ def test_a_pipe_can_be_read() -> None:
         os.close(reading)
 
 
-def test_importing_the_reader_is_cheap() -> None:
+def test_importing_the_reader_loads_no_large_libraries() -> None:
     """Only validation needs the large libraries, and reading must not wait for them."""
     code = (
         "import sys, ddpjob.api.reader; print([m for m in ('celpy', 'jsonschema', 'kubernetes') if m in sys.modules])"
@@ -255,12 +255,12 @@ def test_a_huge_number_is_reported_in_one_short_line_with_its_field(value: str, 
 @pytest.mark.parametrize(
     "value", ["9223372036854775807", "-9223372036854775808", "0x7fffffffffffffff", "0b" + "1" * 63]
 )
-def test_a_number_of_64_bits_is_read(value: str) -> None:
+def test_a_64_bit_integer_is_read(value: str) -> None:
     [document] = read_documents(f"a: {value}")
     assert document.value == {"a": int(value, 0)}
 
 
-def test_a_message_repeats_little_of_a_long_manifest() -> None:
+def test_a_message_quotes_little_of_a_long_manifest() -> None:
     """The beginning of the field and the remedy are kept, and the middle is cut."""
     problem = str(Problem("spec." + "x" * 10_000, "y" * 10_000 + "; write less"))
     assert len(problem) < 2_300 and problem.startswith("spec.xxx") and problem.endswith("yyy; write less")
@@ -272,7 +272,7 @@ def test_a_number_beyond_64_bits_is_read_as_the_api_server_does() -> None:
     assert validate(manifest) == []
 
 
-def test_the_first_of_very_many_problems_are_shown_and_the_rest_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_problems_are_shown_and_the_others_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     searched: list[str] = []
     near = schema._near
 
@@ -291,7 +291,7 @@ def test_the_first_of_very_many_problems_are_shown_and_the_rest_counted(monkeypa
     assert len(long) < 25_000 and "line" in long
 
 
-def test_a_spec_above_the_size_limits_is_refused_by_name() -> None:
+def test_the_error_about_a_spec_above_the_size_limits_names_the_field() -> None:
     body = _checked(JOB)
     assert later_refusals(body) == []
     spec = {**body["spec"], "podTemplate": {"spec": {"containers": [{} for _ in range(5000)]}}}

@@ -1,4 +1,4 @@
-"""The CRD file is complete, bounded, and in agreement with the dataclasses."""
+"""The CRD file is complete, bounded, and consistent with the dataclasses."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _schemas(schema: Mapping[str, Any], path: str) -> Iterator[tuple[str, Mappin
             yield from _schemas(schema[key], f"{path}[]")
 
 
-def test_every_field_is_described() -> None:
+def test_every_field_of_the_crd_is_described() -> None:
     fields = [
         (path, schema) for part in (SPEC, STATUS) for path, schema in _schemas(part, "") if not path.endswith("[]")
     ]
@@ -83,7 +83,7 @@ def test_every_value_is_bounded() -> None:
     assert endless == [], do(f"bound these in {CRD} by maxProperties", 1)
 
 
-def test_defaults_fit_their_schema() -> None:
+def test_defaults_are_valid_for_their_schema() -> None:
     for path, schema in _schemas(SPEC, "spec"):
         if "default" in schema:
             filled = apply_defaults(schema["default"], schema)
@@ -95,14 +95,14 @@ def test_rules_use_only_features_of_both_evaluators() -> None:
     rules = [rule for _, schema in _schemas(object_schema(), "") for rule in schema.get("x-kubernetes-validations", ())]
     assert len(rules) > 40
     for rule in rules:
-        assert set(rule) <= SUPPORTED, (
-            f"{rule['rule']}: ddpjob.api.cel evaluates {SUPPORTED} of a rule and nothing else"
+        assert set(rule) <= SUPPORTED, f"{rule['rule']}: ddpjob.api.cel evaluates only {SUPPORTED} in a rule"
+        assert "\\" not in rule["rule"], (
+            "cel-python and the API server treat escapes differently; write the rule without them"
         )
-        assert "\\" not in rule["rule"], "cel-python and the API server treat escapes differently: write it without"
 
 
 def test_every_field_may_change_while_running_or_has_a_rule_against_it() -> None:
-    """A field of spec either may change at any time or has a rule against changes, never both."""
+    """A field of spec may change at any time, or has a rule against changes, but never both."""
     free = {"nodes", "elastic", "spares", "recovery", "runPolicy", "notify", "rankOrder"}
     guarded = {rule["fieldPath"].lstrip(".") for rule in SPEC["x-kubernetes-validations"] if "oldSelf" in rule["rule"]}
     fixed = (set(SPEC["properties"]) - free) | {"recovery.mode"}
@@ -126,8 +126,8 @@ def _two_values(schema: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def _one_field_set(schema: Mapping[str, Any]) -> Iterator[tuple[Path_, Any, Any]]:
-    """Yield two cases for each field below: its path, the value, and an object with it and the
-    required fields.
+    """Yield two cases for each field below: its path, a value, and an object with this value and
+    the required fields.
     """
     if "properties" in schema:
         required = {name: _two_values(schema["properties"][name])[0] for name in schema.get("required", ())}
@@ -151,14 +151,14 @@ def _attribute(name: str) -> str:
 
 
 def _at(model: Any, path: Path_) -> Any:
-    """Return the value of a dataclass for a path of the CRD."""
+    """Return the value in a dataclass that corresponds to a path in the CRD."""
     for name in path:
         if is_dataclass(model):
             assert isinstance(name, str)
             declared = hasattr(model, _attribute(name))
             assert declared, do(f"declare {_attribute(name)} of {type(model).__name__} in ddpjob/api/job_spec.py", 2)
             model = getattr(model, _attribute(name))
-        elif not isinstance(model, str):  # only the name of a pull secret is kept
+        elif not isinstance(model, str):  # only the name of an image pull secret is kept
             model = model[name]
     return model
 
@@ -179,8 +179,10 @@ def _declared(model: Any, schema: Mapping[str, Any]) -> Iterator[tuple[Mapping[s
         yield from _declared(inner, child) if is_dataclass(inner) else ()
 
 
-def test_no_default_is_written_twice() -> None:
-    """A field with a default in the CRD has none in the dataclass. Other defaults mean absent."""
+def test_no_default_is_defined_twice() -> None:
+    """A field with a default in the CRD has no default in the dataclass. All other defaults in
+    dataclasses mean that the field is absent.
+    """
     volumes = {"data": {"claimName": "a"}, "checkpoints": {"claimName": "a"}}
     job = JobSpec.read({"image": "a", "elastic": {"minNodes": 1}, "storage": volumes})
     declared = list(_declared(job, SPEC))
@@ -189,7 +191,8 @@ def test_no_default_is_written_twice() -> None:
         twice = do(f"remove the default of {found.name} from the dataclass: the CRD has it", 2)
         assert found.default_factory is MISSING, twice
         assert found.default is MISSING if "default" in schema else found.default in (MISSING, None, (), ""), twice
-    # The reading code must not contain a default either. 0, 1 and 10 have other uses.
+    # The reading code must not contain a default either. 0, 1 and 10 are excluded, because they
+    # have other uses.
     defaults = {s["default"] for _, s in _schemas(SPEC, "") if isinstance(s.get("default"), str | int)} - {0, 1, 10}
     folder = Path(job_spec.__file__).parent
     tree = ast.parse("\n".join((folder / f"{name}.py").read_text() for name in ("job_spec", "job_status", "job")))
@@ -198,14 +201,14 @@ def test_no_default_is_written_twice() -> None:
     assert literals & defaults == set(), do("read these from the schema: they are defaults of the CRD", 2)
 
 
-def test_without_checkpoints_their_path_is_the_default() -> None:
+def test_without_storage_checkpoints_the_checkpoint_path_is_the_default() -> None:
     assert JobSpec.read({"image": "a"}).storage.checkpoint_path == "/checkpoints"
     checkpoints = {"claimName": "a", "mountPath": "/b"}
     assert JobSpec.read({"image": "a", "storage": {"checkpoints": checkpoints}}).storage.checkpoint_path == "/b"
 
 
-def test_the_template_hash_covers_the_spec_as_it_is_stored() -> None:
-    """A default that a later release adds must not replace the pods of every job."""
+def test_a_default_added_by_a_later_release_does_not_change_the_template_hash() -> None:
+    """Otherwise, an upgrade would replace the pods of every job."""
     spec = {"image": "a", "recovery": {"maxRestarts": 3}}
     assert JobSpec.read(spec).template_hash == HASH
     assert JobSpec.read(spec | {"nodes": 7}).template_hash == HASH
@@ -237,8 +240,8 @@ def test_the_enums_have_the_values_of_the_schema() -> None:
 
 
 def _filled(kind: Any, default: Any = None) -> Any:
-    """Return a value of this type other than its default. In a dataclass, every field has such a
-    value.
+    """Return a value of this type that is not its default. In a dataclass, this applies to every
+    field.
     """
     if is_dataclass(kind):
         hints = get_type_hints(kind)
@@ -267,7 +270,7 @@ def _complete(schema: Mapping[str, Any]) -> Any:
 def test_a_written_status_fits_the_schema() -> None:
     """The API server silently drops fields that the schema lacks."""
     full: JobStatus = _filled(JobStatus)
-    # 102 slots, so that equal ones are written as runs
+    # 102 slots, so that equal slots are written as runs
     slots = (*full.slots, Slot(), *(Slot(node=f"n{i}") for i in range(100)))
     status = replace(full, slots=slots, progress=_complete(STATUS["properties"]["progress"]))
     assert _at_default(status) == [], "give `_filled` a value for fields of this type that is not their default"
@@ -275,7 +278,7 @@ def test_a_written_status_fits_the_schema() -> None:
     errors = [error.message for error in Draft202012Validator(to_json_schema(STATUS)).iter_errors(written)]
     assert errors == [], do(f"correct the schema of the status in {CRD}", 1)
     assert JobStatus.read(written) == status, do("let ddpjob/api/job_status.py read what it writes", 2)
-    of_class = ".jobClass.spec."  # fields of the spec, which the schema of the status does not repeat
+    of_class = ".jobClass.spec."  # fields of the spec, which the schema of the status does not list
     paths = {path for path in _paths(written, "") if not path.startswith(of_class)}
     described = {path for path, _ in _schemas(STATUS, "")} - {""}
     assert paths - described == set(), do(f"describe these fields of the status in {CRD}", 1)
@@ -299,8 +302,8 @@ def _paths(value: Any, path: str) -> set[str]:
 
 
 def _at_default(model: Any) -> list[str]:
-    """Return the fields of a dataclass, at any depth, that have their default. Only the first entry
-    of a list counts.
+    """Return the fields of a dataclass, at any depth, whose value is the default. Only the first
+    entry of a list is checked.
     """
     found = [f"{type(model).__name__}.{f.name}" for f in fields(model) if getattr(model, f.name) == f.default]
     for inner in (getattr(model, f.name) for f in fields(model)):
@@ -343,8 +346,8 @@ def test_a_status_of_a_later_release_can_be_read() -> None:
     assert not JobStatus.read({"conditions": [unknown]}).holds(ConditionType.RUNNING)
 
 
-def test_impossible_content_of_a_status_is_dropped() -> None:
-    """The operator would not see a job whose status it cannot read, and its pods would run
+def test_invalid_content_of_a_status_is_dropped() -> None:
+    """If the operator could not read a job's status, it would ignore the job, whose pods would run
     forever.
     """
     good = {"type": "Running", "status": "True", "reason": "A", "message": "", "lastTransitionTime": TIME}
@@ -380,8 +383,8 @@ SCHEMA_WORDS = {
 
 
 def test_the_schema_has_only_keywords_that_the_api_server_knows() -> None:
-    """A comma in YAML's flow style ends a description, and the text after it becomes keys of the
-    schema.
+    """In YAML's flow style, a comma ends a description, and the text after the comma becomes keys
+    of the schema.
     """
 
     def unknown(schema: Mapping[str, Any], path: str) -> Iterator[str]:
@@ -405,7 +408,7 @@ def test_kubectl_get_all_shows_no_jobs() -> None:
     assert not load_crd()["spec"]["names"].get("categories")
 
 
-def test_columns_and_subresources_point_at_fields() -> None:
+def test_columns_and_subresources_refer_to_existing_fields() -> None:
     version = load_crd()["spec"]["versions"][0]
     paths = [c["jsonPath"] for c in version["additionalPrinterColumns"]] + list(
         version["subresources"]["scale"].values()
@@ -419,8 +422,10 @@ def test_columns_and_subresources_point_at_fields() -> None:
 
 
 @pytest.mark.slow
-def test_a_wheel_contains_the_definition(tmp_path: Path) -> None:
-    """The file is a link to the chart's file in the checkout, but a wheel needs the file."""
+def test_a_wheel_contains_the_crd(tmp_path: Path) -> None:
+    """In the checkout, the file is a link to the chart's file, but a wheel needs the file
+    itself.
+    """
     source = tmp_path / "source"  # setuptools leaves its build folder next to pyproject.toml
     for part in ("operator", "runtime", "trainer", "charts"):
         shutil.copytree(ROOT / part, source / part, symlinks=True)
@@ -438,7 +443,7 @@ def test_a_wheel_contains_the_definition(tmp_path: Path) -> None:
 # --- large jobs, and upgrades -----------------------------------------------------------------------------------
 
 
-def test_equal_slots_of_a_large_job_are_written_as_one() -> None:
+def test_consecutive_equal_slots_of_a_large_job_are_written_as_one_entry() -> None:
     spec = JobSpec.read({"image": "a"})
     running = [Slot(state=SlotState.RUNNING, node=f"node-{i}") for i in range(1024)]
     running[7] = replace(running[7], attempt=3)
@@ -469,7 +474,7 @@ STORED = json.loads(
 
 
 def test_a_new_default_in_the_crd_does_not_restart_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The upgrade is from this release to a later one, and back."""
+    """The job is upgraded from this release to a later one, and back."""
     stored = JobSpec.read(STORED).template_hash
     later = deepcopy(schema_of("spec"))
     queue = {"type": "object", "default": {}, "properties": {"depth": {"type": "integer", "default": 3}}}
@@ -484,7 +489,7 @@ def test_a_new_default_in_the_crd_does_not_restart_jobs(monkeypatch: pytest.Monk
     }
     read = apply_defaults(STORED, later)
     assert read["fabric"] == {"policy": "Isolated", "queue": {"depth": 3}} and read["storage"]["data"]["split"] is False
-    assert JobSpec.read(read).template_hash == stored, "an earlier operator does not know the fields"
+    assert JobSpec.read(read).template_hash == stored, "an earlier operator ignores the fields"
     with monkeypatch.context() as patched:
         patched.setattr(job_spec, "schema_of", lambda path: later if path == "spec" else schema_of(path))
         assert job_spec._template_hash(read, "Standard") == stored
@@ -506,9 +511,9 @@ def _functions_of_fields(kind: Any, seen: set[Any]) -> Iterator[Any]:
             yield from _functions_of_fields(part, seen)
 
 
-def test_functions_that_pydantic_calls_have_the_same_signature_in_every_python() -> None:
-    """Python 3.12.3 reports that an itemgetter takes any arguments, and pydantic refuses to import
-    such a class.
+def test_functions_that_pydantic_calls_have_one_signature_in_all_python_versions() -> None:
+    """Python 3.12.3 reports that an itemgetter takes any arguments, and pydantic then raises an
+    error at import.
     """
     found = [*_functions_of_fields(JobSpec, set()), *_functions_of_fields(JobStatus, set())]
     validators = [each for each in found if each is not str]

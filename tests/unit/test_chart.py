@@ -1,6 +1,4 @@
-"""The chart as Helm renders it, without a cluster: labels, monitoring, and the notes after the
-installation.
-"""
+"""The chart as Helm renders it, without a cluster: its objects, values and notes."""
 
 from __future__ import annotations
 
@@ -23,8 +21,8 @@ from ddpjob.controller.operator_settings import Settings, SettingsError
 
 CHART = Path(__file__).parents[2] / "charts" / "ddpjob-operator"
 BUILT = sorted(Path("~/.cache/ddpjob/cluster/bin").expanduser().glob("*/helm"))
-HELM = shutil.which("helm") or next(map(str, BUILT), None)  # the test cluster's Helm, if it was built
-needs_helm = pytest.mark.skipif(HELM is None, reason="no helm on PATH, and the test cluster's is not built")
+HELM = shutil.which("helm") or next(map(str, BUILT), None)  # the test cluster's Helm, if it has been built
+needs_helm = pytest.mark.skipif(HELM is None, reason="helm is not on PATH, and the test cluster's has not been built")
 MONITORING = ",".join(
     f"metrics.{name}.enabled=true" for name in ("serviceMonitor", "podMonitor", "rules", "dashboards")
 )
@@ -36,7 +34,7 @@ def helm(*words: str) -> str:
 
 
 def template(*words: str) -> str:
-    """Render the chart with its own values, except for the values in `words`."""
+    """Render the chart with its default values, except for the values in `words`."""
     given = [str(HELM), "template", "mine", str(CHART), "--namespace", "ml", *words]
     return subprocess.run(given, capture_output=True, text=True, check=True).stdout
 
@@ -56,14 +54,14 @@ def test_every_object_has_the_recommended_labels() -> None:
 
 @needs_helm
 @pytest.mark.parametrize("release", ["2.x", "team.a", "mine-operator", "a" * 53])
-def test_every_release_name_that_helm_accepts_gives_valid_service_names(release: str) -> None:
+def test_service_names_are_valid_for_every_release_name_that_helm_accepts(release: str) -> None:
     rendered = helm("template", release, str(CHART), "--set", f"dashboard.enabled=true,{MONITORING}")
     services = [o["metadata"]["name"] for o in yaml.safe_load_all(rendered) if o and o["kind"] == "Service"]
     assert len(services) == 2 and all(re.fullmatch("[a-z]([-a-z0-9]{0,61}[a-z0-9])?", name) for name in services)
 
 
 @needs_helm
-def test_a_users_pod_cannot_add_others_series_to_prometheus() -> None:
+def test_only_ddpjobs_own_series_are_scraped_from_users_pods() -> None:
     rendered = yaml.safe_load_all(helm("template", "mine", str(CHART), "--set", MONITORING))
     (monitor,) = [body for body in rendered if body and body["kind"] == "PodMonitor"]
     names = ("ddpjob_train_loss", "ddpjob_members", "ddpjob_job_failed", "kube_pod_info", "node_load1", "ALERTS")
@@ -87,11 +85,9 @@ def test_the_notes_of_an_installation_work_without_the_checkout() -> None:
 
 @needs_helm
 @pytest.mark.parametrize("before", ["0.0.1", "", None])
-def test_the_notes_of_an_upgrade_ask_for_the_definition_if_the_chart_changed(
-    before: str | None, tmp_path: Path
-) -> None:
-    """Helm sets the condition for a release in a cluster. Here the test sets it, and the label of
-    the previous chart. None stands for a change of values alone.
+def test_the_notes_of_an_upgrade_ask_to_apply_the_crd_if_the_chart_changed(before: str | None, tmp_path: Path) -> None:
+    """The notes depend on the label of the previous chart in the cluster, which this test sets.
+    None means that only the values change.
     """
     version = yaml.safe_load((CHART / "Chart.yaml").read_text())["version"] if before is None else before
     previous = (
@@ -107,7 +103,7 @@ def test_the_notes_of_an_upgrade_ask_for_the_definition_if_the_chart_changed(
     assert "rollout status deployment/mine-operator" in notes and "Run a job" not in notes
 
 
-def test_the_charts_metadata_matches_the_definition() -> None:
+def test_the_charts_metadata_matches_the_crd() -> None:
     """Artifact Hub shows these annotations."""
     notes = yaml.safe_load((CHART / "Chart.yaml").read_text())["annotations"]
     [shown] = yaml.safe_load(notes["artifacthub.io/crds"])
@@ -120,7 +116,7 @@ def test_the_charts_metadata_matches_the_definition() -> None:
 
 
 @needs_helm
-def test_the_definition_can_be_taken_from_the_chart() -> None:
+def test_the_crd_can_be_extracted_from_the_chart() -> None:
     shown = subprocess.run([str(HELM), "show", "crds", str(CHART)], capture_output=True, text=True, check=True).stdout
     assert yaml.safe_load(shown)["metadata"]["name"] == "ddpjobs.ddpjob.io"
 
@@ -166,7 +162,7 @@ def chosen(path: str) -> Any:
     return found
 
 
-def test_every_value_of_the_chart_is_tried_with_one_that_is_not_its_default() -> None:
+def test_every_value_of_the_chart_is_tested_with_a_value_that_is_not_its_default() -> None:
     """A new value of the chart needs a line in chart_values.yaml."""
     assert [path for path in DEFAULTS if path not in ALONE and chosen(path) in (None, DEFAULTS[path])] == []
 
@@ -188,12 +184,12 @@ def test_every_value_of_the_chart_has_an_effect() -> None:
         base, value = ((), ALONE[path]) if path in ALONE else (every, default)
         if outcome(*base, "--set-json", f"{path}={json.dumps(value)}") == usual[base]:
             idle.append(path)
-    assert idle == ["key.existingSecret"], "`outcome` sets the key, because no cluster can be seen"
+    assert idle == ["key.existingSecret"], "`outcome` must set the key, because Helm sees no cluster here"
 
 
 @needs_helm
-def test_a_list_or_map_without_a_value_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An example is `jobClasses:` with all classes below it commented out."""
+def test_a_list_or_map_without_a_value_counts_as_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This happens if, for example, all classes below `jobClasses:` are commented out."""
     nothing = ",".join(f"{name}=null" for name in LISTS_AND_MAPS)
     rendered = yaml.safe_load_all(
         template("--set", f"key.existingSecret=given,dashboard.enabled=true,{MONITORING},{nothing}")
@@ -210,7 +206,7 @@ def test_a_list_or_map_without_a_value_is_empty(monkeypatch: pytest.MonkeyPatch)
 
 
 @needs_helm
-def test_a_class_arrives_unchanged() -> None:
+def test_a_class_in_the_values_reaches_the_operator_unchanged() -> None:
     """The kubelet expands variables in the operator's environment. $$(RANK) is an escaped variable
     for the jobs' pods.
     """
@@ -236,8 +232,8 @@ def test_a_class_arrives_unchanged() -> None:
              "metrics.podMonitor", "metrics.podMonitor.interval", "metrics.serviceMonitor.interval", "queues",
              "networkPolicy", "rbac"],
 )  # fmt: skip
-def test_any_other_missing_value_is_reported(name: str) -> None:
-    """Otherwise `replicas:` would mean no replica, and `apiServerPorts:` all ports."""
+def test_a_missing_value_that_is_not_a_list_or_map_is_reported(name: str) -> None:
+    """Otherwise, `replicas:` would mean no replicas, and `apiServerPorts:` would mean all ports."""
     with pytest.raises(subprocess.CalledProcessError) as refused:
         template("--set", f"key.existingSecret=given,{name}=null")
     assert f"missing property '{name.rpartition('.')[2]}'" in refused.value.stderr
@@ -271,7 +267,7 @@ def test_conflicting_values_are_reported(values: str, words: str) -> None:
     "key", [f"{'node.kubernetes.io/'[:n]}{end}" for n in range(1, 20) for end in ("", "*")]
     + ["node.kubernetes.io/unschedulable", "nodes", "node-health*", "node.kubernetes.iox/gpu", "*"],
 )  # fmt: skip
-def test_the_chart_accepts_the_taints_that_the_operator_accepts(key: str) -> None:
+def test_the_chart_accepts_exactly_the_taints_that_the_operator_accepts(key: str) -> None:
     """Otherwise the operator would crash because of a name that `helm upgrade` has accepted."""
     signals = json.loads((CHART / "values.schema.json").read_text())["properties"]["nodeHealth"]["properties"]
     schema = signals["taints"]["items"]
@@ -291,8 +287,10 @@ def test_the_operators_image_has_a_name_that_the_kubelet_accepts(repository: str
     assert bool(re.search(schema["pattern"], repository)) is taken
 
 
-def test_the_chart_takes_the_fields_that_a_class_may_set() -> None:
-    """Otherwise the operator would not start because of a typo that `helm upgrade` has accepted."""
+def test_the_chart_accepts_only_fields_that_a_class_may_set() -> None:
+    """Otherwise, the operator could not start because of a typo that `helm upgrade` has
+    accepted.
+    """
     classes = json.loads((CHART / "values.schema.json").read_text())["properties"]["jobClasses"]
     schema = classes["additionalProperties"]["properties"]
 
@@ -329,7 +327,7 @@ def test_values_too_large_for_the_operators_environment_are_reported(values: Any
 
 @needs_helm
 @pytest.mark.parametrize(("interval", "taken"), [("1m30s", True), ("500ms", True), ("1s1m", False), ("0s", False)])
-def test_an_interval_is_a_duration_of_prometheus(interval: str, taken: bool) -> None:
+def test_an_interval_must_be_a_prometheus_duration(interval: str, taken: bool) -> None:
     words = f"key.existingSecret=given,metrics.serviceMonitor.enabled=true,metrics.serviceMonitor.interval={interval}"
     if taken:
         assert f"interval: {interval}," in template("--set", words)
@@ -353,9 +351,9 @@ def test_an_interval_is_a_duration_of_prometheus(interval: str, taken: bool) -> 
         ({"ipBlock": {"cidr": "fd00::/8", "except": ["fd00:1::/32"]}}, ""),
     ],
 )
-def test_a_faulty_peer_is_reported(value: str, peer: Any, words: str) -> None:
-    """Otherwise the API server would refuse each job's policy and leave the job open, or drop the
-    field and admit all.
+def test_a_faulty_network_policy_peer_is_reported(value: str, peer: Any, words: str) -> None:
+    """Otherwise, the API server would refuse each job's policy and leave the job unprotected, or
+    drop the field and admit all peers.
     """
     given = ("--set", "key.existingSecret=given,dashboard.enabled=true", "--set-json", f"{value}={json.dumps([peer])}")
     if not words:
@@ -367,7 +365,7 @@ def test_a_faulty_peer_is_reported(value: str, peer: Any, words: str) -> None:
 
 
 @needs_helm
-def test_a_name_that_looks_like_a_number_stays_text() -> None:
+def test_a_name_that_looks_like_a_number_stays_a_string() -> None:
     """A namespace may be called 2026, but the API server refuses an object whose namespace is a
     number.
     """
@@ -392,7 +390,7 @@ def test_a_name_that_looks_like_a_number_stays_text() -> None:
         return own + [found for value in body.values() for found in numbers(value)]
 
     assert numbers(list(yaml.safe_load_all(rendered))) == []
-    assert all(f'"{2000 + number}"' in rendered for number in range(len(names))), "each is rendered"
+    assert all(f'"{2000 + number}"' in rendered for number in range(len(names))), "each value is rendered"
     assert 'namespace: "2026"' in rendered and 'namespace: "2027"' in rendered
 
 
@@ -400,7 +398,7 @@ def test_a_name_that_looks_like_a_number_stays_text() -> None:
 def test_the_dashboard_has_no_rights() -> None:
     found = dashboard()
     assert found.keys() == {"ServiceAccount", "Service", "NetworkPolicy", "Deployment"}, (
-        "no Role, no binding, no Secret"
+        "there is no Role, binding or Secret"
     )
     pod = found["Deployment"]["spec"]["template"]["spec"]
     assert pod["automountServiceAccountToken"] is False is found["ServiceAccount"]["automountServiceAccountToken"]
@@ -439,7 +437,7 @@ def test_the_dashboard_admits_the_peers_that_the_values_name() -> None:
 
 
 @needs_helm
-def test_every_value_of_the_dashboard_arrives() -> None:
+def test_every_value_of_the_dashboard_has_an_effect() -> None:
     values = "dashboard.hosts={jobs.example.com},dashboard.namespaces={two,three},dashboard.tlsSecret=pages"
     found = dashboard("--set", values)
     pod = found["Deployment"]["spec"]["template"]["spec"]
@@ -461,14 +459,14 @@ def test_every_value_of_the_dashboard_arrives() -> None:
     assert "port-forward service/mine-operator-dashboard 8300:http\n" in notes
 
 
-def test_the_oldest_kubernetes_that_the_chart_names_is_the_one_that_is_tested() -> None:
+def test_the_oldest_kubernetes_that_the_chart_supports_is_tested() -> None:
     """The version matches DDPJOB_CLUSTER_KUBERNETES=oldest."""
     named = yaml.safe_load((CHART / "Chart.yaml").read_text())["kubeVersion"].removeprefix(">=").split(".")[:2]
     pins = (CHART.parents[1] / "tests" / "cluster" / "oldest" / "go.mod").read_text()
     assert f"require k8s.io/kubernetes v{'.'.join(named)}." in pins
 
 
-def test_no_page_upgrades_without_the_values_of_the_new_chart() -> None:
+def test_no_page_recommends_an_upgrade_with_reuse_values() -> None:
     """--reuse-values leaves out values that the previous chart did not have."""
     root = CHART.parents[1]
     pages = [*root.glob("*.md"), *root.glob("docs/**/*.md"), *CHART.glob("*.md"), CHART / "templates" / "NOTES.txt"]
@@ -478,7 +476,7 @@ def test_no_page_upgrades_without_the_values_of_the_new_chart() -> None:
 @needs_helm
 @pytest.mark.parametrize("delete", [None, False, True])
 @pytest.mark.parametrize(("values", "kind"), [("queues.kueue=true", "ClusterRole"), ("watchNamespaces={one}", "Role")])
-def test_the_operator_may_delete_config_maps_only_if_the_values_say_so(
+def test_the_operator_may_delete_config_maps_only_if_the_values_allow_it(
     values: str, kind: str, delete: bool | None
 ) -> None:
     """OpenShift's OwnerReferencesPermissionEnforcement requires that right from every client that
@@ -494,7 +492,7 @@ def test_the_operator_may_delete_config_maps_only_if_the_values_say_so(
 @needs_helm
 @pytest.mark.parametrize(("name", "group"), [("kueue", "kueue.x-k8s.io"), ("volcano", "scheduling.volcano.sh")])
 @pytest.mark.parametrize("wanted", [True, False])
-def test_a_role_grants_access_to_queues_only_if_the_values_say_so(name: str, group: str, wanted: bool) -> None:
+def test_a_role_grants_access_to_queues_only_if_the_values_allow_it(name: str, group: str, wanted: bool) -> None:
     """A namespace administrator may not create a Role with rights that they do not hold."""
     values = f"key.existingSecret=given,watchNamespaces={{one}},queues.{name}={str(wanted).lower()}"
     rendered = yaml.safe_load_all(template("--set", values))
@@ -529,7 +527,7 @@ def test_only_the_metrics_peers_can_connect_to_the_operators_pods() -> None:
 
 
 @needs_helm
-def test_the_security_page_has_every_right_to_write() -> None:
+def test_the_security_page_lists_every_write_permission() -> None:
     text = (
         (CHART.parents[1] / "SECURITY.md").read_text().partition("### A compromised operator")[2].partition("RBAC")[0]
     )
@@ -549,7 +547,7 @@ DIGEST = f"sha256:{'0123456789abcdef' * 4}"
 
 
 @needs_helm
-def test_the_chart_of_a_release_uses_the_image_of_its_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_chart_of_a_release_refers_to_its_image_by_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{Path(str(HELM)).parent}:/usr/bin:/bin")
     PACKAGE(DIGEST, tmp_path)
     [packed] = tmp_path.glob("ddpjob-operator-*.tgz")
@@ -567,7 +565,7 @@ def test_the_chart_of_a_release_uses_the_image_of_its_digest(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("digest", ["", "sha256:12", f"{DIGEST}\n", DIGEST.upper()])
-def test_a_string_that_is_not_a_digest_is_not_packaged(digest: str, tmp_path: Path) -> None:
+def test_a_chart_is_not_packaged_with_an_invalid_digest(digest: str, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="not the digest of an image; write sha256: and 64 hexadecimal digits"):
         PACKAGE(digest, tmp_path)
     assert not list(tmp_path.iterdir())
@@ -604,7 +602,7 @@ def test_common_labels_are_on_every_object_and_pod(tmp_path: Path) -> None:
 
 
 @needs_helm
-def test_values_of_pods_reach_both_deployments(tmp_path: Path) -> None:
+def test_pod_values_apply_to_both_deployments(tmp_path: Path) -> None:
     """Additions to the security contexts keep the rest, so that the Pod Security Standard is
     still met.
     """

@@ -1,4 +1,4 @@
-"""The Dockerfile as Docker reads it. tests/cluster/test_images.py checks the contents of the
+"""The Dockerfile, parsed as Docker does. tests/cluster/test_images.py checks the contents of the
 images.
 """
 
@@ -15,9 +15,9 @@ STAGES = {
 INSTALLS = re.findall(r"pip (?:\S+ )*?install [^&;\n]*", DOCKERFILE)
 
 
-def test_images_install_by_hash_and_build_only_the_project() -> None:
-    """The exception is torch from an index of the builder's choice, whose files no lock file can
-    know.
+def test_images_install_packages_by_hash_and_build_only_the_project() -> None:
+    """The exception is torch from an index that the builder chooses, because no lock file can
+    contain its hashes.
     """
     from_an_index = [install for install in INSTALLS if "--no-index" not in install]
     own_index = [install for install in from_an_index if "--index-url" in install]
@@ -33,14 +33,14 @@ def test_images_install_by_hash_and_build_only_the_project() -> None:
     assert all("--no-build-isolation" in wheel for wheel in re.findall(r"pip wheel [^&;\n]*", DOCKERFILE))
 
 
-def test_the_base_image_is_named_where_dependabot_looks() -> None:
+def test_the_base_image_is_named_where_dependabot_finds_it() -> None:
     """Dependabot reads FROM lines and does not resolve ARG in them."""
     assert re.match(r"\S+:\S+ AS base\n", STAGES["base"]) and "ARG BASE_IMAGE=base\n" in DOCKERFILE
     assert {stage.partition(" ")[0] for name, stage in STAGES.items() if name != "base"} == {"${BASE_IMAGE}"}
 
 
-def test_no_download_of_pip_remains_in_an_image() -> None:
-    """The tests' own builds mount a folder over pip's cache, so they cannot see it."""
+def test_no_downloads_of_pip_remain_in_an_image() -> None:
+    """The tests' own builds mount a folder over pip's cache, so they would not notice leftovers."""
     for name in ("operator", "trainer"):
         setting = re.search(r"^ARG PIP_NO_CACHE_DIR=1$", STAGES[name], flags=re.MULTILINE)
         for install in re.finditer(r"pip install [^&\n]*", STAGES[name]):

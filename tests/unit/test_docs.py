@@ -1,8 +1,7 @@
 """The documentation agrees with the code.
 
-The reference matches the CRD and the chart's page its values. Every reason that the operator writes
-is explained. Links
-have targets, and the paths, make targets and tests that a page names exist.
+Generated pages are up to date, every reason that the operator writes is explained, links have
+targets, and the paths, make targets and tests that a page names exist.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ TRAINER = runpy.run_path(str(ROOT / "docs" / "generate_trainer.py"))
 CHART = runpy.run_path(str(ROOT / "docs" / "generate_chart_readme.py"))
 
 CAMEL = re.compile(r"[A-Z][a-z]+(?:[A-Z][a-z]+)*|OOMKilled")
-# CamelCase words of core/ that are not reasons of the operator, but of Kubernetes, the coordinator
-# or the API.
+# CamelCase words in core/ that are not the operator's reasons, but belong to Kubernetes, the
+# coordinator or the API.
 OTHER_WORDS = {
     *("PreemptionByScheduler", "TerminationByKubelet", "DeletionByTaintManager"),
     *("NodeShutdown", "Shutdown", "Terminated", "Preempting"),
@@ -41,7 +40,7 @@ OTHER_WORDS = {
 
 
 def words_of_core() -> set[str]:
-    """Return every CamelCase string of the decisions, in any call."""
+    """Return every CamelCase string in the code of core/."""
     trees = [ast.parse(path.read_text()) for path in CORE.rglob("*.py")]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     return {
@@ -66,7 +65,7 @@ def test_the_page_of_the_command_line_is_up_to_date() -> None:
     assert CLI["PAGE"].read_text() == CLI["render"](), "run: python docs/generate_cli.py"
 
 
-def test_the_page_of_the_command_line_has_the_defaults_of_the_help() -> None:
+def test_the_page_of_the_command_line_has_the_same_defaults_as_the_help() -> None:
     from ddpjob.cli.main import root
 
     sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", CLI["PAGE"].read_text(), flags=re.MULTILINE | re.DOTALL))
@@ -110,7 +109,7 @@ def documented_commands(text: str) -> set[str]:
     return {match[1] for match in found if match}
 
 
-def test_documented_commands_are_found() -> None:
+def test_the_search_for_documented_commands_finds_them() -> None:
     text = "`ddpjob get` and\n```\nddpjob logs x   # y\n$ kubectl ddp why x\nabout ddpjob nothing\n```\n"
     assert documented_commands(text) == {"get", "logs", "why"}
 
@@ -122,7 +121,7 @@ def test_documented_commands_exist(page: Path) -> None:
     from ddpjob.cli.main import root
 
     unknown = documented_commands(page.read_text()) - set(root.commands)
-    assert unknown == set(), f"{page.name} names commands that `ddpjob --help` does not; correct the page"
+    assert unknown == set(), f"{page.name} names commands that `ddpjob --help` does not list; correct the page"
 
 
 def test_the_charts_page_is_up_to_date() -> None:
@@ -130,7 +129,7 @@ def test_the_charts_page_is_up_to_date() -> None:
     assert CHART["PAGE"].read_text() == made, "run: python docs/generate_chart_readme.py"
 
 
-def test_the_charts_page_has_a_row_for_every_value_and_its_comment() -> None:
+def test_the_charts_page_has_a_row_with_a_comment_for_every_value() -> None:
     values = "# What a is.\na: 1\n\n# Of b.\nb:\n  # Of c, in\n  # two lines.\n  c: [x]\n  d: {}\n"
     page = "before\n<!-- values: begin -->\nold\n<!-- values: end -->\nafter\n"
     rows = [
@@ -165,7 +164,7 @@ def test_the_reference_page_has_a_row_for_every_field_and_default() -> None:
     assert sum(bool(row[2].strip()) for row in rows) == defaults > 10
 
 
-def test_the_definition_names_every_condition() -> None:
+def test_the_crd_names_every_condition() -> None:
     from ddpjob.api.job_status import ConditionType
 
     [version] = yaml.safe_load(REFERENCE["CRD"].read_text())["spec"]["versions"]
@@ -175,7 +174,7 @@ def test_the_definition_names_every_condition() -> None:
     assert silent == set(), "name these in the description of status.conditions in the CRD"
 
 
-def test_rules_on_the_reference_page_stand_under_the_field_that_they_are_about() -> None:
+def test_rules_on_the_reference_page_are_listed_under_their_field() -> None:
     sections = re.findall(r"^## (\S+)\n\n(.*?)(?=^##)", REFERENCE["PAGE"].read_text(), flags=re.MULTILINE | re.DOTALL)
     rules = {title: re.findall(r"^- (.*)$", text, flags=re.MULTILINE) for title, text in sections}
     assert len(rules["metadata.name"]) == 2
@@ -192,8 +191,8 @@ def test_exactly_the_reasons_in_core_are_explained() -> None:
     assert OTHER_WORDS - in_core == set(), "remove these from OTHER_WORDS: they are not in core"
 
 
-def test_no_deletion_of_several_kinds_names_one_that_a_cluster_may_lack() -> None:
-    """Otherwise kubectl deletes nothing, because it does not know that resource type."""
+def test_no_documented_deletion_of_many_kinds_includes_an_optional_one() -> None:
+    """If a cluster lacks one of the kinds, kubectl deletes nothing."""
     everywhere = {"pods", "services", "secrets", "configmaps", "pdb", "networkpolicies"}
     lists = re.findall(r"kubectl delete (\w+(?:,\w+)+)", "".join(page.read_text() for page in pages()))
     assert lists
@@ -205,7 +204,7 @@ def test_kueues_workloads_are_named_with_their_group() -> None:
     assert [page.name for page in pages() if re.search(r"kubectl get workloads(?!\.)", page.read_text())] == []
 
 
-def test_the_exit_codes_that_a_command_may_use_are_all_the_launchers() -> None:
+def test_the_page_states_the_range_of_the_launchers_exit_codes() -> None:
     from ddpjob_runtime import protocol
 
     own = {code for name, code in vars(protocol).items() if name.startswith("EXIT_") and code}
@@ -238,8 +237,8 @@ def test_the_readme_and_the_site_are_short_enough_to_be_read() -> None:
     words = {page.relative_to(ROOT).as_posix(): count_words(page.read_text()) for page in written}
     longest = sorted(words.items(), key=lambda each: -each[1])[:5]
     assert sum(words.values()) <= SITE_WORDS, (
-        f"docs/ has {sum(words.values())} words, at most {SITE_WORDS}: a new text pays for itself. Say once what two "
-        f"pages say, link to it, and shorten first what is longest: {longest}"
+        f"docs/ has {sum(words.values())} words, at most {SITE_WORDS}: remove as many words as you add. Write once "
+        f"what two pages repeat, link to it, and shorten the longest pages first: {longest}"
     )
 
 
@@ -250,21 +249,21 @@ def test_words_are_counted_without_generated_parts() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Make anchors from headings as GitHub does."""
+    """Return the anchors of a page's headings, as GitHub builds them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_and_pictures_have_targets(page: Path) -> None:
+def test_links_and_pictures_have_existing_targets(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if re.match(r"https?://", target):
             continue
         path, _, anchor = target.partition("#")
         linked = (page.parent / path).resolve() if path else page
-        assert linked.exists(), f"{page}: {target} leads to no file; correct the link"
+        assert linked.exists(), f"{page}: {target} has no target file; correct the link"
         heading = not anchor or anchor in anchors(linked)
-        assert heading, f"{page}: {target} leads to no heading of {linked.name}; correct the link"
+        assert heading, f"{page}: {target} is not a heading of {linked.name}; correct the link"
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
@@ -277,7 +276,7 @@ def test_the_rows_of_a_table_have_as_many_cells_as_its_head(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
-def test_manifests_and_make_targets_in_the_pages_are_valid(page: Path, tmp_path: Path) -> None:
+def test_manifests_and_make_targets_on_the_pages_are_valid(page: Path, tmp_path: Path) -> None:
     from ddpjob.client.manifests.manifest_sources import read_job
 
     text = page.read_text()
@@ -300,7 +299,7 @@ def test_examples_are_accepted_by_the_definition_and_the_trainer(example: Path) 
     if spec.get("module") == "ddpjob_trainer":
         read_settings(spec["args"])
         if "digits" in spec["args"]:
-            assert spec["gpusPerNode"] == 0, "they need no GPU, and a cluster for trials may have none"
+            assert spec["gpusPerNode"] == 0, "these examples need no GPU, because a trial cluster may have none"
 
 
 def test_the_tests_named_on_the_trainers_page_exist() -> None:
@@ -368,8 +367,8 @@ def test_every_decision_record_is_named_by_the_code_that_it_explains() -> None:
     assert named - records == set(), "modules name these records, which do not exist; correct the numbers"
 
 
-# A path below one of the repository's folders, or a file next to them: in Markdown code, in the
-# map, or in prose.
+# A path below one of the repository's folders, or of a file next to these folders, in Markdown
+# code, in the map, or in prose.
 NAMED_PATH = re.compile(
     r"(?:`|^|\s)((?:\.github|benchmarks|charts|docs|examples|operator|runtime|scripts|tests|trainer)/[\w./-]*"
     r"|[A-Z]+\.md|pyproject\.toml|Makefile|Dockerfile)(?=[`\s:,;.)]|$)",
@@ -388,7 +387,7 @@ def test_every_path_that_the_pages_for_contributors_name_exists(page: Path) -> N
     assert gone == [], f"{page.name} names paths that do not exist; correct the page"
 
 
-def test_named_paths_are_found_in_all_forms() -> None:
+def test_paths_on_a_page_are_found_in_all_forms() -> None:
     text = "`docs/none.md`: (`tests/no/`)\noperator/none/   a room   trainer/none/\nsee tests/none.py.\nREADME.md"
     assert named_paths(text) == {
         *("docs/none.md", "tests/no", "operator/none", "trainer/none", "tests/none.py", "README.md"),

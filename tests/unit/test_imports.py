@@ -1,5 +1,5 @@
-"""No module imports itself through others, not even lazily or for types. A missing package is
-reported by its name.
+"""There are no import cycles, not even through lazy imports or imports for types. A missing package
+is reported by its name.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def test_there_is_no_import_cycle(package: str) -> None:
     order(package)
 
 
-def test_a_planted_cycle_is_found() -> None:
+def test_a_deliberate_cycle_is_found() -> None:
     with pytest.raises(CycleError):
         order("ddpjob", ("ddpjob.core.world", "ddpjob.core.decide"))
 
@@ -46,7 +46,7 @@ def completed_later(root: Path) -> list[str]:
     return [line for line in lines if re.search(r"\bself\.\w+\.\w+(?:: [^=]+)? = ", line)]
 
 
-def test_objects_are_complete_before_they_are_passed_on(tmp_path: Path) -> None:
+def test_objects_are_complete_before_they_are_passed_to_others(tmp_path: Path) -> None:
     assert completed_later(Path(__file__).parents[2]) == [], "pass it to the object's constructor"
     (tmp_path / "operator/ddpjob/controller").mkdir(parents=True)
     (tmp_path / "operator/ddpjob/controller/main.py").write_text("self.watch = self.cluster.watch = Watch()\n")

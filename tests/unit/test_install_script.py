@@ -1,4 +1,4 @@
-"""scripts/install.py: pip's settings also apply to uv, and pip does what uv cannot."""
+"""scripts/install.py: pip's settings also apply to uv, and pip replaces uv if uv fails."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ find-links = /wheels /more
 """
 
 
-def test_pips_index_is_used_by_uv(tmp_path: Path) -> None:
+def test_uv_uses_the_package_index_of_pips_settings(tmp_path: Path) -> None:
     (tmp_path / "pip.conf").write_text(PIP_CONF)
     bare = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
 

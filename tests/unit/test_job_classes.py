@@ -1,5 +1,5 @@
-"""Job classes: what a class may set, what a job gets from it, how lists merge, and which jobs are
-refused.
+"""Job classes: the fields that a class may set, the values that a job gets, how lists merge, and
+which jobs are refused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def body_of(spec: Json, labels: dict[str, str] | None = None) -> Json:
 
 
 def taken(spec: Json, given: Json, labels: dict[str, str] | None = None) -> DDPJob:
-    """Return the job as it is read after it has taken the class."""
+    """Return the job as it is read after its class has been recorded."""
     body = body_of(spec, labels)
     offered = JobClasses.read({"c": given}).offer(DDPJob.read(body)).job_class
     assert offered is not None
@@ -46,7 +46,7 @@ def problems_of(spec: Json, given: Json, labels: dict[str, str] | None = None) -
 
 
 @pytest.mark.parametrize("path", CLASS_FIELDS)
-def test_fields_that_a_class_may_set_have_no_default_that_looks_like_a_jobs_value(path: str) -> None:
+def test_defaults_of_fields_that_a_class_may_set_are_absent_or_empty(path: str) -> None:
     assert schema_of(f"spec.{path}").get("default", {}) == {}
 
 
@@ -89,12 +89,12 @@ def test_a_faulty_class_is_reported_at_the_operators_start(given: Any, says: str
 
 
 @pytest.mark.parametrize("wrong", ["{", "[]", '{"A/b": {}}', json.dumps({f"c{n}": {} for n in range(101)})])
-def test_wrong_settings_are_reported(wrong: str) -> None:
+def test_invalid_settings_of_classes_are_reported(wrong: str) -> None:
     with pytest.raises(SettingsError, match="DDPJOB_OPERATOR_CLASSES"):
         Settings.from_environment(KEY | {"DDPJOB_OPERATOR_CLASSES": wrong})
 
 
-def test_the_operator_reads_classes_and_a_namespace_sees_its_own() -> None:
+def test_a_namespace_sees_only_the_classes_that_it_may_use() -> None:
     given = {"a": {"namespaces": ["vision"]}, "b": {}, "c": {"namespaces": ["speech"]}, "d": {"namespaces": []}}
     settings = Settings.from_environment(KEY | {"DDPJOB_OPERATOR_CLASSES": json.dumps(given)})
     offer = settings.classes.offer(DDPJob.read(body_of({"image": "i"})))
@@ -110,7 +110,7 @@ def test_a_null_counts_as_an_absent_field() -> None:
     assert read == JobClasses.read({"a": {"spec": {"image": "i"}}})
 
 
-def test_the_jobs_own_value_counts_and_the_class_fills_absent_fields() -> None:
+def test_the_jobs_own_value_takes_precedence_and_the_class_fills_absent_fields() -> None:
     given = {"spec": {"image": "theirs", "workingDir": "/theirs", "scheduling": {"priorityClassName": "high"}}}
     job = taken({"image": "mine", "scheduling": {"onePodPerNode": False}}, given)
     assert (job.spec.image, job.spec.working_dir) == ("mine", "/theirs")
@@ -128,7 +128,7 @@ def test_fields_that_the_api_server_adds_do_not_count_as_the_jobs_own() -> None:
     assert job.spec.resources["limits"] == {"memory": "1Gi"} and job.spec.preflight is not None
 
 
-def test_lists_merge_by_name() -> None:
+def test_lists_of_class_and_job_merge_by_name() -> None:
     own = {
         "env": [{"name": "B", "value": "mine"}, {"name": "C", "value": "mine"}],
         "imagePullSecrets": [{"name": "mine"}],
@@ -209,13 +209,13 @@ def test_the_queue_of_the_class_applies_to_jobs_without_a_label() -> None:
     assert taken({}, {**given, "fixed": ["queue"]}, label).queue == "gpus"
 
 
-def test_a_class_that_a_job_has_not_taken_changes_nothing() -> None:
+def test_a_class_that_is_not_recorded_in_the_job_has_no_effect() -> None:
     job = taken({"image": "mine"}, {"spec": {"workingDir": "/theirs"}})
     body = body_of({"image": "mine", "className": "other"})
     assert DDPJob.read({**body, "status": job.status.write(job.spec)}).spec.working_dir is None
 
 
-def test_equal_classes_have_equal_marks_and_different_ones_different_marks() -> None:
+def test_only_equal_classes_have_the_same_hash() -> None:
     first, again, other = (
         JobClasses.read({"c": {"spec": {"image": image}, "namespaces": spaces}}).classes["c"].mark
         for image, spaces in (("a", ["x"]), ("a", ["y"]), ("b", ["x"]))
@@ -223,7 +223,7 @@ def test_equal_classes_have_equal_marks_and_different_ones_different_marks() -> 
     assert first == again != other, "a change of the permitted namespaces does not affect current users"
 
 
-# --- what a job may not
+# --- what a job may not set
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,9 @@ def test_equal_classes_have_equal_marks_and_different_ones_different_marks() -> 
         ({"script": None, "command": ["x"]}, {"spec": {"preflight": {}}}, "spec.preflight: preflight cannot be used"),
     ],
 )
-def test_a_violation_names_the_field_the_class_and_the_remedy(spec: Json, given: Json, says: str) -> None:
+def test_the_error_about_a_violation_names_the_field_the_class_and_the_remedy(
+    spec: Json, given: Json, says: str
+) -> None:
     body = {key: value for key, value in {"image": "image", "script": "s", **spec}.items() if value is not None}
     if "script" not in body:
         body["script"] = None
@@ -340,9 +342,9 @@ def submitted(**pod: Any) -> Json:
     return {"podTemplate": {"spec": {"volumes": [volume], "containers": [trainer], **pod}}}
 
 
-def test_submitted_code_does_not_count_as_the_users_template() -> None:
+def test_code_added_by_submit_does_not_count_as_the_users_pod_template() -> None:
     """Regression: a class that fixed podTemplate refused `ddpjob submit train.py`, although its
-    user had written none.
+    user had written no template.
     """
     given = {"spec": {"image": "i", "podTemplate": {"spec": {"nodeSelector": {"gpu": "a"}}}}, "fixed": ["podTemplate"]}
     assert problems_of(submitted(), given) == () and problems_of(submitted(), {"fixed": ["podTemplate"]}) != ()
@@ -369,10 +371,12 @@ def test_other_content_next_to_submitted_code_is_refused(pod: Json) -> None:
     whole = taken(submitted(**pod), given).spec.pod_template["spec"]
     assert "hostPath" not in json.dumps(whole) and "hostNetwork" not in whole
     own = {"podTemplate": {"spec": {"volumes": [{"name": "code", "emptyDir": {}}]}}}
-    assert problems_of(submitted(), {"spec": {"image": "i", **own}, "fixed": ["podTemplate"]}), "it is the class's name"
+    assert problems_of(submitted(), {"spec": {"image": "i", **own}, "fixed": ["podTemplate"]}), (
+        "the volume name `code` belongs to the class"
+    )
 
 
-def test_fixed_variables_leave_others_to_the_job() -> None:
+def test_a_class_that_fixes_variables_lets_the_job_set_others() -> None:
     given = {"spec": {"image": "i", "env": [{"name": "A", "value": "1"}]}, "fixed": ["env"]}
     spec = {"env": [{"name": "B", "value": "2"}]}
     assert problems_of(spec, given) == ()
@@ -393,13 +397,13 @@ def test_a_list_with_items_of_a_different_shape_is_reported_with_its_class(field
 
 
 @pytest.mark.parametrize("hostile", [{"spec": {"containers": 3}}, {"spec": []}, {"spec": {"containers": [3]}}])
-def test_a_pod_template_of_any_shape_is_left_to_its_own_check(hostile: Any) -> None:
+def test_a_malformed_pod_template_is_left_to_its_own_validation(hostile: Any) -> None:
     given = {"spec": {"image": "i"}, "limits": {"images": ["i"], "maxGpusPerNode": 1}}
     assert problems_of({"podTemplate": hostile}, given) == ()
 
 
 @pytest.mark.parametrize("amount", [True, [], {"a": 1}, "1e9", "-3", "9" * 400])
-def test_an_amount_of_gpus_that_is_not_a_number_counts_as_too_many(amount: Any) -> None:
+def test_a_gpu_amount_that_is_not_a_number_counts_as_too_many(amount: Any) -> None:
     container = {"name": "s", "image": "i", "resources": {"limits": {"nvidia.com/gpu": amount}}}
     given = {"limits": {"maxGpusPerNode": 8}}
     found = problems_of({"image": "i", "podTemplate": {"spec": {"containers": [container]}}}, given)

@@ -1,4 +1,4 @@
-"""The krew plugin: its manifest refers to the built archive, and its launcher runs `ddpjob` on
+"""The krew plugin: its manifest refers to the built archive, and its script runs `ddpjob` for
 clusters.
 """
 
@@ -71,7 +71,7 @@ def test_the_plugin_of_a_release_is_valid(tmp_path: Path) -> None:
     assert spec["version"] == "v9.8.7" and spec["homepage"] == "https://github.com/me/ddpjob"
     assert platform["uri"] == f"{URL}/kubectl-ddp.tar.gz"
     assert platform["sha256"] == hashlib.sha256(packed).hexdigest()
-    assert packed == SCRIPT["archive"]("9.8.7"), "each build gives the same bytes"
+    assert packed == SCRIPT["archive"]("9.8.7"), "each build produces the same bytes"
     with tarfile.open(tmp_path / "kubectl-ddp.tar.gz") as tar:
         assert {file["from"] for file in platform["files"]} == set(tar.getnames())
         tar.extraction_filter = getattr(tarfile, "data_filter", None)  # needs Python 3.11.4 or later

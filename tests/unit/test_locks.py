@@ -1,5 +1,5 @@
-"""The lock files in locks/ satisfy pyproject.toml, with hashes, and CI tests the versions that are
-shipped.
+"""The lock files in locks/ satisfy pyproject.toml and have hashes, and CI tests the versions that
+are shipped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ LOCKS = ("dev.txt", *SHIPPED, "build.txt")
 
 
 def asked(*extras: str) -> list[Requirement]:
-    """Return the requirements of the package itself with these extras, including extras of its own."""
+    """Return the requirements of the package with these extras, including extras that refer to
+    other extras.
+    """
     found = [Requirement(text) for text in PYPROJECT["project"]["dependencies"]]
     for requirement in (Requirement(text) for extra in extras for text in EXTRAS[extra]):
         found += asked(*requirement.extras) if requirement.name == "ddpjob" else [requirement]
@@ -53,7 +55,7 @@ def test_a_lock_file_satisfies_its_extras(extras: tuple[str, ...], names: tuple[
 
 
 @pytest.mark.parametrize("names", [("dev.txt",), ("operator.txt",), ("torch.txt", "trainer.txt")], ids=lambda n: n[0])
-def test_a_lock_file_satisfies_its_packages(names: tuple[str, ...]) -> None:
+def test_a_lock_file_satisfies_the_requirements_of_its_packages(names: tuple[str, ...]) -> None:
     """The test runs if the environment has the locked versions. Images install with --no-deps."""
     held = {package: versions for name in names for package, versions in lock.pins(name).items()}
     lacking = []
@@ -68,10 +70,10 @@ def test_a_lock_file_satisfies_its_packages(names: tuple[str, ...]) -> None:
                 canonicalize_name(r.name) for r in needed if not r.marker or r.marker.evaluate({"extra": ""})
             }
             lacking += [f"{package} needs {name}" for name in names_of_needed - held.keys()]
-    assert lacking == [], f"{names} were written by hand, or a package has changed: run `make locks`"
+    assert lacking == [], f"{names} do not match: they were edited by hand, or a package has changed; run `make locks`"
 
 
-def test_the_builds_lock_file_contains_the_build_tools() -> None:
+def test_the_lock_file_for_builds_contains_the_build_tools() -> None:
     group = [Requirement(text) for text in PYPROJECT["dependency-groups"]["build"]]
     backend = [Requirement(text) for text in PYPROJECT["build-system"]["requires"]]
     assert unmet([*group, *backend, *asked()], "build.txt") == [], "pyproject.toml has changed: run `make locks`"
@@ -85,23 +87,23 @@ def test_an_unmet_requirement_is_found() -> None:
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_the_shipped_versions_were_tested(name: str) -> None:
+def test_the_shipped_versions_are_the_versions_that_ci_tests(name: str) -> None:
     """The images contain the versions that CI tests."""
     tested = lock.pins("dev.txt")
     differ = {package: versions for package, versions in lock.pins(name).items() if versions != tested[package]}
     assert differ == {}, f"locks/{name} has other versions than locks/dev.txt: run `make locks`"
 
 
-def test_no_package_of_the_trainer_is_installed_twice() -> None:
-    """Otherwise the second lock file would replace the torch of TORCH_INDEX_URL by the CUDA
+def test_no_package_of_the_trainer_is_in_two_lock_files() -> None:
+    """Otherwise, the second lock file would replace the torch from TORCH_INDEX_URL with the CUDA
     build.
     """
     assert not lock.pins("torch.txt").keys() & lock.pins("trainer.txt").keys()
 
 
 @pytest.mark.parametrize("name", LOCKS)
-def test_a_lock_file_has_a_hash_for_every_version_and_no_address(name: str) -> None:
-    """An index in the file would apply to everybody who installs from it."""
+def test_a_lock_file_has_hashes_for_every_version_and_names_no_index(name: str) -> None:
+    """An index in the file would apply to everybody who installs from the file."""
     text = (lock.LOCKS / name).read_text()
     first, *requirements = re.split(r"^(?=[^\s#])", text, flags=re.MULTILINE)
     assert requirements and "--hash" not in first
@@ -111,5 +113,5 @@ def test_a_lock_file_has_a_hash_for_every_version_and_no_address(name: str) -> N
 
 
 def test_only_wheels_are_locked_for_images() -> None:
-    """A source distribution is built during installation, with tools that are in no lock file."""
+    """A source distribution is built during installation, with tools that no lock file contains."""
     assert not {package for name in (*SHIPPED, "build.txt") for package in lock.pins(name)} & {*lock.FROM_SOURCE}

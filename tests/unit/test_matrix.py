@@ -1,7 +1,7 @@
 """The runtime on the oldest and the newest Python and torch, as rows of `make matrix`
 (`scripts/matrix.py`).
 
-The suite's own environment is one more row, because it runs tests/runtime with all process tests.
+The test suite's own environment is an additional row, because it runs all of tests/runtime.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def load() -> ModuleType:
     spec = importlib.util.spec_from_file_location("matrix", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look up their module
+    sys.modules[spec.name] = module  # dataclasses look their module up in sys.modules
     spec.loader.exec_module(module)
     return module
 
@@ -40,9 +40,9 @@ def run(row: object) -> None:
         pytest.skip(result.skipped_because)
     print(matrix.table([result]))
     if not result.ok:
-        # On a machine with far more work than CPUs, one worker among hundreds did not end
-        # with its group (torch 2.6 and 2.9). The cause is unknown, and the output contains its
-        # stacks. Two failures in a row are a defect.
+        # On a machine with far more work than CPUs, one worker in hundreds did not exit with its
+        # group (torch 2.6 and 2.9). The cause is unknown, so the output contains the worker's
+        # stacks. Only two failures in a row count as a defect.
         print(result.output)
         again = matrix.run_row(row)
         print(matrix.table([again]))
@@ -65,10 +65,12 @@ def test_the_runtime_works_with_the_newest_torch() -> None:
     own = f"{sys.version_info.major}.{sys.version_info.minor}"
     newest = matrix.choose(False, torches=["newest"])
     if not newest:
-        pytest.skip("the registry gives no list of torch's versions")
+        pytest.skip("the package registry returned no list of torch's versions")
     row = newest[-1]
     if (row.python, row.torch) == (own, torch.__version__.partition("+")[0]):
-        pytest.skip(f"tests/runtime runs in this environment, which has the newest: Python {own}, torch {row.torch}")
+        pytest.skip(
+            f"tests/runtime runs in this environment, which has the newest versions: Python {own}, torch {row.torch}"
+        )
     run(row)
 
 
@@ -80,7 +82,7 @@ def test_checkpoints_work_on_debian_12s_python() -> None:
 # ---- the command itself
 
 
-def test_the_newest_patch_of_each_minor_from_2_6_on_has_a_row() -> None:
+def test_the_newest_patch_release_of_each_minor_version_from_2_6_on_has_a_row() -> None:
     assert matrix.newest_patches(LISTED) == MINORS
     assert matrix.newest_patches("") == {}
 
@@ -90,7 +92,7 @@ def test_the_newest_pre_release_of_torch_has_a_row_that_may_fail(monkeypatch: py
     monkeypatch.setattr(matrix, "list_versions", lambda *_: listed)
     row = matrix.Row("3.13", "2.16.0.dev20261127", pre=True)
     assert matrix.pre_release("3.13", (2, 15)) == [row]
-    assert matrix.pre_release("3.13", (2, 16)) == [], "it has been released"
+    assert matrix.pre_release("3.13", (2, 16)) == [], "this version has been released"
     failed = matrix.Result(row, passed=3, failed=1)
     assert failed.ok and not failed.went_well and "which may fail" in matrix.table([failed])
 
@@ -137,7 +139,7 @@ def test_failures_and_modules_that_cannot_be_imported_are_counted(tmp_path: Path
 
 @pytest.mark.slow
 def test_newer_syntax_fails_on_the_oldest_python(tmp_path: Path) -> None:
-    """The row can fail: Python 3.9 has no `match`."""
+    """This proves that a row can fail, because Python 3.9 has no `match`."""
     test = tmp_path / "test_newer.py"
     test.write_text("def test() -> None:\n    match 1:\n        case 1:\n            pass\n")
     result = matrix.run_row(matrix.Row("3.9"), tests=[str(test)])

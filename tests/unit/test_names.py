@@ -1,4 +1,5 @@
-"""The names under which the project publishes, each defined in one place, and texts that repeat them.
+"""The names under which the project publishes. Each is defined in one place, and other texts repeat
+it.
 
 | name | its place |
 | --- | --- |
@@ -48,7 +49,9 @@ def texts() -> Iterator[tuple[str, str]]:
 
 
 def different(pattern: re.Pattern[str], right: tuple[str, ...]) -> list[str]:
-    """Return the places where a text matches the pattern but is not one of the right spellings."""
+    """Return the places where a text matches the pattern, but not with one of the right
+    spellings.
+    """
     return [
         f"{name}: {found[0]}"
         for name, text in texts()
@@ -57,10 +60,10 @@ def different(pattern: re.Pattern[str], right: tuple[str, ...]) -> list[str]:
     ]
 
 
-def test_no_file_installs_the_package_by_a_name_that_is_not_reserved() -> None:
+def test_no_page_installs_the_package_by_a_name_that_is_not_reserved() -> None:
     """Anybody who registers the name would run code on the machine of each reader."""
     is_published = "ddpjob[" in INSTALL
-    assert is_published or different(BY_NAME, ()) == [], f"write as INSTALL has it: {INSTALL}"
+    assert is_published or different(BY_NAME, ()) == [], f"write the command in INSTALL: {INSTALL}"
 
 
 def test_an_installation_by_name_is_found_in_any_form() -> None:
@@ -81,16 +84,16 @@ def test_an_installation_by_name_is_found_in_any_form() -> None:
 def test_images_and_the_chart_have_one_registry_and_this_version() -> None:
     names = [f"{REGISTRY}/{name}" for name in ("operator", "trainer")]
     right = (*names, *(f"{name}:{VERSION}" for name in names), f"{REGISTRY}/charts/ddpjob-operator")
-    assert different(OURS, right) == [], f"write one of {right}, or change them all: see the head of this file"
+    assert different(OURS, right) == [], f"write one of {right}, or change all of them; see this module's docstring"
     assert OURS.findall(f"image: docker.io/else/trainer:0.1.0 oci://{REGISTRY}/charts/ddpjob-operator") == [
         "docker.io/else/trainer:0.1.0",
         f"{REGISTRY}/charts/ddpjob-operator",
     ]
 
 
-def test_links_lead_to_one_repository() -> None:
+def test_all_links_lead_to_the_same_repository() -> None:
     assert different(URL, (REPOSITORY,)) == [], (
-        f"write {REPOSITORY}, or change it everywhere: see the head of this file"
+        f"write {REPOSITORY}, or change it everywhere; see this module's docstring"
     )
 
 

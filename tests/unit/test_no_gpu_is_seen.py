@@ -21,7 +21,7 @@ def test_torch_can_be_hidden_as_if_it_were_not_installed(conftest: Any) -> None:
     finder = conftest.Without(frozenset({"json", "none"}))
     assert [finder.find_spec(name) for name in ("json", "json.decoder", "none")] == [None] * 3
     assert finder.find_spec("jsonschema").name == "jsonschema"
-    assert list(finder.find_distributions()), "importlib.metadata asks it too"
+    assert list(finder.find_distributions()), "importlib.metadata uses the finder too"
 
 
 def test_tests_run_on_the_cpu_on_any_machine() -> None:

@@ -1,5 +1,5 @@
 """The oldest packages that pyproject.toml allows, which some users have installed, and the newest
-that fit together.
+packages that are compatible with each other.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def uv(tmp_path: Path) -> Uv:
     """
     program = Path(sys.executable).with_name("uv")
     if not program.exists():
-        pytest.skip("no uv beside this Python: scripts/install.py brings it")
+        pytest.skip("uv is not installed next to this Python; scripts/install.py installs it")
     listed = subprocess.run([*install.PIP, "config", "list"], stdout=subprocess.PIPE, text=True, check=True).stdout
     environment = {**install.settings(listed), **os.environ}
 
@@ -64,10 +64,12 @@ def uv(tmp_path: Path) -> Uv:
         (["operator", "cli"], ["-c", "import ddpjob.controller.main"]),
     ],
 )
-def test_the_oldest_packages_are_sufficient(uv: Uv, tmp_path: Path, extras: list[str], arguments: list[str]) -> None:
+def test_the_oldest_allowed_packages_are_sufficient(
+    uv: Uv, tmp_path: Path, extras: list[str], arguments: list[str]
+) -> None:
     python = tmp_path / "oldest" / "bin" / "python"
     uv("venv", "--python", sys.executable, "oldest")
-    # Not ".[cli]", because requirements of an extra would not count as direct.
+    # ".[cli]" would not do, because requirements of an extra do not count as direct.
     chosen = [option for extra in extras for option in ("--extra", extra)]
     requirements = ["--requirements", str(ROOT / "pyproject.toml")]
     uv("pip", "install", "--python", str(python), "--resolution=lowest-direct", *requirements, *chosen)
@@ -81,7 +83,7 @@ def test_the_oldest_packages_are_sufficient(uv: Uv, tmp_path: Path, extras: list
     assert done.returncode == 0, done.stderr
 
 
-def test_all_extras_fit_together(uv: Uv) -> None:
+def test_all_extras_can_be_installed_together(uv: Uv) -> None:
     found = uv("pip", "compile", "--all-extras", "--no-header", str(ROOT / "pyproject.toml")).splitlines()
     assert any(line.startswith("kubernetes==37.") for line in found)
     assert any(line.startswith("s3fs==20") for line in found)

@@ -1,4 +1,4 @@
-"""A rank's own work in any script is measured without its waits, and the cost of a slow rank is
+"""In any script, a rank's own work is measured without its waits, and the cost of a slow rank is
 computed.
 """
 
@@ -36,7 +36,7 @@ def by_ddp(seconds: float) -> nn.Module:
 
 
 def by_hand(seconds: float) -> nn.Module:
-    """Exchange gradients by collectives that wait, as FSDP does."""
+    """Exchange gradients with collectives that block, as FSDP does."""
     model = sleeping(nn.Linear(8, 8), seconds)
     for weight in model.parameters():
         weight.register_post_accumulate_grad_hook(lambda weight: distributed.all_reduce(weight.grad))
@@ -84,7 +84,7 @@ def test_only_the_lagging_rank_is_reported(kind: str, tmp_path: Path) -> None:
 
 
 def clock_of(*steps: tuple[float, float], first: object = None) -> WorkClock:
-    """Return a clock with these steps: seconds of own work and of waiting."""
+    """Return a clock that has recorded these steps: seconds of own work and of waiting."""
     clock, optimizer = WorkClock(torch), first or object()
     clock.step_ends(optimizer)
     for own, waiting in steps:
@@ -96,12 +96,12 @@ def clock_of(*steps: tuple[float, float], first: object = None) -> WorkClock:
     return clock
 
 
-def test_an_evaluation_between_steps_is_not_work_of_a_step() -> None:
+def test_an_evaluation_between_steps_does_not_count_as_work_of_a_step() -> None:
     own, step = clock_of((0.01, 0.03), (0.01, 0.03), (1.0, 0.0), (0.01, 0.03), (0.01, 0.03)).take() or (0, 0)
     assert 0.01 <= own < 0.5 and step - own >= 0.03
 
 
-def test_few_steps_are_kept_for_the_next_check() -> None:
+def test_steps_that_are_too_few_for_a_check_are_kept_for_the_next_one() -> None:
     optimizer = object()
     clock = clock_of((0.01, 0.0), (0.01, 0.0), first=optimizer)
     assert clock.take() is None
@@ -121,7 +121,7 @@ def test_only_steps_of_the_first_optimizer_and_waits_of_training_count() -> None
     elsewhere.join()
     clock.step_ends(optimizer)
     own, _ = clock.take() or (0, 0)
-    assert own >= 0.02, "a wait in the background is not a wait of the training"
+    assert own >= 0.02, "a wait in a background thread does not count"
 
 
 def test_a_wait_at_the_end_of_a_backward_pass_counts_as_waiting() -> None:
@@ -197,7 +197,7 @@ class Store:
 
 
 def said_by(owns: Callable[[float, int], float], step: float, seconds: float, world: int = 4) -> list[list[Any]]:
-    """Return rank 0's reports in `seconds` of checks, one each 5 s, if a rank's own work takes
+    """Check every 5 s for `seconds`, and return rank 0's reports. A rank's own work takes
     `owns(time, rank)`.
     """
     said: list[list[Any]] = []
@@ -220,7 +220,7 @@ def said_by(owns: Callable[[float, int], float], step: float, seconds: float, wo
 def test_a_slow_rank_is_reported_after_half_a_minute_with_its_cost() -> None:
     ((entry,), *_) = said_by(lambda now, rank: 0.2 if rank == 2 else 0.1, 0.21, 45)
     assert entry["rank"] == 2 and entry["slowdown"] == 2.0 and 0.4 < entry["cost"] < 0.5
-    assert said_by(lambda now, rank: 0.2 if rank == 2 else 0.1, 0.21, 25) == [], "it must persist"
+    assert said_by(lambda now, rank: 0.2 if rank == 2 else 0.1, 0.21, 25) == [], "slowness counts only if it persists"
 
 
 @pytest.mark.parametrize(
@@ -231,16 +231,20 @@ def test_a_slow_rank_is_reported_after_half_a_minute_with_its_cost() -> None:
         (lambda now, rank: 0.105 if rank == 1 else 0.1, 0.12),
         (lambda now, rank: 0.3 if rank == now // 5 % 4 else 0.1, 0.31),
     ],
-    ids=["all are slow together", "a short load of another process", "one sample more", "each in turn"],
+    ids=["all are slow together", "a short load of another process", "one additional sample", "each in turn"],
 )
 def test_a_rank_that_is_not_slow_is_not_reported(owns: Callable[[float, int], float], step: float) -> None:
     assert said_by(owns, step, 300) == []
 
 
 @pytest.mark.parametrize(
-    ("slow", "fast", "step"), [(0.02, 0.01, 1.0), (0.0008, 0.0004, 0.001)], ids=["exchange is all", "tiny steps"]
+    ("slow", "fast", "step"),
+    [(0.02, 0.01, 1.0), (0.0008, 0.0004, 0.001)],
+    ids=["steps are mostly exchange", "tiny steps"],
 )
-def test_a_slow_rank_that_hardly_limits_the_steps_costs_nothing(slow: float, fast: float, step: float) -> None:
+def test_a_slow_rank_that_hardly_delays_the_steps_is_reported_with_a_low_cost(
+    slow: float, fast: float, step: float
+) -> None:
     said = said_by(lambda now, rank: slow if rank == 2 else fast, step, 60)
     assert said and all(entry["cost"] < 0.05 for entries in said for entry in entries)
 
@@ -250,7 +254,7 @@ def test_the_report_of_a_rank_that_recovers_is_withdrawn() -> None:
     assert said[0] and said[-1] == []
 
 
-def test_figures_that_are_not_numbers_are_unknown() -> None:
+def test_measurements_that_are_not_finite_are_unknown() -> None:
     assert read_seconds([b"0.5", b"x", b"", b"nan", b"-1", b"inf"]) == [0.5, 0, 0, 0, 0, 0]
 
 
@@ -293,4 +297,4 @@ def test_the_hook_leaves_other_hooks_of_the_same_module_alone(tmp_path: Path) ->
     printed = subprocess.run(
         [sys.executable, "-c", forked], env=environment, check=True, capture_output=True, text=True
     )
-    assert printed.stdout.split() == ["measures"], "a forked worker has imported torch before"
+    assert printed.stdout.split() == ["measures"], "in a forked worker, torch has been imported already"

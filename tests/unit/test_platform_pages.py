@@ -1,6 +1,4 @@
-"""The files and commands on the platform pages, as Helm, the API's definition and the operator read
-them.
-"""
+"""The files and commands on the platform pages are valid for Helm, the CRD and the operator."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ def images(body: Any) -> set[str]:
 
 
 @needs_helm
-def test_the_files_for_a_team_fit_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_files_for_a_team_are_valid_and_consistent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     objects = rendered(TEAM, tmp_path)
     of_team = {body["kind"]: body for body in yaml.safe_load_all(block(TEAM, "# team.yaml"))}
     (tmp_path / "job.yaml").write_text(block(TEAM, "kind: DDPJob"))
@@ -74,7 +72,7 @@ def test_the_files_for_a_team_fit_together(tmp_path: Path, monkeypatch: pytest.M
     [flavor] = group["flavors"]
     assert flavor["name"] == of_team["ResourceFlavor"]["metadata"]["name"]
     amounts = {resource["name"]: resource["nominalQuota"] for resource in flavor["resources"]}
-    assert list(amounts) == group["coveredResources"], "Kueue wants them in this order"
+    assert list(amounts) == group["coveredResources"], "Kueue requires this order"
     assert amounts[job.spec.gpu_resource] == job.spec.pods * job.spec.gpus_per_node
 
     role = of_team["RoleBinding"]["roleRef"]["name"]
@@ -95,7 +93,7 @@ def test_the_command_lists_every_image_of_the_chart(tmp_path: Path) -> None:
 
 
 @needs_helm
-def test_the_values_for_a_mirror_reach_both_deployments(tmp_path: Path) -> None:
+def test_the_values_for_a_mirror_apply_to_both_deployments(tmp_path: Path) -> None:
     objects = rendered(AIR_GAPPED, tmp_path)
     assert {image.partition(":")[0] for image in images(objects)} == {"registry.example.com/ml/ddpjob-operator"}
     (tmp_path / "values.yaml").write_text(block(AIR_GAPPED, "# values.yaml"))

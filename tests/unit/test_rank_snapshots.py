@@ -1,5 +1,5 @@
-"""The newest states in the memory of nodes, with threads as ranks: agreement, restore, and kills at
-any point.
+"""Snapshots of the newest state in the nodes' memory, with threads as ranks: agreement, restore,
+and kills at any point.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Group:
             return waiting.pop(0)
 
     def _wait(self, ready: Callable[[], bool]) -> None:
-        assert self._changed.wait_for(lambda: ready() or self._is_broken, DEADLOCK_SECONDS), "a rank waits for ever"
+        assert self._changed.wait_for(lambda: ready() or self._is_broken, DEADLOCK_SECONDS), "a rank waits forever"
         if not ready():
             raise RuntimeError("a rank is gone")
 
@@ -143,8 +143,8 @@ here = threading.local()
 
 
 def act() -> None:
-    """Count an action of the thread's rank. The rank is killed when it has used up its number of
-    actions.
+    """Count an action of the thread's rank, and kill the rank when its number of actions is used
+    up.
     """
     here.left = getattr(here, "left", sys.maxsize) - 1
     if here.left < 0:
@@ -153,7 +153,7 @@ def act() -> None:
 
 @pytest.fixture
 def killable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Allow kills of ranks before and after each write to their node's memory."""
+    """Make it possible to kill a rank before or after each write to its node's memory."""
 
     def may_die(place: Any, name: str) -> None:
         original = getattr(place, name)
@@ -174,7 +174,7 @@ def killable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def nodes() -> Iterator[Callable[[int], Path]]:
-    """Yield a function that returns a node's folder in memory."""
+    """Yield a function that returns the folder in memory of a node."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
 
         def folder(node: int) -> Path:
@@ -207,8 +207,8 @@ def opened(
 
 @dataclass
 class Job:
-    """A training run whose incarnations are killed at random, with the conditions that must hold
-    after each restart.
+    """A training run whose incarnations are killed at random points. It checks the conditions that
+    must hold after each restart.
     """
 
     folder: Callable[[int], Path]
@@ -261,7 +261,7 @@ class Job:
 
         newest = self._newest(present)
         Group(world).run(train, budgets)
-        assert all((found and found.moment) == newest for found in starts.values()), "the newest whole state counts"
+        assert all((found and found.moment) == newest for found in starts.values()), "the newest complete state counts"
         self._check(starts)
         if all(rank in starts for rank in range(world)):
             self.lost = set(range(self.nodes)) - set(present)
@@ -289,7 +289,7 @@ class Job:
             return
         moment = moments.pop()
         if len(self.lost) <= 1 and self.continued is not None:
-            assert moment is not None, "one node is lost, and the others have the state"
+            assert moment is not None, "only one node is lost, so the others have the state"
         if len(self.lost) <= 1 and self.made:
             step = 0 if moment is None else moment.step
             assert step >= self.made - 1, "at most one complete step is repeated"
@@ -300,9 +300,11 @@ class Job:
         for rank, found in starts.items():
             assert found is not None
             wanted = self.truth[moment, rank if self.sharded else 0]
-            assert is_same(found.tree, wanted), "the state is the one that was made then"
+            assert is_same(found.tree, wanted), "the restored state is the one of that step"
             for each, own in found.owns.items():
-                assert own == f"{moment.order[1]}:{moment.step}:{each}".encode(), "and so is the state of each rank"
+                assert own == f"{moment.order[1]}:{moment.step}:{each}".encode(), (
+                    "this also holds for the state of each rank"
+                )
             assert self.sharded or len(found.owns) >= self.nodes - 1
 
 
@@ -317,7 +319,7 @@ def torment(folder: Callable[[int], Path], seed: int) -> None:
 
 
 class Lazy:
-    """A finisher that completes no copy, so that `settle` must."""
+    """A finisher that completes no copies, so that `settle` has to complete them."""
 
     def finish(self, copy: Any) -> None:
         """Do nothing."""
@@ -334,14 +336,14 @@ def lazy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("killable", "lazy")
-def test_kills_at_any_point_repeat_at_most_one_step_and_change_no_state(nodes: Callable[[int], Path]) -> None:
+def test_after_a_kill_at_any_point_at_most_one_step_is_repeated(nodes: Callable[[int], Path]) -> None:
     for seed in range(16):
         torment(nodes, seed)
 
 
 @pytest.mark.usefixtures("lazy")
 @pytest.mark.parametrize(("settles", "newest"), [(True, 4), (False, 3)])
-def test_settling_before_each_optimizer_step_saves_a_step(
+def test_completing_the_copy_before_each_optimizer_step_avoids_a_repeated_step(
     settles: bool, newest: int, nodes: Callable[[int], Path]
 ) -> None:
     def train(rank: Rank) -> None:
@@ -384,7 +386,9 @@ def test_a_later_copy_does_not_wait_for_the_other_ranks(
 
 @pytest.mark.usefixtures("killable", "lazy")
 @pytest.mark.parametrize("defect", OF_SNAPSHOTS)
-def test_a_planted_defect_is_found(defect: str, nodes: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deliberate_defect_in_snapshots_is_found(
+    defect: str, nodes: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for place, name in (
         (rank_snapshots, "choose"), (RankSnapshots, "take"), (RankSnapshots, "_copy"), (RankSnapshots, "_writing"),
         (RankSnapshots, "_copy_to_neighbour"),
@@ -411,7 +415,7 @@ def trained(folder: Path | None, rank: Rank, steps: list[int], round_: int = 0, 
     return kept
 
 
-def test_survivors_one_step_apart_keep_the_state_that_both_hold(nodes: Callable[[int], Path]) -> None:
+def test_survivors_that_are_one_step_apart_keep_the_state_that_both_have(nodes: Callable[[int], Path]) -> None:
     """Node 1 died before its copy of step 8, and the next incarnation dies during its own copy of
     step 8.
     """
@@ -430,7 +434,7 @@ def test_survivors_one_step_apart_keep_the_state_that_both_hold(nodes: Callable[
         found = kept.restore()
         assert found is not None
         kept.begin(found.moment.step, protocol.MEMORY)
-        kept._writing(kept._part, 200)  # the copy of step 8 is begun but never completed
+        kept._writing(kept._part, 200)  # the copy of step 8 is started but never completed
         return found.moment.step
 
     assert Group(2).run(second) == [7, 7]
@@ -438,7 +442,7 @@ def test_survivors_one_step_apart_keep_the_state_that_both_hold(nodes: Callable[
     assert Group(2).run(second) == [7, 7], "the other node still has the state that both had"
 
 
-def test_a_replaced_node_gets_its_neighbours_part_too(nodes: Callable[[int], Path]) -> None:
+def test_a_replaced_node_also_gets_its_neighbours_part_of_the_state(nodes: Callable[[int], Path]) -> None:
     Group(3).run(lambda rank: trained(nodes(rank.node), rank, [1, 2], sharded=True))
     for lost in (0, 2, 1):  # nothing is copied between the losses
         shutil.rmtree(nodes(lost))
@@ -447,7 +451,7 @@ def test_a_replaced_node_gets_its_neighbours_part_too(nodes: Callable[[int], Pat
         assert all(is_same(each.tree, state(2, (0, 0), rank)) for rank, each in enumerate(found))
 
 
-def test_parts_of_unlike_sizes_reach_the_neighbour(
+def test_parts_of_different_sizes_reach_the_neighbour(
     nodes: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank with many chunks has a neighbour with one, and vice versa."""
@@ -469,7 +473,7 @@ def test_parts_of_unlike_sizes_reach_the_neighbour(
     assert [each.tree["weights"].tolist() for each in found] == [[0.0] * 10, [1.0] * 5_010, [2.0] * 10]
 
 
-def test_zero_bytes_are_neither_sent_nor_awaited() -> None:
+def test_a_rank_without_data_neither_sends_nor_awaits_chunks() -> None:
     """A rank without a part does not take part in its neighbours' exchange of chunks."""
     done: list[str] = []
 
@@ -495,9 +499,9 @@ def test_zero_bytes_are_neither_sent_nor_awaited() -> None:
     assert done == ["sends 2 bytes to 1", "receives 3 bytes from 2"]
 
 
-def test_parts_under_other_numbers_are_dropped_after_the_first_whole_state(nodes: Callable[[int], Path]) -> None:
+def test_parts_with_outdated_rank_numbers_are_dropped_after_a_complete_state(nodes: Callable[[int], Path]) -> None:
     Group(3).run(lambda rank: trained(nodes(rank.node), rank, [1, 2], sharded=True))
-    places = [1, 2, 0]  # each rank's node after a restart
+    places = [1, 2, 0]  # the node of each rank after a restart
 
     def again(rank: Rank) -> None:
         node = nodes(places[rank.rank])
@@ -517,11 +521,11 @@ def test_a_sharded_state_of_a_different_number_of_ranks_is_not_restored(nodes: C
     found = Group(2).run(lambda rank: opened(rank, nodes(rank.node), (0, 1), sharded=True).restore())
     assert found == [None, None]
     Group(2).run(lambda rank: trained(nodes(rank.node), rank, [1, 2], 1, sharded=True))
-    assert {held.part for held in SnapshotStore(nodes(0)).held()} == {"0of2", "1of2"}, "and it is removed"
+    assert {held.part for held in SnapshotStore(nodes(0)).held()} == {"0of2", "1of2"}, "and the state is removed"
 
 
 @pytest.mark.parametrize(("first", "other"), [(AUTO, 3), (3, AUTO), (NONE, 1), (1, NONE), (AUTO, NONE)])
-def test_ranks_of_different_specs_follow_rank_0(
+def test_ranks_whose_specs_differ_follow_rank_0(
     first: int | str, other: int | str, nodes: Callable[[int], Path]
 ) -> None:
     def train(rank: Rank) -> tuple[int | str, bool]:
@@ -537,7 +541,7 @@ def test_ranks_of_different_specs_follow_rank_0(
     assert Group(2).run(train) == [(first, True)] * 2, "the incarnation is the highest of all ranks"
 
 
-def test_a_node_without_room_receives_the_state_and_reports_the_size_it_needs(
+def test_a_node_without_room_still_receives_the_state_and_reports_the_needed_size(
     nodes: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Group(2, 2).run(lambda rank: trained(nodes(rank.node), rank, [1, 2]))
@@ -558,7 +562,7 @@ def test_a_node_without_room_receives_the_state_and_reports_the_size_it_needs(
     assert Group(4, 2).run(train) == [(0, 2, True, None)] * 2 + [(1, 0, True, None)] * 2
 
 
-def test_a_sharded_state_is_not_kept_if_a_neighbours_part_has_no_room(
+def test_a_sharded_state_is_not_kept_if_there_is_no_room_for_a_neighbours_part(
     nodes: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = SnapshotStore.room
@@ -574,7 +578,7 @@ def test_a_sharded_state_is_not_kept_if_a_neighbours_part_has_no_room(
 
 
 @pytest.mark.parametrize("fault", ["missing", "a file", "none"])
-def test_training_continues_without_a_usable_volume(
+def test_training_continues_without_a_usable_memory_volume(
     fault: str, nodes: Callable[[int], Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = {"missing": nodes(0) / "missing", "a file": nodes(0) / "file", "none": None}[fault]
@@ -597,7 +601,7 @@ def test_a_malformed_inventory_counts_as_an_empty_one_on_all_ranks(
 
 
 @pytest.mark.parametrize("claimed", [2**40, 2**63, 2**64 - 1])
-def test_memory_is_not_filled_for_a_size_that_a_peer_claims(claimed: int) -> None:
+def test_no_memory_is_allocated_for_a_size_that_a_peer_merely_claims(claimed: int) -> None:
     before = Path("/proc/self/statm").read_text().split()[1]
     try:
         assert len(rank_snapshots._reserve(claimed)) == claimed
@@ -613,7 +617,7 @@ COSTS = st.builds(Cost, st.floats(0, 2), st.floats(0, 0.1), st.floats(0.001, 10)
 
 
 @given(st.lists(st.lists(COSTS, min_size=2, max_size=2), max_size=9), st.sampled_from([AUTO, 1, 7]))
-def test_all_ranks_copy_after_the_same_steps(rounds: list[list[Cost]], every: int | str) -> None:
+def test_all_ranks_take_snapshots_after_the_same_steps(rounds: list[list[Cost]], every: int | str) -> None:
     one, other = Cadence(every), Cadence(every)
     for step in range(1, 20):
         assert one.is_due(step) == other.is_due(step)
@@ -623,9 +627,9 @@ def test_all_ranks_copy_after_the_same_steps(rounds: list[list[Cost]], every: in
 
 
 @given(st.floats(1e-4, 5), st.floats(0, 0.01), st.floats(0.01, 5), st.floats(-1, 5) | st.just(math.nan))
-def test_copies_take_at_most_a_hundredth_of_the_time(copy: float, exchange: float, pace: float, longer: float) -> None:
+def test_copies_take_at_most_one_percent_of_the_time(copy: float, exchange: float, pace: float, longer: float) -> None:
     cadence, unknown = Cadence(AUTO), Cost(keeps=1.0)
-    assert cadence.copied(1, [unknown]) == 1, "the second copy is the first one whose cost is known"
+    assert cadence.copied(1, [unknown]) == 1, "only from the second copy on is the cost known"
     before, cost = 1, Cost(copy, exchange, pace, 1.0, 0.0, longer)
     for _ in range(15):
         interval = cadence.copied(cadence.due, [cost])
@@ -634,20 +638,24 @@ def test_copies_take_at_most_a_hundredth_of_the_time(copy: float, exchange: floa
     cost_of_copy = exchange + max(copy, copy if math.isnan(longer) else longer)
     assert cost_of_copy <= SHARE * interval * pace * (1 + 1e-9)
     least = 2 if math.isnan(longer) else 1
-    assert interval == least or (interval - 1) * SHARE * pace <= cost_of_copy * (1 + 1e-9), "and no rarer"
+    assert interval == least or (interval - 1) * SHARE * pace <= cost_of_copy * (1 + 1e-9), (
+        "and copies are not rarer than necessary"
+    )
 
 
-def test_one_slow_copy_does_not_make_copies_rarer() -> None:
+def test_a_single_slow_copy_does_not_make_copies_rarer() -> None:
     cadence, usual = Cadence(AUTO), Cost(0.0004, 0.0001, 0.1, 1.0, 0.0, 0.0)
     slow = usual._replace(copy=0.05, longer=3.0)
     intervals = [cadence.copied(step, [slow if step == 5 else usual]) for step in range(1, 20)]
     assert intervals == [2, 2] + [1] * 17
-    assert [cadence.copied(step, [usual._replace(copy=0.05)]) for step in range(20, 30)][-1] == 51, "lasting change"
+    assert [cadence.copied(step, [usual._replace(copy=0.05)]) for step in range(20, 30)][-1] == 51, (
+        "a lasting change makes copies rarer"
+    )
 
 
 class Clock:
-    """The time of a rank whose copying thread works for 0.4 ms per copy, and whose steps take 50 ms
-    and longer after a copy.
+    """The clock of a rank whose copying thread works for 0.4 ms per copy. Its steps take 50 ms, and
+    longer after a copy.
     """
 
     def __init__(self, kept: RankSnapshots, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -664,7 +672,7 @@ class Clock:
         return state(1, (0, 0))
 
     def run(self, steps: int, longer: float, more: Callable[[int], float]) -> None:
-        """Take steps, of which step n takes `more(n)` seconds more."""
+        """Take steps, where step n takes `more(n)` additional seconds."""
         copied = True
         for _ in range(steps):
             self.step += 1
@@ -676,7 +684,7 @@ class Clock:
 
 
 @pytest.mark.parametrize(("longer", "interval"), [(0.0, 1), (0.0024, 5), (0.02, 40)])
-def test_a_copy_costs_the_time_by_which_it_lengthens_a_step(
+def test_the_cost_of_a_copy_is_the_time_by_which_it_lengthens_a_step(
     longer: float, interval: int, nodes: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def train(rank: Rank) -> int:
@@ -703,7 +711,7 @@ def test_jitter_of_steps_does_not_hide_the_cost_of_copies(
 
 
 @pytest.mark.parametrize("slow", [3, 4, 5, 6, 7])
-def test_one_slow_step_among_the_first_does_not_stop_copies(
+def test_a_slow_step_at_the_beginning_does_not_stop_copies(
     slow: int, nodes: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def train(rank: Rank) -> int:
@@ -729,7 +737,7 @@ def test_an_evaluation_does_not_count_as_the_cost_of_a_copy(
 
 
 @given(st.integers(1, 1000), st.integers(1, 10**6))
-def test_an_explicit_number_of_steps_is_kept_at_any_cost(every: int, step: int) -> None:
+def test_an_explicit_interval_is_kept_at_any_cost(every: int, step: int) -> None:
     cadence = Cadence(every)
     assert cadence.is_due(step) == (step % every == 0)
     assert cadence.copied(step, [Cost(100.0, 1.0, 0.001, 1.0)]) == every
@@ -746,7 +754,7 @@ def test_a_restart_does_not_begin_with_copies_after_each_step() -> None:
     assert number.is_due(42)
 
 
-def test_a_restored_state_brings_the_interval_with_it(nodes: Callable[[int], Path]) -> None:
+def test_the_interval_is_restored_with_the_state(nodes: Callable[[int], Path]) -> None:
     def first(rank: Rank) -> None:
         kept = opened(rank, nodes(rank.node), (0, 0), AUTO)
         kept.restore()

@@ -40,7 +40,7 @@ DIGEST = f"@sha256:{'0' * 64}"
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """Copy the files that contain the version, with 9.8.7 in all of them."""
+    """Copy the files that contain the version, and replace it with 9.8.7."""
     for name in ("pyproject.toml", "Dockerfile", CHART, VALUES):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
@@ -60,7 +60,7 @@ def replace(path: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new))
 
 
-def test_the_notes_are_the_section_of_the_version(checkout: Path) -> None:
+def test_the_release_notes_are_the_changelogs_section_of_the_version(checkout: Path) -> None:
     assert SCRIPT["problems"](checkout, "v9.8.7", REGISTRY) == []
     assert SCRIPT["notes"](checkout, "v9.8.7") == "### Added\n\n- Snow, in large flakes.\n- Ice."
 
@@ -78,19 +78,19 @@ def test_the_notes_are_the_section_of_the_version(checkout: Path) -> None:
         ("CHANGELOG.md", "### Added\n\n- Snow, in\n  large flakes.\n- Ice.\n", "", "no text under"),
     ],
 )
-def test_versions_that_disagree_are_reported(checkout: Path, name: str, old: str, new: str, part: str) -> None:
+def test_files_whose_versions_differ_are_reported(checkout: Path, name: str, old: str, new: str, part: str) -> None:
     replace(checkout / name, old, new)
     [problem] = SCRIPT["problems"](checkout, "v9.8.7", REGISTRY)
     assert part in problem
 
 
 @pytest.mark.parametrize("tag", ["9.8.7", "v9.8", "v9.8.7-rc.1", "main"])
-def test_a_tag_that_is_not_v_and_three_numbers_is_refused(checkout: Path, tag: str) -> None:
+def test_a_tag_that_is_not_v_followed_by_three_numbers_is_refused(checkout: Path, tag: str) -> None:
     [problem] = SCRIPT["problems"](checkout, tag)
     assert "three numbers" in problem
 
 
-def test_the_version_in_the_repository_is_one_and_has_a_section() -> None:
+def test_all_files_have_the_same_version_and_the_changelog_has_its_section() -> None:
     """This holds at any time, not only on the day of a release. Only the date and the base image's
     digest may be missing.
     """

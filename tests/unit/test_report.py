@@ -1,5 +1,5 @@
 """`ddpjob_report` in one process: outside of a job, with invalid arguments, without a coordinator,
-and how it is found.
+and with frameworks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def posted(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Start without a request to stop, and restore the SIGTERM handler afterwards."""
+    """Clear earlier requests to stop, and restore the SIGTERM handler afterwards."""
     monkeypatch.setattr(stop, "_State", type("_State", (), dict(vars(stop._State))))
     monkeypatch.setattr(stop._State, "flag", SigtermFlag(stop._say_asked))
     before = signal.getsignal(signal.SIGTERM)
@@ -50,7 +50,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Scalar:
-    """The parts of a one-element tensor that are used here."""
+    """A stand-in for a one-element tensor with the methods that are used here."""
 
     def __init__(self, value: float, elements: int = 1) -> None:
         self.value, self.elements = value, elements
@@ -64,7 +64,7 @@ class Scalar:
         return self
 
 
-def test_figures_are_sent_under_the_protocols_names(posted: list[dict[str, Any]]) -> None:
+def test_reported_figures_are_sent_under_the_protocols_names(posted: list[dict[str, Any]]) -> None:
     ddpjob_report.report(
         epoch=2, epochs=9, step=7, steps=70, loss=Scalar(0.25), accuracy=Decimal("0.5"), samples_per_second=3, eta=1.5,
         learning_rate=1e-3,
@@ -79,7 +79,7 @@ def test_figures_are_sent_under_the_protocols_names(posted: list[dict[str, Any]]
     assert progress.check(json.loads(json.dumps(figures))) == figures
 
 
-def test_numbers_that_no_status_can_hold_are_unknown(posted: list[dict[str, Any]]) -> None:
+def test_numbers_that_a_status_cannot_hold_are_unknown(posted: list[dict[str, Any]]) -> None:
     ddpjob_report.report(loss=float("nan"), step=10**400, accuracy=float("inf"), epoch=None, other=2.0**63)
     assert posted == [{"loss": None, "step": None}]
     ddpjob_report.report(accuracy=float("nan"))
@@ -89,13 +89,15 @@ def test_numbers_that_no_status_can_hold_are_unknown(posted: list[dict[str, Any]
 
 @pytest.mark.parametrize("value", ["0.5", b"1", True, [1.0], {}, object(), Scalar(1.0, elements=3), 1j])
 @pytest.mark.parametrize("name", ["loss", "accuracy", "learning_rate"])
-def test_values_that_are_not_numbers_are_refused_by_name(name: str, value: Any, posted: list[dict[str, Any]]) -> None:
+def test_the_error_about_a_value_that_is_not_a_number_names_the_argument(
+    name: str, value: Any, posted: list[dict[str, Any]]
+) -> None:
     with pytest.raises(TypeError, match=rf"^ddpjob_report\.report: {name} must be a number or a tensor of one element"):
         ddpjob_report.report(**{name: value})
     assert not posted
 
 
-def test_metrics_are_bounded(posted: list[dict[str, Any]]) -> None:
+def test_the_number_of_metrics_is_bounded(posted: list[dict[str, Any]]) -> None:
     with pytest.raises(ValueError, match="at most 100 metrics are allowed, not 101"):
         ddpjob_report.report(**{f"m{i}": i for i in range(101)})
     with pytest.raises(ValueError, match="the name of a metric must have at most 100 characters, not 101: nnn"):
@@ -105,7 +107,7 @@ def test_metrics_are_bounded(posted: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.slow
-def test_numbers_of_torch_are_figures(posted: list[dict[str, Any]]) -> None:
+def test_tensors_with_one_element_are_accepted_as_figures(posted: list[dict[str, Any]]) -> None:
     torch = pytest.importorskip("torch")
     loss = (torch.ones(1, requires_grad=True) * 0.5).sum()
     ddpjob_report.report(loss=loss, step=torch.tensor(3), accuracy=torch.tensor([0.25], dtype=torch.float16))
@@ -115,7 +117,7 @@ def test_numbers_of_torch_are_figures(posted: list[dict[str, Any]]) -> None:
         ddpjob_report.report(loss=torch.zeros(3))
 
 
-def test_arrays_of_one_element_are_figures(posted: list[dict[str, Any]]) -> None:
+def test_arrays_with_one_element_are_accepted_as_figures(posted: list[dict[str, Any]]) -> None:
     numpy = pytest.importorskip("numpy")
     ddpjob_report.report(loss=numpy.array([0.5]), step=numpy.array([[3]]), accuracy=numpy.float32(0.25))
     assert posted == [{"loss": 0.5, "step": 3, "metrics": {"accuracy": 0.25}}]
@@ -123,7 +125,7 @@ def test_arrays_of_one_element_are_figures(posted: list[dict[str, Any]]) -> None
         ddpjob_report.report(loss=numpy.zeros(3))
 
 
-def test_newer_figures_replace_older_ones_with_the_same_names_within_bounds() -> None:
+def test_newer_figures_replace_older_figures_of_the_same_name() -> None:
     older = {"epoch": 1, "loss": 2.0, "metrics": {f"m{i}": i for i in range(99)}}
     both = merged(older, {"loss": 1.0, "metrics": {"m0": 7, "a": 1, "b": 2}})
     assert (both["epoch"], both["loss"], len(both["metrics"])) == (1, 1.0, protocol.MAX_FIGURES)
@@ -139,7 +141,7 @@ def program(text: str, folder: Path, *words: str, **env: str) -> subprocess.Comp
     )  # fmt: skip
 
 
-def test_report_changes_nothing_outside_of_a_job(tmp_path: Path) -> None:
+def test_report_has_no_effect_outside_of_a_job(tmp_path: Path) -> None:
     text = """
 import signal, sys, threading
 import ddpjob_report
@@ -175,7 +177,9 @@ print(time.monotonic() - began)
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         done = program(text, tmp_path, DDPJOB_COORDINATOR=address, DDPJOB_TOKEN="token", RANK="0")
     assert done.returncode == 0 and not done.stderr, done.stderr
-    assert float(done.stdout) < 20, "2,000 steps: one wait for the coordinator each would be more than an hour"
+    assert float(done.stdout) < 20, (
+        "if each of the 2,000 steps waited for the coordinator, they would take more than an hour"
+    )
     for address in ("no port", "::1:x", "127.0.0.1:1"):
         done = program(text, tmp_path, DDPJOB_COORDINATOR=address, DDPJOB_TOKEN="token", RANK="0")
         assert (done.returncode, done.stderr) == (0, "")
@@ -187,7 +191,7 @@ def test_the_checkpoint_folder_of_a_job_is_not_created(monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("fresh")
-def test_a_frameworks_handler_is_replaced_and_children_end_on_sigterm() -> None:
+def test_a_frameworks_sigterm_handler_is_replaced_and_child_processes_still_exit() -> None:
     called: list[int] = []
     assert not ddpjob_report.should_stop()
     signal.signal(signal.SIGTERM, lambda *_: called.append(1))
@@ -218,11 +222,11 @@ def test_ranks_wait_for_an_answer_for_the_time_that_the_script_sets(given: int, 
         del backend
     finally:
         distributed.destroy_process_group()
-    assert stop._State.group() is None, "its threads would end in the middle of Python's own end"
+    assert stop._State.group() is None, "otherwise its threads would be stopped in the middle of Python's shutdown"
 
 
 @pytest.mark.usefixtures("fresh")
-def test_a_call_in_another_thread_reports_that_it_cannot_listen(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_call_from_another_thread_reports_that_it_cannot_handle_sigterm(capsys: pytest.CaptureFixture[str]) -> None:
     answers: list[bool] = []
     for _ in range(2):
         thread = threading.Thread(target=lambda: answers.append(ddpjob_report.should_stop()))
@@ -232,12 +236,12 @@ def test_a_call_in_another_thread_reports_that_it_cannot_listen(capsys: pytest.C
     assert capsys.readouterr().err.count("call should_stop() in the main thread") == 1
 
 
-def test_another_thread_cannot_end_the_process() -> None:
+def test_a_call_from_another_thread_cannot_end_the_process() -> None:
     with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="must be called in the main thread"):
         pool.submit(ddpjob_report.saved_and_leave).result()
 
 
-def test_the_newest_whole_checkpoint_is_resumed_from(
+def test_training_resumes_from_the_newest_complete_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("checkpoint-9", "checkpoint-10", "checkpoint-200", "checkpoint-x", "epoch=0-step=30.ckpt"):
@@ -251,20 +255,20 @@ def test_the_newest_whole_checkpoint_is_resumed_from(
     versions = [Path(f"epoch=0-step={name}.ckpt") for name in ("9", "30-v2", "30", "30-v10", "7-v50")]
     assert resume.newest(versions, lambda path: True) == Path("epoch=0-step=30-v10.ckpt")
     monkeypatch.setenv("DDPJOB_CHECKPOINT_SHARED", "0")
-    assert resume.newest(paths, Path.is_dir) == tmp_path / "checkpoint-200", "one node has one folder"
+    assert resume.newest(paths, Path.is_dir) == tmp_path / "checkpoint-200", "a single node has only one folder"
     monkeypatch.setenv("DDPJOB_NODES", "2")
     assert resume.newest(paths, Path.is_dir) is None
     assert "set spec.storage.checkpoints to a volume that every node sees" in capsys.readouterr().err
 
 
-def test_numbers_that_a_framework_logs_are_read() -> None:
+def test_numbers_are_read_from_what_a_framework_logs() -> None:
     logged = {"loss": Scalar(0.5), "mode": "text", "flag": True, "many": Scalar(1.0, elements=3), "n" * 200: 1}
     assert resume.figures(logged) == {"loss": 0.5, "n" * 100: 1}
     assert len(resume.figures({str(i): i for i in range(1000)})) < protocol.MAX_FIGURES
 
 
 @pytest.mark.parametrize(("name", "needs"), [("huggingface", "transformers"), ("accelerate", "accelerate")])
-def test_a_callback_without_its_framework_names_the_missing_package(
+def test_importing_a_callback_without_its_framework_names_the_missing_package(
     name: str, needs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, needs, None)
@@ -296,7 +300,7 @@ def imitated_lightning(monkeypatch: pytest.MonkeyPatch, top: str = "lightning") 
     return sys.modules.pop("ddpjob_report.lightning")
 
 
-def test_lightning_has_two_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_callback_works_with_both_names_of_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
     """`import lightning` and `import pytorch_lightning` have different classes, which are not
     related.
     """
@@ -330,8 +334,8 @@ def test_the_installed_lightning_is_used_if_none_was_imported_yet(
 
 
 class Trainer:
-    """The parts of Lightning's Trainer that the callback reads. It has training data only during
-    `fit`.
+    """A stand-in for Lightning's Trainer with the attributes that the callback reads. It has
+    training data only during `fit`.
     """
 
     sanity_checking, max_epochs, current_epoch, global_step, world_size = False, 2, 1, 45, 2
@@ -349,13 +353,13 @@ class Trainer:
 
 
 class LightningModule:
-    """The parts of LightningModule that the callback reads."""
+    """A stand-in for LightningModule with the attributes that the callback reads."""
 
     def __init__(self, automatic: bool = True) -> None:
         self.automatic_optimization = automatic
 
 
-def test_lightnings_separate_validation_is_not_reported_as_progress(
+def test_a_separate_validation_by_lightning_is_not_reported_as_progress(
     posted: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     callback = imitated_lightning(monkeypatch).DDPJobCallback()
@@ -367,11 +371,11 @@ def test_lightnings_separate_validation_is_not_reported_as_progress(
 
 
 @pytest.mark.parametrize(("url", "copied"), [("s3://models/runs", [("stopped-step=45.ckpt", 45)]), ("", [])])
-def test_a_checkpoint_that_lightning_saves_before_leaving_is_in_the_bucket(
+def test_a_checkpoint_that_lightning_saves_on_sigterm_is_copied_to_the_bucket(
     url: str, copied: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The pod's disk ends with the pod, and no code of the script runs afterwards that could copy
-    the checkpoint.
+    """The pod's disk is lost with the pod, and none of the script's code runs after the save to
+    copy the checkpoint.
     """
     copies: list[tuple[str, int]] = []
     monkeypatch.setenv("DDPJOB_CHECKPOINT_URL", url)
@@ -385,7 +389,7 @@ def test_a_checkpoint_that_lightning_saves_before_leaving_is_in_the_bucket(
     assert copies == copied
 
 
-def test_lightning_leaves_between_optimizer_steps(
+def test_lightning_stops_only_between_optimizer_steps(
     posted: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Checkpoints do not contain partly accumulated gradients."""
@@ -406,7 +410,7 @@ def test_lightning_leaves_between_optimizer_steps(
 
 
 @pytest.mark.parametrize("steps", [-1, float("inf")])
-def test_data_whose_length_lightning_does_not_know_has_no_steps(
+def test_no_total_of_steps_is_reported_if_lightning_does_not_know_the_length(
     steps: float, posted: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The length of an IterableDataset is -1."""
@@ -415,7 +419,7 @@ def test_data_whose_length_lightning_does_not_know_has_no_steps(
 
 
 def measured(*reports: dict[str, Any]) -> dict[str, Any]:
-    """Send the reports one second apart, and return the last one as it is sent."""
+    """Send reports one second apart, and return the last one as it was sent."""
     sender, seconds = link.Link("127.0.0.1:1", "token"), iter(range(1000))
     sent = list[dict[str, Any]]()
 
@@ -432,22 +436,22 @@ def measured(*reports: dict[str, Any]) -> dict[str, Any]:
     return sent[-1]
 
 
-def test_more_figures_of_a_step_do_not_make_it_faster() -> None:
-    """More metrics may arrive at any time between two steps. The time before them must count too,
-    or the speed would be too high.
+def test_additional_figures_of_a_step_do_not_change_its_speed() -> None:
+    """Additional metrics may arrive at any time between two steps. The time before they arrive must
+    count too, or the speed would be too high.
     """
     first, second = {"step": 10, "steps": 100}, {"step": 20, "steps": 100}
     assert measured(first, {"step": 10, "loss": 0.5}, second)["metrics"][protocol.COUNTED_SPEED] == 5.0
     assert measured(first, {"step": 10, "loss": 0.5}) == {"step": 10, "loss": 0.5}
 
 
-def test_without_steps_there_is_no_time_left() -> None:
+def test_without_steps_no_remaining_time_is_reported() -> None:
     assert measured({"step": 10, "steps": 100}, {"step": 20, "steps": 100})["eta"] == 8.0
     for steps in (0, -1, None):
         assert "eta" not in measured({"step": 10, "steps": steps}, {"step": 20, "steps": steps})
 
 
-def test_a_script_with_all_the_metrics_that_are_allowed_is_not_refused_for_its_speed() -> None:
+def test_the_added_speed_does_not_count_against_the_limit_of_metrics() -> None:
     full = {f"m{i}": 0.5 for i in range(protocol.MAX_FIGURES)}
     assert measured({"step": 10, "metrics": full}, {"step": 20, "metrics": full})["metrics"] == full
     del full["m0"]
@@ -472,10 +476,10 @@ def imitated(monkeypatch: pytest.MonkeyPatch, name: str, base: str) -> ModuleTyp
 
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize(("done", "shown"), [(0.01, 1), (1.0, 1), (1.01, 2), (2.5, 3), (None, 1)])
-def test_the_running_epoch_is_shown_until_its_end(
+def test_the_running_epoch_is_shown_until_it_ends(
     done: float | None, shown: int, posted: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The Trainer counts completed epochs. The last epoch may be incomplete."""
+    """Hugging Face's Trainer counts completed epochs. The last epoch may be incomplete."""
     callback = imitated(monkeypatch, "huggingface", "transformers:TrainerCallback").DDPJobCallback()
     args, state = SimpleNamespace(num_train_epochs=2.5, max_steps=-1), SimpleNamespace(global_step=7, max_steps=20)
     state.epoch = done
@@ -504,8 +508,10 @@ def test_a_trainer_that_continues_in_a_different_epoch_reports_it(
     assert not capsys.readouterr().err
 
 
-def test_the_last_evaluation_of_the_trainer_is_in_the_curves(curves: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No later step would record it. Before the first step, there is no step to record it for."""
+def test_the_trainers_last_evaluation_is_recorded_in_the_curves(curves: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no later step that would record it. An evaluation before the first step has no step
+    to be recorded with.
+    """
     callback = imitated(monkeypatch, "huggingface", "transformers:TrainerCallback").DDPJobCallback()
     callback.on_log(None, SimpleNamespace(global_step=0), None, {"eval_accuracy": 0.1})
     for logs in ({"loss": 0.5, "epoch": 2.0}, {"eval_accuracy": 0.75, "epoch": 2.0}):
@@ -516,7 +522,7 @@ def test_the_last_evaluation_of_the_trainer_is_in_the_curves(curves: Path, monke
 
 
 class Accelerator:
-    """The parts of an Accelerator that are used here, for one process."""
+    """A stand-in for a single-process Accelerator with the methods that are used here."""
 
     is_main_process, num_processes = True, 1
 
@@ -536,7 +542,7 @@ class Accelerator:
         self.loaded = Path(folder).name
 
 
-def test_accelerates_checkpoints_are_kept_apart_from_other_files(
+def test_accelerates_checkpoints_are_distinguished_from_other_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, accelerator = imitated(monkeypatch, "accelerate", "accelerate.tracking:GeneralTracker"), Accelerator()
@@ -586,10 +592,10 @@ def test_ranks_that_would_each_train_a_separate_model_are_refused(
         call()
 
 
-def test_leftovers_of_a_killed_accelerate_save_are_removed_by_the_next(
+def test_the_next_save_removes_leftovers_of_a_killed_accelerate_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each pod that is killed while it saves leaves one, as large as a checkpoint and with a
+    """A pod that is killed while it saves leaves a folder as large as a checkpoint, each time for a
     different step.
     """
     module, accelerator = imitated(monkeypatch, "accelerate", "accelerate.tracking:GeneralTracker"), Accelerator()
@@ -647,7 +653,7 @@ def test_reported_metrics_are_kept_as_curves(curves: Path, monkeypatch: pytest.M
     assert len(curves.read_text().splitlines()) == 6
 
 
-def test_figures_without_a_step_are_held_until_there_is_one(curves: Path) -> None:
+def test_figures_without_a_step_are_kept_until_a_step_is_reported(curves: Path) -> None:
     ddpjob_report.report(loss=1)
     ddpjob_report.report(accuracy=0.5)
     time.sleep(0.05)
@@ -659,7 +665,7 @@ def test_figures_without_a_step_are_held_until_there_is_one(curves: Path) -> Non
     ]
 
 
-def test_a_script_that_runs_long_writes_fewer_lines(curves: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_that_runs_for_a_long_time_writes_fewer_lines(curves: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(curve_file, "LINES_PER_LIFE", 1e-9)
     for step in range(100):
         ddpjob_report.report(step=step, loss=step)

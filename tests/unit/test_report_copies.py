@@ -1,5 +1,5 @@
 """`ddpjob_report.copy_checkpoint` and `restore_checkpoint`: copies are complete or absent, the same
-on all ranks, and in time.
+on all ranks, and finished before the script exits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from machine import slowness
 
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Set a pod's environment without any copies."""
+    """Set the environment of a job whose bucket has no copies yet."""
     monkeypatch.setattr(copies, "_CopyState", type("_CopyState", (), dict(vars(copies._CopyState))))
     monkeypatch.setenv("DDPJOB_CHECKPOINT_DIR", str(tmp_path / "pod"))
     (tmp_path / "pod").mkdir()
@@ -42,7 +42,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Bucket:
 
 
 def start(monkeypatch: pytest.MonkeyPatch, number: int, generation: int = 0) -> None:
-    """Start the group again, in this process."""
+    """Restart the group, in this process."""
     monkeypatch.setenv("DDPJOB_UID", "uid")
     monkeypatch.setenv("DDPJOB_FENCE", f"{generation}.{number}")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(number))
@@ -57,7 +57,7 @@ def on_another_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) 
 
 
 def saved(folder: Path, text: str) -> Path:
-    """Save as a script does, first under a temporary name."""
+    """Save as a script does: write under a temporary name, then rename."""
     path = folder / "snapshot.pt"
     (folder / "snapshot.new").write_text(text)
     (folder / "snapshot.new").replace(path)
@@ -97,7 +97,7 @@ def test_a_folder_of_files_is_restored_unchanged(
 
 
 @pytest.mark.slow
-def test_a_folder_of_parts_is_copied_if_rank_0_has_all_of_them(
+def test_a_folder_with_parts_of_all_ranks_is_copied_if_rank_0_has_all_of_them(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     import torch
@@ -180,7 +180,7 @@ def test_a_file_modified_during_its_copy_does_not_become_a_checkpoint(
 
 
 @pytest.mark.slow
-def test_all_ranks_get_the_same_copy_although_an_old_upload_completes(
+def test_all_ranks_get_the_same_copy_even_if_an_old_upload_completes_meanwhile(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     ddpjob_report.copy_checkpoint(saved(tmp_path / "pod", "10"), 10, wait=True)
@@ -196,13 +196,13 @@ def test_all_ranks_get_the_same_copy_although_an_old_upload_completes(
     assert (first / "snapshot.pt").read_text() == (second / "snapshot.pt").read_text() == "10"
     start(monkeypatch, 2)
     found = ddpjob_report.restore_checkpoint()
-    assert found is not None and found.read_text() == "11", "it is the newest for the next start"
+    assert found is not None and found.read_text() == "11", "it will be the newest copy at the next start"
     start(monkeypatch, 1)
     with pytest.raises(BucketError, match="a newer attempt of this job"):
         ddpjob_report.restore_checkpoint()
 
 
-def test_ranks_that_begin_at_once_agree(bucket: Bucket) -> None:
+def test_ranks_that_start_at_the_same_time_choose_the_same_copy(bucket: Bucket) -> None:
     bucket.take_term()
     ranks = [Bucket.open(bucket.url) for _ in range(8)]
     found: list[Any] = []
@@ -212,7 +212,9 @@ def test_ranks_that_begin_at_once_agree(bucket: Bucket) -> None:
     assert found == [None] * 8 and len({one.term for one in ranks}) == 1
 
 
-def test_the_ranks_of_a_node_fetch_a_copy_once(bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_ranks_of_a_node_fetch_a_copy_only_once(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     ddpjob_report.copy_checkpoint(saved(tmp_path / "pod", "10"), 10, wait=True)
     there = on_another_node(monkeypatch, tmp_path, "there")
     fetched, fetch = [], Bucket.fetch
@@ -273,7 +275,7 @@ def test_a_damaged_copy_is_reported_with_the_objects_to_delete(
     assert found is not None and found.read_text() == "weights of 10"
 
 
-def test_a_start_in_an_unknown_round_reports_the_wrong_variable(
+def test_a_start_in_an_unknown_round_reports_the_invalid_variable(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, wrong in (("FENCE", "3"), ("FENCE", "3.4.5"), ("GENERATION", "one")):
@@ -284,7 +286,7 @@ def test_a_start_in_an_unknown_round_reports_the_wrong_variable(
             ddpjob_report.restore_checkpoint()
 
 
-def test_only_the_newest_copies_are_kept(bucket: Bucket, tmp_path: Path) -> None:
+def test_only_the_newest_copies_are_kept_in_the_bucket(bucket: Bucket, tmp_path: Path) -> None:
     for step in range(1, 7):
         ddpjob_report.copy_checkpoint(saved(tmp_path / "pod", str(step)), step, keep=2, wait=True)
     assert [entry.step for entry in bucket.entries()] == [6, 5]
@@ -305,9 +307,7 @@ def test_figures_about_copies_are_sent_together_with_the_scripts_figures(
         assert int(before) <= metrics["copyTime"] <= time.time() + 1
 
 
-def test_without_a_bucket_the_folder_itself_keeps_the_checkpoint(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_a_bucket_the_checkpoint_stays_in_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert ddpjob_report.restore_checkpoint() is None
     path = saved(tmp_path / "pod", "1")
     ddpjob_report.copy_checkpoint(path, 1)
@@ -320,14 +320,14 @@ def test_without_a_bucket_the_folder_itself_keeps_the_checkpoint(
     assert ddpjob_report.restore_checkpoint() is None
 
 
-def test_an_unreadable_note_does_not_cause_a_start_from_scratch(tmp_path: Path) -> None:
+def test_an_unreadable_note_about_a_checkpoint_does_not_cause_a_start_from_scratch(tmp_path: Path) -> None:
     """Regression: every rank treated the note as missing, and the script overwrote its
     checkpoint.
     """
     path = saved(tmp_path / "pod", "1")
     ddpjob_report.copy_checkpoint(path, 1)
     note = tmp_path / "pod" / copies.RECORD
-    assert note.stat().st_mode & 0o777 == 0o666 & ~umask(), "who may read the checkpoint may read its name"
+    assert note.stat().st_mode & 0o777 == 0o666 & ~umask(), "users who may read the checkpoint may read its name"
     for damaged in ("", "[]", "{}", '{"name": 5}'):
         note.write_text(damaged)
         with pytest.raises(ValueError, match=rf"{copies.RECORD}, which names the newest checkpoint, is damaged"):
@@ -346,7 +346,9 @@ def umask() -> int:
     return before
 
 
-def test_a_note_without_room_leaves_only_the_previous_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_the_disk_is_full_the_previous_note_about_a_checkpoint_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = saved(tmp_path / "pod", "1")
     ddpjob_report.copy_checkpoint(path, 1)
 
@@ -364,8 +366,8 @@ def test_a_note_without_room_leaves_only_the_previous_one(tmp_path: Path, monkey
 def test_a_job_that_gets_a_bucket_on_one_machine_continues_from_its_folder(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Regression: the job started from scratch, in the folder from which it had promised to
-    resume.
+    """Regression: the job started from scratch, although it had reported that it would resume from
+    its folder.
     """
     monkeypatch.setenv("DDPJOB_CHECKPOINT_SHARED", "1")
     url = os.environ.pop("DDPJOB_CHECKPOINT_URL")
@@ -378,7 +380,7 @@ def test_a_job_that_gets_a_bucket_on_one_machine_continues_from_its_folder(
     (tmp_path / "pod" / copies.RECORD).unlink()
     assert resume.newest((tmp_path / "pod").glob("*.ckpt"), Path.is_file) == tmp_path / "pod" / "model-7.ckpt"
     monkeypatch.setenv("DDPJOB_CHECKPOINT_SHARED", "0")
-    assert resume.newest((tmp_path / "pod").glob("*.ckpt"), Path.is_file) is None, "the disk of one pod"
+    assert resume.newest((tmp_path / "pod").glob("*.ckpt"), Path.is_file) is None, "the disk belongs to a single pod"
 
 
 @pytest.mark.parametrize(
@@ -397,12 +399,14 @@ def test_a_job_that_gets_a_bucket_on_one_machine_continues_from_its_folder(
         ),
     ],
 )
-def test_invalid_arguments_are_reported(arguments: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_invalid_arguments_of_copy_checkpoint_are_reported(
+    arguments: dict[str, Any], said: str, tmp_path: Path
+) -> None:
     with pytest.raises((TypeError, ValueError), match=said):
         ddpjob_report.copy_checkpoint(**{"path": tmp_path, **arguments})
 
 
-def test_names_that_no_bucket_should_have_are_refused(bucket: Bucket, tmp_path: Path) -> None:
+def test_names_that_are_unsuitable_for_a_bucket_are_refused(bucket: Bucket, tmp_path: Path) -> None:
     for name in ("a b", "ä", "x" * 201):
         odd = tmp_path / "pod" / name
         odd.write_text("1")
@@ -413,7 +417,9 @@ def test_names_that_no_bucket_should_have_are_refused(bucket: Bucket, tmp_path: 
         ddpjob_report.copy_checkpoint(tmp_path / "pod" / "nothing", 1)
 
 
-def test_an_image_without_the_library_names_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_error_in_an_image_without_the_library_names_the_library(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("DDPJOB_CHECKPOINT_URL", "s3://models/runs/space/job")
     monkeypatch.setitem(sys.modules, "obstore", None)
     monkeypatch.setitem(sys.modules, "obstore.store", None)
@@ -450,13 +456,13 @@ def ends(*arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_a_script_ends_when_its_last_copy_is_complete(bucket: Bucket) -> None:
+def test_a_script_exits_only_when_its_last_copy_is_complete(bucket: Bucket) -> None:
     done = ends("0.5", "60")
     assert done.returncode == 0, done.stderr
     assert bucket.entries() == [Stored(1, 9)]
 
 
-def test_a_script_without_its_last_copy_fails(bucket: Bucket) -> None:
+def test_a_script_whose_last_copy_failed_fails(bucket: Bucket) -> None:
     done = ends("60", "0.2")
     assert done.returncode == 1 and "so the job is not complete" in done.stderr
     assert bucket.entries() == []
@@ -469,7 +475,7 @@ def test_a_script_that_removes_its_last_copy_fails_immediately(bucket: Bucket) -
     assert done.stderr.count("warning") == 1 and time.monotonic() - began < 60 * slowness()
 
 
-def test_a_leaving_script_waits_as_long_as_the_grace_period_allows(
+def test_a_script_that_must_exit_waits_for_its_copy_within_the_grace_period(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: the rank was killed with its pod or, if a different pod was asked to stop, exited
@@ -484,7 +490,7 @@ def test_a_leaving_script_waits_as_long_as_the_grace_period_allows(
     assert bucket.entries() == [Stored(1, 9)]
 
 
-def test_a_script_that_fails_does_not_wait(bucket: Bucket) -> None:
+def test_a_script_that_fails_does_not_wait_for_its_copy(bucket: Bucket) -> None:
     began = time.monotonic()
     done = ends("600", "600", "fail")
     assert done.returncode == 1 and "a bug" in done.stderr and time.monotonic() - began < 60 * slowness()

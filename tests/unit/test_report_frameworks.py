@@ -1,8 +1,8 @@
 """The real frameworks, if they are installed, resume from memory after a kill and compute the same
 results.
 
-Each test has one process. A kill is an exception, after which everything is created again.
-tests/local/test_process_report.py tests several ranks.
+Each test has one process. A kill is simulated by an exception, after which all objects are created
+again. tests/local/test_process_report.py tests several ranks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
 
 @pytest.fixture
 def starts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
-    """Collect the (step, source) that is reported at each start."""
+    """Collect the (step, source) reported at each start."""
     said: list[tuple[int, str]] = []
 
     def post(figures: dict[str, Any]) -> None:
@@ -87,14 +87,14 @@ def survives(
     memory = [(step, protocol.MEMORY) for step in DIES]
     assert starts == [(0, protocol.SCRATCH), *memory]
     assert all(torch.equal(a, b) for a, b in zip(weights, undisturbed, strict=True))
-    assert not Path(os.environ["DDPJOB_SNAPSHOT_FOLDER"], "restored").exists(), "training has loaded it"
+    assert not Path(os.environ["DDPJOB_SNAPSHOT_FOLDER"], "restored").exists(), "the training run has loaded this state"
 
 
 def test_hugging_faces_trainer_continues_from_memory(
     tmp_path: Path, job: Callable[[], None], starts: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transformers = pytest.importorskip("transformers")
-    monkeypatch.setattr("transformers.trainer.is_datasets_available", lambda: False)  # not tests/datasets.py
+    monkeypatch.setattr("transformers.trainer.is_datasets_available", lambda: False)  # this is not tests/datasets.py
     from ddpjob_report.huggingface import DDPJobCallback, last_checkpoint
 
     class Model(torch.nn.Module):  # type: ignore[misc]
@@ -132,7 +132,7 @@ def test_hugging_faces_trainer_continues_from_memory(
 
 
 class Stateful:
-    """A loader that knows its position, as torchdata's StatefulDataLoader does."""
+    """A data loader that saves its position, as torchdata's StatefulDataLoader does."""
 
     def __init__(self) -> None:
         self.epoch, self.done, self.begins_at = 0, 0, 0

@@ -1,5 +1,5 @@
-"""`ddpjob_report.Snapshots` in scripts: what a restart restores, and the error of each incorrect
-use.
+"""`ddpjob_report.Snapshots` in scripts: the state that a restart restores, and the error for each
+incorrect use.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("torch._dynamo")  # once here, and not in the first optimizer step of each rank
+pytest.importorskip("torch._dynamo")  # done once here, so that not every rank does it in its first optimizer step
 
 import torch.distributed as dist  # noqa: E402
 from ddpjob_report import Snapshots, link, node_memory  # noqa: E402
@@ -30,7 +30,7 @@ STEPS = 8
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    """Yield a folder in memory for the nodes' folders."""
+    """Yield a folder in memory that contains the nodes' folders."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
         yield Path(place)
 
@@ -45,7 +45,7 @@ def environment(folder: Path, round_: int) -> dict[str, str]:
 
 
 class Counter:
-    """A loader that knows its position. Each rank has its own."""
+    """A data loader that saves its position. Each rank has its own loader."""
 
     def __init__(self, rank: int) -> None:
         self.drawn = rank * 1000
@@ -62,7 +62,9 @@ class Counter:
 
 
 def training(rank: int, until: int, *, accumulate: int = 1) -> tuple[int, list[float]]:
-    """Train with every object that has a state. Return the first step and the final weights."""
+    """Train with every kind of object that has a state, and return the first step and the final
+    weights.
+    """
     torch.manual_seed(rank)
     loader, group = Counter(rank), dist.is_initialized()
     model: Any = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 1))
@@ -94,8 +96,8 @@ def training(rank: int, until: int, *, accumulate: int = 1) -> tuple[int, list[f
 def ranks(
     world: int, local: int, memory: Path, round_: int, work: Callable[[int], Any], *, group: bool = True
 ) -> list[Any]:
-    """Run `work` on forked ranks over gloo, `local` ranks per node, and return their results. A
-    rank that died has None.
+    """Run `work` on forked ranks over gloo, `local` ranks per node, and return their results. The
+    result of a rank that died is None.
 
     If `group` is true, they already have a process group.
     """
@@ -134,7 +136,7 @@ def ranks(
 
 
 @pytest.mark.parametrize(("world", "local", "accumulate"), [(2, 1, 1), (2, 2, 1), (1, 1, 2)])
-def test_a_restart_continues_after_the_last_step_and_computes_the_same(
+def test_a_restarted_run_continues_after_the_last_step_with_the_same_results(
     world: int, local: int, accumulate: int, memory: Path
 ) -> None:
     """The state covers weights, moments, learning rate, scale, dropout, statistics, average, and
@@ -155,7 +157,7 @@ def test_a_restart_continues_after_the_last_step_and_computes_the_same(
 
 
 class Keeper(nn.Linear):
-    """A module that keeps the tensor that it is given, as quantized modules do."""
+    """A module that keeps the loaded tensor itself, as quantized modules do."""
 
     def get_extra_state(self) -> torch.Tensor:
         return self.given if hasattr(self, "given") else torch.full((3,), 5.0)
@@ -164,8 +166,8 @@ class Keeper(nn.Linear):
         self.given = state
 
 
-def test_nothing_that_was_restored_uses_memory_of_a_slot(job: Callable[[], None], memory: Path) -> None:
-    """The next copy overwrites the slot."""
+def test_restored_tensors_do_not_share_memory_with_the_snapshot(job: Callable[[], None], memory: Path) -> None:
+    """Otherwise, the next snapshot would overwrite them."""
 
     def objects() -> tuple[Any, Any]:
         torch.manual_seed(1)
@@ -188,9 +190,9 @@ def test_nothing_that_was_restored_uses_memory_of_a_slot(job: Callable[[], None]
     torch.testing.assert_close((model.state_dict(), optimizer.state_dict()), wanted, rtol=0, atol=0)
 
 
-def test_the_number_of_ranks_may_change(memory: Path) -> None:
-    """A job of one rank has no DDP, which prefixes names. A new rank takes rank 0's schedulers and
-    loaders.
+def test_the_number_of_ranks_may_change_between_snapshot_and_restart(memory: Path) -> None:
+    """A job with one rank has no DDP, which adds a prefix to parameter names. A new rank uses rank
+    0's schedulers and loaders.
     """
 
     def work(until: int) -> Callable[[int], tuple[int, float]]:
@@ -240,7 +242,7 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("wrapped", ["before", "after", "compiled", "compiled after"])
-def test_how_a_model_is_wrapped_does_not_matter(wrapped: str, job: Callable[[], None]) -> None:
+def test_a_state_is_restored_no_matter_how_the_model_is_wrapped(wrapped: str, job: Callable[[], None]) -> None:
     """This includes tied and frozen weights, and an optimizer that has no state yet."""
 
     def begin(how: str) -> tuple[Tied, torch.optim.Optimizer, Snapshots]:
@@ -297,7 +299,7 @@ def test_a_wrong_step_is_refused_inside_of_a_job_and_outside(
         kept.take(step)
     with pytest.raises(kind, match=said):
         kept.take(steps[-1])
-    kept.take(torch.tensor(5))  # a whole number of a different type
+    kept.take(torch.tensor(5))  # an integer of a different type
 
 
 def test_a_loop_that_ignores_the_restored_step_is_refused(job: Callable[[], None]) -> None:
@@ -323,7 +325,7 @@ def test_a_loop_that_ignores_the_restored_step_is_refused(job: Callable[[], None
         (7, 4, 5, {"step": 4, "source": protocol.STORAGE}),
     ],
 )
-def test_the_account_shows_where_training_continued(
+def test_the_report_shows_where_training_continued(
     restored: int,
     own: int | None,
     first: int,
@@ -360,11 +362,11 @@ class Unsaved:
 
 
 class ZeroRedundancyOptimizer(torch.optim.SGD):  # type: ignore[misc]
-    """Looks like torch's class with this name."""
+    """A class with the name of torch's class."""
 
 
 class FullyShardedDataParallel(nn.Linear):  # type: ignore[misc]
-    """Looks like torch's class with this name."""
+    """A class with the name of torch's class."""
 
 
 @pytest.mark.usefixtures("job")
@@ -405,14 +407,14 @@ class FullyShardedDataParallel(nn.Linear):  # type: ignore[misc]
         ),
     ],
 )
-def test_a_wrong_use_is_reported_with_the_remedy(use: Callable[[], Any], kind: type[Exception], said: str) -> None:
+def test_incorrect_use_is_reported_with_the_remedy(use: Callable[[], Any], kind: type[Exception], said: str) -> None:
     first = Snapshots(model=line()) if "an instance already exists" in said else None
     with pytest.raises(kind, match=said):
         use()
     del first
 
 
-def test_a_model_that_was_sharded_afterwards_is_refused_at_the_first_step(job: Callable[[], None]) -> None:
+def test_a_model_that_is_sharded_after_its_registration_is_refused(job: Callable[[], None]) -> None:
     model = nn.Sequential(line())
     kept = Snapshots(model=model)
     model[0] = FullyShardedDataParallel(1, 1)
@@ -430,7 +432,9 @@ def test_a_model_that_was_sharded_afterwards_is_refused_at_the_first_step(job: C
         ({"model": nn.Linear(2, 2)}, "does not fit model: .*size mismatch.*or set recovery.snapshots: none"),
     ],
 )
-def test_objects_that_have_changed_are_reported(objects: dict[str, Any], said: str, job: Callable[[], None]) -> None:
+def test_objects_that_have_changed_since_the_snapshot_are_reported(
+    objects: dict[str, Any], said: str, job: Callable[[], None]
+) -> None:
     kept = Snapshots(model=line())
     kept.take(1)
     del kept
@@ -440,13 +444,13 @@ def test_objects_that_have_changed_are_reported(objects: dict[str, Any], said: s
 
 
 @pytest.mark.usefixtures("job")
-def test_ranks_need_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_ranks_need_a_process_group_for_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match=r"no process group yet; call torch.distributed.init_process_group\(\)"):
         Snapshots(model=line())
 
 
-def test_ranks_that_give_different_objects_are_refused(memory: Path) -> None:
+def test_ranks_that_register_different_objects_are_refused(memory: Path) -> None:
     def work(rank: int) -> str:
         with pytest.raises(ValueError) as caught:
             Snapshots(model=line(), **({"average": line()} if rank == 0 else {}))
@@ -457,7 +461,7 @@ def test_ranks_that_give_different_objects_are_refused(memory: Path) -> None:
 
 
 def framework(last: int, checkpoint: int = 0) -> Callable[[int], tuple[int, str, str]]:
-    """Train like a framework, which forms its process group after the script has requested a
+    """Train like a framework that forms its process group after the script has asked for a
     checkpoint.
     """
 
@@ -484,20 +488,20 @@ def framework(last: int, checkpoint: int = 0) -> Callable[[int], tuple[int, str,
     return run
 
 
-def test_a_framework_gets_a_checkpoint_of_the_state_in_memory_before_it_has_a_group(memory: Path) -> None:
-    """Each node writes a checkpoint for its ranks, even a node without a state, and then forgets
-    it.
+def test_a_framework_without_a_group_yet_gets_the_state_in_memory_as_a_checkpoint(memory: Path) -> None:
+    """Each node, even one without a state, writes a checkpoint for its ranks and deletes it after
+    use.
     """
     assert ranks(4, 2, memory, 0, framework(3), group=False) == [(0, "", "")] * 4
     shutil.rmtree(memory / "node-1")
     again = ranks(4, 2, memory, 1, framework(5, checkpoint=2), group=False)
     assert again == [(3, f"node-{rank // 2} step=3.txt after 3", f"of rank {rank}") for rank in range(4)]
     newer = ranks(2, 2, memory, 2, framework(6, checkpoint=5), group=False)
-    assert newer == [(5, "", "")] * 2, "a checkpoint of the same step is as good"
+    assert newer == [(5, "", "")] * 2, "a checkpoint of the same step serves as well"
 
 
 @pytest.mark.parametrize("without", [0, 1])
-def test_a_frameworks_pods_with_different_specs_agree(memory: Path, without: int) -> None:
+def test_pods_with_different_specs_agree_when_a_framework_starts(memory: Path, without: int) -> None:
     """The pod without a folder started before or after a change to recovery.snapshots. Rank 0's pod
     decides.
     """
@@ -536,7 +540,7 @@ def test_a_checkpoint_without_room_in_memory_is_written_to_the_temporary_folder(
     assert not any(tmp_path.iterdir())
 
 
-def test_outside_of_a_job_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_of_a_job_no_snapshots_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DDPJOB_SNAPSHOT_FOLDER", raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
     kept = Snapshots(model=line())

@@ -1,4 +1,6 @@
-"""The runtime as the operator ships it, and words of its protocol that other files must repeat."""
+"""The runtime as the operator ships it, and constants of its protocol that other files must
+repeat.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ JOB = DDPJob.read(
 
 @pytest.fixture
 def mount(tmp_path: Path) -> Path:
-    """Create the runtime as the kubelet mounts it: files are links, in a read-only folder."""
+    """Create the runtime's files as the kubelet mounts them: as links, in a read-only folder."""
     (tmp_path / "..data").mkdir()
     for name, content in build_runtime(JOB)["binaryData"].items():
         (tmp_path / "..data" / name).write_bytes(b64decode(content))
@@ -46,7 +48,7 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
 
 
 @pytest.mark.parametrize("program", ["coordinator", "launcher"])
-def test_the_mounted_files_are_a_program_that_runs(mount: Path, program: str) -> None:
+def test_the_mounted_files_form_a_working_program(mount: Path, program: str) -> None:
     pod = (
         build_coordinator(JOB, JOB.status, PLATFORM)
         if program == "coordinator"
@@ -73,7 +75,7 @@ def test_a_pod_does_not_list_the_files_of_the_runtime() -> None:
     assert volume == {"name": "ddpjob-runtime", "configMap": {"name": JOB.status.runtime, "defaultMode": 0o555}}
 
 
-def test_the_archive_runs_itself_and_the_worker_next_to_it(mount: Path) -> None:
+def test_the_archive_and_the_worker_next_to_it_can_be_run_by_their_paths(mount: Path) -> None:
     """The coordinator starts the store by its path, and torchrun starts the workers by theirs."""
     words = "import sys; sys.path[:0] = sys.argv[1:]; import ddpjob_runtime as it; print(it.PROGRAM, it.WORKER)"
     found = python("-c", words, f"{mount}/ddpjob_runtime")
@@ -129,7 +131,7 @@ except SystemExit:
 """
 
 
-def test_starting_compiles_each_module_once(mount: Path) -> None:
+def test_each_module_is_compiled_only_once_at_the_start(mount: Path) -> None:
     """Half of a coordinator's start is spent on compiling, and Python's own import from archives
     compiles twice.
     """
@@ -137,20 +139,20 @@ def test_starting_compiles_each_module_once(mount: Path) -> None:
     assert len(numbers) > 10 and set(numbers) == {"1"}, numbers
 
 
-def test_tracebacks_from_the_archive_show_its_lines(mount: Path) -> None:
+def test_tracebacks_from_the_archive_show_source_lines(mount: Path) -> None:
     words = "import sys, traceback; sys.path[:0] = sys.argv[1:]; from ddpjob_runtime.protocol import Report"
     words += "\ntry: Report.read(None)\nexcept Exception: traceback.print_exc()"
     done = python("-c", words, f"{mount}/ddpjob_runtime")
     assert re.search(r'File ".*/ddpjob_runtime/ddpjob_runtime/protocol.py", line \d+, in \w+\n    \w+', done.stderr)
 
 
-def test_the_archive_is_the_same_wherever_it_is_made() -> None:
+def test_the_archive_is_reproducible() -> None:
     command = [sys.executable, "-c", "from ddpjob.objects.service import runtime_name; print(runtime_name())"]
     moved = {**os.environ, "TZ": "Asia/Tokyo", "SOURCE_DATE_EPOCH": "1", "PYTHONHASHSEED": "7"}
     assert subprocess.check_output(command, text=True, env=moved).strip() == runtime_name()
 
 
-def test_the_config_map_is_one_that_kubernetes_accepts() -> None:
+def test_kubernetes_accepts_the_config_map_with_the_runtime() -> None:
     manifest = build_runtime(JOB)
     assert all(re.fullmatch(r"[-._a-zA-Z0-9]{1,253}", key) for key in manifest["binaryData"])
     assert sum(map(len, manifest["binaryData"].values())) < 2**20 / 2, "half of what a ConfigMap may hold"
@@ -159,8 +161,8 @@ def test_the_config_map_is_one_that_kubernetes_accepts() -> None:
     )
 
 
-def test_a_runtime_is_recognized_by_sixteen_digits() -> None:
-    """A running job is pinned to the name with which it began, so that an upgrade does not disturb
+def test_a_runtime_is_trusted_only_if_all_sixteen_digits_of_its_name_match() -> None:
+    """A running job keeps using the name with which it started, so that an upgrade does not disturb
     it.
     """
     manifest = build_runtime(JOB)

@@ -13,13 +13,13 @@ NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 
 
 def protections(text: str) -> list[str]:
-    """Return the rows of the tables about prevented actions and about limits."""
+    """Return the rows of the tables that list prevented actions and limits."""
     heads = r"^\| (?:cannot|what a tenant chooses \| bound) \| tested by \|\n\|(?: --- \|)+\n"
     tables = re.findall(heads + r"((?:\|.*\n)+)", text, flags=re.MULTILINE)
     return [row for table in tables for row in table.splitlines()]
 
 
-def test_the_protections_are_found() -> None:
+def test_the_protections_on_the_page_are_found() -> None:
     assert len(protections(TEXT)) >= 15
     assert protections("| cannot | tested by |\n| --- | --- |\n| a | b |\n\n| c | d |\n") == ["| a | b |"]
 
@@ -31,6 +31,6 @@ def test_a_protection_names_its_test(row: str) -> None:
 
 
 @pytest.mark.parametrize(("path", "function"), sorted(set(NAMED.findall(TEXT))))
-def test_a_named_test_exists(path: str, function: str) -> None:
+def test_each_test_named_on_the_page_exists(path: str, function: str) -> None:
     found = re.search(rf"^(async )?def {function}\(", (ROOT / path).read_text(), flags=re.MULTILINE)
     assert found, f"SECURITY.md names {path}::{function}, which does not exist; name the test as it is called now"

@@ -1,5 +1,5 @@
-"""The documentation as a site: every page is in the navigation, and a strict build finds no broken
-link or anchor.
+"""The documentation site: every page is in the navigation, and a strict build finds no broken links
+or anchors.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def named(nav: Any) -> Iterator[str]:
                 yield from named(below)
 
 
-def test_every_page_has_one_place_in_the_navigation() -> None:
+def test_every_page_is_in_the_navigation_exactly_once() -> None:
     pages = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
     assert sorted(named(CONFIG["nav"])) == sorted([*pages, *HOOKS["PAGES"]]), "name each page once in nav of mkdocs.yml"
     assert [next(iter(entry)) for entry in CONFIG["nav"][1:]] == ["Start", "Train", "Platform", "Understand"]
@@ -60,11 +60,11 @@ def test_every_page_has_one_place_in_the_navigation() -> None:
         ("benchmarks.md", "[a](recovery/steps.py)", "a (`benchmarks/recovery/steps.py`)"),
     ],
 )
-def test_links_of_the_repository_lead_to_the_site(page: str, link: str, on_the_site: str) -> None:
+def test_links_to_pages_in_the_repository_lead_to_the_site(page: str, link: str, on_the_site: str) -> None:
     assert HOOKS["rewritten"](link, page, "") == on_the_site
 
 
-def test_other_files_are_linked_if_the_repository_is_known() -> None:
+def test_links_to_other_files_work_if_the_repositorys_address_is_known() -> None:
     made = HOOKS["rewritten"]("[a](../examples/x.yaml)", "cli.md", "https://host/me/ddpjob/")
     assert made == "[a](https://host/me/ddpjob/blob/main/examples/x.yaml)"
 
@@ -84,7 +84,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_strict_build_finds_nothing(site: Path) -> None:
+def test_a_strict_build_reports_no_problems(site: Path) -> None:
     assert "<h1" in (site / "first-job-on-kind.html").read_text()
     assert "helm show crds" in (site / "chart.html").read_text()
     foreign = re.compile(r"""\bsrc=["']?(?:https?:)?//""")
@@ -98,10 +98,8 @@ def diagrams(site: Path) -> dict[Path, int]:
     return {page: number for page, number in counted.items() if number}
 
 
-async def test_diagrams_are_drawn_without_another_server(diagrams: dict[Path, int]) -> None:
-    """The test needs a real browser, because no tag of a page shows what it loads while it is
-    read.
-    """
+async def test_diagrams_are_drawn_without_requests_to_other_servers(diagrams: dict[Path, int]) -> None:
+    """The test needs a real browser, because the HTML does not show what scripts load later."""
     assert {page.name for page in diagrams} >= {"architecture.html", "protocol.html"}
     async with browser_page() as tab:
         await tab.size(1400)

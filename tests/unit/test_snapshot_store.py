@@ -1,5 +1,5 @@
-"""The node's memory of the newest states: what it contains after any interruption, and which state
-is chosen.
+"""The snapshots in a node's memory: their content after an interruption at any point, and which of
+them is restored.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def steps(store: SnapshotStore) -> list[int]:
     return [held.moment.step for held in store.held()]
 
 
-def test_the_two_newest_states_are_held(tmp_path: Path) -> None:
+def test_the_two_newest_states_are_kept(tmp_path: Path) -> None:
     store = SnapshotStore(tmp_path)
     for step in range(1, 6):
         keep(store, step, b"%d" % step)
@@ -49,18 +49,18 @@ def test_the_two_newest_states_are_held(tmp_path: Path) -> None:
     assert bytes(store.read(store.held()[-1])) == b"5"
 
 
-def test_a_state_that_is_being_written_is_not_held_and_the_other_one_is(tmp_path: Path) -> None:
+def test_an_unfinished_state_is_ignored_and_the_previous_one_is_kept(tmp_path: Path) -> None:
     store = SnapshotStore(tmp_path)
     keep(store, 1)
     keep(store, 2)
     writing = store.begin(ALL, 5)
     writing.data[:3] = b"new"
-    assert steps(SnapshotStore(tmp_path)) == [2], "a worker that was killed here leaves the newer state"
+    assert steps(SnapshotStore(tmp_path)) == [2], "if the worker is killed at this point, the newer state exists"
     writing.complete(Moment((0, 0), 3))
     assert steps(SnapshotStore(tmp_path)) == [2, 3]
 
 
-def test_a_larger_state_takes_the_place_of_a_smaller_one(tmp_path: Path) -> None:
+def test_a_larger_state_can_replace_a_smaller_one(tmp_path: Path) -> None:
     store = SnapshotStore(tmp_path)
     for step, size in enumerate([10, 10_000, 100, 200_000]):
         keep(store, step, bytes([step]) * size)
@@ -70,7 +70,7 @@ def test_a_larger_state_takes_the_place_of_a_smaller_one(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("damage", [b"", b"short", b"x" * HEADER_BYTES, b"ddpjob:1" + b"\xff" * 60])
-def test_a_damaged_file_is_not_a_state(damage: bytes, tmp_path: Path) -> None:
+def test_a_damaged_file_is_ignored(damage: bytes, tmp_path: Path) -> None:
     store = SnapshotStore(tmp_path)
     keep(store, 1)
     (tmp_path / "all.1").write_bytes(damage)
@@ -83,7 +83,7 @@ def test_a_damaged_file_is_not_a_state(damage: bytes, tmp_path: Path) -> None:
 @pytest.fixture
 def small_volume(tmp_path: Path) -> Iterator[Path]:
     if os.geteuid() != 0:
-        pytest.skip("only root mounts a volume")
+        pytest.skip("only root can mount a volume")
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", tmp_path], check=True)
     yield tmp_path
     subprocess.run(["umount", "--lazy", tmp_path], check=True)
@@ -99,7 +99,7 @@ def test_states_that_do_not_fit_twice_are_refused_before_anything_is_written(sma
     assert steps(store) == [1, 2]
 
 
-def test_the_last_completed_step_is_known_without_a_copy(tmp_path: Path) -> None:
+def test_the_last_completed_step_is_recorded_even_without_a_copy(tmp_path: Path) -> None:
     store = SnapshotStore(tmp_path)
     assert store.made is None
     for step in (4, 5, 6):
@@ -110,7 +110,7 @@ def test_the_last_completed_step_is_known_without_a_copy(tmp_path: Path) -> None
     assert store.made == Moment((1, 3), 5)
 
 
-def test_readers_never_see_a_half_written_number(tmp_path: Path) -> None:
+def test_readers_never_see_a_partially_written_step_number(tmp_path: Path) -> None:
     first, second = 0x00FFFFFFFF, 0x0100000000
     SnapshotStore(tmp_path).note_made(Moment((0, 1), first))
     child = os.fork()
@@ -131,7 +131,7 @@ def test_readers_never_see_a_half_written_number(tmp_path: Path) -> None:
         os.waitpid(child, 0)
 
 
-def test_the_state_that_training_continued_from_is_not_overwritten_by_the_next_one(tmp_path: Path) -> None:
+def test_the_first_state_after_a_restart_does_not_overwrite_the_restored_one(tmp_path: Path) -> None:
     store = SnapshotStore(tmp_path)
     keep(store, 7)
     keep(store, 8)
@@ -153,7 +153,7 @@ def test_room_for_both_states_is_reserved_with_the_first_one(small_volume: Path)
     assert steps(store) == [1, 2]
 
 
-def test_parts_of_other_ranks_are_dropped(tmp_path: Path) -> None:
+def test_parts_that_belong_to_other_ranks_are_dropped(tmp_path: Path) -> None:
     store = SnapshotStore(tmp_path)
     for part in ("0of3", "1of3", ALL):
         store.begin(part, 5).complete(Moment((0, 0), 1))
@@ -164,7 +164,7 @@ def test_parts_of_other_ranks_are_dropped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["missing", "read-only", None])
-def test_a_folder_that_cannot_be_used_holds_nothing_and_has_no_room(fault: str | None, small_volume: Path) -> None:
+def test_an_unusable_folder_counts_as_empty_and_without_room(fault: str | None, small_volume: Path) -> None:
     folder = small_volume if fault == "read-only" else small_volume / "missing"
     if fault == "read-only":
         subprocess.run(["mount", "-o", "remount,ro", small_volume], check=True)
@@ -210,7 +210,7 @@ def test_a_tenth_of_each_memory_limit_stays_free(files: dict[str, str], free: in
     assert free_memory(tmp_path) == free
 
 
-def test_states_that_fit_the_volume_and_not_the_memory_limit_are_refused(
+def test_states_that_fit_the_volume_but_not_the_memory_limit_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshot_store, "free_memory", lambda: 20_000)
@@ -228,7 +228,7 @@ NODES = st.dictionaries(st.integers(0, 5), st.lists(HELD, max_size=2, unique=Tru
 
 
 @given(NODES)
-def test_the_newest_incarnation_counts_before_the_highest_step(nodes: dict[int, list[Held]]) -> None:
+def test_the_newest_incarnation_takes_precedence_over_the_highest_step(nodes: dict[int, list[Held]]) -> None:
     every = [held.moment for states in nodes.values() for held in states]
     chosen = choose(nodes, [ALL])
     if not every:
@@ -244,17 +244,19 @@ def test_a_higher_step_of_an_older_round_is_ignored() -> None:
     assert choose({0: [cut_off], 1: [others]}, [ALL]) == others.moment
 
 
-def test_every_part_of_a_sharded_state_must_be_held() -> None:
+def test_a_sharded_state_is_complete_only_if_all_its_parts_exist() -> None:
     def part(rank: int, step: int) -> Held:
         return Held(f"{rank}of2", Moment((0, 0), step), 9)
 
     parts = ["0of2", "1of2"]
     assert choose({0: [part(0, 7), part(0, 8)], 1: [part(1, 7)]}, parts) == Moment((0, 0), 7)
     assert choose({0: [part(0, 8)], 1: [part(1, 7)]}, parts) is None
-    assert choose({0: [part(0, 8), part(1, 8)]}, parts) == Moment((0, 0), 8), "the neighbour has a copy"
+    assert choose({0: [part(0, 8), part(1, 8)]}, parts) == Moment((0, 0), 8), (
+        "the neighbour has a copy of the missing part"
+    )
 
 
-def test_parts_of_one_step_but_different_incarnations_are_not_a_state() -> None:
+def test_parts_of_the_same_step_from_different_incarnations_do_not_combine() -> None:
     def part(rank: int, step: int, round_: int) -> Held:
         return Held(f"{rank}of2", Moment((0, round_), step), 9)
 
@@ -274,10 +276,10 @@ def test_only_nodes_that_lack_the_state_receive_it(nodes: dict[int, list[Held]])
     assert sorted(t.to for t in found) == sorted(nodes.keys() - has)
     assert {t.source for t in found} <= has
     sent = [sum(t.source == node for t in found) for node in has]
-    assert max(sent) - min(sent) <= 1, "the holders share the work"
+    assert max(sent) - min(sent) <= 1, "the nodes that have the state share the work"
 
 
-def test_a_part_goes_to_its_rank_from_the_neighbour() -> None:
+def test_a_rank_gets_its_part_from_the_neighbour() -> None:
     moment = Moment((0, 0), 3)
     nodes = {0: [Held("0of2", moment, 5), Held("1of2", moment, 6)], 1: []}
     wanted = {0: (0, "0of2"), 1: (1, "1of2")}
@@ -290,7 +292,7 @@ def test_an_inventory_survives_a_round_trip(held: list[Held], made: Moment | Non
 
 
 @given(st.binary(max_size=200))
-def test_a_hostile_inventory_is_refused_or_harmless(content: bytes) -> None:
+def test_a_hostile_inventory_is_either_refused_or_harmless(content: bytes) -> None:
     try:
         held, _ = decode(content)
     except ValueError:

@@ -1,5 +1,5 @@
-"""One vocabulary: words that must not return, one meaning per name of a module or class, every
-module in the map, and equal figures.
+"""One vocabulary: unwanted words must not return, each name of a module or class has one meaning,
+every module is in the map, and figures agree.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ TRAINING_PODS = (
 
 
 def machines(text: str) -> bool:
-    """Return whether a message uses "node" alone for a machine."""
+    """Return whether a message calls a machine just "node"."""
     for part in TRAINING_PODS:
         text = text.replace(part, "")
     return ALONE.search(text) is not None and text.strip() not in ("node", "nodes")
@@ -200,7 +200,7 @@ def wide_text(page: str) -> list[int]:
     ]
 
 
-def test_the_checks_find_prepositions_and_wide_lines() -> None:
+def test_the_checks_find_leading_prepositions_and_wide_lines() -> None:
     planted = f'''"""Of a job."""\n\nSIZE = 1\n"""{"Bytes " * 20}"""\n# {"why " * 30}\nTEXT = "{"x" * 120}"\n'''
     assert len(begun_by_prepositions(planted)) == 1 and wide_code(planted) == [4, 5]
     assert wide_text(f"short\n{'long ' * 30}\n| {'cell ' * 30}\n```\n{'code ' * 30}\n```\n{'more ' * 30}") == [2, 7]
@@ -234,7 +234,7 @@ def test_no_two_modules_have_the_same_name() -> None:
             if path.stem not in SHARED_NAMES:
                 places[path.stem].append(str(path.relative_to(ROOT)))
     shared = {name: paths for name, paths in places.items() if len(paths) > 1}
-    assert shared == {}, "rename all but one of these modules after what is special about them"
+    assert shared == {}, "rename all but one of these modules to show how they differ"
 
 
 def test_no_two_classes_have_the_same_name() -> None:
@@ -245,17 +245,17 @@ def test_no_two_classes_have_the_same_name() -> None:
                 places[name].append(str(path.relative_to(ROOT)))
     assert len(places) > 400, "the classes were found"
     shared = {name: paths for name, paths in places.items() if len(paths) > 1 and name not in SHARED_CLASSES}
-    assert shared == {}, "rename all but the most central of these classes after what is special about them"
+    assert shared == {}, "rename all but the most central of these classes to show how they differ"
     unused = {name for name in SHARED_CLASSES if len(places[name]) < 2}
-    assert unused == set(), "remove these from SHARED_CLASSES: each names one class now"
+    assert unused == set(), "remove these names from SHARED_CLASSES, because each belongs to only one class now"
 
 
-def test_the_names_of_tests_are_short() -> None:
+def test_the_names_of_tests_are_not_too_long() -> None:
     texts = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
     names = {name for text in texts for name in re.findall(r"^ *(?:async )?def (test_\w+)", text, flags=re.MULTILINE)}
     assert len(names) > 2000, "the tests were found"
     long = {name for name in names if len(name) > LONGEST_NAME}
-    assert long == set(), f"shorten these to {LONGEST_NAME} characters; details belong into the docstring"
+    assert long == set(), f"shorten these to {LONGEST_NAME} characters; put details into the docstring"
 
 
 def test_every_module_is_in_the_map() -> None:
@@ -266,7 +266,7 @@ def test_every_module_states_its_purpose() -> None:
     silent = re.findall(r"^- `(\S+)`: $", MAP["render"](), flags=re.MULTILINE)
     assert silent == [], "begin these modules with a docstring: one line that says what the module is for"
     without = re.findall(r"^### (.*)\n\n\n", MAP["render"](), flags=re.MULTILINE)
-    assert without == [], "give the __init__.py of these packages a docstring: what is in there, and what it imports"
+    assert without == [], "give the __init__.py of these packages a docstring that says what they contain and import"
 
 
 CASES = {
@@ -278,12 +278,14 @@ CASES = {
 """Case in docs/recovery.md: row in README.md."""
 
 
-def test_the_readme_gives_the_figures_of_the_recovery_page() -> None:
+def test_the_readme_has_the_same_figures_as_the_recovery_page() -> None:
     measured = (ROOT / "docs" / "recovery.md").read_text().partition("<!-- cluster: begin -->")[2]
     readme = (ROOT / "README.md").read_text()
     for case, row in CASES.items():
         match = re.search(rf"^\| {case} \| cluster \|.*?\| \d+ \| ([\d.]+) \| ([\d.]+) \|", measured, re.MULTILINE)
-        assert match, f"docs/recovery.md has no row for {case}; correct CASES here, or write it by benchmarks.recovery"
+        assert match, (
+            f"docs/recovery.md has no row for {case}; correct CASES here, or write the row with benchmarks.recovery"
+        )
         shown = [f"{float(text):.2f} s" if float(text) < 1 else f"{float(text):.1f} s" for text in match.groups()]
         line = f"| {row} | {shown[0]} | {shown[1]} |"
-        assert line in readme, f"docs/recovery.md has other figures than README.md; write there: {line}"
+        assert line in readme, f"the figures in README.md differ from docs/recovery.md; write in README.md: {line}"

@@ -1,4 +1,4 @@
-"""The workflows are valid for actionlint, refer only to things that exist in the repository, and
+"""The workflows pass actionlint, refer only to files and targets that exist in the repository, and
 pin every action to a commit.
 """
 
@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 MODULE = Path(__file__).parent / "actionlint"
 
-# A path of this repository, outside of URLs: one of its top-level entries, then anything up to a
-# space or a quote.
+# A path in this repository, outside of URLs: a top-level entry, followed by anything up to a space
+# or a quote.
 TOP = r"\.github|benchmarks|charts|docs|examples|locks|operator|runtime|scripts|tests|trainer"
 PATH = re.compile(
     rf"(?<![\w/.:-])(?:\./)?((?:{TOP})/[\w./*-]+|pyproject\.toml|Dockerfile|CONTRIBUTING\.md|CHANGELOG\.md)"
@@ -28,7 +28,7 @@ PINNED = re.compile(r"uses: (?:\./[\w./-]+|[\w.-]+/[\w./-]+@[0-9a-f]{40} # v\d[\
 
 
 def texts(node: Any) -> list[str]:
-    """Return every text in a document, without keys."""
+    """Return every string in a document, without keys."""
     if isinstance(node, dict):
         return [text for value in node.values() for text in texts(value)]
     if isinstance(node, list):
@@ -59,8 +59,8 @@ def refuse(why: str) -> None:
 
 @pytest.fixture(scope="session")
 def actionlint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the program from the pinned module. This takes half a minute at first, and then uses
-    Go's cache.
+    """Build the program from the pinned module. The first build takes half a minute; later builds
+    use Go's cache.
     """
     if shutil.which("go") is None:
         refuse("no Go on this machine")
@@ -81,7 +81,7 @@ def findings(actionlint: Path, *files: Path) -> str:
 
 
 @pytest.mark.slow
-def test_workflows_are_valid(actionlint: Path) -> None:
+def test_workflows_pass_actionlint(actionlint: Path) -> None:
     assert findings(actionlint, *WORKFLOWS) == ""
 
 
@@ -104,7 +104,7 @@ def test_a_mistake_in_a_workflow_is_found(actionlint: Path, tmp_path: Path, old:
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
-def test_everything_that_a_workflow_names_exists(workflow: Path) -> None:
+def test_paths_and_targets_that_a_workflow_names_exist(workflow: Path) -> None:
     text = "\n".join(texts(yaml.safe_load(workflow.read_text())))
     assert missing_paths(text) == []
     assert unknown_targets(text) == []
@@ -120,7 +120,7 @@ def test_a_path_or_a_target_that_does_not_exist_is_found() -> None:
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
-def test_actions_are_pinned_and_rights_are_narrow(workflow: Path) -> None:
+def test_actions_are_pinned_and_permissions_are_minimal(workflow: Path) -> None:
     """A tag can be moved to different code. Rights are granted per job, only to jobs that
     publish.
     """
@@ -129,14 +129,14 @@ def test_actions_are_pinned_and_rights_are_narrow(workflow: Path) -> None:
     assert yaml.safe_load(workflow.read_text())["permissions"] == {"contents": "read"}
 
 
-def test_the_oldest_python_of_the_tests_is_the_oldest_supported() -> None:
+def test_ci_tests_the_oldest_supported_python() -> None:
     ci = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
     [oldest] = re.findall(r'^requires-python = ">=([\d.]+)"', (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
     assert ci["jobs"]["unit"]["strategy"]["matrix"]["python"][0] == oldest
 
 
 @pytest.mark.parametrize("name", ["dependabot.yml", "ISSUE_TEMPLATE/bug.yml", "ISSUE_TEMPLATE/feature.yml"])
-def test_the_forms_are_yaml_and_name_only_existing_things(name: str) -> None:
+def test_the_issue_forms_are_valid_yaml_and_name_only_existing_files(name: str) -> None:
     text = "\n".join(texts(yaml.safe_load((ROOT / ".github" / name).read_text())))
     assert missing_paths(text) == []
 
@@ -153,19 +153,19 @@ def test_dependabot_sees_every_folder_that_pins_something() -> None:
     assert {path.parent for path in ROOT.glob("tests/**/go.mod")} <= watched
 
 
-def test_dependabot_waits_for_a_week() -> None:
+def test_dependabot_proposes_releases_only_after_a_week() -> None:
     """A compromised release is usually detected within days."""
     updates = yaml.safe_load((ROOT / ".github" / "dependabot.yml").read_text())["updates"]
     assert [update["cooldown"]["default-days"] for update in updates] == [7] * 5
 
 
-def test_pre_commit_runs_the_same_actionlint() -> None:
+def test_pre_commit_runs_the_same_actionlint_version() -> None:
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     [pinned] = [repo["rev"] for repo in hooks if repo["repo"].endswith("/actionlint")]
     assert f"github.com/rhysd/actionlint {pinned} " in (MODULE / "go.mod").read_text()
 
 
-def test_a_release_of_an_owner_with_capitals_pushes_to_names_without() -> None:
+def test_images_are_pushed_to_lowercase_names_even_if_the_owner_has_capitals() -> None:
     """Otherwise the push ends with "repository name must be lowercase" after all tests."""
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())["jobs"]
     for name in ("image", "publish"):
@@ -195,17 +195,17 @@ def script_of(job: str, step: str) -> str:
     return str(found)
 
 
-def test_each_job_of_a_release_has_its_rights_and_no_more() -> None:
+def test_each_job_of_a_release_has_only_the_permissions_that_it_needs() -> None:
     assert {name: job.get("permissions", READ) for name, job in RELEASE.items()} == RIGHTS
 
 
-def test_a_second_person_can_be_required_for_all_that_publishes() -> None:
+def test_a_second_persons_approval_can_be_required_for_every_publishing_job() -> None:
     """The environment's settings can require a reviewer."""
     writing = {name for name, rights in RIGHTS.items() if "write" in rights.values()}
     assert {name for name, job in RELEASE.items() if job.get("environment") == "release"} == writing
 
 
-def test_no_job_with_an_identity_runs_the_projects_code() -> None:
+def test_no_job_with_an_identity_token_runs_the_projects_code() -> None:
     """A dependency that runs during the build could sign or attest anything."""
     for name, rights in RIGHTS.items():
         code = [
@@ -229,7 +229,7 @@ def git(folder: Path, *words: str) -> None:
     subprocess.run(["git", *settings, *words], cwd=folder, check=True, capture_output=True)
 
 
-def test_a_tag_outside_main_is_not_released(tmp_path: Path) -> None:
+def test_a_tag_on_a_commit_outside_of_main_is_not_released(tmp_path: Path) -> None:
     origin, checkout = tmp_path / "origin", tmp_path / "checkout"
     origin.mkdir()
     git(origin, "init")
@@ -262,8 +262,8 @@ esac
 
 
 def verified(tmp_path: Path, fails: str = "nothing fails") -> tuple[int, list[str]]:
-    """Run the workflow's verification with stand-ins for its programs, which fail if a command
-    contains `fails`.
+    """Run the workflow's verification with stand-ins for its programs. A stand-in fails if its
+    command contains `fails`.
     """
     for name in ("cosign", "gh", "docker"):
         (tmp_path / name).write_text(STAND_IN)
@@ -279,7 +279,7 @@ def verified(tmp_path: Path, fails: str = "nothing fails") -> tuple[int, list[st
     return ended.returncode, (tmp_path / "log").read_text().splitlines()
 
 
-def test_a_release_is_verified_by_the_commands_of_the_page(tmp_path: Path) -> None:
+def test_a_release_is_verified_with_the_commands_on_the_page(tmp_path: Path) -> None:
     code, ran = verified(tmp_path)
     identity = "https://github.com/Acme/ddpjob/.github/workflows/release.yml@refs/tags/v1.2.3"
     issuer = "https://token.actions.githubusercontent.com"
@@ -298,7 +298,9 @@ def test_a_release_is_verified_by_the_commands_of_the_page(tmp_path: Path) -> No
         for name in ("operator", "trainer")
     ]
     assert (code, ran) == (0, [*expected, *bills])
-    assert {"publish", "pypi", "release"} <= set(RELEASE["verify"]["needs"]), "what they verify is published by then"
+    assert {"publish", "pypi", "release"} <= set(RELEASE["verify"]["needs"]), (
+        "the artifacts have been published by then"
+    )
 
 
 @pytest.mark.parametrize("fails", ["verify ghcr.io/acme/trainer", "oci://ghcr.io/acme/operator", ".whl", "inspect"])

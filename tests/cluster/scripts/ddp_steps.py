@@ -1,5 +1,5 @@
 """A user's plain DDP script without @record. It takes a fixed number of steps, and with --saved it
-saves a checkpoint at each.
+saves a checkpoint at each step.
 """
 
 import argparse

@@ -53,7 +53,7 @@ while not again or step < arguments.steps:
     optimizer.zero_grad()
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
-    # All ranks see it in the same step, so that two of them can misbehave together.
+    # All ranks see the file in the same step, so that two of them can misbehave together.
     go = torch.tensor(int((arguments.folder / "go").exists()))
     dist.all_reduce(go, dist.ReduceOp.MAX)
     if go.item() and not again and arguments.rank in (-1, rank):

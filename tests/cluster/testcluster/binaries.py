@@ -56,8 +56,7 @@ FLAGS = (
     "-mod=readonly",
     "-buildvcs=false",
     "-tags=no_btrfs,no_devmapper,no_zfs,no_tracing",
-    # The linker would drop debug information anyway. Not generating it saves a sixth of the compile
-    # time.
+    # The linker would drop debug information anyway. Without it, compiling takes a sixth less time.
     "-gcflags=all=-dwarf=false",
     f"-ldflags={_link_flags(KUBERNETES_VERSION)}",
 )
@@ -67,7 +66,7 @@ ENVIRONMENT = {"CGO_ENABLED": "0", "GOFLAGS": "", "GOWORK": "off"}
 def given_folder() -> Path | None:
     """Return the folder in DDPJOB_CLUSTER_BIN, whose programs are used unchanged.
 
-    Raises ClusterError if one is missing.
+    Raises ClusterError if a program is missing.
     """
     text = os.environ.get("DDPJOB_CLUSTER_BIN")
     if not text:
@@ -102,7 +101,7 @@ def build(settings: Settings) -> dict[str, Path]:
     folder = given_folder() or _folder(settings)
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with (folder.parent / "lock").open("a") as lock:  # a process that waited here finds them built
+        with (folder.parent / "lock").open("a") as lock:  # a process that waited for the lock finds them built
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not folder.is_dir():
                 _build(folder)
@@ -125,14 +124,18 @@ def _build_oldest(settings: Settings) -> Path:
         if not folder.is_dir():
             module = Path(temporary) / "module"
             shutil.copytree(OLDEST_MODULE, module)
-            print(f"building Kubernetes {OLDEST_VERSION} (once, into {folder}) ...", file=sys.stderr, flush=True)
+            print(f"building Kubernetes {OLDEST_VERSION} (only once, into {folder}) ...", file=sys.stderr, flush=True)
             _go_build(flags, module / "bin", [f"{_KUBERNETES}/{name}" for name in OLDEST], module)
             (module / "bin").rename(folder)
     return folder
 
 
 def _build(folder: Path) -> None:
-    print(f"building {', '.join(PACKAGES)} (once, some minutes; into {folder}) ...", file=sys.stderr, flush=True)
+    print(
+        f"building {', '.join(PACKAGES)} (only once, takes some minutes; into {folder}) ...",
+        file=sys.stderr,
+        flush=True,
+    )
     start = time.monotonic()
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".building-") as temporary:
         target = Path(temporary) / "bin"

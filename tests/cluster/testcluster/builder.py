@@ -1,7 +1,7 @@
 """Builds the repository's Dockerfile with buildah.
 
-buildah's store is kept in the cache. For an unchanged checkout nothing is rebuilt, otherwise only
-the changed layers.
+buildah's store is kept in the cache. For an unchanged checkout, nothing is rebuilt; otherwise, only
+changed layers are.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Image:
 
     @property
     def manifest(self) -> str:
-        """Digest of the manifest, `sha256:...`, which changes with the content."""
+        """The digest of the manifest, `sha256:...`, which changes with the content."""
         return digest_of(self.document)
 
 
@@ -64,8 +64,8 @@ def digest_of(document: str) -> str:
 
 def _buildah(settings: Settings) -> list[str | Path]:
     # The storage driver and its options are set here, not taken from the machine. The nodes use the
-    # layers in the format of the kernel's overlay: whole files (no metacopy), and no other markers
-    # for removed files (fuse-overlayfs has its own).
+    # layers in the format of the kernel's overlay: complete files (no metacopy), and the kernel's
+    # own markers for removed files (fuse-overlayfs uses different ones).
     return [
         "buildah",
         "--root",
@@ -171,8 +171,8 @@ def _build(settings: Settings, target: str, tag: str, dockerfile: Path, argument
 
 
 def _registry_access(settings: Settings) -> list[str]:
-    """Return volumes that give RUN steps this machine's access to package registries. Nothing of it
-    remains in the image.
+    """Return volumes that give RUN steps this machine's access to package registries. They leave
+    nothing in the image.
 
     pip's settings (environment and files) become the build's /etc/pip.conf. Certificates and local
     wheels are mounted.

@@ -1,7 +1,7 @@
 """The cluster's control groups: one for its own programs and one for each node's pods, on cgroup v1
 and v2.
 
-They allow every process to be found after a crash, because a process cannot leave its cgroup by
+With them, every process can be found after a crash, because a process cannot leave its cgroup by
 forking or starting a session.
 """
 
@@ -29,7 +29,7 @@ V1_CONTROLLERS = (
     "perf_event",
     "systemd",
 )
-# Without this, the whole cluster would get no larger share of a busy machine than a single process:
+# Without this, the whole cluster would get the same share of a busy machine as a single process:
 # 1024 on v1, 100 on v2.
 CPU_WEIGHT = {"cpu.shares": 4096, "cpu.weight": 400}
 V2_NEEDED = ("cpu", "memory", "pids")
@@ -128,8 +128,8 @@ def members(settings: Settings) -> set[int]:
 
 
 def remove(settings: Settings, timeout: float = 10.0) -> None:
-    """Remove the cluster's cgroups, which must not contain processes. A dying process can keep one
-    busy for a moment.
+    """Remove the cluster's cgroups, which must not contain processes. A dying process can keep a
+    cgroup busy for a moment.
     """
     deadline = time.monotonic() + timeout
     while folders := _folders(settings):

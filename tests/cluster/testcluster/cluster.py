@@ -53,7 +53,7 @@ class Cluster:
         With 0 nodes, only etcd and the API server run, without controllers, scheduler and DNS. If
         `keep` is false, the last test run that uses the cluster takes it down; a running cluster
         keeps its own setting. Raises ClusterError if a different checkout's cluster runs in the
-        slot, or if a part does not start.
+        slot, or if a component does not start.
         """
         if not 0 <= nodes <= MAX_NODES:
             raise ClusterError(f"nodes: {nodes}: must be from 0 (the API server alone) to {MAX_NODES}")
@@ -81,7 +81,7 @@ class Cluster:
 
     def down(self) -> None:
         """Stop everything that belongs to the cluster and remove its files, even after a crash. It
-        is not an error if nothing is left.
+        is not an error if there is nothing to remove.
         """
         with self._locked():
             state = self.state()
@@ -112,7 +112,7 @@ class Cluster:
         return state is not None and state.checkout != str(CHECKOUT) and (not state.ready or _is_intact(state))
 
     def _reusable(self, state: State) -> bool:
-        """Return whether the recorded cluster is ours and complete. A broken one of ours is
+        """Return whether the recorded cluster is ours and complete. If ours is broken, it is
         rebuilt.
         """
         intact = state.ready and _is_intact(state)
@@ -131,7 +131,7 @@ class Cluster:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 print(
-                    f"waiting for another `testcluster` of slot {self.settings.slot} ({self.settings.lock}) ...",
+                    f"waiting for another `testcluster` for slot {self.settings.slot} ({self.settings.lock}) ...",
                     flush=True,
                 )
                 fcntl.flock(lock, fcntl.LOCK_EX)
@@ -217,7 +217,7 @@ class Cluster:
 
     @property
     def programs(self) -> Path:
-        """Folder with kubectl, helm, ctr and the other programs."""
+        """The folder with kubectl, helm, ctr and the other programs."""
         return self.settings.run / "bin"
 
     @property
@@ -226,7 +226,7 @@ class Cluster:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Names of the nodes. Raises ClusterError if the cluster is not up."""
+        """The names of the nodes. Raises ClusterError if the cluster is not up."""
         state = self.state()
         if state is None:
             raise ClusterError("the cluster is not up: run `python -m testcluster up`")
@@ -264,8 +264,8 @@ class Cluster:
         self.kubectl("apply", "--namespace", namespace, "--filename=-", input_text=json.dumps(listed))
 
     def ready_nodes(self) -> set[str]:
-        """Return the names of the nodes whose Ready condition is True. There are none while the API
-        server does not respond.
+        """Return the names of the nodes whose Ready condition is True. While the API server does
+        not respond, there are none.
         """
         words = [str(word) for word in self._kubectl_words()]
         done = subprocess.run([*words, "get", "nodes", "--output=json"], text=True, capture_output=True, check=False)
@@ -311,8 +311,8 @@ def _is_ready(item: dict[str, Any]) -> bool:
 
 
 def _unmount_below(folder: Path) -> None:
-    """Unmount everything below a folder lazily, the latest mount first. A dying process may still
-    use an overlay.
+    """Unmount everything below a folder lazily, the latest mount first, because a dying process may
+    still use an overlay.
     """
     points = [_unescape(line.split()[1]) for line in Path("/proc/self/mounts").read_text().splitlines()]
     for point in reversed([path for path in points if Path(path).is_relative_to(folder)]):

@@ -44,7 +44,7 @@ def create_credentials(settings: Settings) -> pki.Authority:
 def start_api(settings: Settings, programs: Path) -> None:
     """Start etcd and the API server without waiting for them."""
     netns = settings.control_plane_netns
-    # No fsync: the store is needed only for one test run.
+    # fsync is disabled, because the store is needed for only one test run.
     etcd: list[str | Path] = [
         programs / "etcd",
         "--data-dir",
@@ -107,8 +107,8 @@ def wait_for_api(settings: Settings, programs: Path) -> float:
 
 
 def start_controllers(settings: Settings, programs: Path) -> None:
-    """Start the controllers and the scheduler. A silent node is NotReady after 8 s, so that a test
-    can observe it.
+    """Start the controllers and the scheduler. A silent node is NotReady after only 8 s, so that
+    tests can observe this.
     """
     folder = settings.run / "pki"
     manager: list[str | Path] = [

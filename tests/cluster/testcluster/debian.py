@@ -1,5 +1,5 @@
 """Builds the base of the real images with debootstrap: a small Debian with Python. There is no
-registry to pull from.
+registry from which images could be pulled.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def base_archive(settings: Settings) -> Path:
 
 
 def _make(temporary: Path, path: Path) -> None:
-    print(f"making a Debian {SUITE} as base image (once; into {path}) ...", file=sys.stderr, flush=True)
+    print(f"making a Debian {SUITE} base image (only once; into {path}) ...", file=sys.stderr, flush=True)
     start = time.monotonic()
     root, unfinished = temporary / "root", temporary / "base.tar"
     command = ["debootstrap", "--variant=minbase", f"--include={','.join(PACKAGES)}", SUITE, str(root), *mirror()]

@@ -1,5 +1,5 @@
-"""Image archives made without a builder: a manifest, a configuration and one layer, written with
-tarfile.
+"""Image archives that are made without an image builder: a manifest, a configuration and one layer,
+written with tarfile.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Loads a built image into a node without a registry, an archive or a second copy of its files.
 
-Keeping an image as a tar in buildah's store, in an export, in each node's content store, and
-unpacked in each node would take many gigabytes, and minutes to write. Here, a node's snapshots are
-hard links to the files of buildah's layers. The kernel's overlay only reads lower layers, so nodes
-can share them.
+Otherwise, an image would be stored as a tar in buildah's store, in an export and in each node's
+content store, and unpacked in each node. That would take many gigabytes and minutes. Here, a node's
+snapshots are hard links to the files of buildah's layers. The kernel's overlay only reads lower
+layers, so nodes can share them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from testcluster.builder import Image, digest_of
 from testcluster.processes import run, succeeds
 from testcluster.settings import ClusterError, Settings
 
-# buildah mounts its folder of layers onto itself, and hard links cannot cross mounts. Copying
-# starts where that mount is not visible.
+# buildah mounts its folder of layers onto itself, and hard links cannot cross mounts. So files are
+# linked from a path on which that mount is not visible.
 _WITHOUT_MOUNT = 'while mountpoint --quiet "$1"; do umount --lazy "$1" || exit; done; shift; exec "$@"'
 
 
@@ -57,7 +57,7 @@ def _add_snapshot(ctr: list[str], files: Path, chain: str, parent: str) -> None:
     active = f"load-{secrets.token_hex(8)}"
     mounts = json.loads(run(*ctr, "snapshots", "prepare", "--mounts", active, *([parent] if parent else [])))
     folder = _upper(mounts)
-    # links are impossible across file systems, so copy
+    # hard links across file systems are impossible, so copy
     link = ["--link"] if files.stat().st_dev == folder.stat().st_dev else []
     copy = ["cp", "--archive", *link, f"{files}/.", f"{folder}/"]
     run("unshare", "--mount", "sh", "-c", _WITHOUT_MOUNT, "sh", files.parent.parent, *copy, timeout=1800)

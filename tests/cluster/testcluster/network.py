@@ -68,8 +68,8 @@ def create_node(settings: Settings, node: str) -> None:
     for peer in range(1, MAX_NODES + 1):
         if peer != number:
             _ip(netns, "route", "add", addresses.pods_of(peer), "via", addresses.node(peer))
-    # kube-proxy rewrites service addresses before packets are routed again. Unknown ones must be
-    # dropped.
+    # kube-proxy rewrites service addresses before packets are routed again. Packets to unknown
+    # addresses must be dropped.
     _ip(netns, "route", "add", "blackhole", addresses.services)
 
 
@@ -88,7 +88,8 @@ def link_is_up(settings: Settings, node: str) -> bool:
 def remove(settings: Settings) -> None:
     """Remove the cluster's remaining links, routes and namespaces."""
     if succeeds("ip", "link", "show", "dev", settings.door_link):
-        # Its routes go with it. It may already have vanished with the namespace of its peer.
+        # The routes are removed with the link. The link may already have disappeared with the
+        # namespace of its peer.
         subprocess.run(["ip", "link", "delete", settings.door_link], capture_output=True, check=False)
     for name in namespaces(settings):
         run("ip", "netns", "delete", name)

@@ -1,5 +1,5 @@
-"""One node: containerd, kubelet and kube-proxy in the node's namespace, pods in the node's
-cgroup.
+"""A node: containerd, kubelet and kube-proxy in the node's network namespace, and pods in the
+node's cgroup.
 """
 
 from __future__ import annotations
@@ -213,6 +213,7 @@ def _start_kubelet(settings: Settings, node: str, programs: Path) -> None:
 
 def _listens(pid: int) -> bool:
     try:
-        return DEVICE_PLUGINS in Path(f"/proc/{pid}/net/unix").read_text()  # the sockets of its network namespace
+        # The file lists the sockets of the process's network namespace.
+        return DEVICE_PLUGINS in Path(f"/proc/{pid}/net/unix").read_text()
     except OSError:
-        return False  # it has ended in the meantime
+        return False  # the process has ended in the meantime

@@ -1,5 +1,5 @@
-"""Requirements for a machine that runs the cluster. Missing ones are installed from Debian if
-possible.
+"""The requirements for a machine that runs the cluster. Missing packages are installed from Debian
+if possible.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Starts the cluster's long-running programs, and terminates them even if the processes that
-started them are gone.
+"""Starts the cluster's long-running programs, and ends them even if the processes that started them
+are gone.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ ENOUGH_WATCHES = 1024
 
 
 def allow_watches() -> None:
-    """Raise the machine's limit, which is often 128. Three clusters reach it, and programs then end
-    with "too many open files".
+    """Raise the machine's limit, which is often 128. Three clusters reach the limit, and programs
+    then exit with "too many open files".
     """
     if int(WATCHES.read_text()) >= ENOUGH_WATCHES:
         return
     try:
         WATCHES.write_text(f"{ENOUGH_WATCHES}")
     except OSError as error:
-        print(f"{WATCHES}: too few for several clusters, and cannot be raised: {error}", file=sys.stderr, flush=True)
+        print(f"{WATCHES} is too low for several clusters and cannot be raised: {error}", file=sys.stderr, flush=True)
 
 
 def run(
@@ -106,8 +106,8 @@ _QUICK = {"GOGC": "300", "GOMEMLIMIT": "8GiB"}
 def spawn(
     settings: Settings, name: str, netns: str, command: Sequence[str | Path], env: dict[str, str] | None = None
 ) -> Process:
-    """Start a program of the cluster in a network namespace. Its log is `log/NAME.log`, its pid
-    `pid/NAME`.
+    """Start a program of the cluster in a network namespace. Its log is `log/NAME.log`, and its pid
+    is in `pid/NAME`.
 
     `nsenter` is used, because `ip netns exec` mounts a new /sys, which hides the cgroups.
     """
@@ -133,7 +133,7 @@ def spawn(
 
 
 def recorded(settings: Settings) -> list[Process]:
-    """Return every program that was started, alive or not."""
+    """Return every program that was started, whether or not it is alive."""
     return recorded_in(settings.run)
 
 
@@ -144,7 +144,7 @@ def recorded_in(run_folder: Path) -> list[Process]:
         try:
             facts = json.loads(file.read_text())
         except json.JSONDecodeError:
-            continue  # the writer was killed in the middle; its child is found by its cgroup
+            continue  # the writer was killed during the write; its child is found by its cgroup
         processes.append(Process(file.name, facts["pid"], facts["started"]))
     return processes
 

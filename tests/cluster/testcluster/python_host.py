@@ -24,14 +24,15 @@ def links() -> dict[str, str]:
 
 
 def host_paths() -> list[str]:
-    """Return the paths that a pod mounts from this machine. A path below another one is left
+    """Return the paths that a pod mounts from this machine. A path below another path is left
     out.
     """
     unmerged = [
         f"/{name}" for name in MERGED_FOLDERS if Path(f"/{name}").is_dir() and not Path(f"/{name}").is_symlink()
     ]
     # The interpreter behind the virtual environment's link may be in a different place than its
-    # library suggests (a package manager's store). So may packages that a .pth file adds.
+    # library suggests (a package manager's store). The same is true for packages that a .pth file
+    # adds.
     interpreter = str(Path(sys.executable).resolve().parent)
     wanted = [
         "/usr",

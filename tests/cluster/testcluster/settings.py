@@ -15,7 +15,7 @@ MAX_NODES = 7
 
 
 class ClusterError(Exception):
-    """An error that the user can act on. The message contains the problem and the remedy."""
+    """An error that the user can act on. The message states the problem and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Addresses:
 
     @property
     def door_host(self) -> str:
-        """Address of the host's end of the veth pair between the host and the control plane."""
+        """The address of the host's end of the veth pair between the host and the control plane."""
         return f"198.18.{128 + self.slot}.2"
 
     @property
@@ -93,8 +93,8 @@ def _cache() -> Path:
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of one cluster. `slot` distinguishes its names and addresses from other clusters on
-    the same machine.
+    """The settings of a cluster. `slot` distinguishes its names and addresses from those of other
+    clusters on the same machine.
     """
 
     slot: int = field(default_factory=_slot)
@@ -102,7 +102,7 @@ class Settings:
 
     @property
     def run(self) -> Path:
-        """Folder for the state of the running cluster. It is on a disk, because the nodes keep
+        """The folder for the state of the running cluster. It is on a disk, because the nodes keep
         their images here and /run is often a small tmpfs.
         """
         own = os.environ.get("DDPJOB_CLUSTER_RUN")
@@ -114,7 +114,7 @@ class Settings:
 
     @property
     def prefix(self) -> str:
-        """Prefix of the names of all namespaces, links and cgroups of this cluster."""
+        """The prefix of the names of all namespaces, links and cgroups of this cluster."""
         return f"ddpjob{self.slot}"
 
     @property
@@ -134,14 +134,14 @@ class Settings:
 
     @property
     def lock(self) -> Path:
-        """Path of the lock file. It is the same for all caches, because a slot's names and
+        """The path of the lock file. It is the same for all caches, because a slot's names and
         addresses exist once per machine.
         """
         return Path(f"/run/ddpjob-cluster-{self.slot}.lock")
 
 
 def node_number(name: str) -> int:
-    """Return 1 for `n1`. Raises ClusterError if the name is not a node's."""
+    """Return 1 for `n1`. Raises ClusterError if this is not the name of a node."""
     if not name.startswith("n") or not name[1:].isdigit():
         raise ClusterError(f"{name}: nodes are called n1, n2, ...")
     return int(name[1:])

@@ -1,7 +1,7 @@
 """Runs a script with delayed steps: held_script.py SCRIPT [ARGUMENT ...].
 
-Steps in HELD ("30,60") wait for the file DDPJOB_CHECKPOINT_DIR/go-STEP. All steps wait for PAUSE
-seconds as long as there is no file go-pause.
+Steps in HELD ("30,60") wait for the file DDPJOB_CHECKPOINT_DIR/go-STEP. Until there is a file
+go-pause, all steps wait for PAUSE seconds.
 """
 
 import os

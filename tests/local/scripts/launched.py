@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 def say(rank: int, world: int, total: float) -> None:
     """Print one line."""
-    sys.stdout.write(f"rank {rank} of {world}: {total:.0f}\n")  # one write, because ranks share the output
+    sys.stdout.write(f"rank {rank} of {world}: {total:.0f}\n")  # a single write, because ranks share the output
     sys.stdout.flush()
 
 

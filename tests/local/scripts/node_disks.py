@@ -1,5 +1,5 @@
-"""The built-in trainer with a separate checkpoint folder for each pod, as in a cluster. `ddpjob
-run` has a common one.
+"""The built-in trainer with a separate checkpoint folder for each pod, as in a cluster. With
+`ddpjob run`, pods normally share one folder.
 
 The pod job-1-0 waits after its twelfth step, so that the test can kill it before the training has
 ended.

@@ -1,9 +1,10 @@
-"""Runs a script that is written for GPUs on a machine without any: on_cpu.py SCRIPT [ARGUMENT ...].
+"""Runs a script that is written for GPUs on a machine without GPUs: on_cpu.py SCRIPT [ARGUMENT
+...].
 
 The CPU replaces each process's GPU, and gloo replaces NCCL. The script's own lines run unchanged.
 Optimizer step HELD of a process waits for the file DDPJOB_CHECKPOINT_DIR/go, and creates the file
-held-RANK while it waits. Two packages that may be missing are replaced: boto3, which is only
-imported, and the parts of hydra that the script uses.
+held-RANK while it waits. Two packages that may be missing are replaced by stand-ins: boto3, which
+is only imported, and the functions of hydra that the script uses.
 """
 
 import importlib.util
@@ -24,7 +25,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 def placed(value: Any) -> Any:
-    """Return the CPU in place of a GPU, which may be given by its number."""
+    """Return the CPU instead of a GPU, which may be given by its number."""
     is_number = isinstance(value, int) and not isinstance(value, bool)
     return CPU if is_number or str(value).startswith("cuda") else value
 
@@ -44,16 +45,16 @@ class OnCpu(TorchFunctionMode):
 
 
 def replace(holder: Any, name: str, **changed: Any) -> None:
-    """Replace a function or constructor by one that uses other values for some keywords."""
+    """Replace a function or constructor with one that uses different values for some keywords."""
     whole = getattr(holder, name)
     setattr(holder, name, lambda *args, **more: whole(*args, **{**more, **changed}))
 
 
 def play_gpus() -> None:
-    """Simulate the GPU functions of torch that the examples call."""
+    """Replace the GPU functions of torch that the examples call."""
     for name, answer in {"is_available": True, "device_count": 2, "set_device_index": None}.items():
         setattr(torch.accelerator, name, lambda *_, answer=answer: answer)
-    # torch's optimizers require a usable one
+    # torch's optimizers require a usable generator
     torch.accelerator.current_accelerator = lambda check_available=False: None if check_available else GPU
     torch.cuda.set_device = lambda *_: None  # type: ignore[assignment]
     torch.nn.Module.to = torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[method-assign, assignment]

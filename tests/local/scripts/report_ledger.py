@@ -1,4 +1,4 @@
-"""Each rank's record of its steps. In some of them, rank 1 waits until the test has acted."""
+"""Each rank's record of its steps. In some steps, rank 1 waits until the test has acted."""
 
 import os
 import time
@@ -9,7 +9,7 @@ HOLDS = (30, 45)
 
 
 def made(step: int) -> None:
-    """Record the step, counted from 0. If it is one of HOLDS, wait in it."""
+    """Record the step, counted from 0. If the step is in HOLDS, wait in it."""
     folder, rank = ddpjob_report.checkpoint_dir(), os.environ["RANK"]
     with (folder / f"ledger-{rank}").open("a") as ledger:
         ledger.write(f"{step}\n")

@@ -14,7 +14,7 @@ parser.add_argument("--loaders", type=int, default=0)
 
 
 class Numbers(torch.utils.data.Dataset):
-    """A data set whose sample i is i."""
+    """A data set whose i-th sample is the number i."""
 
     def __len__(self) -> int:
         return 100_000
@@ -41,7 +41,7 @@ def main() -> None:
         )
         if ddpjob_report.should_stop():
             if rank == 0:
-                time.sleep(0.5)  # the other ranks must not end the round before that
+                time.sleep(0.5)  # the other ranks must not end the round before this
                 (folder / "new").write_text(str(step + 1))
                 (folder / "new").rename(saved)
             ddpjob_report.saved_and_leave()

@@ -1,4 +1,5 @@
-"""Starts many workers as the launcher does in mode Fast: one fork server serves them all, two at a time.
+"""Starts many workers as the launcher does in mode Fast: a single fork server starts them all, two
+at a time.
 
 python forked_corpus.py RUNTIME ORDERS RESULTS: the folder of the runtime, JSON files
 """

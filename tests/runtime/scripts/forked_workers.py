@@ -1,4 +1,4 @@
-"""Starts workers as the launcher does: each script is one worker, one after the other.
+"""Runs scripts in sequence, each in one worker that is started as the launcher does it.
 
 python forked_workers.py FOLDER SCRIPT...
 """

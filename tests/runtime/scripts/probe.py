@@ -1,5 +1,5 @@
 # ruff: noqa: PTH109, PTH110, PTH115, PTH123
-"""Record everything that a script can see of its process: python probe.py FILE ARGUMENTS."""
+"""Records everything that a script can see of its process: python probe.py FILE ARGUMENTS."""
 
 import json
 import os

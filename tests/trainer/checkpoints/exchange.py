@@ -1,5 +1,5 @@
-"""`python exchange.py write|read FOLDER` runs in one of two Pythons that exchange checkpoints of
-both formats.
+"""`python exchange.py write|read FOLDER` writes or reads checkpoints of both formats. The test runs
+it in two Python versions.
 """
 
 from __future__ import annotations

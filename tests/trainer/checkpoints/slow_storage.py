@@ -1,6 +1,4 @@
-"""A disk or bucket that is so slow that a collective in which ranks waited for it would time
-out.
-"""
+"""Simulates a disk or bucket so slow that a collective would time out if the ranks waited in it."""
 
 from __future__ import annotations
 
@@ -14,9 +12,10 @@ from machine import slowness
 
 
 class Slow:
-    """Return a function that begins only after the ranks have agreed three times to wait longer.
+    """Makes functions slow: a call begins only after the ranks have agreed three times to wait
+    longer, and fails if they do not agree.
 
-    A call fails if the ranks do not agree while it waits. `ended` counts the other calls.
+    `ended` counts the calls that succeeded.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:

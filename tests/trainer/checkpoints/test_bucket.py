@@ -43,7 +43,7 @@ def begun(store: Any) -> Bucket:
     return made
 
 
-def test_a_published_checkpoint_can_be_fetched(store: Any, tmp_path: Path) -> None:
+def test_a_published_checkpoint_can_be_fetched_unchanged(store: Any, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     bucket = begun(store)
     assert bucket.entries() == []
@@ -63,14 +63,14 @@ def test_an_interrupted_upload_is_deleted_by_the_next_incarnation(store: Any, tm
     obstore.put(store, "data/000000001-000000009-0123abcd/step-000000009.pt", b"half")
     assert [one.step for one in Bucket(store, "s3://b/p").entries()] == [5]
     bucket.sweep()
-    assert any("000000009-0123abcd" in key for key in keys(store)), "its own upload may be in progress"
+    assert any("000000009-0123abcd" in key for key in keys(store)), "the incarnation's own upload may be in progress"
     second = begun(store)
     second.sweep()
     assert not any("0123abcd" in key for key in keys(store))
     assert second.entries() == [Stored(1, 5)]
 
 
-def test_a_checkpoint_is_incomplete_during_an_upload_and_after_a_failed_one(
+def test_a_checkpoint_is_incomplete_during_an_upload_and_after_a_failed_upload(
     store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket, put, seen = begun(store), obstore.put, []
@@ -108,7 +108,7 @@ def test_a_checkpoint_completed_while_an_older_incarnation_sweeps_is_kept(
     assert new.fetch(Stored(2, 90), tmp_path).read_bytes() == b"weights"
 
 
-def test_files_of_failed_attempts_are_swept(store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_failed_uploads_are_deleted(store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each attempt to upload a folder has its own location. Regression: failed attempts on an
     unreliable line filled the bucket.
     """
@@ -153,7 +153,7 @@ def test_a_partitioned_incarnation_never_supersedes_the_one_that_continued(store
     assert not any("000000130" in key for key in keys(store))
 
 
-def test_two_incarnations_that_begin_at_once_have_different_terms(store: Any) -> None:
+def test_two_incarnations_that_start_at_the_same_time_have_different_terms(store: Any) -> None:
     buckets = [Bucket(store, "s3://b/p") for _ in range(8)]
     threads = [threading.Thread(target=one.take_term) for one in buckets]
     [one.start() for one in threads]
@@ -213,14 +213,14 @@ FILE = {"path": "x", "size": 1, "sha256": "a"}
         b" " * (2**20 + 1),
     ],
 )  # fmt: skip
-def test_a_forged_manifest_is_refused(text: bytes, store: Any) -> None:
+def test_a_forged_manifest_in_a_bucket_is_refused(text: bytes, store: Any) -> None:
     bucket = begun(store)
     obstore.put(store, Stored(1, 5).key, text)
     with pytest.raises(BucketError):
         bucket.manifest(Stored(1, 5))
 
 
-def test_checkpoints_are_removed_and_scores_are_kept(store: Any, tmp_path: Path) -> None:
+def test_removed_checkpoints_are_deleted_and_scores_are_kept(store: Any, tmp_path: Path) -> None:
     bucket = begun(store)
     first = bucket.publish(saved(tmp_path, 5), 5)
     bucket.publish(saved(tmp_path, 6), 6)
@@ -269,7 +269,7 @@ def test_a_bucket_that_cannot_be_opened_is_reported(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("url", ["gs://a", "s3://", "s3:/bucket", "s3://UPPER/x", "/folder"])
-def test_other_urls_are_refused(url: str) -> None:
+def test_unsupported_urls_are_refused(url: str) -> None:
     with pytest.raises(BucketError, match="s3://BUCKET/PREFIX"):
         Bucket.open(url)
 
@@ -278,7 +278,7 @@ def test_other_urls_are_refused(url: str) -> None:
 
 
 class Slow(Bucket):
-    """Uploads once the gate is open, and fails `failures` times."""
+    """An upload that waits until the gate is open, and fails `failures` times."""
 
     failures = 0
 
@@ -299,7 +299,7 @@ class Slow(Bucket):
         return super().publish(path, step, epoch)
 
 
-def test_training_does_not_wait_and_the_newest_comes_next(tmp_path: Path) -> None:
+def test_training_does_not_wait_for_uploads_and_the_newest_is_uploaded_next(tmp_path: Path) -> None:
     bucket, tidied = Slow(), list[int]()
     uploads = Uploads(bucket, lambda: tidied.append(1), print)
     paths = {step: saved(tmp_path, step) for step in (1, 2, 3)}
@@ -307,7 +307,9 @@ def test_training_does_not_wait_and_the_newest_comes_next(tmp_path: Path) -> Non
     assert bucket.begun.wait(10)
     uploads.offer(Waiting(paths[2], 2, None))
     uploads.offer(Waiting(paths[3], 3, None))
-    assert [uploads.holds(paths[step]) for step in (1, 2, 3)] == [True, False, True], "at most two checkpoints are held"
+    assert [uploads.holds(paths[step]) for step in (1, 2, 3)] == [True, False, True], (
+        "at most two checkpoints are kept in memory"
+    )
     assert not uploads.wait(0.05) and uploads.behind_seconds > 0
     bucket.gate.set()
     assert uploads.wait(10)
@@ -341,7 +343,7 @@ def test_a_failed_upload_is_retried_with_growing_pauses(tmp_path: Path, monkeypa
     uploads.close()
 
 
-def test_waiting_for_the_last_upload_cuts_a_long_pause_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_the_last_upload_ends_a_long_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pause is 60 s after several minutes without the bucket, and the pod's grace period is
     shorter.
     """
@@ -353,7 +355,7 @@ def test_waiting_for_the_last_upload_cuts_a_long_pause_short(tmp_path: Path, mon
     uploads = Uploads(bucket, lambda: None, said.append)
     uploads.offer(Waiting(saved(tmp_path, 1), 1, None))
     until(lambda: said)
-    assert not uploads.wait(0), "a check alone does not cut the pause short"
+    assert not uploads.wait(0), "a check alone does not end the pause"
     time.sleep(0.3)
     assert bucket.steps == [1]
     began = time.monotonic()
@@ -362,11 +364,11 @@ def test_waiting_for_the_last_upload_cuts_a_long_pause_short(tmp_path: Path, mon
     uploads.close()
 
 
-@pytest.mark.parametrize("slow", [True, False], ids=["a slow line", "a server that refuses"])
-def test_on_a_slow_line_a_large_file_is_sent_piece_by_piece(
+@pytest.mark.parametrize("slow", [True, False], ids=["a slow connection", "a server that refuses"])
+def test_on_a_slow_connection_a_large_file_is_sent_part_by_part(
     slow: bool, store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A dozen simultaneous parts would share the line, so all of them would time out and start
+    """A dozen simultaneous parts would share the bandwidth, so all of them would time out and start
     again.
     """
     bucket, put, how, clock = begun(store), obstore.put, list[Any](), [0.0]
@@ -389,7 +391,7 @@ def test_on_a_slow_line_a_large_file_is_sent_piece_by_piece(
         return
     entries = [bucket.publish(large, 5), bucket.publish(saved(tmp_path, 6, bytes(6 * 2**20)), 6)]
     assert bucket.entries() == entries[::-1]
-    assert how == [12, 1, 1], "and immediately with the next"
+    assert how == [12, 1, 1], "the next upload starts immediately"
 
 
 def test_an_upload_that_fails_for_an_unknown_reason_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,7 +408,7 @@ def test_an_upload_that_fails_for_an_unknown_reason_is_retried(tmp_path: Path, m
 
     uploads = Uploads(Slow(), tidy, said.append, publish=publish)
     uploads.offer(Waiting(tmp_path, 1))
-    assert uploads.wait(10), "a wait for an upload ends"
+    assert uploads.wait(10), "waiting for the upload ends"
     assert uploads.newest == 1
     assert "RuntimeError: can't start new thread" in said[0] and "MemoryError" in said[1]
     uploads.close()
@@ -441,5 +443,7 @@ def test_the_upload_of_a_removed_checkpoint_is_abandoned(
     )
     uploads.offer(Waiting(saved(tmp_path, 2), 2))
     assert uploads.wait(20) and not uploads.lost
-    assert bucket.entries() == [Stored(1, 2)] and len(bucket._keys("data")) == 1, "nothing is left of the first"
+    assert bucket.entries() == [Stored(1, 2)] and len(bucket._keys("data")) == 1, (
+        "no files of the first checkpoint are left"
+    )
     uploads.close()

@@ -29,7 +29,7 @@ def snapshot(step: int) -> dict[str, Any]:
 
 def opened(tmp_path: Path, pod: str = "pod", incarnation: int = 1, **settings: Any) -> CheckpointFolder:
     """Open the checkpoint folder as the trainer does when it starts, with the pod's own disk and
-    the common bucket.
+    the shared bucket.
     """
     config = CheckpointConfig(url=f"file://{tmp_path / 'store'}", shared=False, **settings)
     made = CheckpointFolder(config, tmp_path / pod, Group())
@@ -44,7 +44,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def two(tmp_path: Path) -> Path:
-    """Leave steps 7 and 9 on a pod's disk and in the bucket, and return the folder of both."""
+    """Save steps 7 and 9 to a pod's disk and the bucket, and return the folder on the disk."""
     first = opened(tmp_path)
     for step in (7, 9):
         first.save(lambda step=step: snapshot(step), step)
@@ -53,8 +53,8 @@ def two(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("older", [True, False], ids=["with an older one here", "all that is here is broken"])
-def test_a_broken_checkpoint_is_replaced_by_its_copy_and_resumed_from(older: bool, two: Path) -> None:
+@pytest.mark.parametrize("older", [True, False], ids=["an older one is on the disk", "all on the disk are broken"])
+def test_training_resumes_from_the_copy_of_a_broken_checkpoint(older: bool, two: Path) -> None:
     """Regression: the file was fetched, but then skipped like the broken one that it had
     replaced.
     """
@@ -66,7 +66,7 @@ def test_a_broken_checkpoint_is_replaced_by_its_copy_and_resumed_from(older: boo
 
 
 def fails(monkeypatch: pytest.MonkeyPatch, name: str, error: Exception, times: int) -> list[str]:
-    """Make a method of buckets fail this often, and return a list of its calls."""
+    """Make a method of buckets fail `times` times, and return the list of its calls."""
     method, calls = getattr(Bucket, name), list[str]()
 
     def failing(self: Bucket, *arguments: Any) -> Any:
@@ -90,7 +90,7 @@ def test_a_temporary_failure_of_the_bucket_does_not_lose_a_step(
 
 
 @pytest.mark.parametrize("name", ["manifest", "fetch"])
-def test_an_unreachable_bucket_ends_a_start_instead_of_taking_an_older_copy(
+def test_a_start_fails_instead_of_using_an_older_copy_if_the_bucket_is_unreachable(
     name: str, two: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = fails(monkeypatch, name, BucketError("503 Service Unavailable"), 5)
@@ -101,7 +101,7 @@ def test_an_unreachable_bucket_ends_a_start_instead_of_taking_an_older_copy(
     assert found is not None and found["step"] == 9
 
 
-def test_a_full_disk_ends_a_start_with_the_files_name(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_on_a_full_disk_fails_with_the_name_of_the_file(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: the trainer exited with a traceback."""
     fails(monkeypatch, "fetch", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), 1)
     with pytest.raises(CheckpointError, match=r"another/step-000000009.pt cannot be fetched: No space left on device"):
@@ -117,7 +117,7 @@ def test_a_damaged_copy_is_skipped_immediately(
     assert "differs from the uploaded file in size or checksum; trying the next older one" in capfd.readouterr().err
 
 
-def test_the_best_copy_of_the_bucket_is_kept_although_its_score_arrives_late(
+def test_the_best_copy_in_the_bucket_is_kept_even_if_its_score_arrives_late(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep = {"keep": 1, "keep_best": 1}
@@ -136,7 +136,7 @@ def test_the_best_copy_of_the_bucket_is_kept_although_its_score_arrives_late(
 
 
 def test_scores_of_a_different_metric_do_not_choose_the_best(tmp_path: Path) -> None:
-    """Regression: an accuracy of 0.2 was better than all losses."""
+    """Regression: an accuracy of 0.2 was considered better than all losses."""
     keep = {"keep": 1, "keep_best": 1}
     first = opened(tmp_path, **keep)
     first.scored(7, {"accuracy": 0.2})
@@ -152,7 +152,7 @@ def test_scores_of_a_different_metric_do_not_choose_the_best(tmp_path: Path) -> 
     assert (tmp_path / "another" / "best.pt").resolve().name == "step-000000009.pt"
 
 
-def test_the_time_limit_for_the_last_copy_begins_before_the_file_is_written(
+def test_the_time_limit_for_the_last_copy_includes_writing_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The limit is the pod's grace period. Regression: the time was counted from the end of the
@@ -170,7 +170,7 @@ def test_the_time_limit_for_the_last_copy_begins_before_the_file_is_written(
 
 
 def test_the_ranks_agree_to_wait_longer_for_the_last_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: the ranks waited in a collective, which failed after train.timeout_seconds and
+    """Regression: the ranks waited in a collective, which timed out after train.timeout_seconds and
     ended the upload.
     """
     checkpoints, slow = opened(tmp_path), Slow(monkeypatch)
@@ -184,8 +184,8 @@ def test_the_ranks_agree_to_wait_longer_for_the_last_copy(tmp_path: Path, monkey
 def test_the_ranks_agree_to_wait_longer_while_a_checkpoint_is_downloaded(
     two: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: only rank 0 knew of the download, so with a large model and a slow line, every
-    attempt to start timed out.
+    """Regression: only rank 0 knew of the download, so with a large model and a slow connection,
+    every attempt to start timed out.
     """
     slow = Slow(monkeypatch)
     monkeypatch.setattr(Bucket, "fetch", slow(Bucket.fetch))

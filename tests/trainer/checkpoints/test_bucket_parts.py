@@ -43,8 +43,8 @@ def snapshot(step: int, value: float = 1.0) -> dict[str, Any]:
 
 
 def two_nodes(place: Path, step: int, value: float = 1.0) -> tuple[Path, Path]:
-    """Create a checkpoint whose tensors are on one node's disk, and the rest on another's. Both
-    nodes have its manifest.
+    """Create a checkpoint whose tensors are on one node's disk and whose other data is on
+    another's. Both nodes have the manifest.
     """
     first, second = (place / node / f"step-{step:09d}.dcp" for node in ("first", "second"))
     for path in (first, second):
@@ -58,7 +58,7 @@ def two_nodes(place: Path, step: int, value: float = 1.0) -> tuple[Path, Path]:
 
 
 def begun(url: str, mark: str = MARK, **settings: Any) -> tuple[Copies, Share]:
-    """Begin an incarnation of two ranks."""
+    """Start an incarnation of two ranks."""
     config = CheckpointConfig(url=url, format=Format.DCP, **settings)
     copies = Copies(Bucket.open(url), config)
     copies.begin(mark, in_parts=True)
@@ -97,7 +97,7 @@ def test_a_checkpoint_is_complete_when_the_last_rank_has_uploaded_its_part(url: 
     assert torch.equal(read(url, tmp_path / "empty", copies)["model"]["a"], torch.ones(5000))
 
 
-def test_no_listing_is_written_while_a_part_is_missing_or_incomplete(url: str, tmp_path: Path) -> None:
+def test_no_manifest_is_written_while_a_part_is_missing_or_incomplete(url: str, tmp_path: Path) -> None:
     copies, share = begun(url)
     save(tmp_path, copies, share, 7)
     bucket = Bucket.open(url)
@@ -112,8 +112,10 @@ def test_no_listing_is_written_while_a_part_is_missing_or_incomplete(url: str, t
         bucket.commit(7, manifest)
 
 
-def test_a_part_of_the_previous_incarnation_completes_nothing(url: str, tmp_path: Path) -> None:
-    """A partitioned rank continues its upload, for a step that its successors reach as well."""
+def test_a_part_of_the_previous_incarnation_completes_no_checkpoint(url: str, tmp_path: Path) -> None:
+    """A partitioned rank continues to upload its part of a step that its successors reach as
+    well.
+    """
     _, zombie = begun(url)
     copies, share = begun(url, "00001234")
     first, second = two_nodes(tmp_path, 7, 2.0)
@@ -143,8 +145,8 @@ def test_a_node_lost_before_its_upload_leaves_only_the_previous_checkpoint(url: 
 
 
 def test_a_rank_uploads_in_order_and_retries(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a rank skipped a checkpoint, it would never be complete, although the others have uploaded
-    their parts.
+    """If a rank skipped a checkpoint, that checkpoint would never be complete, although the other
+    ranks have uploaded their parts.
     """
     from ddpjob_bucket import uploads
 
@@ -176,14 +178,14 @@ def test_a_part_removed_before_its_upload_does_not_block_later_parts(url: str, t
     copies.offer(Entry(7, first), {}, rest(first))
     share.offer(second, 7, [PART])
     until(lambda: copies.wait(0.1) and share.wait(0.1))
-    assert not copies.finish({}, 0.0), "the last one is not there"
+    assert not copies.finish({}, 0.0), "the last checkpoint is not in the bucket"
     save(tmp_path, copies, share, 9)
     assert copies.finish({}, 0.0) and Bucket.open(url).entries() == [Stored(1, 9)]
     left = {path.parts[-3] for path in (tmp_path / "store").glob("data/*/*/*") if path.is_file()}
     assert left == {f"000000001-000000009-{MARK}"}
 
 
-def test_only_needed_files_that_are_not_on_the_disk_are_fetched(
+def test_only_needed_files_that_are_missing_on_the_disk_are_fetched(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copies, share = begun(url)
@@ -204,13 +206,11 @@ def test_only_needed_files_that_are_not_on_the_disk_are_fetched(
     assert len(fetched) == 4
 
 
-# --- a bucket that somebody else has written to -----------------------------------------------------------------
+# --- a bucket that others have written to -----------------------------------------------------------------
 
 
 def republished(url: str, change: Callable[[Path], None], place: Path, copies: Copies, share: Share) -> None:
-    """Publish a checkpoint again whose files were changed before its sizes and checksums were
-    computed, so that these are correct.
-    """
+    """Change a checkpoint's files and publish it again with correct sizes and checksums."""
     first, second = two_nodes(place, 9, 2.0)
     (second / PART).rename(first / PART)
     change(first)
@@ -236,7 +236,7 @@ def manifest_with(old: str, new: str) -> Callable[[Path], None]:
         (lambda path: (path / PART).write_bytes(b"no tensors"), "lies outside the files"),
     ],
 )
-def test_files_that_no_trainer_has_written_are_skipped(
+def test_checkpoints_that_no_trainer_has_written_are_skipped(
     change: Callable[[Path], None], why: str, url: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "secret").write_text("x")
@@ -251,7 +251,7 @@ def test_files_that_no_trainer_has_written_are_skipped(
 
 
 @pytest.mark.parametrize("name", [*sorted(ALLOWED), "os mkdir"])
-def test_torchs_own_index_is_never_read(name: str, url: str, tmp_path: Path) -> None:
+def test_torchs_pickled_index_is_never_read(name: str, url: str, tmp_path: Path) -> None:
     """torch's index is a pickle, which could replace methods of every class that a reader
     returns.
     """
@@ -274,7 +274,7 @@ def opened(url: str, folder: Path, incarnation: int = 5) -> CheckpointFolder:
     return made
 
 
-def test_a_name_that_is_not_a_checkpoints_is_skipped(url: str, tmp_path: Path) -> None:
+def test_an_entry_whose_name_is_not_that_of_a_checkpoint_is_skipped(url: str, tmp_path: Path) -> None:
     copies, share = begun(url)
     save(tmp_path, copies, share, 7)
     bucket = Bucket.open(url)
@@ -295,7 +295,7 @@ def test_a_name_that_is_not_a_checkpoints_is_skipped(url: str, tmp_path: Path) -
         (OSError(errno.ENOSPC, "No space left on device"), rf"{PART} cannot be fetched: No space left on device"),
     ],
 )
-def test_a_part_that_cannot_be_fetched_ends_the_start_instead_of_using_an_older_copy(
+def test_a_start_fails_instead_of_using_an_older_copy_if_a_part_cannot_be_fetched(
     fault: Exception, said: str, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: the newest copy was deleted as superseded after a failed fetch."""
@@ -315,7 +315,7 @@ def test_a_part_that_cannot_be_fetched_ends_the_start_instead_of_using_an_older_
         opened(url, tmp_path / "empty").newest()
 
 
-def test_if_no_copy_can_be_read_training_does_not_begin_from_scratch(url: str, tmp_path: Path) -> None:
+def test_training_does_not_start_from_scratch_if_no_copy_can_be_read(url: str, tmp_path: Path) -> None:
     copies, share = begun(url)
     save(tmp_path, copies, share, 7)
     next((tmp_path / "store").glob(f"data/*/*/{PART}")).unlink()
@@ -334,14 +334,14 @@ def test_a_single_process_saves_in_parts_and_continues_on_another_disk(url: str,
     assert found is not None and torch.equal(found["model"]["a"], torch.ones(5000))
     again.save(lambda: snapshot(7), 7)
     again.finish()
-    assert Bucket.open(url).entries() == [Stored(1, 7)], "it is there already"
+    assert Bucket.open(url).entries() == [Stored(1, 7)], "this step is in the bucket already"
 
 
 def test_the_ranks_agree_to_wait_longer_while_one_downloads_its_part(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: the others waited in a collective, so with a large model and one slow line, every
-    attempt to start timed out.
+    """Regression: the others waited in a collective, so with a large model and one slow connection,
+    every attempt to start timed out.
     """
     save(tmp_path, *begun(url), 7)
     at_once, slow = Bucket.fetch_file, Slow(monkeypatch)

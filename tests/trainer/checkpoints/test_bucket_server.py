@@ -1,4 +1,4 @@
-"""Checkpoints on a real S3 server: a kill in the middle of an upload, a slow line, and an
+"""Checkpoints on a real S3 server: a kill in the middle of an upload, a slow connection, and an
 unreachable server.
 """
 
@@ -39,7 +39,7 @@ def found(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_checkpoint_published_by_one_process_can_be_fetched_by_another(tmp_path: Path) -> None:
     large = tmp_path / "step-000000007.pt"
-    large.write_bytes(os.urandom(23_000_000))  # in several parts
+    large.write_bytes(os.urandom(23_000_000))  # uploaded in several parts
     bucket = Bucket.open(URL)
     assert bucket.entries() == [] and bucket.take_term() == 1
     entry = bucket.publish(large, 7)
@@ -51,7 +51,7 @@ def test_a_checkpoint_published_by_one_process_can_be_fetched_by_another(tmp_pat
     assert other.entries() == []
 
 
-def test_incarnations_that_begin_at_once_have_different_terms() -> None:
+def test_incarnations_that_start_at_the_same_time_have_different_terms() -> None:
     """The server's conditional writes ensure this."""
     buckets = [Bucket.open(URL) for _ in range(6)]
     threads = [threading.Thread(target=one.take_term) for one in buckets]
@@ -70,7 +70,7 @@ TRAINING = [
 
 
 def start(place: Path, *more: str, port: int | None = None, server: Server | None = None) -> subprocess.Popen[bytes]:
-    """Start a trainer with checkpoints on its own disk, but with common records."""
+    """Start a trainer with checkpoints on its own disk, but with a shared run folder."""
     arguments = [*TRAINING, f"checkpoint.dir={place / 'pod'}", f"train.run_dir={place / 'run'}", *more]
     variables = server.environment(port) if server else {}
     with (place / "out.txt").open("ab") as out:
@@ -107,7 +107,7 @@ def last_step(place: Path) -> int:
         return 0
 
 
-def test_a_kill_in_the_middle_of_an_upload_over_a_slow_line_loses_no_complete_copy(
+def test_a_kill_during_an_upload_over_a_slow_connection_loses_no_complete_copy(
     server: Server, tmp_path: Path, undisturbed: list[float]
 ) -> None:
     line = SlowLine(server.port)
@@ -115,7 +115,7 @@ def test_a_kill_in_the_middle_of_an_upload_over_a_slow_line_loses_no_complete_co
     until(lambda: Bucket.open(URL).entries())
     line.bytes_per_second = 8_000.0
     complete, sent = Bucket.open(URL).entries()[0], line.sent
-    until(lambda: line.sent > sent + 30_000)  # a checkpoint is several times as large
+    until(lambda: line.sent > sent + 30_000)  # a checkpoint is several times as large as this bandwidth
     running.send_signal(signal.SIGKILL)
     running.wait()
     left = Bucket.open(URL).entries()
@@ -127,12 +127,12 @@ def test_a_kill_in_the_middle_of_an_upload_over_a_slow_line_loses_no_complete_co
     assert f"resuming after step {left[0].step} of" in output, output[-3000:]
     assert every_sample_once(tmp_path)
     assert final_losses(tmp_path / "run") == undisturbed, "to the bit"
-    assert Bucket.open(URL).entries()[0].step == len(undisturbed), "the checkpoint of the end exists too"
+    assert Bucket.open(URL).entries()[0].step == len(undisturbed), "the final checkpoint exists too"
     assert len(Bucket.open(URL).entries()) == 2, "checkpoint.keep"
     line.close()
 
 
-def test_an_unreachable_server_prevents_only_the_start_of_training(
+def test_training_does_not_start_while_the_server_is_unreachable(
     server: Server, tmp_path: Path, undisturbed: list[float]
 ) -> None:
     line = SlowLine(server.port)
@@ -145,12 +145,12 @@ def test_an_unreachable_server_prevents_only_the_start_of_training(
     assert Bucket.open(URL).entries()[0].step < len(undisturbed)
     shutil.rmtree(tmp_path / "pod")
     again = start(tmp_path, f"checkpoint.url={URL}", port=line.port, server=server)
-    assert ended(again, tmp_path, 240) not in (0, 75), "never from scratch"
+    assert ended(again, tmp_path, 240) not in (0, 75), "training never starts from scratch"
     assert "resuming" not in (tmp_path / "out.txt").read_text().rpartition("is not in s3://")[2]
     line.close()
 
 
-def test_with_its_own_disk_training_is_complete_when_the_bucket_has_its_result(
+def test_training_on_a_pods_own_disk_ends_when_the_bucket_has_the_result(
     server: Server, tmp_path: Path, undisturbed: list[float]
 ) -> None:
     line, own = SlowLine(server.port), ["checkpoint.shared=false", f"checkpoint.url={URL}"]
@@ -165,12 +165,12 @@ def test_with_its_own_disk_training_is_complete_when_the_bucket_has_its_result(
     assert Bucket.open(URL).entries()[0].step < len(undisturbed)
     line.cut = False
     assert ended(start(tmp_path, *own, port=line.port, server=server), tmp_path) == 0
-    assert Bucket.open(URL).entries()[0].step == len(undisturbed), "the disk still had it"
+    assert Bucket.open(URL).entries()[0].step == len(undisturbed), "the disk still had the file"
     assert final_losses(tmp_path / "run") == undisturbed
     line.close()
 
 
-# --- in parts, of nodes that have a disk each -------------------------------------------------------------------
+# --- in parts, from nodes with separate disks -------------------------------------------------------------------
 
 PARTS = [
     *TINY, "checkpoint.format=dcp", "checkpoint.every_steps=2", "data.micro_batches=6", "ddp.ordered=true",
@@ -179,7 +179,7 @@ PARTS = [
 
 
 def nodes(server: Server, place: Path, slow: SlowLine | None = None) -> Callable[[int], dict[str, str]]:
-    """Return the environment of ranks with a node each. `slow` limits rank 1's bandwidth."""
+    """Return the environments of ranks on separate nodes. `slow` limits rank 1's bandwidth."""
 
     def node(rank: int) -> dict[str, str]:
         folder = {"DDPJOB_CHECKPOINT_DIR": str(place / f"node{rank}"), "DDPJOB_CHECKPOINT_SHARED": "0"}
@@ -195,7 +195,7 @@ def complete(server: Server) -> list[int]:
     return sorted((int(path.stem.rpartition("-")[2]) for path in found), reverse=True)
 
 
-def test_a_node_is_lost_in_the_middle_of_its_upload_and_others_continue_exactly(server: Server, tmp_path: Path) -> None:
+def test_after_a_node_is_lost_during_its_upload_training_continues_exactly(server: Server, tmp_path: Path) -> None:
     line, args = SlowLine(server.port, 60_000.0), [*PARTS, f"checkpoint.url={URL}", "checkpoint.keep=2"]
     running = start_ranks(2, args, env=nodes(server, tmp_path, line), clean=True)
     until(lambda: complete(server), 240)
@@ -223,8 +223,10 @@ def test_a_node_is_lost_in_the_middle_of_its_upload_and_others_continue_exactly(
     ends = finish(start_ranks(1, [*PARTS, "strategy=ddp", f"checkpoint.dir={alone}"], clean=True), 240)
     assert [end.code for end in ends] == [0], ends
     assert final_losses(tmp_path / "node0" / "run") == final_losses(alone / "run"), "to the bit"
-    assert len(complete(server)) == 2 and complete(server)[0] == 16, "checkpoint.keep, and the end's is there"
-    assert len(list(data.glob("*/*/__2_*"))) == 2, "nothing is left of the interrupted upload"
+    assert len(complete(server)) == 2 and complete(server)[0] == 16, (
+        "checkpoint.keep holds, and the final checkpoint is in the bucket"
+    )
+    assert len(list(data.glob("*/*/__2_*"))) == 2, "no files of the interrupted upload are left"
 
 
 def test_ranks_of_fsdp_fetch_only_the_parts_that_they_read(server: Server, tmp_path: Path) -> None:
@@ -240,4 +242,4 @@ def test_ranks_of_fsdp_fetch_only_the_parts_that_they_read(server: Server, tmp_p
         fetched = {path.name for path in (tmp_path / f"node{rank}" / "step-000000008.dcp").iterdir()}
         tensors = {name for name in fetched if name.startswith("__")}
         own = f"__{rank}_0.distcp"
-        assert own in tensors and tensors <= {"__0_0.distcp", own}, "rank 0 has what all ranks have"
+        assert own in tensors and tensors <= {"__0_0.distcp", own}, "rank 0 has the data that all ranks share"

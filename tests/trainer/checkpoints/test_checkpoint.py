@@ -1,5 +1,5 @@
 """Checkpoints are atomic, checksummed, and written in parallel to training. Training resumes from
-the newest complete one, whichever node holds it.
+the newest complete checkpoint, whichever node has it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return content(tmp_path_factory.mktemp("whole") / "a.pt")
 
 
-def test_content_can_be_loaded_and_torch_load_reads_the_file(tmp_path: Path) -> None:
+def test_a_saved_file_can_be_read_back_and_by_torch_load(tmp_path: Path) -> None:
     written = content(tmp_path / "a.pt")
     metadata = check(written)
     assert (metadata.step, metadata.epoch, metadata.world) == (7, 1, 2) and torch_file.read_metadata(
@@ -56,8 +56,8 @@ def test_content_can_be_loaded_and_torch_load_reads_the_file(tmp_path: Path) -> 
     assert torch.load(tmp_path / "a.pt", weights_only=True)["step"] == 7
 
 
-def test_the_archive_equals_torch_saves_output_byte_for_byte(tmp_path: Path) -> None:
-    """The stream that hashes the content only adds a comment."""
+def test_the_file_equals_torch_saves_output_except_for_a_comment(tmp_path: Path) -> None:
+    """The comment contains the hash of the content."""
     snapshot = {
         "weights": torch.randn(300, 7),
         "empty": torch.zeros(0),
@@ -72,14 +72,14 @@ def test_the_archive_equals_torch_saves_output_byte_for_byte(tmp_path: Path) -> 
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_every_truncation_is_found(whole: bytes, data: st.DataObject) -> None:
+def test_every_truncation_of_a_file_is_detected(whole: bytes, data: st.DataObject) -> None:
     with pytest.raises(CheckpointError):
         check(whole[: data.draw(st.integers(0, len(whole) - 1))])
 
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
-def test_every_changed_byte_is_found(whole: bytes, data: st.DataObject) -> None:
+def test_every_changed_byte_of_a_file_is_detected(whole: bytes, data: st.DataObject) -> None:
     damaged = bytearray(whole)
     place = data.draw(st.integers(0, len(whole) - 1))
     damaged[place] ^= data.draw(st.integers(1, 255))
@@ -87,7 +87,9 @@ def test_every_changed_byte_is_found(whole: bytes, data: st.DataObject) -> None:
         metadata = check(bytes(damaged))
     except CheckpointError:
         return
-    assert metadata == check(whole) and place > len(whole) - 200, "only white space within the comment may differ"
+    assert metadata == check(whole) and place > len(whole) - 200, (
+        "only white space in the comment may change undetected"
+    )
 
 
 @pytest.mark.parametrize(
@@ -114,7 +116,7 @@ def save(folder: CheckpointFolder, step: int) -> None:
     folder.finish()
 
 
-def test_a_write_that_is_interrupted_leaves_the_old_file(tmp_path: Path) -> None:
+def test_an_interrupted_write_leaves_the_old_file_unchanged(tmp_path: Path) -> None:
     target = tmp_path / "x.pt"
     write_atomically(target, b"old")
 
@@ -126,7 +128,7 @@ def test_a_write_that_is_interrupted_leaves_the_old_file(tmp_path: Path) -> None
     assert target.read_bytes() == b"old" and list(tmp_path.iterdir()) == [target]
 
 
-def test_broken_checkpoints_are_reported_and_the_next_older_one_is_used(
+def test_a_broken_checkpoint_is_reported_and_the_next_older_one_is_used(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoints = opened(tmp_path)
@@ -167,12 +169,11 @@ def test_a_superseded_incarnation_writes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("format", list(Format))
-def test_an_incarnation_superseded_during_its_write_does_not_rename(
+def test_an_incarnation_superseded_during_a_write_does_not_publish_the_file(
     format: Format, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The successor claims the folder when the content is on disk but has no name yet, so its
-    cleanup did not
-    see it.
+    """The successor claims the folder after the content has been written, but before the file has
+    its name, so the successor's cleanup does not remove it.
     """
     old = opened(tmp_path, format=format)
     sync = os.fsync
@@ -188,7 +189,7 @@ def test_an_incarnation_superseded_during_its_write_does_not_rename(
     assert list(tmp_path.glob("step*")) == []
 
 
-def test_a_folder_that_is_not_writable_is_found_before_training(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_writable_is_reported_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(
         CheckpointError, match=r"folder .*file/checkpoints cannot be written \(Not a directory\).*checkpoint.dir"
@@ -199,7 +200,7 @@ def test_a_folder_that_is_not_writable_is_found_before_training(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_with_a_folder_per_node_any_node_may_be_lost(lost: int, tmp_path: Path) -> None:
+def test_with_a_checkpoint_folder_per_node_any_node_may_be_lost(lost: int, tmp_path: Path) -> None:
     """There are two nodes with one rank each. After a stop, one node's folder is gone."""
     arguments = [*TINY, "checkpoint.shared=false"]
 
@@ -252,7 +253,7 @@ def test_training_continues_during_the_write_without_changing_the_saved_state(
     assert found["optimizer"] == {"layer": {"step": torch.tensor(3.0), "list": [1, 2]}}
 
 
-@pytest.mark.parametrize("again", [True, False], ids=["to save the next", "to end"])
+@pytest.mark.parametrize("again", [True, False], ids=["before the next save", "before the end"])
 def test_the_ranks_agree_to_wait_longer_for_a_slow_write(
     again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,7 +296,7 @@ def test_the_ranks_agree_to_wait_longer_for_a_slow_read(
     assert slow.ended == 1 and slow.reported >= 2
 
 
-def test_no_step_is_overdue_while_the_last_save_is_waited_for(tmp_path: Path) -> None:
+def test_no_step_counts_as_overdue_while_the_ranks_wait_for_the_last_save(tmp_path: Path) -> None:
     """Regression: the stacks of all threads were written, although nothing hung."""
 
     def prepare(rank: int) -> None:
@@ -320,7 +321,7 @@ def test_a_save_that_is_due_during_a_write_is_postponed_and_not_dropped(
     checkpoints.save(lambda: state(5), 5)
     assert checkpoints.due(6) is Due.NO
     assert [checkpoints.due(step) for step in (10, 11)] == [Due.WHEN_FREE, Due.WHEN_FREE], (
-        "remembered until it is saved"
+        "the save stays due until it is done"
     )
     slow_disk.set()
     checkpoints.save(lambda: state(12), 12)  # waits for the write in progress
@@ -332,7 +333,7 @@ def test_a_save_that_is_due_during_a_write_is_postponed_and_not_dropped(
 @pytest.mark.parametrize(
     ("cost", "waits", "due"), [(0.0, 9.9, 10.1), (0.05, 9.9, 10.1), (0.5, 49.0, 51.0), (7.0, 299.0, 301.0)]
 )
-def test_saves_are_spaced_so_that_they_take_a_hundredth_of_the_time(
+def test_saves_take_at_most_one_percent_of_the_time(
     cost: float, waits: float, due: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoints = opened(tmp_path)
@@ -345,7 +346,7 @@ def test_saves_are_spaced_so_that_they_take_a_hundredth_of_the_time(
         CheckpointConfig(every_seconds=-1).check()
 
 
-def test_the_cost_of_a_save_is_its_pause_and_processor_time_not_the_disks(tmp_path: Path) -> None:
+def test_the_cost_of_a_save_excludes_the_time_of_the_disk(tmp_path: Path) -> None:
     def works() -> None:
         until = time.thread_time() + 0.2
         while time.thread_time() < until:
@@ -367,7 +368,7 @@ def test_a_save_that_retention_or_the_end_needs_is_due_immediately(tmp_path: Pat
 
 
 def slow_writes(seconds: float) -> Callable[[int], None]:
-    """Slow the disk of each rank down by this many seconds."""
+    """Slow down each rank's disk by this many seconds per write."""
 
     def prepare(rank: int) -> None:
         import time
@@ -384,8 +385,8 @@ def slow_writes(seconds: float) -> Callable[[int], None]:
 
 
 def test_with_a_slow_disk_steps_continue_and_the_last_state_is_saved(tmp_path: Path) -> None:
-    """A checkpoint is due at each step, and while one takes longer than many steps, the others
-    wait. Evaluation and the end are as usual.
+    """A checkpoint is due at each step, but each write takes longer than many steps, so the other
+    saves wait. Evaluation and the final checkpoint are not affected.
     """
     good(2, [*TINY, "checkpoint.every_steps=1", f"checkpoint.dir={tmp_path}"], prepare=slow_writes(1.0))
     saved = [line["step"] for line in metrics(tmp_path / "run", "checkpoint")]
@@ -393,8 +394,8 @@ def test_with_a_slow_disk_steps_continue_and_the_last_state_is_saved(tmp_path: P
     assert len(metrics(tmp_path / "run", "step")) == 16
 
 
-def test_the_log_line_is_written_when_the_file_exists(tmp_path: Path) -> None:
-    """Another process must not see a line about a checkpoint before its file."""
+def test_a_save_is_logged_only_after_its_file_exists(tmp_path: Path) -> None:
+    """Another process must not see the log line about a checkpoint before the file exists."""
 
     def prepare(rank: int) -> None:
         from ddpjob_trainer.reporting.reporter import Reporter

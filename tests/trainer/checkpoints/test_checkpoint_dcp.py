@@ -1,4 +1,4 @@
-"""The dcp format: each rank writes its part. It has the guarantees of the single file, and any
+"""The dcp format: each rank writes its part. It gives the same guarantees as a single file, and any
 strategy can resume from it on any number of ranks.
 """
 
@@ -53,7 +53,7 @@ def written(path: Path, step: int = 7) -> Path:
     return path
 
 
-def test_loaded_content_keeps_its_types(tmp_path: Path) -> None:
+def test_content_read_from_a_checkpoint_keeps_its_types(tmp_path: Path) -> None:
     path = written(tmp_path / "step-000000007.dcp")
     metadata = dcp.check(path)
     assert (metadata.step, metadata.epoch, metadata.world) == (7, 2, 4) and dcp.read_metadata(path) == metadata
@@ -61,8 +61,8 @@ def test_loaded_content_keeps_its_types(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
-def test_torch_reads_the_folder_by_itself(tmp_path: Path) -> None:
-    """The tensors are where torch.distributed.checkpoint expects them."""
+def test_torch_distributed_checkpoint_can_read_the_folder(tmp_path: Path) -> None:
+    """It finds the tensors where it expects them."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     dcp_to_torch_save(written(tmp_path / "a.dcp"), tmp_path / "a.pt")
@@ -78,7 +78,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_every_damage_of_every_file_is_found(whole: Path, data: st.DataObject) -> None:
+def test_every_kind_of_damage_to_any_file_is_detected(whole: Path, data: st.DataObject) -> None:
     path = data.draw(st.sampled_from(sorted(whole.iterdir())))
     content = path.read_bytes()
     place = data.draw(st.integers(0, len(content) - 1))
@@ -94,7 +94,7 @@ def test_every_damage_of_every_file_is_found(whole: Path, data: st.DataObject) -
         except CheckpointError:
             return
         assert path.name == "manifest.json" and how == "flip" and metadata == Metadata(7, 2, 4, metadata.time), (
-            "only its white space may differ"
+            "only white space in the file may change undetected"
         )
         assert content[place : place + 1] in b" \n"
     finally:
@@ -127,7 +127,7 @@ def test_a_broken_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> Non
     assert {entry.name for entry in tmp_path.iterdir()} == {"fence.json", "owner.json", "step-000000007.dcp"}
 
 
-def test_a_folder_per_node_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_folder_per_node_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"checkpoint.format=dcp needs .* checkpoint.url \(a bucket"):
         CheckpointFolder(CheckpointConfig(format=Format.DCP, shared=False), tmp_path, Group())
 
@@ -141,7 +141,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 @pytest.mark.parametrize("formats", [("dcp", "dcp", "dcp"), ("torch", "dcp", "torch")])
-def test_fsdp_then_ddp_then_a_single_process_continue_from_each_other(
+def test_fsdp_then_ddp_then_a_single_process_continue_the_same_run(
     formats: tuple[str, str, str], alone: list[float], tmp_path: Path
 ) -> None:
     """The strategy, the number of ranks and the format differ in each run, but the curve is the
@@ -163,7 +163,7 @@ def test_each_rank_of_fsdp_writes_its_part(tmp_path: Path) -> None:
     assert min(sizes) > 0.5 * max(sizes), sizes
 
 
-def test_a_rank_that_cannot_write_its_part_fails_all_and_leaves_nothing(tmp_path: Path) -> None:
+def test_if_a_rank_cannot_write_its_part_the_save_fails_and_leaves_nothing_behind(tmp_path: Path) -> None:
     def prepare(rank: int) -> None:
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
@@ -183,7 +183,7 @@ def test_a_rank_that_cannot_write_its_part_fails_all_and_leaves_nothing(tmp_path
 
 
 def test_a_folder_that_is_not_shared_is_detected(tmp_path: Path) -> None:
-    """Two nodes, each with a disk of its own under the same name."""
+    """There are two nodes, whose own disks have the same path."""
 
     def node(rank: int) -> dict[str, str]:
         return {"DDPJOB_CHECKPOINT_DIR": str(tmp_path / f"node{rank}")}
@@ -193,7 +193,7 @@ def test_a_folder_that_is_not_shared_is_detected(tmp_path: Path) -> None:
     assert "for checkpoint.format=dcp, set checkpoint.dir to a folder that every node sees" in ends[0].error, ends
 
 
-def test_only_the_newest_incarnation_puts_parts_in_place(tmp_path: Path) -> None:
+def test_only_the_newest_incarnation_publishes_parts(tmp_path: Path) -> None:
     zombie = CheckpointFolder(CheckpointConfig(format=Format.DCP), tmp_path, Group())
     zombie.claim(Claim(0, 0, 1))
     CheckpointFolder(CheckpointConfig(format=Format.DCP), tmp_path, Group()).claim(Claim(1, 0, 2))
@@ -203,7 +203,7 @@ def test_only_the_newest_incarnation_puts_parts_in_place(tmp_path: Path) -> None
     assert {entry.name for entry in tmp_path.iterdir()} == {"fence.json", "owner.json"}
 
 
-def test_a_claim_that_rank_0_cannot_read_for_a_while_leaves_the_ranks_in_step(
+def test_if_rank_0_cannot_read_its_claim_for_a_while_the_ranks_stay_in_step(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The other writers must not wait in the collective of an attempt that rank 0 abandoned."""
@@ -229,7 +229,7 @@ def test_a_claim_that_rank_0_cannot_read_for_a_while_leaves_the_ranks_in_step(
     assert [end.code for end in finish(ranks)] == [75, 75]
 
 
-# ---- whole means readable
+# ---- complete means readable
 
 
 def saved(folder: Path, format: Format, steps: list[int], incarnation: int = 1) -> CheckpointFolder:
@@ -249,7 +249,7 @@ def fails(*_: object) -> None:
 def test_an_unreadable_checkpoint_with_correct_checksums_is_skipped(
     format: Format, module: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: all of the training was lost, although an older checkpoint was complete."""
+    """Regression: the whole training run was lost, although an older checkpoint was complete."""
     checkpoints = saved(tmp_path, format, [7, 9])
     read = module.read
     monkeypatch.setattr(module, "read", lambda path, *more: fails() if "9." in path.name else read(path, *more))
@@ -277,15 +277,15 @@ def test_if_one_rank_cannot_read_its_part_all_use_the_next_older_checkpoint(tmp_
     ends = run(2, arguments, prepare=prepare)
     assert [end.code for end in ends] == [0, 0], ends
     _, resumed = (line["step"] for line in metrics(tmp_path / "run", "start"))
-    assert 0 < resumed < 12, "which step was saved before the last one depends on how long each save took"
+    assert 0 < resumed < 12, "which step was saved second to last depends on the duration of the saves"
 
 
 @pytest.mark.parametrize("format", [Format.DCP, Format.TORCH])
-def test_a_save_that_cannot_be_read_back_fails_and_keeps_the_older_ones(
+def test_a_save_that_cannot_be_read_back_fails_and_older_checkpoints_are_kept(
     format: Format, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk loses writes, or a writer has a defect. Regression: the older checkpoints were
-    deleted next.
+    """The disk may lose writes, or a writer may have a bug. Regression: the older checkpoints were
+    then deleted.
     """
     checkpoints = CheckpointFolder(CheckpointConfig(format=format, keep=1), tmp_path, Group())
     checkpoints.claim(Claim(0, 0, 1))

@@ -49,7 +49,7 @@ def start(path: Path, format: Format, incarnation: int) -> Any:
 
 
 @pytest.mark.parametrize("format", list(Format))
-def test_a_kill_at_any_instant_leaves_whole_checkpoints(
+def test_a_kill_at_any_instant_leaves_complete_checkpoints(
     format: Format, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     chance = random.Random(3)
@@ -65,7 +65,7 @@ def test_a_kill_at_any_instant_leaves_whole_checkpoints(
             if incarnation % 2
             else CheckpointFolder(CheckpointConfig(), tmp_path, Group()).newest()
         )
-        assert found is not None and found["step"] > before, "it never goes back"
+        assert found is not None and found["step"] > before, "the newest step never decreases"
         assert torch.equal(found["model"]["w"], WEIGHTS + found["step"])
         before = found["step"]
         best = tmp_path / f"best{'.pt' if format is Format.TORCH else '.dcp'}"

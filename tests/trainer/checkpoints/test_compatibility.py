@@ -1,5 +1,5 @@
-"""A checkpoint of a different model is reported as such. checkpoint.load starts from the weights of
-any file.
+"""A checkpoint of a different model is reported as such. checkpoint.load can start from the weights
+in other files.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_differences_are_listed_by_tensor() -> None:
+def test_differences_between_models_are_listed_by_tensor() -> None:
     saved = {"a": torch.zeros(2, 3), "old": torch.zeros(()), "same": torch.zeros(1)}
     wanted = {"a": torch.zeros(3, 2), "new": torch.zeros(4), "same": torch.ones(1)}
     assert list_differences(saved, wanted) == [
@@ -73,8 +73,10 @@ def test_a_different_model_is_reported_with_its_tensors_and_the_keys_to_set(trai
     assert {path: path.read_bytes() for path in trained.glob("*.pt")} == before
 
 
-def test_a_different_seed_is_refused(trained: Path) -> None:
-    """The order would follow the checkpoint's seed, and the augmentation the configuration's."""
+def test_a_resume_with_a_different_seed_is_refused(trained: Path) -> None:
+    """Otherwise, the sample order would follow the checkpoint's seed, and the augmentation the
+    configuration's.
+    """
     message = (
         r"the checkpoint of step 8 in .* was made with data.seed=0, but now it is 3\. .* To resume set data.seed=0;"
     )
@@ -90,7 +92,7 @@ def test_a_checkpoint_of_a_custom_loop_is_refused(tmp_path: Path) -> None:
     refused(message, f"checkpoint.dir={tmp_path}")
 
 
-def test_every_rank_ends_with_the_message(trained: Path) -> None:
+def test_every_rank_exits_with_the_message_about_a_different_model(trained: Path) -> None:
     ends = run(2, [*ONE_EPOCH, f"checkpoint.dir={trained}", "model.width=8"])
     assert [end.code for end in ends] == [1, 1]
     assert all("belongs to a different model" in end.error for end in ends)
@@ -98,8 +100,8 @@ def test_every_rank_ends_with_the_message(trained: Path) -> None:
 
 @pytest.mark.parametrize("source", ["file", "best", "folder", "plain", "wrapped", "compiled"])
 def test_training_starts_from_the_weights_of_a_file(source: str, trained: Path, tmp_path: Path) -> None:
-    """The result shows in the weights after one step at a learning rate of zero, on 2 ranks.
-    Momentum and step start over.
+    """The weights are compared after one step with a learning rate of zero, on 2 ranks. Momentum
+    and the step count start afresh.
     """
     known = weights(trained / "best.pt")
     path = {"file": trained / "step-000000008.pt", "best": trained / "best.pt", "folder": trained}.get(
@@ -130,7 +132,7 @@ def test_training_starts_from_the_weights_of_a_file(source: str, trained: Path, 
             assert torch.equal(found[name], tensor), name
 
 
-def test_a_restart_continues_and_does_not_load_again(trained: Path, tmp_path: Path) -> None:
+def test_a_restart_continues_training_and_does_not_load_the_weights_again(trained: Path, tmp_path: Path) -> None:
     copy = tmp_path / "start.pt"
     torch.save(weights(trained / "best.pt"), copy)
     good(1, [*ONE_EPOCH, f"checkpoint.load={copy}", f"checkpoint.dir={tmp_path / 'new'}"])
@@ -139,7 +141,7 @@ def test_a_restart_continues_and_does_not_load_again(trained: Path, tmp_path: Pa
     assert [line["step"] for line in metrics(tmp_path / "new" / "run", "start")] == [0, 8]
 
 
-def test_a_part_may_keep_its_initial_values(trained: Path) -> None:
+def test_parameters_that_match_load_except_keep_their_initial_values(trained: Path) -> None:
     known = weights(trained / "best.pt")
     model = {**known, "head.weight": torch.full((7, 32), 5.0), "head.bias": torch.full((7,), 5.0)}
     message = r"do not fit the model: head.weight is \(10, 32\) .*checkpoint.load_except=head.weight,head.bias"
@@ -153,7 +155,9 @@ def test_a_part_may_keep_its_initial_values(trained: Path) -> None:
 
 
 def test_a_pattern_that_no_tensor_matches_is_refused(trained: Path) -> None:
-    """A typo in the pattern would load the very tensors that should keep their initial values."""
+    """With a typo in the pattern, the tensors that should keep their initial values would be
+    loaded.
+    """
     model = weights(trained / "best.pt")
     with pytest.raises(
         CheckpointError, match=r"load_except: no tensor .* matches 'haed\.\*', .*the model has features"
@@ -164,8 +168,8 @@ def test_a_pattern_that_no_tensor_matches_is_refused(trained: Path) -> None:
 
 
 def test_weights_of_a_diverged_run_are_refused(trained: Path, tmp_path: Path) -> None:
-    """Otherwise steps would be skipped, with advice to lower the learning rate. Infinity may be
-    intended, as in a mask.
+    """Otherwise, steps would be skipped, with advice to lower the learning rate. Infinity is
+    allowed, because it may be intended, as in a mask.
     """
     model = weights(trained / "best.pt")
     broken = {**model, "head.bias": model["head.bias"].clone(), "features.0.weight": model["features.0.weight"] * 1e30}
@@ -203,7 +207,7 @@ def test_training_starts_from_the_average_that_was_evaluated(
 
 
 @pytest.mark.parametrize("kind", ["timm", "torchvision"])
-def test_averages_of_other_trainers_are_loaded(kind: str, trained: Path, tmp_path: Path) -> None:
+def test_averages_in_files_of_other_trainers_are_loaded(kind: str, trained: Path, tmp_path: Path) -> None:
     known = weights(trained / "best.pt")
     mean = {name: tensor + 1 for name, tensor in known.items()}
     torchs = {"n_averaged": torch.tensor(3), **{f"module.{name}": tensor for name, tensor in mean.items()}}
@@ -234,7 +238,7 @@ def test_a_missing_best_checkpoint_is_reported(trained: Path, tmp_path: Path) ->
         read_whole(tmp_path)
 
 
-def test_a_wrong_file_ends_every_rank_before_training(tmp_path: Path) -> None:
+def test_with_an_unsuitable_file_every_rank_exits_before_training(tmp_path: Path) -> None:
     ends = run(2, [*ONE_EPOCH, f"checkpoint.load={tmp_path / 'none.pt'}", f"checkpoint.dir={tmp_path}"])
     assert all(end.code == 1 and "none.pt cannot be read (No such file" in end.error for end in ends), ends
 
@@ -283,7 +287,7 @@ def test_a_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "owned").exists()
 
 
-def test_a_very_long_word_in_a_file_does_not_slow_the_check(tmp_path: Path) -> None:
+def test_a_very_long_word_in_a_file_does_not_slow_down_the_check(tmp_path: Path) -> None:
     """torch itself would search this file for minutes to write its message."""
     pickled = b"\x80\x02c" + b"a" * 100_000 + b"\nb\n."
     torch.save({}, tmp_path / "long.pt")

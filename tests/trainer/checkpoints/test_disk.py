@@ -33,7 +33,7 @@ FORMATS = pytest.mark.parametrize("format", ["torch", "dcp"])
 def volume(tmp_path: Path) -> Iterator[Path]:
     """Mount a file system of 1 MiB."""
     if os.geteuid() != 0:
-        pytest.skip("mounting a file system takes root")
+        pytest.skip("mounting a file system needs root")
     path = tmp_path / "volume"
     path.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", path], capture_output=True, text=True)
@@ -69,7 +69,7 @@ def test_a_full_disk_is_reported_and_leaves_no_partial_file(
     good = names(volume)
     assert len(good) == 1
     save(checkpoints, 2, size=1_000_000)
-    assert names(volume) == good, "no half file is left"
+    assert names(volume) == good, "no partial file is left"
     assert not checkpoints.state.failed, "the next save may succeed"
     warning = capsys.readouterr().err
     assert (
@@ -80,7 +80,7 @@ def test_a_full_disk_is_reported_and_leaves_no_partial_file(
     save(checkpoints, 3)
     assert len(names(volume)) == 2 and checkpoints._writer.failure is None
     save(checkpoints, 4, size=1_000_000)
-    assert not checkpoints.state.failed, "failures that are not in a row"
+    assert not checkpoints.state.failed, "failures that are not consecutive do not count"
     save(checkpoints, 5, size=1_000_000)
     assert checkpoints.state.failed
     with pytest.raises(CheckpointError, match=r"step-000000005.* cannot be written: .*No space left on device"):
@@ -127,7 +127,7 @@ def test_a_folder_that_was_removed_is_not_recreated(format: str, tmp_path: Path)
 
 
 def failing(first: int, last: int) -> Any:
-    """Fill the disk in each rank for the checkpoints of these steps."""
+    """Simulate a full disk in each rank for the checkpoints of these steps."""
 
     def prepare(rank: int) -> None:
         write = torch_file.write
@@ -142,7 +142,7 @@ def failing(first: int, last: int) -> Any:
     return prepare
 
 
-def test_on_a_full_disk_the_metrics_log_loses_lines_and_training_continues(
+def test_on_a_full_disk_metrics_are_dropped_and_training_continues(
     volume: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = open_log(volume)
@@ -158,7 +158,7 @@ def test_on_a_full_disk_the_metrics_log_loses_lines_and_training_continues(
     lines = (volume / "metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[0])["step"] == 1 and json.loads(lines[-1])["step"] == 200
     broken = [line for line in lines if not line.endswith("}")]
-    assert len(broken) <= 1, "an incomplete line stands alone"
+    assert len(broken) <= 1, "an incomplete line is not joined with the next"
 
 
 def test_metrics_that_cannot_be_appended_to_are_reported(tmp_path: Path) -> None:
@@ -173,14 +173,14 @@ def test_metrics_that_cannot_be_appended_to_are_reported(tmp_path: Path) -> None
 ARGUMENTS = [*TINY, "checkpoint.every_steps=1", "checkpoint.every_epochs=0"]
 
 
-def test_training_continues_after_a_failure_and_saves_later(tmp_path: Path) -> None:
+def test_training_continues_after_a_failed_save_and_saves_later(tmp_path: Path) -> None:
     ends = run(2, [*ARGUMENTS, "checkpoint.failures=9", f"checkpoint.dir={tmp_path}"], prepare=failing(4, 7))
     assert [end.code for end in ends] == [0, 0], ends
     saved = {line["step"] for line in metrics(tmp_path / "run", "checkpoint")}
     assert saved and max(saved) == 16 and not saved & {4, 5, 6, 7}
 
 
-def test_after_too_many_failures_all_ranks_exit_with_the_reason(tmp_path: Path) -> None:
+def test_after_too_many_failed_saves_all_ranks_exit_with_the_reason(tmp_path: Path) -> None:
     ends = run(3, [*ARGUMENTS, "train.epochs=40", f"checkpoint.dir={tmp_path}"], prepare=failing(4, 999))
     assert [end.code for end in ends] == [1, 1, 1]
     assert "cannot be written: No space left on device" in ends[0].error
@@ -189,8 +189,8 @@ def test_after_too_many_failures_all_ranks_exit_with_the_reason(tmp_path: Path) 
     assert max(int(path.stem[5:]) for path in tmp_path.glob("*.pt")) < 4
 
 
-def test_a_failure_at_the_end_is_an_error_on_all_ranks(tmp_path: Path) -> None:
-    """One rank cannot write to its node's folder. Training was complete, but its result is
+def test_a_failed_final_save_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    """One rank cannot write to its node's folder. Training was complete, but its result would be
     missing.
     """
     own = {rank: {"DDPJOB_CHECKPOINT_DIR": str(tmp_path / f"node{rank}"), "LOCAL_RANK": "0"} for rank in (0, 1)}
@@ -204,7 +204,7 @@ def test_a_failure_at_the_end_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     assert "another rank can no longer save" in ends[0].error and "No space left on device" in ends[1].error
 
 
-def test_a_mark_that_cannot_be_written_is_not_a_failed_checkpoint(
+def test_a_best_mark_that_cannot_be_written_does_not_count_as_a_failed_save(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoints = opened(tmp_path, keep_best=1, failures=1)
@@ -216,7 +216,9 @@ def test_a_mark_that_cannot_be_written_is_not_a_failed_checkpoint(
     assert not checkpoints.state.failed and "Is a directory; older checkpoints stay" in capsys.readouterr().err
     (tmp_path / "best.json").rmdir()
     checkpoints.finish()
-    assert json.loads((tmp_path / "best.json").read_text())["best"] == "step-000000001.pt", "it is retried"
+    assert json.loads((tmp_path / "best.json").read_text())["best"] == "step-000000001.pt", (
+        "writing the mark is retried"
+    )
 
 
 def test_an_evaluation_that_cannot_be_written_is_reported_and_training_continues(
@@ -231,7 +233,7 @@ def test_an_evaluation_that_cannot_be_written_is_reported_and_training_continues
     )
 
 
-def test_stacks_that_cannot_be_written_do_not_hide_why_training_ends(tmp_path: Path) -> None:
+def test_if_stacks_cannot_be_written_the_reason_why_training_ends_is_still_shown(tmp_path: Path) -> None:
     stacks = StackDumps(tmp_path, 0, 60)
     shutil.rmtree(tmp_path / "stacks")
     (tmp_path / "stacks").touch()
@@ -252,7 +254,7 @@ def test_a_ledger_that_cannot_be_written_is_reported(volume: Path) -> None:
         Ledger(volume, Group(), Claim(0, 0, 1))
 
 
-def test_a_link_in_place_of_a_checkpoint_is_deleted_and_its_target_is_not(tmp_path: Path) -> None:
+def test_a_link_in_place_of_a_checkpoint_is_deleted_but_not_its_target(tmp_path: Path) -> None:
     """A user had moved the folder of parts to a different disk. Regression: each deletion failed
     without a reason.
     """

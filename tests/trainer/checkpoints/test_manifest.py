@@ -30,7 +30,7 @@ RECORDED: dict[str, Any] = {
 }
 
 
-def test_a_manifest_survives_a_round_trip() -> None:
+def test_a_manifest_can_be_written_and_read_back_unchanged() -> None:
     found = manifest.read(manifest.write(RECORDED))
     assert found.metadata.step == 7 and found.files["__0_0.distcp"] == manifest.CheckpointFile(124, "0" * 64)
     assert {name: stored.written() for name, stored in found.tensors.items()} == RECORDED["tensors"]
@@ -47,12 +47,12 @@ TREES = st.recursive(
 
 
 @given(tree=TREES)
-def test_every_structure_survives_a_round_trip_with_its_types(tree: Any) -> None:
+def test_every_structure_of_values_survives_a_round_trip_with_its_types(tree: Any) -> None:
     found = manifest.decode(json.loads(json.dumps(manifest.encode(tree, lambda _, tensor: ""))), lambda path, name: "")
     assert repr(found) == repr(tree)
 
 
-def test_a_value_that_json_cannot_hold_is_refused_with_its_place_and_the_remedy() -> None:
+def test_a_value_that_json_cannot_hold_is_refused_with_its_path_and_the_remedy() -> None:
     with pytest.raises(
         CheckpointError, match=r"torch.dtype as a value at state\['a'\]\[1\].*set checkpoint.format=torc"
     ):
@@ -143,8 +143,8 @@ def test_a_manifest_that_no_trainer_has_written_is_refused(change: Callable[[Any
         manifest.read(manifest.write(recorded))
 
 
-def test_tensors_that_need_more_than_the_files_have_are_refused() -> None:
-    """A million tensors all point at the same bytes."""
+def test_tensors_larger_than_the_files_are_refused() -> None:
+    """The manifest describes a million tensors that all refer to the same bytes."""
     recorded = copy.deepcopy(RECORDED)
     recorded["tensors"] = {f"{number}:a": RECORDED["tensors"]["0:a"] for number in range(9)}
     recorded["state"] = {"dict": [[number, {"tensor": f"{number}:a"}] for number in range(9)]}

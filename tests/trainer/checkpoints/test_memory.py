@@ -1,5 +1,5 @@
-"""The newest states in the nodes' memory: which steps a restart repeats, and that its results are
-the same.
+"""Snapshots in the nodes' memory: which steps a restart repeats, and that its results are the
+same.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def dies_in(step: int) -> Callable[[int], None]:
     return prepare
 
 
-def test_auto_ignores_the_cost_of_the_first_copies(
+def test_the_automatic_interval_ignores_the_cost_of_the_first_copies(
     nodes: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first copies reserve memory and connect the ranks, which may take a hundred times as long
@@ -113,7 +113,7 @@ def same(left: object, right: object) -> bool:
 def test_a_restart_without_any_checkpoint_repeats_no_complete_step(
     strategy: str, tmp_path: Path, nodes: Callable[[int], Path]
 ) -> None:
-    # Without ddp.ordered, a fresh process adds gradients in different buckets in its first step.
+    # Without ddp.ordered, a new process uses different gradient buckets in its first step.
     order = ["ddp.ordered=true"] if strategy == "ddp" else []
     arguments = [*TRAINING, f"strategy={strategy}", *order]
     undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"

@@ -23,13 +23,13 @@ ROOT = Path(__file__).parents[3]
 
 
 def other(name: str) -> str:
-    """Return an interpreter with torch. `name` is X.Y, or selects the interpreter that runs the
-    matrix.
+    """Return an interpreter with torch. `name` is a version X.Y, or CALLER for the interpreter that
+    runs the matrix.
     """
     if name == matrix.CALLER:
-        return os.environ.get(name) or pytest.skip("this is the Python that would be compared")
+        return os.environ.get(name) or pytest.skip("this Python would be compared with itself")
     if name == f"{sys.version_info.major}.{sys.version_info.minor}":
-        pytest.skip("this is the Python that would be compared")
+        pytest.skip("this Python would be compared with itself")
     try:
         return str(matrix.prepare(matrix.Row(name, importlib.metadata.version("torch").partition("+")[0])))
     except matrix.NotHere as why:
@@ -38,10 +38,11 @@ def other(name: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [matrix.CALLER, "3.12", "3.13"])
-def test_each_python_reads_the_checkpoints_of_the_other(name: str, tmp_path: Path) -> None:
+def test_each_python_reads_the_checkpoints_that_the_other_has_written(name: str, tmp_path: Path) -> None:
     python = other(name)
     (tmp_path / "packages").mkdir()
-    (tmp_path / "packages" / "yaml").symlink_to(Path(yaml.__file__).parent)  # its Python half works for all of them
+    # The pure Python part of yaml works in all versions.
+    (tmp_path / "packages" / "yaml").symlink_to(Path(yaml.__file__).parent)
     places = [ROOT / "trainer", ROOT / "runtime", ROOT / "operator", tmp_path / "packages"]
     environment = {**matrix.clean_environment(), "PYTHONPATH": os.pathsep.join(map(str, places))}
 

@@ -1,4 +1,6 @@
-"""Pretrained weights come from a library by name, a file or a folder. Only the last layer may differ."""
+"""Pretrained weights come from a library (by name), a file or a folder. Only the last layer may
+differ.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def weights(change: Callable[[dict[str, torch.Tensor]], Any] = lambda state: Non
 
 
 @pytest.mark.parametrize("given", ["default", "IMAGENET1K_V1", "folder", "safetensors", "file"])
-def test_all_layers_but_the_last_start_from_the_weights(
+def test_all_layers_except_the_last_start_from_pretrained_weights(
     given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """torchvision finds its files in the cache, so nothing is downloaded."""
@@ -69,7 +71,7 @@ def test_all_layers_but_the_last_start_from_the_weights(
         (lambda state: state["features.0.0.weight"].fill_(torch.nan), r"1 of the \d+ tensors in .* contain NaN"),
     ],
 )
-def test_other_differences_are_refused_with_their_list(change: Any, message: str, tmp_path: Path) -> None:
+def test_other_differences_are_refused_and_listed(change: Any, message: str, tmp_path: Path) -> None:
     torch.save(weights(change), tmp_path / "w.pth")
     with pytest.raises(CheckpointError, match=message):
         loaded(str(tmp_path / "w.pth"))
@@ -87,12 +89,12 @@ def test_other_differences_are_refused_with_their_list(change: Any, message: str
         ),
     ],
 )
-def test_weights_that_do_not_exist_are_refused(pretrained: str, name: str, message: str) -> None:
+def test_pretrained_weights_that_do_not_exist_are_refused(pretrained: str, name: str, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         loaded(pretrained, name)
 
 
-def test_a_run_of_two_ranks_starts_from_a_checkpoint_with_other_classes(
+def test_two_ranks_start_from_a_checkpoint_with_different_classes(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A restart resumes from its own checkpoint, even if the pretrained weights are gone."""

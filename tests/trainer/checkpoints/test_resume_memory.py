@@ -1,5 +1,5 @@
-"""Resuming from a large checkpoint: no tensor is in memory twice, each rank reads only its part,
-and each part is checked once.
+"""Resuming from a large checkpoint: no tensor is in memory twice, each rank reads only its own
+part, and each part is verified only once.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def in_ranks(world: int, act: Callable[[Group], Any]) -> list[Any]:
     for process in processes:
         process.start()
     try:
-        assert all(receive.poll(60 * slowness()) for receive, _ in pipes), "a rank gives no answer"
+        assert all(receive.poll(60 * slowness()) for receive, _ in pipes), "a rank sent no result"
         return [receive.recv() for receive, _ in pipes]
     finally:
         for process in processes:
@@ -79,7 +79,7 @@ def peak(act: Callable[[], Any]) -> tuple[float, Any]:
     return (kilobytes("VmHWM") - before) * 1024 / BYTES, result
 
 
-def test_a_file_is_in_memory_once_on_each_rank(tmp_path: Path) -> None:
+def test_a_checkpoint_file_is_in_memory_only_once_on_each_rank(tmp_path: Path) -> None:
     torch_file.write(tmp_path / "step-000000001.pt", state(), Metadata(1, None, 2))
 
     def resume(group: Group) -> tuple[float, bool]:
@@ -125,7 +125,7 @@ def parts(folder: Path, step: int) -> Path:
     return path
 
 
-def test_each_part_is_hashed_by_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_part_is_hashed_by_only_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = parts(tmp_path, 1)
     hashed: list[str] = []
     digest = dcp.sha256

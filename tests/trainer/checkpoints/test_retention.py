@@ -40,11 +40,11 @@ def left(found: list[Entry], scores: dict[int, float], **config: object) -> list
     return [entry.step for entry in found if entry not in gone]
 
 
-def test_the_newest_checkpoints_are_kept() -> None:
+def test_only_the_newest_checkpoints_are_kept() -> None:
     assert left(entries(range(5, 45, 5)), {}, keep=3) == [30, 35, 40]
 
 
-def test_the_best_are_kept_in_addition_to_the_newest() -> None:
+def test_the_best_checkpoints_are_kept_in_addition_to_the_newest() -> None:
     scores = {10: 0.5, 20: 0.9, 30: 0.7, 40: 0.6}
     assert left(entries(range(5, 45, 5)), scores, keep=2, keep_best=2) == [20, 30, 35, 40]
     assert left(entries(range(5, 45, 5)), scores, keep=1, keep_best=1, best_by=Metric.LOSS) == [10, 40]
@@ -54,7 +54,7 @@ def test_the_first_of_equally_good_checkpoints_is_kept() -> None:
     assert left(entries(range(10, 50, 10)), {10: 0.5, 20: 0.9, 30: 0.9}, keep=1, keep_best=1) == [20, 40]
 
 
-def test_ends_of_epochs_are_kept_forever() -> None:
+def test_checkpoints_at_selected_epochs_are_kept_forever() -> None:
     assert left(entries(range(5, 95, 5)), {}, keep=1, keep_every_epochs=3) == [30, 60, 90]
 
 
@@ -115,9 +115,9 @@ def test_a_complete_checkpoint_is_not_deleted_because_of_a_newer_broken_one(tmp_
     assert opened(tmp_path, keep=1).newest() == {"step": 7, "sampler": {"epoch": 0, "consumed": 1}}
 
 
-def test_a_folder_of_parts_is_never_seen_half_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kill during the removal leaves a remainder without a checkpoint's name, which the next
-    start deletes.
+def test_a_folder_of_parts_is_removed_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill during the removal leaves a remainder that has no checkpoint's name. The next start
+    deletes it.
     """
     folder = opened(tmp_path, keep=1, format=Format.DCP)
     save(folder, 1)
@@ -149,10 +149,10 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_reported(
     assert "step-000000001.pt cannot be removed: Operation not permitted" in capsys.readouterr().err
     monkeypatch.undo()
     save(folder, 3)
-    assert [path.name for path in tmp_path.glob("step*")] == ["step-000000003.pt"], "tried again"
+    assert [path.name for path in tmp_path.glob("step*")] == ["step-000000003.pt"], "the removal is retried"
 
 
-def test_a_checkpoint_that_somebody_removed_does_not_count(tmp_path: Path) -> None:
+def test_a_checkpoint_that_a_user_has_removed_does_not_count(tmp_path: Path) -> None:
     folder = opened(tmp_path, keep=2)
     for step in (1, 2, 3):
         save(folder, step)
@@ -161,7 +161,7 @@ def test_a_checkpoint_that_somebody_removed_does_not_count(tmp_path: Path) -> No
     assert sorted(path.name for path in tmp_path.glob("step*")) == ["step-000000001.pt", "step-000000003.pt"]
 
 
-def test_best_is_found_by_its_link_also_after_a_restart(tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_found_by_its_link_even_after_a_restart(tmp_path: Path) -> None:
     folder = opened(tmp_path, keep=1, keep_best=1)
     save(folder, 10, accuracy=0.4, loss=1.0)
     save(folder, 20, accuracy=0.8, loss=1.0)
@@ -188,10 +188,12 @@ def test_a_dangling_link_does_not_stop_a_removal(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("step*")] == ["step-000000003.pt"]
 
 
-def test_a_folder_in_the_place_of_the_best_link_does_not_stop_a_removal(
+def test_a_folder_in_place_of_the_best_link_does_not_stop_a_removal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A copy of the folder that followed the link has a folder there."""
+    """If the checkpoint folder was copied with links followed, it has a folder in place of the
+    link.
+    """
     (tmp_path / "best.dcp").mkdir()
     folder = opened(tmp_path, keep=1, keep_best=1, format=Format.DCP)
     for step, accuracy in ((10, 0.4), (20, 0.8)):
@@ -205,14 +207,14 @@ def test_a_folder_in_the_place_of_the_best_link_does_not_stop_a_removal(
 
 @pytest.mark.parametrize("later", [{"keep_best": 0}, {"keep_best": 1, "best_by": Metric.LOSS}])
 def test_the_mark_of_a_best_checkpoint_that_is_no_longer_kept_is_removed(tmp_path: Path, later: dict[str, Any]) -> None:
-    """Loading and evaluating a folder follow the mark."""
+    """Loading and evaluating a folder use the mark."""
     save(opened(tmp_path, keep=1, keep_best=1), 10, accuracy=0.4, loss=1.0)
     save(opened(tmp_path, keep=1, **later), 20)
     assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["step-000000020.pt"]
     assert read_whole(tmp_path)["step"] == 20
 
 
-def test_scores_that_are_not_numbers_are_null_in_the_file(tmp_path: Path) -> None:
+def test_scores_that_are_not_finite_are_written_as_null(tmp_path: Path) -> None:
     """Other programs could not parse NaN."""
     folder = opened(tmp_path, keep_best=2, best_by=Metric.LOSS)
     for step, loss in ((10, math.nan), (20, math.inf), (30, 0.5)):
@@ -263,6 +265,8 @@ def test_the_best_of_all_evaluations_is_marked_during_training(tmp_path: Path) -
         ({"keep_best": 1, "every_epochs": 0}, r"checkpoint.keep_best: .* set checkpoint.every_epochs"),
     ],
 )
-def test_contradictory_settings_are_refused(settings: dict[str, int], message: str, tmp_path: Path) -> None:
+def test_contradictory_settings_of_retention_are_refused(
+    settings: dict[str, int], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=message):
         CheckpointFolder(CheckpointConfig(**settings), tmp_path, Group())  # type: ignore[arg-type]

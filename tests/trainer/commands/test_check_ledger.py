@@ -1,5 +1,5 @@
-"""The ledger check accepts real runs, and rejects runs with deliberate defects in the sampler. Two
-ranks really train.
+"""The ledger check accepts correct runs, and rejects runs with deliberate defects in the sampler.
+Two real ranks train.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ def own_permutation(rank: int) -> None:
         (own_permutation, "taken twice"),
     ],
 )
-def test_a_broken_sampler_is_found(defect: Callable[[int], None], message: str, tmp_path: Path) -> None:
+def test_a_broken_sampler_is_detected(defect: Callable[[int], None], message: str, tmp_path: Path) -> None:
     good(2, [*TINY, "train.epochs=1", f"checkpoint.dir={tmp_path}"], prepare=defect)
     with pytest.raises(LedgerError, match=message):
         verify(read([tmp_path]))
 
 
-def test_a_counter_that_restarts_at_zero_is_found(tmp_path: Path) -> None:
+def test_a_sample_counter_that_restarts_at_0_is_detected(tmp_path: Path) -> None:
     arguments = [*TINY, "train.epochs=1", f"checkpoint.dir={tmp_path}"]
 
     def forget_the_count(rank: int) -> None:
@@ -76,7 +76,7 @@ def test_a_counter_that_restarts_at_zero_is_found(tmp_path: Path) -> None:
         verify(read([tmp_path]))
 
 
-def test_a_resume_from_an_older_checkpoint_than_the_newest_is_found(tmp_path: Path) -> None:
+def test_a_resume_from_a_checkpoint_that_is_not_the_newest_is_detected(tmp_path: Path) -> None:
     arguments = [*TINY, "checkpoint.every_steps=2", f"checkpoint.dir={tmp_path}"]
     assert [end.code for end in run(1, arguments, prepare=stop_at(5))] == [75]
     (tmp_path / "step-000000005.pt").unlink()
@@ -86,7 +86,7 @@ def test_a_resume_from_an_older_checkpoint_than_the_newest_is_found(tmp_path: Pa
         verify(read([tmp_path]))
 
 
-def test_kill_9_of_a_rank_under_torchrun_loses_and_repeats_nothing(tmp_path: Path) -> None:
+def test_after_kill_9_of_a_rank_under_torchrun_no_step_is_lost_or_repeated(tmp_path: Path) -> None:
     arguments = [*TINY, "train.epochs=6", "checkpoint.every_steps=3", "data.batch=40", f"checkpoint.dir={tmp_path}"]
     agent = torchrun(2, arguments, tmp_path, max_restarts=2)
     try:
@@ -101,11 +101,11 @@ def test_kill_9_of_a_rank_under_torchrun_loses_and_repeats_nothing(tmp_path: Pat
     assert verdict.epochs == dict.fromkeys(range(1, 7), verdict.size)
 
 
-def test_incarnations_are_in_order_although_the_clocks_of_nodes_differ(
+def test_incarnations_are_ordered_correctly_even_if_the_nodes_clocks_differ(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second incarnation's node has a clock that is 85 s behind. Then the job is created again,
-    and its rounds start at 1 again.
+    """The clock of the second incarnation's node is 85 s slow. Then the job is created again, so
+    its rounds start at 1 again.
     """
 
     def incarnation(job: str, round_: int, clock: float, start: int, *steps: int) -> None:
@@ -125,7 +125,7 @@ def test_incarnations_are_in_order_although_the_clocks_of_nodes_differ(
     assert verify(found).epochs == {1: 6}
 
 
-def test_the_command_line_prints_a_table_and_reports_a_missing_ledger(
+def test_check_ledger_prints_a_table_and_reports_a_missing_ledger(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good(1, [*TINY, "train.epochs=1", f"checkpoint.dir={tmp_path}"])
@@ -146,8 +146,8 @@ def test_the_command_line_prints_a_table_and_reports_a_missing_ledger(
     ],
 )
 def test_a_missing_or_invalid_ledger_is_reported(content: bytes, message: str, tmp_path: Path) -> None:
-    """Regression: each of them raised a traceback. A job that ended before its first step leaves an
-    empty file.
+    """Regression: each of these cases caused a traceback. A job that ended before its first step
+    leaves an empty file.
     """
     (tmp_path / "ledger").mkdir()
     (tmp_path / "ledger" / "rank-0-a.jsonl").write_bytes(content)
@@ -156,7 +156,7 @@ def test_a_missing_or_invalid_ledger_is_reported(content: bytes, message: str, t
 
 
 def test_steps_that_changed_no_weight_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Step 3 is in the valid history, and step 6 is in one that a resume undid."""
+    """Step 3 is in the valid history, and step 6 is in a part that a resume undid."""
 
     def broken(*steps: int) -> Callable[[int], None]:
         def prepare(rank: int) -> None:
@@ -191,5 +191,5 @@ def test_steps_that_changed_no_weight_are_shown(tmp_path: Path, capsys: pytest.C
     assert "skipped: 1 steps (3) with 200 samples left the weights unchanged" in shown
 
 
-def test_train_uses_the_sampler_that_the_defects_break() -> None:
+def test_training_uses_the_sampler_in_which_the_defects_are_planted() -> None:
     assert train.ElasticSampler is sampler.ElasticSampler

@@ -1,4 +1,4 @@
-"""`python -m ddpjob_trainer export`: other programs read what it has written."""
+"""`python -m ddpjob_trainer export`: other programs can read the exported files."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_exported_files_give_the_outputs_of_the_trained_model(trained: Path,
     assert (metadata["model"], metadata["step"]) == ("small_cnn", "2")
 
 
-def test_every_kind_of_tensor_is_read_by_the_library(tmp_path: Path) -> None:
+def test_the_safetensors_library_reads_every_kind_of_tensor(tmp_path: Path) -> None:
     tensors = {
         "a": torch.tensor([True, False, True]),
         "b": torch.tensor(3),
@@ -79,14 +79,14 @@ def test_every_kind_of_tensor_is_read_by_the_library(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.complex64, torch.float8_e4m3fn])
-def test_a_tensor_of_a_rare_type_is_named(kind: torch.dtype, tmp_path: Path) -> None:
+def test_a_tensor_of_an_unsupported_type_is_named(kind: torch.dtype, tmp_path: Path) -> None:
     tensors = {"head.phase": torch.zeros(2).to(kind), "weight": torch.ones(2)}
     with pytest.raises(TrainingError, match=rf"a.safetensors was not written: head.phase has the type {kind}; use one"):
         save_safetensors(tensors, {}, tmp_path / "a.safetensors")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_that_cannot_be_traced_still_gets_its_weights(
+def test_the_weights_of_a_model_that_cannot_be_traced_are_exported(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def by_values(self: torch.nn.Module, images: torch.Tensor) -> torch.Tensor:
@@ -98,7 +98,7 @@ def test_a_model_that_cannot_be_traced_still_gets_its_weights(
     assert load_file(tmp_path / "model.safetensors") and not (tmp_path / "model.pt2").exists()
 
 
-def test_a_plain_state_dict_is_refused(tmp_path: Path) -> None:
+def test_exporting_a_plain_state_dict_is_refused(tmp_path: Path) -> None:
     torch.save({"weight": torch.zeros(2)}, tmp_path / "plain.pt")
     with pytest.raises(CheckpointError, match=r"plain.pt does not have a configuration of this trainer; export one of"):
         main([str(tmp_path / "plain.pt"), "-o", str(tmp_path)])

@@ -22,7 +22,7 @@ from ranks import run as ranks
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train for two epochs and a part of the third, with checkpoints in parts."""
+    """Train for two and a half epochs, with checkpoints in parts."""
     folder = tmp_path_factory.mktemp("trained")
     good(2, [*TINY, "checkpoint.keep_best=1", f"checkpoint.dir={folder}"])
     arguments = [*TINY, "train.epochs=3", "checkpoint.keep_best=1", "checkpoint.format=dcp", f"checkpoint.dir={folder}"]
@@ -34,7 +34,7 @@ def table(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
     return [line.split("  ") for line in capsys.readouterr().out.splitlines()]
 
 
-def test_a_folder_is_shown_as_a_table(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_checkpoints_in_a_folder_are_shown_as_a_table(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(trained)]) == 0
     head, *rows = [[cell.strip() for cell in line if cell.strip()] for line in table(capsys)]
     assert head == ["checkpoint", "step", "epoch", "ranks", "saved", "size", "state"]
@@ -93,7 +93,7 @@ def test_a_checkpoint_deleted_during_the_listing_is_left_out(
 def test_every_checkpoint_has_a_row_even_if_another_one_is_broken(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: an unreadable checkpoint ended the list, without its name."""
+    """Regression: the list ended at an unreadable checkpoint, without naming it."""
     state = {"step": 1, "sampler": {"epoch": 0, "consumed": 1, "size": 4}, "a": torch.ones(3)}
     for step in (1, 3):
         dcp.write(tmp_path / f"step-{step:09d}.dcp", 1, state, Metadata(step), None, lambda: None)
@@ -107,7 +107,7 @@ def test_every_checkpoint_has_a_row_even_if_another_one_is_broken(
     write.write_bytes(b"{")
     assert main([str(tmp_path)]) == 1
     lines = capsys.readouterr().out.splitlines()[1:]
-    assert [line.split()[0][5:14].lstrip("0") for line in lines] == list("1234567"), "one row each, in order"
+    assert [line.split()[0][5:14].lstrip("0") for line in lines] == list("1234567"), "one row per checkpoint, in order"
     said = ["its manifest is damaged", "UnpicklingError", "intact", "KeyError", "incomplete", "BROKEN", "BROKEN"]
     assert all(text in line for text, line in zip(said, lines, strict=True)), lines
     assert "0 + 25%" in lines[2] and "\x1b" not in "".join(lines)
@@ -124,7 +124,7 @@ def test_a_checkpoint_of_a_custom_loop_is_shown(tmp_path: Path, capsys: pytest.C
     assert "0 + 50%" in text and "model.weight" in text and "\nconfiguration\n" not in text
 
 
-def test_the_command_works_as_a_process(trained: Path) -> None:
+def test_the_command_checkpoint_works_in_a_separate_process(trained: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "ddpjob_trainer", "checkpoint", str(trained)],
         capture_output=True,
@@ -134,7 +134,7 @@ def test_the_command_works_as_a_process(trained: Path) -> None:
     assert done.returncode == 0 and "step-000000016.pt" in done.stdout, done
 
 
-def test_an_empty_folder_is_reported(tmp_path: Path) -> None:
+def test_a_folder_without_checkpoints_is_reported(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"contains no checkpoint; specify a checkpoint"):
         main([str(tmp_path)])
     with pytest.raises(CheckpointError, match=r"none.pt cannot be read: No such file"):

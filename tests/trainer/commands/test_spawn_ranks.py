@@ -1,5 +1,5 @@
 """`--spawn N`: ranks without torchrun find each other in three ways, train like one process, and
-leave nothing behind.
+leave no processes or files behind.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ _launched: list[tuple[subprocess.Popen[str], Path]] = []
 
 @pytest.fixture(autouse=True)
 def _end_and_report() -> Iterator[None]:
-    """Kill the processes of a failed test (ranks follow their launcher) and show their output."""
+    """Kill the processes of a failed test, and show their output. Ranks exit with their
+    launcher.
+    """
     yield
     while _launched:
         process, cwd = _launched.pop()
@@ -83,7 +85,7 @@ def processes_with(text: str) -> list[int]:
                 ):
                     found.append(int(entry.name))
             except OSError:
-                continue  # it ended in the meantime
+                continue  # the process ended in the meantime
     return found
 
 
@@ -96,15 +98,17 @@ def single_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 @pytest.mark.parametrize("method", ["env", "file"])
-def test_ranks_meet_and_train_like_one_process(method: str, tmp_path: Path, single_losses: list[float]) -> None:
-    """Two ranks add up their sums in a different order from one process. Over eight steps, float32
-    rounding differs by a relative 1e-4.
+def test_ranks_find_each_other_and_train_like_one_process(
+    method: str, tmp_path: Path, single_losses: list[float]
+) -> None:
+    """Two ranks add numbers in a different order than one process. Over eight steps, float32
+    rounding leads to relative differences of 1e-4.
     """
     meeting = tmp_path / "meet"
     where = {"env": "env://", "file": f"file://{meeting}"}[method]
     if method == "file":
         meeting.write_bytes(b"what an earlier launch left: a store that names dead ranks")
-    checked = ["preflight.run=true"] if method == "file" else []  # preflight meets at the same file
+    checked = ["preflight.run=true"] if method == "file" else []  # the ranks of preflight use the same file
     process = launch(tmp_path, "--spawn", "2", f"--init={where}", *SHORT, *checked, f"checkpoint.dir={tmp_path / 'c'}")
     assert process.wait(120 * slowness()) == 0, output(tmp_path)
     assert "2 ranks on cpu, small_cnn with " in output(tmp_path)
@@ -117,7 +121,7 @@ def test_ranks_meet_and_train_like_one_process(method: str, tmp_path: Path, sing
 
 
 def test_two_nodes_with_one_rank_each_train_like_one_process(tmp_path: Path, single_losses: list[float]) -> None:
-    """Two launchers, each with its own ranks, meet at a tcp:// address."""
+    """Two launchers, each with its own ranks, find each other by a tcp:// address."""
     where = f"tcp://127.0.0.1:{free_port()}"
     folders = [tmp_path / "a", tmp_path / "b"]
     nodes = []
@@ -154,7 +158,7 @@ ledger.Ledger.step = step
         ),
     ],
 )
-def test_a_rank_that_fails_ends_all_ranks_and_is_reported(what: str, said: str, tmp_path: Path) -> None:
+def test_if_a_rank_fails_all_ranks_end_and_the_failure_is_reported(what: str, said: str, tmp_path: Path) -> None:
     arguments = [*SHORT, "train.epochs=400", f"checkpoint.dir={tmp_path / 'c'}"]
     process = launch(tmp_path, "--spawn=3", *arguments, program=FAILS.format(what=what))
     assert process.wait(120 * slowness()) == 1
@@ -184,7 +188,7 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path: Path) -> None:
     process.kill()
     process.wait()
     until(lambda: not processes_with(str(tmp_path)), 30)
-    assert '"event": "stop"' in metrics.read_text(), "they saved before they left"
+    assert '"event": "stop"' in metrics.read_text(), "the ranks saved before they exited"
 
 
 def test_a_second_signal_ends_ranks_that_do_not_respond(tmp_path: Path) -> None:
@@ -233,7 +237,7 @@ def test_mistakes_on_the_command_line_are_reported(
         spawn_ranks.read(arguments)
 
 
-def test_ranks_get_their_places() -> None:
+def test_ranks_get_the_right_environment_variables() -> None:
     second = spawn_ranks.Launch(4, 3, 2, "tcp://h:1").environment(1)
     assert (second["RANK"], second["WORLD_SIZE"], second["LOCAL_RANK"], second["LOCAL_WORLD_SIZE"]) == (
         "9",
@@ -244,14 +248,16 @@ def test_ranks_get_their_places() -> None:
     assert second[init_method.INIT_METHOD] == "tcp://h:1"
 
 
-def test_a_port_is_chosen_that_no_connection_can_take_before_rank_0_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_chosen_port_cannot_be_taken_by_an_outgoing_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 16000 <= init_method.free_port() < 20000
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setattr(random.SystemRandom, "sample", lambda *_: [taken.getsockname()[1]])
-        assert init_method.free_port() not in (0, taken.getsockname()[1]), "a full range leaves any other port"
+        assert init_method.free_port() not in (0, taken.getsockname()[1]), (
+            "if the whole range is in use, any other free port is chosen"
+        )
 
 
-def test_ranks_of_one_node_meet_at_a_store_that_is_not_on_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_store_of_a_single_node_is_not_reachable_from_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TORCHELASTIC_USE_AGENT_STORE", init_method.INIT_METHOD):
         monkeypatch.delenv(name, raising=False)
     reached = []

@@ -23,7 +23,7 @@ from ddpjob_trainer.errors import ConfigError
 from ranks import TINY
 
 
-def test_arguments_override_files_and_then_the_environment_and_the_defaults(
+def test_arguments_override_files_which_override_the_environment_and_the_defaults(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "c.yaml"
@@ -40,7 +40,7 @@ def test_arguments_override_files_and_then_the_environment_and_the_defaults(
     )
 
 
-def test_a_path_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_may_begin_with_a_tilde_for_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("DDPJOB_DATA_DIR", "~/data")
     read = config.load(None, ["checkpoint.dir=~/c"])
@@ -54,13 +54,13 @@ def test_a_number_with_leading_zeros_is_decimal(text: str, number: int) -> None:
     assert config.load(None, [f"data.seed={text}"]).data.seed == number
 
 
-def test_minutes_and_seconds_are_not_a_number() -> None:
+def test_a_value_such_as_1_30_is_not_read_as_a_number() -> None:
     with pytest.raises(ConfigError, match="1:30"):
         config.load(None, ["data.batch=1:30"])
 
 
 @pytest.mark.parametrize("text", ["007", "1.10", "1e3", "0x10", "1_000", "1:30"])
-def test_a_name_that_looks_like_a_number_stays_text(text: str, tmp_path: Path) -> None:
+def test_a_name_that_looks_like_a_number_stays_a_string(text: str, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(f"train: {{name: {text}}}\ncheckpoint: {{dir: {text}}}\n")
     for loaded in (
         config.load(str(tmp_path / "c.yaml"), []),
@@ -71,23 +71,23 @@ def test_a_name_that_looks_like_a_number_stays_text(text: str, tmp_path: Path) -
     assert type(config.load(None, ["optim.lr=1.10"]).optim.lr) is float
 
 
-def test_one_number_is_a_list_of_one() -> None:
+def test_a_single_number_is_accepted_as_a_list() -> None:
     assert config.load(None, ["optim.schedule=step", "optim.milestones=30"]).optim.milestones == (30.0,)
 
 
-def test_a_folder_may_be_named_by_a_date(tmp_path: Path) -> None:
+def test_the_name_of_a_folder_may_be_a_date(tmp_path: Path) -> None:
     """YAML reads the name as a date. Regression: the name was rejected because it is not a path."""
     (tmp_path / "c.yaml").write_text("checkpoint: {dir: 2026-1-5}\n")
     assert config.load(str(tmp_path / "c.yaml"), []).checkpoint.dir == Path("2026-1-5")
     assert config.load(None, ["checkpoint.dir=2026-11-26"]).checkpoint.dir == Path("2026-11-26")
 
 
-def test_a_pattern_may_begin_with_a_star_and_follow_a_space() -> None:
+def test_a_pattern_in_a_list_may_begin_with_a_star_and_follow_a_space() -> None:
     assert config.load(None, ["model.freeze=*.bias"]).model.freeze == ("*.bias",)
     assert config.load(None, ["model.freeze=*.bias, norm.*"]).model.freeze == ("*.bias", "norm.*")
 
 
-def test_a_whole_number_stays_unchanged() -> None:
+def test_a_large_integer_keeps_its_exact_value() -> None:
     assert config.load(None, ["data.seed=9007199254740993"]).data.seed == 2**53 + 1
     assert config.load(None, ["train.epochs=1e3"]).train.epochs == 1000
 
@@ -123,7 +123,7 @@ def test_a_whole_number_stays_unchanged() -> None:
         ('data.batch=!!int ""', "'' is not a number"),
     ],
 )
-def test_mistakes_are_reported_with_the_remedy(argument: str, message: str) -> None:
+def test_mistakes_in_the_configuration_are_reported_with_the_remedy(argument: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         config.load(None, [argument])
     assert any(part in str(caught.value) for part in message.split("|"))
@@ -132,9 +132,7 @@ def test_mistakes_are_reported_with_the_remedy(argument: str, message: str) -> N
 @pytest.mark.parametrize(
     ("given", "meant"), [("auto", Interval.AUTO), ("300", 300.0), ("0", 0.0), ("1e2", 100.0), (None, Interval.AUTO)]
 )
-def test_an_interval_is_a_number_of_seconds_or_follows_from_the_cost(
-    given: str | None, meant: float | Interval
-) -> None:
+def test_a_save_interval_is_a_number_of_seconds_or_auto(given: str | None, meant: float | Interval) -> None:
     arguments = [] if given is None else [f"checkpoint.every_seconds={given}"]
     assert config.load(None, arguments).checkpoint.every_seconds == meant
 
@@ -168,13 +166,13 @@ def test_an_interval_is_a_number_of_seconds_or_follows_from_the_cost(
         ("--evaluate", "python -m ddpjob_trainer evaluate CHECKPOINT"),
     ],
 )
-def test_flags_from_tutorials_get_a_hint_with_the_key(argument: str, message: str) -> None:
+def test_a_flag_known_from_tutorials_gets_a_hint_with_the_key(argument: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         config.load(None, [argument])
     assert message in str(caught.value)
 
 
-def test_every_other_name_leads_to_a_key_that_exists() -> None:
+def test_every_alternative_name_maps_to_an_existing_key() -> None:
     known = {field.key for field in loader.walk(config.Config)}
     names = [name for together in (*other_names.KEYS, *other_names.ADVICE) for name in together.split()]
     assert {key for key, _ in other_names.KEYS.values()} <= known
@@ -189,10 +187,10 @@ def test_a_key_given_twice_is_refused(text: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("argument", ["--local-rank=1", "--local_rank=1", "--local-rank 1"])
-def test_the_argument_of_torch_distributed_launch_is_the_local_rank(
+def test_the_argument_of_torch_distributed_launch_sets_the_local_rank(
     argument: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "")  # so that it is removed afterwards
+    monkeypatch.setenv("LOCAL_RANK", "")  # so that the variable is removed afterwards
     monkeypatch.delenv("LOCAL_RANK")
     assert without_local_rank(["a=1", *argument.split(), "b=2"]) == ["a=1", "b=2"] and os.environ["LOCAL_RANK"] == "1"
     monkeypatch.setenv("LOCAL_RANK", "5")
@@ -209,7 +207,7 @@ def test_the_argument_of_torch_distributed_launch_is_the_local_rank(
         ("train", "unknown command 'train'; to train, leave it out"),
     ],
 )
-def test_unknown_commands_get_a_hint_with_the_nearest_command(word: str, message: str) -> None:
+def test_an_unknown_command_gets_a_hint_with_the_closest_command(word: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         dispatch.run([word, "file"])
     assert message in str(caught.value)
@@ -224,13 +222,13 @@ def test_unknown_commands_get_a_hint_with_the_nearest_command(word: str, message
         ("3: 4", "is not a string"),
     ],
 )
-def test_invalid_files_are_reported(text: str, message: str, tmp_path: Path) -> None:
+def test_invalid_configuration_files_are_reported(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         config.load(str(tmp_path / "c.yaml"), [])
 
 
-def test_the_number_of_micro_batches_is_set_by_one_key_only() -> None:
+def test_the_number_of_micro_batches_may_be_set_by_only_one_key() -> None:
     with pytest.raises(
         ConfigError, match=r"train.accumulate=2 has no effect with data.micro_batches=4, .* raise data.micro_batches"
     ):
@@ -250,7 +248,7 @@ def test_keeping_the_best_epoch_requires_checkpoints_at_epochs() -> None:
         config.load(None, [*keys, "train.eval_every=0"])
 
 
-def test_missing_files_are_reported() -> None:
+def test_missing_configuration_files_are_reported() -> None:
     with pytest.raises(
         ConfigError, match=f"nothing.yaml does not exist in {re.escape(str(Path.cwd()))}; pass an existing file"
     ):
@@ -288,7 +286,7 @@ def test_a_rank_starts_without_parsing_sources(monkeypatch: pytest.MonkeyPatch) 
     assert read.flat()
 
 
-def test_help_lists_keys_with_types_and_environment_variables() -> None:
+def test_the_help_lists_keys_with_their_types_and_environment_variables() -> None:
     shown = subprocess.run(
         [sys.executable, "-m", "ddpjob_trainer", "--help"], capture_output=True, text=True, check=True
     ).stdout
@@ -300,7 +298,7 @@ def ended(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
     return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})
 
 
-def test_wrong_arguments_end_with_2_and_in_a_pod_with_78(tmp_path: Path) -> None:
+def test_invalid_arguments_exit_with_2_and_in_a_pod_with_78(tmp_path: Path) -> None:
     """The launcher copies the error file's message to the job's status."""
     failed = ended("data.nam=x")
     text = "argument: unknown key 'data.nam'; did you mean 'data.name'?"
@@ -311,7 +309,7 @@ def test_wrong_arguments_end_with_2_and_in_a_pod_with_78(tmp_path: Path) -> None
     late = [*TINY, "data.batch=0", f"checkpoint.dir={tmp_path}"]
     assert ended(*late, DDPJOB_POD="job-0-0").returncode == 78, "after the settings are read"
     assert ended("--spawn", "2", *late).returncode == 2
-    assert ended("data.name=imagefolder", f"data.dir={tmp_path}/x").returncode == 1, "a mount may come"
+    assert ended("data.name=imagefolder", f"data.dir={tmp_path}/x").returncode == 1, "the folder may be mounted later"
 
 
 def test_torch_is_imported_only_for_training(tmp_path: Path) -> None:
@@ -334,7 +332,7 @@ def test_each_command_shows_its_usage(command: str, capsys: pytest.CaptureFixtur
     assert f"python -m ddpjob_trainer {command}" in capsys.readouterr().out
 
 
-def test_a_closed_pipe_is_not_an_error() -> None:
+def test_a_closed_output_pipe_is_not_reported_as_an_error() -> None:
     """The command is `python -m ddpjob_trainer checkpoint FILE | head`."""
     read, write = os.pipe()
     os.close(read)

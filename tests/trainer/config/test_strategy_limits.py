@@ -24,7 +24,7 @@ SET = {
 
 @pytest.mark.parametrize("strategy", StrategyName)
 @pytest.mark.parametrize("limit", [limit for limit in LIMITS if limit is not INTEGERS], ids=lambda limit: limit.key)
-def test_exactly_the_strategies_in_the_row_refuse_the_setting(limit: Limit, strategy: StrategyName) -> None:
+def test_exactly_the_strategies_in_a_row_of_the_table_refuse_the_setting(limit: Limit, strategy: StrategyName) -> None:
     arguments = [f"strategy={strategy.value}", f"{limit.key}={SET[limit.key]}"]
     if (why := limit.reasons.get(strategy)) is None:
         assert config.load(None, arguments).strategy is strategy
@@ -38,5 +38,5 @@ def test_exactly_the_strategies_in_the_row_refuse_the_setting(limit: Limit, stra
 
 
 @pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: limit.key)
-def test_ddp_supports_everything(limit: Limit) -> None:
+def test_ddp_supports_every_setting_in_the_table(limit: Limit) -> None:
     assert StrategyName.DDP not in limit.reasons and limit.reasons

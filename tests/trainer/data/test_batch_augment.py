@@ -1,5 +1,5 @@
-"""RandAugment, TrivialAugment and erasing of whole batches: every pixel as image by image, and few
-launches.
+"""RandAugment, TrivialAugment and erasing for whole batches: the same pixels as for single images,
+with few kernel launches.
 """
 
 from __future__ import annotations
@@ -40,14 +40,16 @@ class Launches(TorchDispatchMode):
 
 
 def pictures() -> torch.Tensor:
-    """Return noise, flat colours, few colours and parts of a photograph: (600, 3, 32, 32)."""
+    """Return images of shape (600, 3, 32, 32): noise, flat colours, few colours and parts of a
+    photograph.
+    """
     from sklearn.datasets import load_sample_image
 
     random = np.random.default_rng(0)
     noise = random.integers(0, 256, (200, 3, 32, 32))
     flat = random.integers(0, 256, (60, 3, 1, 1)) + np.zeros((60, 3, 32, 32), int)
     few = random.integers(100, 104, (140, 3, 32, 32))
-    few[::4, :, 2:, :] = 103  # Fewer than 255 pixels have smaller values: equalize leaves these as they are.
+    few[::4, :, 2:, :] = 103  # Fewer than 255 pixels have smaller values, so equalize leaves these images unchanged.
     photograph = load_sample_image("china.jpg").transpose(2, 0, 1)
     corners = random.integers(0, 380, (200, 2))
     parts = [photograph[:, y : y + 32, x : x + 32] for y, x in corners]
@@ -69,7 +71,7 @@ def both(keys: dict[str, Any], images: torch.Tensor, versions: int) -> tuple[Cro
         ({"trivialaugment": True}, 6),
     ],
 )
-def test_a_batch_gets_the_pixels_that_each_image_gets_by_itself(keys: dict[str, Any], versions: int) -> None:
+def test_augmenting_a_batch_gives_the_same_pixels_as_augmenting_each_image(keys: dict[str, Any], versions: int) -> None:
     images = pictures()
     crop, single, whole = both(keys, images, versions)
     numbers = torch.randperm(versions * len(images), generator=torch.Generator().manual_seed(1))
@@ -84,7 +86,7 @@ def test_a_batch_gets_the_pixels_that_each_image_gets_by_itself(keys: dict[str, 
     assert wrong == []
 
 
-def test_a_batch_of_one_and_an_empty_batch_are_augmented_alike() -> None:
+def test_batches_of_one_image_and_of_none_can_be_augmented() -> None:
     crop, single, whole = both({"randaugment_ops": 2}, pictures(), 1)
     for number in range(20):
         one = torch.tensor([number])
@@ -92,7 +94,7 @@ def test_a_batch_of_one_and_an_empty_batch_are_augmented_alike() -> None:
     assert whole(torch.tensor([], dtype=torch.int64), EPOCH).shape == (0, 3, 32, 32)
 
 
-def test_the_draws_are_those_of_torchs_generator() -> None:
+def test_the_random_numbers_come_from_torchs_generator() -> None:
     numbers = np.arange(50)
     seeds = derive_for_all(SEED, EPOCH, numbers, 77)
     assert seeds.tolist() == [derive(SEED, EPOCH, int(number), 77) for number in numbers]
@@ -104,7 +106,7 @@ def test_the_draws_are_those_of_torchs_generator() -> None:
 
 @pytest.mark.parametrize("keys", [{"randaugment_ops": 2}, {"trivialaugment": True}])
 def test_a_batch_of_128_takes_at_most_60_launches(keys: dict[str, Any]) -> None:
-    """Image by image, RandAugment took 5,350 dispatched operations."""
+    """For single images, RandAugment needed 5,350 operations."""
     crop, _, whole = both(keys, pictures(), 1)
     numbers = torch.arange(128)
     whole(numbers, EPOCH)

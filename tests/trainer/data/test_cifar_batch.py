@@ -1,5 +1,5 @@
-"""The reader of CIFAR pickles accepts everything that Python and numpy write, and rejects any other
-instruction in a file.
+"""The reader of CIFAR pickles accepts every pickle that Python and numpy write, and rejects any
+other instruction.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def test_a_forged_dtype_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", ["O", "V8", "|O", "u1,O", "M8[s]", "f8", "U4", "S3", "i4", ">i8"])
-def test_other_types_of_elements_are_refused(code: str) -> None:
+def test_arrays_with_other_types_of_elements_are_refused(code: str) -> None:
     data = np.zeros((1, 4), np.dtype(code))
     for protocol in range(2, 6):
         with pytest.raises(ValueError, match=r"not uint8|no array or dtype|no dtype|does not belong"):
@@ -99,7 +99,7 @@ def test_other_types_of_elements_are_refused(code: str) -> None:
 
 @pytest.mark.parametrize("state", ["setattr", "dict", "dtype's", "array's"])
 @pytest.mark.parametrize("name", NAMES, ids=".".join)
-def test_no_name_of_a_batch_can_be_given_an_attribute_or_a_state(name: tuple[str, str], state: str) -> None:
+def test_no_class_or_function_that_a_batch_may_name_can_be_modified(name: tuple[str, str], state: str) -> None:
     """Python's unpickler runs BUILD with (None, {name: value}) as setattr, even on classes and
     functions.
     """
@@ -113,9 +113,9 @@ def test_no_name_of_a_batch_can_be_given_an_attribute_or_a_state(name: tuple[str
         read_batch(b"\x80\x02" + named(*name) + states[state] + b"b.", "data")
 
 
-def test_the_test_of_attributes_finds_a_machine_that_sets_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python's own unpickler sets the attribute for the same payload, even if only the names of a
-    batch are allowed.
+def test_the_test_of_modifications_detects_an_unpickler_that_allows_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same payload, Python's own unpickler sets the attribute, even if only a batch's
+    names are allowed.
     """
 
     class Restricted(pickle.Unpickler):
@@ -133,7 +133,7 @@ def test_the_test_of_attributes_finds_a_machine_that_sets_them(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("name", NAMES, ids=".".join)
-def test_a_name_can_be_called_only_like_numpy_and_cannot_be_the_data(name: tuple[str, str]) -> None:
+def test_functions_in_a_batch_may_be_called_only_as_numpy_calls_them(name: tuple[str, str]) -> None:
     for arguments in (b")", b"K\x01\x85", text("x") * 2 + b"\x86", text("u1") + b"\x85", text("V8") + b"\x89\x88\x87"):
         with pytest.raises(ValueError, match="it calls a function in a way that numpy does not"):
             read_batch(b"\x80\x02" + named(*name) + arguments + b"R.", "data")
@@ -172,7 +172,9 @@ def bombs() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("bomb", bombs())
-def test_a_bomb_is_refused_and_takes_no_more_memory_than_its_size(bomb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pickle_bomb_is_refused_and_takes_no_more_memory_than_its_size(
+    bomb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cifar_batch, "MOST_OPCODES", 20_000)  # keeps the test short
     content = bombs()[bomb]
     tracemalloc.start()
@@ -182,10 +184,10 @@ def test_a_bomb_is_refused_and_takes_no_more_memory_than_its_size(bomb: str, mon
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert most < 6 << 20, f"{most:,} bytes at most for a file of {len(content):,}"
+    assert most < 6 << 20, f"used up to {most:,} bytes for a file of {len(content):,} bytes"
 
 
-def test_a_damaged_or_altered_batch_is_read_or_refused_with_one_kind_of_error() -> None:
+def test_an_altered_batch_is_either_read_or_refused_with_a_value_error() -> None:
     seeds, chance = [written_by(writer) for writer in WRITTEN], random.Random(7)
     refused = 0
     for _ in range(1_000):
@@ -202,7 +204,7 @@ def test_a_damaged_or_altered_batch_is_read_or_refused_with_one_kind_of_error() 
 
 
 @pytest.mark.parametrize("write", [write_cifar_python, write_cifar_binary])
-def test_a_file_larger_than_any_real_archive_is_refused_unread(write: Any, tmp_path: Path) -> None:
+def test_a_file_larger_than_any_file_of_the_archives_is_refused_unread(write: Any, tmp_path: Path) -> None:
     write(tmp_path)
     path = next(path for path in tmp_path.rglob("data_batch_1*"))
     os.truncate(path, 1 << 40)  # a sparse file, which takes no space

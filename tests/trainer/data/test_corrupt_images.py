@@ -85,14 +85,16 @@ def trained(world: int, folder: Path, where: Path, prepare: Callable[[int], None
     return final_losses(where / "run")
 
 
-def test_training_equals_a_plain_loop_over_the_readable_images(folder: Path, tmp_path: Path) -> None:
+def test_training_equals_a_plain_loop_over_only_the_readable_images(folder: Path, tmp_path: Path) -> None:
     expected = reference(folder)
     for world in (1, 2, 3):
         np.testing.assert_allclose(
             trained(world, folder, tmp_path / str(world)), expected, rtol=2e-5, err_msg=f"{world} ranks"
         )
         counts = [row.get("corruptImages", 0) for row in metrics(tmp_path / str(world) / "run", "step")]
-        assert (counts[3], counts[7]) == (len(CORRUPT), len(CORRUPT)), "reported with the progress, reset in each epoch"
+        assert (counts[3], counts[7]) == (len(CORRUPT), len(CORRUPT)), (
+            "the count is reported with the progress, and reset in each epoch"
+        )
 
 
 def test_the_ledger_shows_unreadable_images(folder: Path, tmp_path: Path) -> None:
@@ -122,12 +124,12 @@ def taken_for_a_sample(rank: int) -> None:
 
 
 @pytest.mark.parametrize("defect", [no_scaling, counted_by_each_rank_alone, taken_for_a_sample])
-def test_the_comparison_finds_defects(defect: Callable[[int], None], folder: Path, tmp_path: Path) -> None:
+def test_the_comparison_detects_deliberate_defects(defect: Callable[[int], None], folder: Path, tmp_path: Path) -> None:
     with pytest.raises(AssertionError):
         np.testing.assert_allclose(trained(2, folder, tmp_path / "defect", defect), reference(folder), rtol=2e-5)
 
 
-def test_normalization_and_mixing_do_not_depend_on_the_ranks_either(folder: Path, tmp_path: Path) -> None:
+def test_with_unreadable_images_normalization_and_mixing_do_not_depend_on_ranks(folder: Path, tmp_path: Path) -> None:
     more = ["model.norm=batch", "data.micro_batches=3", "data.mixup=0.4", "data.cutmix=1"]
     for world in (1, 2, 3):
         good(world, [*arguments(folder, *more), f"checkpoint.dir={tmp_path / str(world)}"])
@@ -147,7 +149,7 @@ def test_a_batch_keeps_its_size_and_a_label_marks_images_without_weight(folder: 
     assert batch.images.shape == (4, 3, 16, 16) and batch.unreadable == 2
     assert batch.labels.tolist() == [0, UNREADABLE, UNREADABLE, 0]
     assert torch.equal(batch.images[1], batch.images[0]), (
-        "a copy, so that normalization statistics are taken over images"
+        "filled with a copy of an image, so that normalization statistics include only images"
     )
     assert gone.labels.tolist() == [UNREADABLE] * 2 and torch.isfinite(gone.images).all()
 
@@ -164,7 +166,7 @@ def test_each_file_and_its_reason_are_reported_once(
         assert reported.count(f"image {path_of(folder, number)} cannot be read (") == 1
 
 
-def test_only_a_few_of_many_files_are_reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_a_few_of_many_unreadable_files_are_reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(SIZE):
         path_of(folder, number).write_bytes(b"")
     data = open_data(config.load(None, arguments(folder)).data)
@@ -173,7 +175,7 @@ def test_only_a_few_of_many_files_are_reported(folder: Path, capsys: pytest.Capt
     assert reported.count("cannot be read (") == 5 and "further unreadable images are counted but not named" in reported
 
 
-def test_a_file_that_has_gone_is_unreadable(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_no_longer_exists_counts_as_unreadable(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = open_data(config.load(None, arguments(folder)).data)
     path_of(folder, 0).unlink()
     (batch,) = data.train_batches([[0, 3]], 0)
@@ -181,15 +183,15 @@ def test_a_file_that_has_gone_is_unreadable(folder: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_corrupt_stop_reports_the_first_unreadable_image(workers: int, folder: Path) -> None:
+def test_with_corrupt_stop_the_first_unreadable_image_ends_training(workers: int, folder: Path) -> None:
     data = open_data(config.load(None, arguments(folder, "data.corrupt=stop", f"data.workers={workers}")).data)
     with pytest.raises(DataError, match=rf"^image {path_of(folder, 1)} cannot be read .*data.corrupt=skip"):
         list(data.train_batches([[0, 1]], 0))
 
 
 def test_too_many_unreadable_images_end_training_at_the_same_step(folder: Path, tmp_path: Path) -> None:
-    """Three unreadable images of 24 are allowed. At the step that reads the fourth, every rank ends
-    with the same message.
+    """Three unreadable images of 24 are allowed. At the step that reads the fourth, every rank
+    exits with the same message.
     """
     order = permutation(0, 0, SIZE)
     last = max(order.index(number) for number in CORRUPT) // BATCH
@@ -216,7 +218,7 @@ def test_too_many_unreadable_test_images_end_training_too(folder: Path, tmp_path
         said = f"{size} of {size} test images cannot be read (data.corrupt_limit={limit}; "
         assert all(end.code == 1 and said in end.error for end in ended), ended
         assert not list(where.glob("best.pt")) and not metrics(where / "run", "eval")
-        assert list(where.glob("step-*.pt")), "the epoch itself is saved"
+        assert list(where.glob("step-*.pt")), "the checkpoint of the epoch is saved anyway"
 
 
 def test_a_result_reports_how_many_test_images_it_is_based_on(

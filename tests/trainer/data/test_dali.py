@@ -1,4 +1,6 @@
-"""NVIDIA DALI decodes training images. Its CPU pipeline is tested; a GPU runs the same code."""
+"""NVIDIA DALI decodes training images. The tests use its CPU pipeline; on a GPU, the same code
+runs.
+"""
 
 from __future__ import annotations
 
@@ -74,12 +76,16 @@ def test_dali_gives_the_same_crops_and_flips(folder: Path) -> None:
         ):
             assert torch.equal(mine.labels, other.labels) and mine.images.shape == other.images.shape
             if len(mine.labels):
-                assert (mine.images - other.images).abs().mean() < 0.02, "about one grey level of 256"
+                assert (mine.images - other.images).abs().mean() < 0.02, (
+                    "the difference is about one of 256 grey levels"
+                )
                 assert (mine.images.flip(-1) - other.images).abs().mean() > 0.1, "a mirrored image is detected"
 
 
 @needs_dali
-def test_a_broken_image_is_reported_and_the_others_continue(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_image_is_reported_and_dali_decodes_the_others(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = folder / "train" / "china.jpg" / "1.jpg"
     path.write_bytes(path.read_bytes()[:2000])
     (folder / "train" / "flower.jpg" / "2.jpg").write_bytes(b"text")
@@ -104,6 +110,6 @@ def test_without_dali_the_error_names_the_package_to_install(folder: Path, monke
         opened(folder, "data.decoder=dali")
 
 
-def test_randaugment_and_dali_exclude_each_other(folder: Path) -> None:
+def test_randaugment_cannot_be_combined_with_dali(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"data.decoder=dali does not support RandAugment.*data.decoder=auto"):
         opened(folder, "data.decoder=dali", "data.randaugment_ops=1")

@@ -1,5 +1,5 @@
-"""Data sets are read in their real on-disk formats, augmentation does not depend on the ranks, and
-errors are clear.
+"""Data sets are read in their real on-disk formats, augmentation does not depend on the number of
+ranks, and errors are clear.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def test_cifar10_python_and_binary_versions_give_the_same_as_torchvision(
         assert batches[0].labels[number] == label
 
 
-def test_cifar100_binary_takes_the_fine_label(tmp_path: Path) -> None:
+def test_cifar100_binary_uses_the_fine_labels(tmp_path: Path) -> None:
     folder = tmp_path / "cifar-100-binary"
     folder.mkdir()
     fine = RANDOM.integers(0, 100, 60).astype(np.uint8)
@@ -87,7 +87,7 @@ def test_cifar100_binary_takes_the_fine_label(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [write_cifar_python, write_cifar_binary])
-def test_cifar_trains_on_two_ranks_like_on_one(write: Any, tmp_path: Path) -> None:
+def test_cifar_trains_on_two_ranks_as_on_one(write: Any, tmp_path: Path) -> None:
     write(tmp_path)
     arguments = [
         "data.name=cifar10",
@@ -118,7 +118,7 @@ def test_resnet18_trains_on_cifar_on_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_jpeg_folder_trains_on_two_ranks_like_on_one(workers: int, tmp_path: Path) -> None:
+def test_a_jpeg_folder_trains_on_two_ranks_as_on_one(workers: int, tmp_path: Path) -> None:
     write_image_folder(tmp_path)
     arguments = [
         "data.name=imagefolder",
@@ -151,16 +151,18 @@ def test_digits_match_scikit_learn_and_the_split_is_stratified() -> None:
         assert abs(int((test == label).sum()) - 0.2 * int((labels == label).sum())) <= 0.5
 
 
-def test_augmentation_depends_on_sample_and_epoch_only() -> None:
+def test_augmentation_depends_only_on_sample_and_epoch() -> None:
     images = torch.from_numpy(IMAGES.reshape(-1, 3, 32, 32))
     whole = CropAndFlip(images, 1, padding=4, flip=True)(torch.arange(60), 0)
     shown = CropAndFlip(images, 1, padding=4, flip=True)
     some = torch.tensor([41, 3, 17])
     assert not torch.equal(shown(torch.arange(60), 1), whole)
-    assert torch.equal(shown(some, 0), whole[some]), "after another epoch, in another order, among others"
+    assert torch.equal(shown(some, 0), whole[some]), (
+        "after a different epoch, in a different order, and in a different batch"
+    )
 
 
-def test_crop_and_flip_moves_and_mirrors_images() -> None:
+def test_the_crop_and_flip_augmentation_shifts_and_mirrors_images() -> None:
     image = torch.arange(1, 26, dtype=torch.uint8).view(1, 1, 5, 5)
     padded = torch.nn.functional.pad(image, (1, 1, 1, 1))[0, 0]
     expected = {
@@ -173,10 +175,10 @@ def test_crop_and_flip_moves_and_mirrors_images() -> None:
     counts = dict.fromkeys(expected, 0)
     for crop in many:
         counts[tuple(crop.flatten().tolist())] += 1
-    assert min(counts.values()) > 2000 / 18 / 2, "all 18 outcomes, about equally often"
+    assert min(counts.values()) > 2000 / 18 / 2, "all 18 outcomes occur about equally often"
 
 
-def test_crop_and_flip_takes_the_numbers_drawn_for_each_sample() -> None:
+def test_crop_and_flip_uses_the_random_numbers_drawn_for_each_sample() -> None:
     """The reference is a plain loop over torchvision's functions with the same draws."""
     from ddpjob_trainer.data.randomness import uniform
     from torchvision.transforms.v2 import functional
@@ -197,8 +199,8 @@ def test_numbers_drawn_on_a_device_and_on_the_host_are_bit_identical(seed: int, 
     assert found.numpy().tobytes() == uniform(seed, epoch, np.arange(5000), 3).tobytes()
 
 
-def test_an_epochs_crops_are_drawn_without_a_copy_from_the_host() -> None:
-    """Such a copy would keep the device idle at the start of each epoch."""
+def test_an_epochs_crops_are_drawn_on_the_device() -> None:
+    """Copying the numbers from the host would keep the device idle at the start of each epoch."""
     on_host = list[str]()
 
     class Watch(TorchDispatchMode):
@@ -213,7 +215,7 @@ def test_an_epochs_crops_are_drawn_without_a_copy_from_the_host() -> None:
     assert on_host == []
 
 
-def test_resized_crop_boxes_lie_inside_and_keep_the_ranges() -> None:
+def test_boxes_of_resized_crops_are_inside_the_image_and_within_their_ranges() -> None:
     from ddpjob_trainer.data.randomness import uniform
 
     for draws in uniform(0, 0, np.arange(300), 40).reshape(300, 10, 4):
@@ -223,7 +225,7 @@ def test_resized_crop_boxes_lie_inside_and_keep_the_ranges() -> None:
         assert 0.07 < height * width / 120000 <= 1 and 0.74 < width / height < 1.35
 
 
-def test_bad_folders_are_reported_with_the_remedy(tmp_path: Path) -> None:
+def test_unusable_data_folders_are_reported_with_the_remedy(tmp_path: Path) -> None:
     cases = [
         (["data.name=cifar10"], "needs data.dir"),
         (
@@ -238,7 +240,7 @@ def test_bad_folders_are_reported_with_the_remedy(tmp_path: Path) -> None:
             train.run(config.load(None, arguments))
 
 
-def test_damaged_files_are_reported(tmp_path: Path) -> None:
+def test_damaged_files_of_a_data_set_are_reported(tmp_path: Path) -> None:
     write_cifar_binary(tmp_path)
     path = tmp_path / "cifar-10-batches-bin" / "data_batch_3.bin"
     whole = path.read_bytes()
@@ -273,14 +275,14 @@ def test_a_pickle_without_records_is_refused(tmp_path: Path) -> None:
         opened("data.name=cifar10", f"data.dir={tmp_path}")
 
 
-def test_classes_of_train_and_val_must_agree(tmp_path: Path) -> None:
+def test_train_and_val_folders_must_have_the_same_classes(tmp_path: Path) -> None:
     write_image_folder(tmp_path, 1)
     (tmp_path / "val" / "n01443537").rename(tmp_path / "val" / "other")
     with pytest.raises(DataError, match=r"different class folders .*n01443537, other"):
         opened("data.name=imagefolder", f"data.dir={tmp_path}")
 
 
-def test_invalid_values_are_refused() -> None:
+def test_invalid_settings_of_data_are_refused() -> None:
     for arguments, message in (
         (["data.batch=0"], "data.batch=0: must be at least 1"),
         (["data.name=synthetic", "data.shape=3,32"], "data.shape"),
@@ -311,9 +313,9 @@ def test_test_images_are_never_augmented(tmp_path: Path) -> None:
     assert not torch.equal(one.images, other.images)
 
 
-def test_workers_live_over_epochs_and_serve_the_test_set_too(tmp_path: Path) -> None:
-    """An epoch that ends early does not disturb this: its prefetched batches are not used in the
-    next epoch.
+def test_workers_are_kept_across_epochs_and_also_read_the_test_set(tmp_path: Path) -> None:
+    """This works even if an epoch ends early: its prefetched batches are not used in the next
+    epoch.
     """
     write_image_folder(tmp_path)
     arguments = ["data.name=imagefolder", f"data.dir={tmp_path}", "data.image_size=16"]
@@ -331,15 +333,16 @@ def test_workers_live_over_epochs_and_serve_the_test_set_too(tmp_path: Path) -> 
     left = data.train_batches(parts, 1)
     next(left)
     same(data.test_batches(parts), reference.test_batches(parts))
-    assert children() > workers and len(children() - others) == 4, "an evaluation has workers of its own"
-    same(left, list(reference.train_batches(parts, 1))[1:])  # evaluating a test set in between does not disturb it
+    assert children() > workers and len(children() - others) == 4, "an evaluation has its own workers"
+    # The evaluation in between has no effect on the training batches.
+    same(left, list(reference.train_batches(parts, 1))[1:])
     workers, left = children() - others, data.train_batches(parts, 1)
     next(left)
     same(data.train_batches(parts, 2), reference.train_batches(parts, 2))
     assert children() - others == workers
 
 
-def test_a_signal_to_the_group_while_workers_start_does_not_end_them(
+def test_sigterm_to_the_process_group_while_workers_start_does_not_end_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torchrun may send SIGTERM after the fork but before the worker has left the rank's process
@@ -361,8 +364,8 @@ def test_a_signal_to_the_group_while_workers_start_does_not_end_them(
 
 
 def test_ctrl_c_while_workers_start_interrupts_training(tmp_path: Path) -> None:
-    """This also holds if another thread receives the signal and the main thread would raise the
-    exception in a fork hook.
+    """This also holds if another thread receives the signal, so that the main thread would raise
+    the exception in a fork hook.
     """
     write_image_folder(tmp_path)
     data = opened("data.name=imagefolder", f"data.dir={tmp_path}", "data.image_size=16", "data.workers=1")
@@ -392,7 +395,7 @@ def children() -> set[int | None]:
     return {process.pid for process in multiprocessing.active_children()}
 
 
-def test_the_reported_share_of_time_spent_waiting_for_data_is_correct(
+def test_the_reported_share_of_time_spent_on_waiting_for_data_is_correct(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reading an image takes much longer than a step here, so nearly all time is spent waiting,
@@ -448,7 +451,7 @@ def test_ranks_that_see_different_data_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["imagefolder", "cifar10", "shards"])
-def test_unreadable_data_is_reported_with_the_uid(name: str, tmp_path: Path) -> None:
+def test_data_without_read_permission_is_reported_with_the_users_id(name: str, tmp_path: Path) -> None:
     root = tmp_path / "closed"
     root.mkdir(mode=0)
     before = os.geteuid()
@@ -466,7 +469,7 @@ def test_an_image_that_the_machine_cannot_read_is_not_mistaken_for_a_damaged_one
     data = opened("data.name=imagefolder", f"data.dir={tmp_path}", "data.image_size=16", "data.workers=0")
     next(data.train_batches([[0]], 0))
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))  # all of them are in use
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))  # all allowed descriptors are in use
     try:
         with pytest.raises(
             DataError, match=r"image .*n01440764_0.JPEG cannot be read \(Too many open files\); .*ulimit -n"
@@ -476,7 +479,7 @@ def test_an_image_that_the_machine_cannot_read_is_not_mistaken_for_a_damaged_one
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_the_names_of_images_are_not_a_list_that_workers_would_copy(tmp_path: Path) -> None:
+def test_the_names_of_images_are_not_kept_in_a_list_that_workers_would_copy(tmp_path: Path) -> None:
     write_image_folder(tmp_path)
     strange = tmp_path / "train" / "n01440764" / os.fsdecode(b"z-\xff \xc3\xa4.jpg")
     strange.touch()

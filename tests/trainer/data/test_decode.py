@@ -54,11 +54,11 @@ def test_a_crop_matches_torchvision_if_no_reduced_size_fits(photograph: Image.Im
     pixels = crop(content, box(where.top, where.left, where.height, where.width), size)
     reference = by_torchvision(content, where, size)
     assert pixels.shape == (3, size, size) and pixels.dtype == torch.uint8
-    assert (pixels.int() - reference.int()).abs().max() <= 2, "two builds of libjpeg-turbo"
+    assert (pixels.int() - reference.int()).abs().max() <= 2, "two builds of libjpeg-turbo may differ by this much"
 
 
 @pytest.mark.parametrize("scale", [2, 4, 8])
-def test_a_crop_at_reduced_size_is_nearly_the_same_picture(
+def test_a_crop_decoded_at_reduced_size_is_nearly_the_same_picture(
     photograph: Image.Image, scale: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     large = photograph.resize((640 * scale, 427 * scale), Image.Resampling.BICUBIC)
@@ -68,7 +68,7 @@ def test_a_crop_at_reduced_size_is_nearly_the_same_picture(
     planes = decode._planes
     monkeypatch.setattr(decode, "_planes", lambda pixels: shape.append(pixels.shape) or planes(pixels))
     pixels = crop(content, box(where.top, where.left, where.height, where.width), 224)
-    assert shape == [(427, 640, 3)], "decoded at the reduced size"
+    assert shape == [(427, 640, 3)], "the image was decoded at the reduced size"
     difference = (pixels.int() - by_torchvision(content, where, 224).int()).abs().float()
     assert difference.mean() < 2 and difference.quantile(0.99) < 16
     shifted = (
@@ -78,7 +78,7 @@ def test_a_crop_at_reduced_size_is_nearly_the_same_picture(
     assert shifted.float().mean() > 5, "a crop that is off by two pixels is detected"
 
 
-def test_the_middle_matches_torchvisions_resize_and_center_crop(photograph: Image.Image) -> None:
+def test_the_center_crop_matches_torchvisions_resize_and_center_crop(photograph: Image.Image) -> None:
     import torchvision.transforms.v2 as v2
 
     for shown in (
@@ -100,7 +100,7 @@ def test_jpeg_pixels_match_pillow(photograph: Image.Image) -> None:
 
 
 @pytest.mark.parametrize("kind", ["PNG", "WEBP", "BMP", "TIFF", "PPM", "GIF"])
-def test_other_formats_are_read_like_pillow(photograph: Image.Image, kind: str) -> None:
+def test_other_formats_are_read_as_pillow_reads_them(photograph: Image.Image, kind: str) -> None:
     small = photograph.resize((64, 48))
     content = encoded(small, kind, **({"lossless": True} if kind == "WEBP" else {}))
     pixels = crop(content, box(8, 8, 32, 32), 32)
@@ -108,7 +108,7 @@ def test_other_formats_are_read_like_pillow(photograph: Image.Image, kind: str) 
 
 
 @pytest.mark.parametrize("mode", ["L", "CMYK", "RGBA", "P", "1", "I;16"])
-def test_every_colour_mode_becomes_three_planes(photograph: Image.Image, mode: str) -> None:
+def test_images_in_every_colour_mode_get_three_channels(photograph: Image.Image, mode: str) -> None:
     small = photograph.resize((64, 48))
     image = (
         Image.fromarray(np.asarray(small.convert("L")).astype(np.uint16) * 256)
@@ -122,10 +122,10 @@ def test_every_colour_mode_becomes_three_planes(photograph: Image.Image, mode: s
 
 
 @pytest.mark.parametrize(("kind", "order"), [("PNG", "<"), ("TIFF", "<"), ("TIFF", ">"), ("PPM", "<")])
-def test_grey_of_16_bits_is_the_picture_that_8_bits_show(photograph: Image.Image, kind: str, order: str) -> None:
+def test_a_16_bit_grey_image_is_read_like_its_8_bit_version(photograph: Image.Image, kind: str, order: str) -> None:
     """Pillow's own conversion clips values at 255, so a 16-bit image becomes entirely white."""
     grey = photograph.resize((64, 48)).convert("L")
-    low = np.random.default_rng(0).integers(0, 256, (48, 64))  # the low bits, which do not fit
+    low = np.random.default_rng(0).integers(0, 256, (48, 64))  # the low bits, which 8 bits cannot hold
     fine = Image.fromarray((np.asarray(grey).astype(np.uint16) * 256 + low).astype(f"{order}u2"))
     pixels = middle(encoded(fine, kind), 32)
     assert torch.equal(pixels, middle(encoded(grey, "PNG"), 32))
@@ -133,13 +133,13 @@ def test_grey_of_16_bits_is_the_picture_that_8_bits_show(photograph: Image.Image
 
 
 @pytest.mark.parametrize("kind", [np.int32, np.float32])
-def test_pixels_of_32_bits_are_refused_since_their_white_is_not_known(kind: type[Any]) -> None:
+def test_images_with_32_bit_pixels_are_refused_because_their_white_is_unknown(kind: type[Any]) -> None:
     image = Image.fromarray(np.linspace(0, 1 if kind is np.float32 else 4095, 100).reshape(10, 10).astype(kind))
     with pytest.raises(UnreadableImage, match=r"^its pixels have 32 bits, .* save it with 8"):
         middle(encoded(image, "TIFF"), 8)
 
 
-def test_a_truncated_image_is_unreadable(photograph: Image.Image) -> None:
+def test_a_truncated_image_counts_as_unreadable(photograph: Image.Image) -> None:
     whole = encoded(photograph, quality=90)
     png = encoded(photograph.resize((64, 48)), "PNG")
     huge = encoded(Image.new("1", (40000, 10000)), "PNG")
@@ -158,7 +158,7 @@ def test_a_truncated_image_is_unreadable(photograph: Image.Image) -> None:
         assert "object at 0x" not in str(caught.value)
 
 
-def test_a_jpeg_with_a_harmless_fault_is_still_an_image(photograph: Image.Image) -> None:
+def test_a_jpeg_with_a_harmless_fault_is_readable(photograph: Image.Image) -> None:
     """libjpeg only warns about bytes after the end and unknown markers, and people train on such
     files.
     """
@@ -241,14 +241,14 @@ def test_an_image_with_the_maximum_number_of_pixels_reaches_its_decoder(monkeypa
         middle(content, 8)
 
 
-def test_a_line_of_pixels_is_not_scaled_to_billions() -> None:
+def test_an_image_one_pixel_high_is_not_scaled_to_billions_of_pixels() -> None:
     content = encoded(Image.new("L", (65_000, 1)), "PNG")
     with pytest.raises(UnreadableImage, match=r"^16640000 x 256 pixels are more than 178,956,970"):
         middle(content, 224)
 
 
-def test_a_jpeg_of_thousands_of_scans_is_refused_undecoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each scan of a few bytes costs a pass over all pixels."""
+def test_a_jpeg_with_thousands_of_scans_is_refused_before_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scan may have only a few bytes, but each costs a pass over all pixels."""
     whole = encoded(Image.new("RGB", (64, 64)), progressive=True)
     scan = whole[whole.index(b"\xff\xda") : -2]
     content = whole[:-2] + scan * 600 + whole[-2:]

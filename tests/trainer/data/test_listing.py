@@ -51,13 +51,13 @@ def names(root: Path, kept: Path) -> list[str]:
 
 
 def in_order(root: Path) -> list[str]:
-    """Return the files folder by folder, ordered like torchvision's ImageFolder."""
+    """Return the files, folder by folder, in the order of torchvision's ImageFolder."""
     return [
         str(path) for path in sorted(root.rglob("*"), key=lambda path: (str(path.parent), path.name)) if path.is_file()
     ]
 
 
-def test_the_second_start_lists_nothing(root: Path, tmp_path: Path, scans: list[str]) -> None:
+def test_the_second_start_lists_no_folders(root: Path, tmp_path: Path, scans: list[str]) -> None:
     first = names(root, tmp_path / "kept")
     assert first == in_order(root) and scans
     labels = Folder(root, tmp_path / "kept").labels.tolist()
@@ -99,7 +99,7 @@ def a_class_moved_away(root: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [added, added_by_tar, removed, renamed, a_class_added, a_class_moved_away])
-def test_changed_data_is_noticed(change, root: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_changed_folder_of_images_is_listed_again(change, root: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     before = names(root, tmp_path / "kept")
     change(root)
     after = names(root, tmp_path / "kept")
@@ -127,7 +127,9 @@ def test_folders_without_modification_times_are_listed_at_each_start(
 
 
 @pytest.mark.parametrize("damage", ["text", "", None])
-def test_without_a_usable_place_each_start_lists(damage: str | None, root: Path, tmp_path: Path) -> None:
+def test_without_a_usable_cache_folder_each_start_lists_all_folders(
+    damage: str | None, root: Path, tmp_path: Path
+) -> None:
     kept = tmp_path / "kept"
     expected = names(root, kept)
     if damage is None:

@@ -71,7 +71,7 @@ def test_lambdas_and_areas_follow_the_papers_distributions() -> None:
         assert abs(np.quantile(areas, quantile) - np.quantile(reference, quantile)) < 0.06
 
 
-def test_with_both_each_micro_batch_gets_one_of_them() -> None:
+def test_with_mixup_and_cutmix_each_micro_batch_gets_one_of_them() -> None:
     both = DataConfig(mixup=0.3, cutmix=1.0)
     cut = 0
     for key in range(400):
@@ -80,7 +80,7 @@ def test_with_both_each_micro_batch_gets_one_of_them() -> None:
     assert 150 < cut < 250
 
 
-def test_mixing_depends_only_on_the_key_and_uses_no_other_generator() -> None:
+def test_mixing_depends_only_on_its_key_and_uses_no_other_generator() -> None:
     state = torch.get_rng_state()
     first, again, other = (mixup.mix(MIXUP, batch(), key, 4) for key in (5, 5, 6))
     assert torch.equal(first.images, again.images) and not torch.equal(first.images, other.images)
@@ -106,7 +106,7 @@ def test_an_unreadable_image_is_not_mixed_into_others(settings: DataConfig) -> N
         )
 
 
-def test_mixed_training_is_the_same_on_1_2_and_3_ranks(tmp_path: Path) -> None:
+def test_training_with_mixing_is_the_same_on_1_2_and_3_ranks(tmp_path: Path) -> None:
     write_cifar_binary(tmp_path)
     for world in (1, 2, 3):
         good(world, [*mixed_arguments(tmp_path), f"checkpoint.dir={tmp_path / str(world)}"])
@@ -136,7 +136,7 @@ def dealt_by_rank(rank: int) -> None:
 
 
 @pytest.mark.parametrize("defect", [partner_by_rank, dealt_by_rank])
-def test_the_comparison_finds_defects(defect: Callable[[int], None], tmp_path: Path) -> None:
+def test_the_comparison_detects_deliberate_defects(defect: Callable[[int], None], tmp_path: Path) -> None:
     write_cifar_binary(tmp_path)
     good(1, [*mixed_arguments(tmp_path), f"checkpoint.dir={tmp_path / 'one'}"])
     good(2, [*mixed_arguments(tmp_path), f"checkpoint.dir={tmp_path / 'two'}"], prepare=defect)
@@ -152,7 +152,7 @@ def test_randaugment_matches_torchvision_and_depends_on_seed_epoch_and_sample() 
     assert augment is not None
     state = torch.get_rng_state()
     shown = [augment(image, 1, 2, number) for number in range(40)]
-    assert torch.equal(torch.get_rng_state(), state), "the generator that dropout uses is left alone"
+    assert torch.equal(torch.get_rng_state(), state), "the generator that dropout uses is not touched"
     assert torch.equal(augment(image, 1, 2, 7), shown[7])
     assert not all(torch.equal(augment(image, 1, 3, number), shown[number]) for number in range(40))
     operations: list[str] = []
@@ -194,7 +194,7 @@ def test_randaugment_of_a_folder_does_not_depend_on_workers_or_other_samples(wor
     assert torch.equal(test.images, plain_test.images), "test images are never augmented"
 
 
-def test_invalid_values_are_refused() -> None:
+def test_invalid_settings_of_mixing_are_refused() -> None:
     for arguments, message in (
         (["data.mixup=-1"], r"data.mixup=-1.0: must be a finite number of at least 0, for example 0.2"),
         (["data.cutmix=.inf"], r"data.cutmix=inf: must be a finite"),

@@ -20,7 +20,7 @@ WAIT, KEEP = "training waits for the copies", "the copies' memory is kept for tr
 
 
 class StreamStandIn:
-    """A stream that notes for which other stream it waits."""
+    """A stream that records for which other streams it waits."""
 
     def __init__(self, name: str, events: list[str]) -> None:
         self.name, self.events = name, events
@@ -30,7 +30,7 @@ class StreamStandIn:
 
 
 class Operations(TorchDispatchMode):
-    """Notes each operation with the stream that is current."""
+    """Records each operation with the current stream."""
 
     def __init__(self, events: list[str], current: list[str]) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_training_uses_images_only_after_the_copies_on_their_stream(
+def test_training_uses_images_only_after_their_copies_are_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_image_folder(tmp_path, 8)

@@ -70,7 +70,7 @@ def test_random_erasing_matches_torchvision() -> None:
     assert torch.equal(RandomErasing(0.25, SEED)(images[some].clone(), some, EPOCH), found[some]), "in any batch"
 
 
-def test_cutout_matches_the_paper() -> None:
+def test_cutout_matches_the_code_of_its_paper() -> None:
     """The paper's code cuts a square around a uniformly drawn center and clips it at the
     borders.
     """
@@ -119,7 +119,7 @@ def test_binary_cross_entropy_of_mixed_images_matches_timm() -> None:
 
 
 @pytest.mark.parametrize(("size", "share", "short"), [(224, 0.875, 256), (224, 0.9655, 232), (160, 1.0, 160)])
-def test_the_test_image_matches_torchvision(size: int, share: float, short: int) -> None:
+def test_test_images_match_torchvision(size: int, share: float, short: int) -> None:
     import io
 
     from sklearn.datasets import load_sample_image
@@ -132,7 +132,7 @@ def test_the_test_image_matches_torchvision(size: int, share: float, short: int)
     assert (middle(buffer.getvalue(), size, share).int() - wanted.int()).abs().max() <= 2
 
 
-def test_test_images_may_be_larger(tmp_path: object) -> None:
+def test_test_images_may_be_larger_than_training_images(tmp_path: object) -> None:
     from pathlib import Path
 
     from sklearn.datasets import load_sample_image
@@ -156,7 +156,7 @@ def test_a_shipped_recipe_can_be_loaded(name: str) -> None:
 
 
 @pytest.mark.parametrize("more", [["data.name=digits"], ["data.name=test_recipes:drawing", "data.workers=0"]])
-def test_versions_of_a_sample_differ_and_the_first_is_the_one_without_repeats(more: list[str]) -> None:
+def test_the_first_version_of_a_sample_is_the_same_as_without_repeats(more: list[str]) -> None:
     plain = open_data(config.load(None, more).data)
     repeated = open_data(config.load(None, [*more, "data.repeats=3"]).data)
     size, numbers = plain.train_size, list(range(0, 60, 2))
@@ -171,7 +171,7 @@ def test_versions_of_a_sample_differ_and_the_first_is_the_one_without_repeats(mo
     assert torch.equal(versions[0], images(plain, 0))
     for first, second in ((0, 1), (0, 2), (1, 2)):
         same = (versions[first] == versions[second]).flatten(1).all(1)
-        assert same.float().mean() < 0.5, "most digits shift by another pixel"
+        assert same.float().mean() < 0.5, "most digits are shifted by a different number of pixels"
     assert torch.equal(versions[2], images(repeated, 2)) and not torch.equal(versions[2], images(repeated, 2, 2))
 
 

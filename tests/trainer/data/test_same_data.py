@@ -47,7 +47,7 @@ def other_class_of_an_image(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [other_classes, other_image, other_class_of_an_image])
-def test_ranks_with_equally_many_but_different_images_are_refused(
+def test_ranks_with_different_images_of_the_same_number_are_refused(
     change: Callable[[Path], None], nodes: tuple[Path, Path], tmp_path: Path
 ) -> None:
     change(nodes[1])
@@ -60,12 +60,12 @@ def test_ranks_with_equally_many_but_different_images_are_refused(
         assert f"rank 1: 8 training images, 8 test images, 2 classes ({second}), fingerprint " in end.error
 
 
-def test_the_same_images_in_a_different_folder_are_the_same(nodes: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_path_of_the_folder_does_not_matter(nodes: tuple[Path, Path], tmp_path: Path) -> None:
     keys = ["data.name=imagefolder", *TRAINING, f"checkpoint.dir={tmp_path / 'c'}"]
     good(2, keys, env=lambda rank: {"DDPJOB_DATA_DIR": str(nodes[rank])})
 
 
-def test_a_resume_on_equally_many_different_images_is_reported(
+def test_a_resume_with_different_images_of_the_same_number_is_reported(
     nodes: tuple[Path, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     other_image(nodes[1])
@@ -86,7 +86,7 @@ def of(*keys: str) -> int:
     return open_data(config.load(None, [*TRAINING, *keys]).data).fingerprint()
 
 
-def test_shards_with_other_labels_and_other_cifar_labels_differ(nodes: tuple[Path, Path], tmp_path: Path) -> None:
+def test_different_labels_in_shards_or_cifar_files_are_detected(nodes: tuple[Path, Path], tmp_path: Path) -> None:
     for number, folder in enumerate(nodes):
         pack_shards.pack(folder, tmp_path / f"packed{number}", 20_000)
     shards = [of("data.name=shards", f"data.dir={tmp_path / f'packed{number}'}") for number in (0, 1)]
@@ -107,6 +107,6 @@ def test_shards_with_other_labels_and_other_cifar_labels_differ(nodes: tuple[Pat
     assert of("data.name=synthetic") != of("data.name=synthetic", "data.seed=1")
 
 
-def test_the_hash_depends_on_where_parts_end() -> None:
+def test_the_hash_depends_on_the_boundaries_between_parts() -> None:
     assert fingerprint(b"ab", b"c") != fingerprint(b"a", b"bc")
     assert fingerprint(np.arange(3)) == fingerprint(np.arange(3).tobytes()) < 2**63

@@ -1,5 +1,5 @@
-"""The sampler deals out every sample of an epoch exactly once, for any number of ranks and any
-changes to it.
+"""The sampler deals out every sample of an epoch exactly once, for any number of ranks, even if
+this number changes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from hypothesis import strategies as st
     accumulate=st.integers(1, 3),
     equal=st.booleans(),
 )
-def test_each_sample_is_used_once_per_epoch_over_any_sequence_of_worlds(
+def test_each_sample_is_used_once_per_epoch_for_any_sequence_of_rank_counts(
     size: int,
     batch: int,
     seed: int,
@@ -63,12 +63,16 @@ def test_each_sample_is_used_once_per_epoch_over_any_sequence_of_worlds(
             assert together == dealt[0].samples
             if micro_batches:
                 alone = ElasticSampler(size, batch, Dealing(0, 1, micro_batches), samplers[0].state)
-                assert counting(dealt) == next(alone.rest_of_epoch()).micros, "the same micro-batches, whoever has them"
+                assert counting(dealt) == next(alone.rest_of_epoch()).micros, (
+                    "the micro-batches are the same, whichever rank has them"
+                )
                 if equal:
-                    assert len({len(step.micros) for step in dealt}) == 1, "all ranks go through as many micro-batches"
+                    assert len({len(step.micros) for step in dealt}) == 1, (
+                        "all ranks process the same number of micro-batches"
+                    )
             else:
                 assert max(len(step.mine) for step in dealt) - min(len(step.mine) for step in dealt) <= accumulate
-                assert len({len(step.micros) for step in dealt}) == 1, "all ranks go through as many portions"
+                assert len({len(step.micros) for step in dealt}) == 1, "all ranks process the same number of portions"
             taken.setdefault(dealt[0].epoch, []).extend(together)
             reference.setdefault(dealt[0].epoch, []).append(together)
             for sampler, step in zip(samplers, dealt, strict=True):
@@ -78,7 +82,7 @@ def test_each_sample_is_used_once_per_epoch_over_any_sequence_of_worlds(
     for epoch, samples in taken.items():
         if epoch < max(taken):
             assert sorted(samples) == list(range(size))
-            assert samples == permutation(seed, epoch, size), "the order depends on seed and epoch only"
+            assert samples == permutation(seed, epoch, size), "the order depends only on seed and epoch"
             assert [len(step) for step in reference[epoch][:-1]] == [batch] * (steps_per_epoch(size, batch) - 1), (
                 "the global batch is constant"
             )
@@ -93,14 +97,14 @@ def joined(dealt: list[Step]) -> list[int]:
     return [sample for micro in sorted(counting(dealt), key=lambda micro: micro.number) for sample in micro.samples]
 
 
-def test_without_exactness_each_rank_takes_its_share_in_one_pass() -> None:
+def test_without_exactness_each_rank_processes_its_share_in_one_pass() -> None:
     def sizes(world: int, accumulate: int = 1, stretch: float = math.inf, how: Dividing = Dividing.LOCAL) -> list[int]:
         dealing = Dealing(0, world, 8 * accumulate, accumulate, dividing=how, stretch=stretch)
         return [len(micro.samples) for micro in dealing.deal(list(range(256)), SamplerState())]
 
     assert [sizes(world) for world in (1, 2, 3, 4, 7)] == [[256], [128], [86], [64], [37]]
-    assert sizes(4, accumulate=2) == [32, 32], "accumulation keeps its passes"
-    assert sizes(1, stretch=2.0) == [64] * 4, "memory may be limited"
+    assert sizes(4, accumulate=2) == [32, 32], "with accumulation, there are still several passes"
+    assert sizes(1, stretch=2.0) == [64] * 4, "memory may be too small for one pass"
     assert [sizes(world, stretch=1.5) for world in (2, 4, 6)] == [[48, 48, 32], [32, 32], [43]], "by default"
     assert sizes(1, how=Dividing.EXACT, stretch=1.25) == [32] * 8
     state, whole = SamplerState(), Dealing(2, 8, 8).deal(list(range(256)), SamplerState())
@@ -116,7 +120,7 @@ def test_without_exactness_each_rank_takes_its_share_in_one_pass() -> None:
     dividing=st.sampled_from([Dividing.EXACT, Dividing.LOCAL]),
 )
 @example(samples=33, world=2, micro_batches=5, stretch=1.25, dividing=Dividing.EXACT)
-def test_ranks_share_micro_batches_evenly_if_whole_ones_are_uneven(
+def test_ranks_share_micro_batches_if_whole_ones_cannot_be_divided_evenly(
     samples: int, world: int, micro_batches: int, stretch: float, dividing: Dividing
 ) -> None:
     batch, state = list(range(1000, 1000 + samples)), SamplerState(seed=3, epoch=1, consumed=7)
@@ -131,12 +135,12 @@ def test_ranks_share_micro_batches_evenly_if_whole_ones_are_uneven(
         assert not uneven or smallest < world
         assert all(not micro.parts for own in ranks for micro in own)
         return
-    assert [len(own) for own in ranks] == [passes] * world, "every rank goes through every pass"
+    assert [len(own) for own in ranks] == [passes] * world, "every rank takes part in every pass"
     assert sorted(sample for own in ranks for micro in own for sample in micro.samples) == batch
     for number in range(passes):
         sizes = [len(own[number].samples) for own in ranks]
-        assert min(sizes) >= 1 and max(sizes) - min(sizes) <= 1, "an even share"
-        assert max(sizes) <= math.ceil(len(whole[0].samples) * max(stretch, 1) + 1), "which fits into memory"
+        assert min(sizes) >= 1 and max(sizes) - min(sizes) <= 1, "each rank gets an even share"
+        assert max(sizes) <= math.ceil(len(whole[0].samples) * max(stretch, 1) + 1), "the share fits into memory"
     if dividing is Dividing.LOCAL:
         assert len({micro.key for own in ranks for micro in own}) == world * passes, (
             "no two ranks draw the same numbers"
@@ -149,7 +153,9 @@ def test_ranks_share_micro_batches_evenly_if_whole_ones_are_uneven(
             left = list(micro.samples)
             for part in micro.parts:
                 full = whole[part.number]
-                assert (part.key, part.size) == (full.key, len(full.samples)), "the same micro-batch, whoever has parts"
+                assert (part.key, part.size) == (full.key, len(full.samples)), (
+                    "the micro-batch is the same, whichever ranks have parts of it"
+                )
                 mine, left = left[: part.count], left[part.count :]
                 assert mine == full.samples[part.start : part.start + part.count]
                 assert part.before == full.samples[part.start - 1]
@@ -158,11 +164,13 @@ def test_ranks_share_micro_batches_evenly_if_whole_ones_are_uneven(
     for own in ranks:
         for micro in own:
             for part in micro.parts:
-                assert held[part.number] == list(part.holders), "exactly these have a part"
+                assert held[part.number] == list(part.holders), "exactly these ranks have a part"
 
 
-def test_a_step_of_a_long_epoch_costs_its_own_micro_batches_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ImageNet on 256 ranks needs one key for the order and one for this rank's micro-batch."""
+def test_the_cost_of_a_step_does_not_grow_with_the_epochs_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ImageNet on 256 ranks, a rank computes one key for the order and one for its own
+    micro-batch.
+    """
     calls = []
     derive = module.derive
     monkeypatch.setattr(module, "derive", lambda *parts: calls.append(parts) or derive(*parts))
@@ -171,10 +179,10 @@ def test_a_step_of_a_long_epoch_costs_its_own_micro_batches_only(monkeypatch: py
     assert len(calls) == 2 and len(first.micros) == 1 and len(first.samples) == 8192
     for step in islice(steps, 300):
         last = step
-    assert last.epoch == 1 and len(calls) == 301 + 2, "and continues into the next epoch"
+    assert last.epoch == 1 and len(calls) == 301 + 2, "the steps continue into the next epoch"
 
 
-def test_upcoming_steps_match_each_epoch() -> None:
+def test_upcoming_steps_are_the_same_as_the_epochs_actual_steps() -> None:
     sampler = ElasticSampler(23, 5, Dealing(1, 2, 4), SamplerState(epoch=1, consumed=10, seed=2))
     upcoming = list(sampler.upcoming(4))
     found = []
@@ -187,7 +195,7 @@ def test_upcoming_steps_match_each_epoch() -> None:
 
 
 @given(st.lists(st.integers(0, 2**64), min_size=1, max_size=5))
-def test_keys_match_splitmix64(parts: list[int]) -> None:
+def test_the_samplers_keys_match_splitmix64(parts: list[int]) -> None:
     """A different key would change the order and the initial weights of old checkpoints."""
     golden, state = 0x9E3779B97F4A7C15, 0
     for part in parts:
@@ -196,16 +204,16 @@ def test_keys_match_splitmix64(parts: list[int]) -> None:
     assert module.derive(*parts) == state >> 1
 
 
-def test_epochs_and_seeds_have_different_orders() -> None:
+def test_the_order_of_samples_differs_between_epochs_and_seeds() -> None:
     orders = {tuple(permutation(seed, epoch, 50)) for seed in range(5) for epoch in range(5)}
     assert len(orders) == 25
 
 
-def test_share_gives_empty_parts_when_ranks_outnumber_samples() -> None:
+def test_share_gives_empty_parts_if_there_are_more_ranks_than_samples() -> None:
     assert [share([7, 8], rank, 4) for rank in range(4)] == [[7], [8], [], []]
 
 
-def test_a_different_data_set_is_refused() -> None:
+def test_a_resume_on_a_data_set_of_a_different_size_is_refused() -> None:
     sampler = ElasticSampler(10, 2, Dealing(), SamplerState())
     with pytest.raises(CheckpointError, match="11 training samples, but the data set has 10"):
         sampler.load_state_dict({"epoch": 0, "consumed": 0, "seed": 0, "size": 11})
@@ -220,7 +228,7 @@ def test_a_different_data_set_is_refused() -> None:
     worlds=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 12)), min_size=1, max_size=6),
     micro_batches=st.integers(0, 9),
 )
-def test_versions_are_the_same_in_the_same_order_over_any_sequence_of_worlds(
+def test_versions_and_their_order_are_the_same_for_any_sequence_of_rank_counts(
     size: int, batch: int, repeats: int, seed: int, worlds: list[tuple[int, int]], micro_batches: int
 ) -> None:
     state = SamplerState(seed=seed).__dict__ | {"size": size}
@@ -243,7 +251,9 @@ def test_versions_are_the_same_in_the_same_order_over_any_sequence_of_worlds(
     for epoch in range(3):
         versions = [number for step in alone if step.epoch == epoch for number in step.samples]
         chosen = permutation(seed, epoch, size)[: math.ceil(size / repeats)]
-        assert len(versions) == len(set(versions)) == size, "an epoch is as long as without, and takes a version once"
+        assert len(versions) == len(set(versions)) == size, (
+            "an epoch is as long as without repeats, and uses each version at most once"
+        )
         assert {number % size for number in versions} == set(chosen)
         whole = [sample for sample in chosen if {sample + size * k for k in range(repeats)} <= set(versions)]
         assert len(whole) >= len(chosen) - 1, "all versions of each sample, except for the last sample"
@@ -270,16 +280,16 @@ def test_versions_match_the_samplers_of_timm_and_deit(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(("repeats", "micro_batches"), [(4, 4), (4, 8), (3, 8), (2, 2)])
 def test_a_micro_batch_never_holds_a_sample_twice(repeats: int, micro_batches: int) -> None:
-    """If there are at least as many micro-batches as versions, they behave like the ranks of timm's
-    sampler.
+    """If there are at least as many micro-batches as versions, micro-batches are filled like the
+    ranks of timm's sampler.
     """
     for step in ElasticSampler(960, 96, Dealing(0, 1, micro_batches), SamplerState(), repeats).rest_of_epoch():
         for micro in step.micros:
             assert len({number % 960 for number in micro.samples}) == len(micro.samples) > 1
 
 
-def test_more_portions_than_samples_are_one_for_each_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: train.accumulate=1000000000000 looked for samples in every portion."""
+def test_more_portions_than_samples_are_reduced_to_one_per_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: with train.accumulate=1000000000000, every portion was searched for samples."""
     looks: list[int] = []
 
     def once(items: list[int], part: int, parts: int) -> object:

@@ -22,8 +22,10 @@ def opened(*keys: str) -> DataSet:
     return open_data(config.load(None, ["data.name=shapes", *keys]).data)
 
 
-def test_the_images_are_the_same_everywhere() -> None:
-    """Images are equal bit by bit. The digest was taken when the recipe's figures were measured."""
+def test_the_generated_images_are_the_same_on_every_machine() -> None:
+    """They are bit-identical. The digest is from the time when the recipe's figures were
+    measured.
+    """
     numbers = np.concatenate([np.arange(300), np.arange(300) + TEST_BEGINS])
     images, labels = draw(numbers)
     assert images.shape == (600, 3, SIDE, SIDE) and images.dtype == np.uint8
@@ -81,6 +83,6 @@ def test_the_mirror_image_of_a_shape_has_the_same_class(name: str) -> None:
         ),
     ],
 )
-def test_invalid_settings_are_refused(keys: list[str], message: str) -> None:
+def test_invalid_settings_of_generated_shapes_are_refused(keys: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         opened(*keys)

@@ -58,7 +58,7 @@ def opened(*arguments: str) -> DataSet:
 
 
 def images(data: DataSet, count: int) -> dict[bytes, int]:
-    """Map the bytes of each test image, which is not augmented, to its label."""
+    """Map the bytes of each test image to its label. Test images are not augmented."""
     (batch,) = data.test_batches([list(range(count))])
     return {image.numpy().tobytes(): label for image, label in zip(batch.images, batch.labels.tolist(), strict=True)}
 
@@ -133,7 +133,7 @@ def test_a_scaled_image_looks_like_the_original(kind: str) -> None:
     assert decode.shrink(content, 640, 90) is None and decode.shrink(found, 320, 90) is None
 
 
-def test_an_index_made_by_reading_the_tars_equals_the_one_that_packing_wrote(packed: Path) -> None:
+def test_an_index_built_from_the_tars_equals_the_one_that_packing_wrote(packed: Path) -> None:
     written = {key: value.tolist() for key, value in np.load(packed / "train" / "index.npz").items()}
     (packed / "train" / "index.npz").unlink()
     opened(f"data.dir={packed}")
@@ -154,7 +154,7 @@ def test_an_index_of_different_shards_is_rebuilt(packed: Path, monkeypatch: pyte
 
 
 def relabelled(shard: Path) -> None:
-    """Rewrite the tar in place, at the same length, with the other label (0 or 1) for each image."""
+    """Rewrite the tar in place, with the same length and the labels 0 and 1 exchanged."""
     content = io.BytesIO()
     with tarfile.open(shard) as old, tarfile.open(fileobj=content, mode="w", format=tarfile.USTAR_FORMAT) as new:
         for member in old:
@@ -167,7 +167,7 @@ def relabelled(shard: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", ["beside", "elsewhere"])
-def test_corrected_labels_are_read_again(kept: str, packed: Path, tmp_path: Path) -> None:
+def test_labels_that_were_changed_in_place_are_read_again(kept: str, packed: Path, tmp_path: Path) -> None:
     more = [f"data.index={tmp_path / 'index'}"] if kept == "elsewhere" else []
     if kept == "elsewhere":
         for part in ("train", "val"):
@@ -191,7 +191,7 @@ def test_a_copied_index_is_used_unless_the_store_reports_a_different_stamp() -> 
         True,
         False,
     ]
-    assert not shard_index._is_of(index("mtime 1"), found), "the cache of this machine"
+    assert not shard_index._is_of(index("mtime 1"), found), "only this machine's cache is used"
 
 
 def test_training_from_shards_equals_training_from_the_folder_in_the_same_order(packed: Path, tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ class Ranges(SimpleHTTPRequestHandler):
     requests: list[str]
 
     def do_GET(self) -> None:
-        """Send a whole file, or a part of it."""
+        """Send a file, or a range of its bytes."""
         wanted = self.headers.get("Range")
         path = Path(self.translate_path(self.path))
         if wanted is None or not path.is_file():
@@ -254,11 +254,11 @@ def server(packed: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_web_server_gives_the_same_images_by_byte_range(workers: int, packed: Path, server: str) -> None:
+def test_images_read_from_a_web_server_by_byte_range_are_the_same(workers: int, packed: Path, server: str) -> None:
     data, local = opened(f"data.url={server}", f"data.workers={workers}"), opened(f"data.dir={packed}")
     Ranges.requests.clear()
     assert images(data, 16) == images(local, 16)
-    assert len(Ranges.requests) == 16, "each image is one range, nothing else is read"
+    assert len(Ranges.requests) == 16, "each image is read by one range request, and nothing else is read"
     for mine, theirs in zip(data.train_batches([[3, 9], [4]], 1), local.train_batches([[3, 9], [4]], 1), strict=True):
         assert torch.equal(mine.images, theirs.images) and torch.equal(mine.labels, theirs.labels)
 
@@ -274,7 +274,7 @@ def test_a_server_without_an_index_is_scanned_and_the_index_kept(packed: Path, s
         (packed / part / "index.npz").unlink()
     Ranges.requests.clear()
     opened(f"data.url={server}", f"data.index={kept}")
-    assert not Ranges.requests, "read from the folder"
+    assert not Ranges.requests, "the index is read from the folder"
 
 
 def test_a_failing_server_is_retried_and_is_never_reported_as_a_corrupt_image(
@@ -330,7 +330,7 @@ def test_shards_of_other_tools_are_read(folder: Path, tmp_path: Path) -> None:
     assert (data.train_size, data.classes, batch.unreadable, sorted(batch.labels.tolist())) == (2, 2, 0, [0, 1])
 
 
-def test_bad_shards_are_reported_with_the_remedy(folder: Path, tmp_path: Path) -> None:
+def test_invalid_shards_are_reported_with_the_remedy(folder: Path, tmp_path: Path) -> None:
     jpeg, root = a_jpeg(folder), tmp_path / "bad"
 
     def fails(message: str, members: dict[str, bytes], classes: str | None = None) -> None:
@@ -381,9 +381,9 @@ def shard(folder: Path, tmp_path: Path) -> Path:
     return path
 
 
-def test_a_shard_of_which_tarfile_would_read_a_part_is_refused(shard: Path) -> None:
-    """A copy may be truncated between two members or within a header, and a file may contain
-    several tars.
+def test_a_shard_that_tarfile_would_read_only_partly_is_refused(shard: Path) -> None:
+    """A shard may be truncated between two members or within a header, or contain several
+    concatenated tars.
     """
     with tarfile.open(shard) as archive:
         third = archive.getmembers()[4].offset
@@ -424,7 +424,7 @@ def test_a_labelled_sample_whose_image_is_not_found_is_refused(
         opened(f"data.dir={tmp_path}")
 
 
-def test_the_list_of_classes_is_read_as_editors_save_it(shard: Path) -> None:
+def test_the_list_of_classes_may_have_a_byte_order_mark_and_windows_line_ends(shard: Path) -> None:
     names = shard.parents[1] / "classes.txt"
 
     def read(content: bytes) -> list[str] | None:
@@ -485,7 +485,7 @@ def test_an_index_that_cannot_be_kept_is_reported(packed: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"sha'])
-def test_a_damaged_plan_is_reported(text: str, folder: Path, packed: Path) -> None:
+def test_a_damaged_packing_plan_is_reported(text: str, folder: Path, packed: Path) -> None:
     (packed / "train" / "plan.json").write_text(text)
     with pytest.raises(DataError, match=r"plan.json is damaged .*; remove .*train, or choose a different folder"):
         pack_shards.pack(folder, packed, 20_000)
@@ -517,10 +517,10 @@ def test_packing_continues_where_it_was_interrupted(
     )
     for path in whole.rglob("*.tar"):
         assert (out / path.relative_to(whole)).read_bytes() == path.read_bytes()
-    assert not list(out.rglob("*.tmp")), "nothing incomplete is left"
+    assert not list(out.rglob("*.tmp")), "no incomplete file is left"
 
 
-def test_packing_refuses_a_folder_of_other_shards_and_bad_sizes(folder: Path, packed: Path) -> None:
+def test_packing_refuses_a_folder_with_different_shards_and_invalid_sizes(folder: Path, packed: Path) -> None:
     with pytest.raises(DataError, match=r"contains shards of other images, or with a different --size, --max-side"):
         pack_shards.pack(folder, packed, 50_000)
     with pytest.raises(DataError, match=r"or --quality; remove it, or choose a different folder"):
@@ -542,7 +542,7 @@ def test_packing_refuses_a_folder_of_other_shards_and_bad_sizes(folder: Path, pa
     ]
 
 
-def test_the_command_packs(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_packs_shards(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert __main__.run(["shards", str(folder), str(tmp_path / "out"), "--size", "20kB"]) == 0
     assert "16 images in" in capsys.readouterr().out
     assert json.loads((tmp_path / "out" / "train" / "plan.json").read_text())
@@ -550,7 +550,7 @@ def test_the_command_packs(folder: Path, tmp_path: Path, capsys: pytest.CaptureF
         __main__.run(["shards", str(tmp_path / "nowhere"), str(tmp_path / "out2")])
 
 
-def test_a_folder_that_is_not_writable_is_reported(folder: Path, tmp_path: Path) -> None:
+def test_packing_into_a_folder_that_is_not_writable_is_reported(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "out").write_text("a file")
     with pytest.raises(
         DataError, match=r"out/train: Not a directory; free some space or repair it, then run the command again"
@@ -558,7 +558,7 @@ def test_a_folder_that_is_not_writable_is_reported(folder: Path, tmp_path: Path)
         pack_shards.pack(folder, tmp_path / "out", 20_000)
 
 
-def test_as_many_shards_can_be_open_as_the_system_allows(packed: Path) -> None:
+def test_opening_shards_raises_the_limit_of_open_files(packed: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, hard), hard))
     try:
@@ -568,8 +568,8 @@ def test_as_many_shards_can_be_open_as_the_system_allows(packed: Path) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_the_example_of_a_bucket_reads_shards(folder: Path, tmp_path: Path) -> None:
-    """A folder of ImageNet's 1.3 million images has more objects than a job may fetch."""
+def test_the_example_with_data_in_a_bucket_uses_shards(folder: Path, tmp_path: Path) -> None:
+    """ImageNet as single files has 1.3 million objects, more than a job may fetch."""
     pack_shards.main([str(folder), str(tmp_path / "out")])
     _, name, *keys = yaml.safe_load((EXAMPLES / "data-bucket.yaml").read_text())["spec"]["args"]
     settings = config.load(name, [*keys, *CONFIG, f"data.dir={tmp_path / 'out'}"])
@@ -640,7 +640,7 @@ def test_an_extended_header_of_a_tar_is_not_read_into_memory(kind: bytes, folder
         opened(f"data.dir={tmp_path / 't'}")
 
 
-def test_headers_of_a_tar_that_only_announce_each_other_are_refused(tmp_path: Path) -> None:
+def test_a_tar_with_an_endless_chain_of_headers_is_refused(tmp_path: Path) -> None:
     member = tarfile.TarInfo("long")
     member.type, member.size = tarfile.GNUTYPE_LONGNAME, 0
     (tmp_path / "train").mkdir()
@@ -657,7 +657,7 @@ def test_headers_of_a_tar_that_only_announce_each_other_are_refused(tmp_path: Pa
         (b"-99999999999", "has class -99999999999, more than 10,000,000"),
     ],
 )
-def test_a_label_does_not_choose_the_size_of_the_model(label: bytes, reason: str, tmp_path: Path) -> None:
+def test_a_huge_label_does_not_determine_the_size_of_the_model(label: bytes, reason: str, tmp_path: Path) -> None:
     (tmp_path / "train").mkdir()
     with tarfile.open(tmp_path / "train" / "0.tar", "w") as archive:
         for name, content in (("a.jpg", b"x"), ("a.cls", label)):
@@ -674,7 +674,7 @@ def test_a_list_of_classes_above_the_size_limit_is_not_read(packed: Path) -> Non
         opened(f"data.dir={packed}")
 
 
-def test_an_image_in_a_folder_is_a_file_of_bounded_size(folder: Path) -> None:
+def test_an_image_file_in_a_folder_has_a_bounded_size(folder: Path) -> None:
     data = imagefolder.Folder(folder / "train")
     paths = [Path(data.name(number)) for number in range(3)]
     os.truncate(paths[0], 1 << 40)  # a sparse file, which takes no space

@@ -1,5 +1,5 @@
-"""Evaluation over any number of ranks gives scikit-learn's results for one process. Padded samples
-do not count.
+"""On any number of ranks, evaluation gives the results of scikit-learn in one process. Padded
+samples do not count.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Scores:
 
 
 def scores(size: int, classes: int, *, ties: bool = False, absent: int = 0) -> Scores:
-    """Return random scores that are often right.
+    """Return random scores that often predict the right class.
 
     `ties` rounds the scores, so that many of them are equal. The last `absent` classes have no
     samples.
@@ -139,7 +139,7 @@ SETS = [
 
 @pytest.mark.filterwarnings("ignore:No positive class found:UserWarning", "ignore:.*'y_true' is smaller:UserWarning")
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_equal_to_scikit_learn_on_any_number_of_ranks(world: int) -> None:
+def test_metrics_equal_scikit_learns_on_any_number_of_ranks(world: int) -> None:
     of_ranks = on_ranks(world, lambda group: [evaluated(group, each, EXACT) for each in SETS])
     for data, results in zip(SETS, zip(*of_ranks, strict=True), strict=True):
         wanted = as_scikit_learn(data)
@@ -157,8 +157,8 @@ def test_equal_to_scikit_learn_on_any_number_of_ranks(world: int) -> None:
 
 @pytest.mark.parametrize("kind", [PrKind.EXACT, PrKind.BINNED])
 def test_with_bce_a_probability_depends_only_on_the_score_of_its_class(kind: PrKind) -> None:
-    """This loss does not use softmax: a sample's other scores would change its position among all
-    samples.
+    """This loss does not use softmax, with which a sample's other scores would change its rank
+    among all samples.
     """
     from sklearn.metrics import average_precision_score
 
@@ -177,7 +177,7 @@ def test_with_bce_a_probability_depends_only_on_the_score_of_its_class(kind: PrK
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_binned_is_exact_on_binned_scores_and_close_on_all(world: int) -> None:
+def test_binned_curves_are_exact_for_binned_scores_and_close_for_others(world: int) -> None:
     from sklearn.metrics import average_precision_score
 
     data = scores(400, 6)
@@ -202,7 +202,7 @@ def test_bins_separate_the_scores_of_a_confident_model() -> None:
     assert len(set(places)) == 7 and max(places) == 999 and min(places) == 0
 
 
-def test_memory_of_binned_does_not_grow() -> None:
+def test_the_memory_for_binned_curves_does_not_grow() -> None:
     accumulator = Accumulator(6, EvalConfig(pr=PrKind.BINNED, pr_bins=50))
     data = scores(500, 6)
     for start in range(0, 500, 50):
@@ -210,8 +210,10 @@ def test_memory_of_binned_does_not_grow() -> None:
     assert accumulator._curves._counts.shape == (2, 300)  # type: ignore[union-attr]
 
 
-def test_stages_of_a_pipeline_count_once() -> None:
-    """Ranks 0 and 1 read the first half, 2 and 3 the second. Only ranks 1 and 3 have the scores."""
+def test_samples_count_once_although_several_pipeline_stages_see_them() -> None:
+    """Ranks 0 and 1 read the first half of the samples, and ranks 2 and 3 the second. Only ranks 1
+    and 3 have the scores.
+    """
     data = scores(31, 6)
 
     def stage(group: Group) -> dict[str, float]:
@@ -224,9 +226,9 @@ def test_stages_of_a_pipeline_count_once() -> None:
         assert result == pytest.approx(alone, abs=1e-6)
 
 
-def test_every_rank_takes_part_in_every_round() -> None:
+def test_every_rank_takes_part_in_every_evaluation_round() -> None:
     """A forward pass may contain a collective. With 3 samples, batches of one and 2 ranks, both
-    ranks have two rounds with images.
+    ranks therefore run two rounds with images.
     """
 
     def count(group: Group) -> list[int]:
@@ -246,9 +248,9 @@ def test_every_rank_takes_part_in_every_round() -> None:
 # ------------------------------------------------------------ the checks can fail
 
 
-def test_a_padded_sample_is_detected() -> None:
-    """DistributedSampler pads like this: it repeats the first samples so that all ranks have the
-    same number.
+def test_the_comparison_detects_padded_samples() -> None:
+    """DistributedSampler repeats the first samples so that all ranks have the same number of
+    samples.
     """
 
     def padded(items: list[int], part: int, parts: int) -> list[int]:
@@ -262,9 +264,9 @@ def test_a_padded_sample_is_detected() -> None:
     assert all("evaluation counted 32 + 0 of 31 test samples" in result for result in results), results
 
 
-def test_curves_per_rank_would_differ() -> None:
-    """Average precision is not a mean over ranks: without gathering the scores, the comparison with
-    scikit-learn fails.
+def test_the_comparison_detects_curves_that_are_averaged_over_ranks() -> None:
+    """Average precision is not the mean of the ranks' values. If the scores are not gathered, the
+    comparison with scikit-learn must fail.
     """
     data = scores(57, 8)
     wanted = as_scikit_learn(data)["macroAP"]
@@ -277,10 +279,10 @@ def test_curves_per_rank_would_differ() -> None:
     assert abs(result.macro - wanted) > 1e-4
 
 
-# ------------------------------------------------------------ odd input
+# ------------------------------------------------------------ unusual input
 
 
-def test_scores_that_are_not_finite_are_counted_and_never_right_by_accident() -> None:
+def test_scores_that_are_not_finite_are_counted_and_never_count_as_correct() -> None:
     data = scores(20, 5)
     data._logits[3:6] = torch.nan
     data._labels[3:6] = 4
@@ -291,7 +293,7 @@ def test_scores_that_are_not_finite_are_counted_and_never_right_by_accident() ->
     assert result.accuracy * 20 == pytest.approx(others.accuracy * 17)
 
 
-def test_unreadable_samples_count_nowhere() -> None:
+def test_unreadable_samples_do_not_count_in_any_metric() -> None:
     data = scores(20, 5)
     rest = evaluated(Group(), Scores(data._logits[4:], data._labels[4:]), EXACT)
     data._labels[:4] = -100
@@ -299,7 +301,7 @@ def test_unreadable_samples_count_nowhere() -> None:
     assert (result.samples, result.unreadable) == (16, 4) and result.scalars() == pytest.approx(rest.scalars())
 
 
-def test_bad_input_is_reported() -> None:
+def test_invalid_input_of_an_evaluation_is_reported() -> None:
     accumulator = Accumulator(5, EvalConfig())
     with pytest.raises(DataError, match=r"a label outside 0\.\.4: 1\.\.5; correct the labels"):
         accumulator.add(torch.zeros(2, 5), torch.tensor([1, 5]))
@@ -309,12 +311,12 @@ def test_bad_input_is_reported() -> None:
         Accumulator(5, EvalConfig(pr=PrKind.BINNED, pr_bins=1))
 
 
-def test_an_empty_test_set_gives_no_numbers_but_ends() -> None:
+def test_an_evaluation_of_an_empty_test_set_succeeds_without_numbers() -> None:
     result = evaluated(Group(), Scores(torch.empty(0, 4), torch.empty(0, dtype=torch.int64)), EXACT)
     assert result.samples == 0 and result.curves is None
 
 
-# ------------------------------------------------------------ what is left on disk
+# ------------------------------------------------------------ files on disk
 
 
 @pytest.mark.parametrize("classes", [3, 60])
@@ -346,10 +348,10 @@ def test_an_evaluation_writes_files_and_pictures(classes: int, tmp_path: Path) -
     assert len(reported["prCurves"]["micro"]["recall"]) <= 1001
     for name in ("pr", "confusion"):
         picture = Image.open(tmp_path / "eval" / f"epoch-002-{name}.png").convert("L")
-        assert picture.width > 700 and np.asarray(picture).std() > 10, "something is drawn"
+        assert picture.width > 700 and np.asarray(picture).std() > 10, "the picture is not empty"
 
 
-def test_thinning_keeps_the_ends_and_the_best_of_each_recall() -> None:
+def test_thinning_a_curve_keeps_its_ends_and_the_best_point_of_each_recall() -> None:
     data = scores(3000, 2)
     whole = curves.curve(data._logits[:, 1].contiguous(), data._labels == 1)
     thin = whole.thin(100)
@@ -371,7 +373,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_run_leaves_the_evaluations_of_its_epochs(trained: Path) -> None:
+def test_a_run_writes_the_evaluation_of_each_epoch(trained: Path) -> None:
     reported = json.loads((trained / "run" / "eval" / "epoch-002.json").read_text())
     (row,) = ranks.metrics(trained / "run", "eval")
     assert {key: row[key] for key in ("epoch", "step", "loss", "accuracy", "top5", "mae", "macroAP", "microAP")} == {
@@ -382,7 +384,7 @@ def test_a_run_leaves_the_evaluations_of_its_epochs(trained: Path) -> None:
 
 def test_the_command_matches_scikit_learn_for_the_checkpoint(trained: Path, tmp_path: Path, capsys: Any) -> None:
     """The test covers the file, its configuration, the data, the model and the scores. The
-    reference reads the file with torch.load only.
+    reference only uses torch.load.
     """
     from ddpjob_trainer import config
     from ddpjob_trainer.data.catalog import open_data
@@ -414,7 +416,7 @@ def test_the_command_matches_scikit_learn_for_the_checkpoint(trained: Path, tmp_
     assert json.loads((trained / "run" / "eval" / "epoch-002.json").read_text())["accuracy"] == reported["accuracy"]
 
 
-def test_the_command_on_three_ranks_gives_the_same(
+def test_the_command_gives_the_same_results_on_three_ranks(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = [str(trained), "eval.pr=binned", "eval.pictures=false"]
@@ -430,7 +432,7 @@ def test_the_command_on_three_ranks_gives_the_same(
     assert three == alone
 
 
-def test_the_command_reports_the_mistake(trained: Path, tmp_path: Path) -> None:
+def test_the_command_reports_mistakes_in_its_arguments(trained: Path, tmp_path: Path) -> None:
     path = str(trained / "step-000000016.pt")
     with pytest.raises(CheckpointError, match=r"belongs to a different model: .*Set model\.\*"):
         evaluate_checkpoint.main([path, "model.width=8"])
@@ -477,7 +479,7 @@ def test_the_command_evaluates_the_moving_average_as_training_does(tmp_path: Pat
     assert reported["loss"] == pytest.approx(row["loss"], abs=1e-6) and reported["accuracy"] == row["accuracy"]
 
 
-def test_classes_have_the_names_of_their_folders(tmp_path: Path) -> None:
+def test_the_results_name_classes_after_their_folders(tmp_path: Path) -> None:
     from ddpjob_trainer.config.sections import DataConfig, DataName
     from ddpjob_trainer.data.catalog import open_data
     from PIL import Image

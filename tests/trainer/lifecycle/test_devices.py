@@ -1,4 +1,4 @@
-"""Settings that are made only for CUDA, tested without a CUDA device."""
+"""Settings that apply only to CUDA, tested without a CUDA device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ddpjob_trainer.errors import DeviceError
     ("device", "one_device", "expected"),
     [("cuda:1", True, {"device_id": torch.device("cuda:1")}), ("cuda:1", False, {}), ("cpu", True, {})],
 )
-def test_the_process_group_is_bound_to_the_ranks_one_device(
+def test_the_process_group_is_bound_to_the_ranks_only_device(
     device: str, one_device: bool, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: dict[str, Any] = {}
@@ -29,7 +29,7 @@ def test_the_process_group_is_bound_to_the_ranks_one_device(
     assert {key: value for key, value in given.items() if key == "device_id"} == expected
 
 
-def test_cudnn_searches_the_fastest_algorithm_unless_runs_must_be_bit_identical() -> None:
+def test_cudnn_searches_for_fast_algorithms_unless_results_must_be_reproducible() -> None:
     before = torch.backends.cudnn.benchmark
     try:
         for device, repeatable, expected in (("cuda", False, True), ("cuda", True, False), ("cpu", False, False)):

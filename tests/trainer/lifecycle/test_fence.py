@@ -1,5 +1,5 @@
 """Only the newest incarnation of a job may publish a checkpoint. An older one that is still running
-ends with an exit code of its own.
+exits with a special code.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def steps(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(("old", "new"), [("0.9", "0.10"), ("9.3", "10.0"), ("1.7", "2.1")])
-def test_generation_and_round_are_compared_as_numbers(
+def test_generations_and_rounds_are_compared_as_numbers_and_not_as_strings(
     old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     zombie = incarnation(tmp_path, monkeypatch, old)
@@ -58,13 +58,13 @@ def test_generation_and_round_are_compared_as_numbers(
         incarnation(tmp_path, monkeypatch, old)
     save(newest, 2)
     assert steps(tmp_path) == [1, 2]
-    assert list(tmp_path.glob(".*.tmp")) == [], "files that were not renamed are gone"
+    assert list(tmp_path.glob(".*.tmp")) == [], "files that were not published are removed"
 
 
-def test_a_claim_that_an_older_incarnation_has_overwritten_is_repeated(
+def test_a_claim_that_an_older_incarnation_has_overwritten_is_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both incarnations read the folder before either had written its claim."""
+    """This happens if both incarnations read the folder before either has written its claim."""
     newest = incarnation(tmp_path, monkeypatch, "0.5")
     claim = json.loads((tmp_path / "fence.json").read_text())
     (tmp_path / "fence.json").write_text(json.dumps(claim | {"round": 4, "incarnation": 1}))
@@ -147,8 +147,10 @@ def test_a_frozen_process_that_wakes_up_after_its_successor_is_fenced(defect: st
     )
 
 
-def test_all_ranks_end_as_fenced_when_the_writer_is_fenced(tmp_path: Path) -> None:
-    """Rank 0 finds out in the background. Rank 1 must not be reported as a separate failure."""
+def test_all_ranks_exit_as_fenced_when_the_writing_rank_is_fenced(tmp_path: Path) -> None:
+    """Rank 0 notices this in a background thread. Rank 1 must not be reported as a separate
+    failure.
+    """
 
     def prepare(rank: int) -> None:
         write = Ledger.step
@@ -166,7 +168,7 @@ def test_all_ranks_end_as_fenced_when_the_writer_is_fenced(tmp_path: Path) -> No
     assert max(steps(tmp_path), default=0) <= 4  # no checkpoint at all if the first one was still being written
 
 
-def test_a_start_that_is_older_than_the_folder_exits_as_fenced(tmp_path: Path) -> None:
+def test_an_incarnation_older_than_the_folders_owner_exits_as_fenced(tmp_path: Path) -> None:
     assert trainer(tmp_path, "first", "train.epochs=1", DDPJOB_FENCE="1.0").wait(60 * slowness()) == 0
     late = trainer(tmp_path, "late", "train.epochs=9", DDPJOB_FENCE="0.77")
     assert late.wait(60 * slowness()) == EXIT_FENCED, (tmp_path / "late.txt").read_text()
@@ -196,7 +198,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def died(folder: CheckpointFolder) -> None:
-    """Make the owner's process die without notice."""
+    """Simulate the sudden death of the owner's process."""
     folder._ownership._ended.set()
 
 
@@ -216,7 +218,7 @@ def test_an_owner_that_could_not_read_its_file_for_a_moment_keeps_the_folder(
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_second_job_is_refused_and_disturbs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_job_is_refused_without_affecting_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = job(monkeypatch, tmp_path, "a", "uid-a")
     (tmp_path / ".step-000000005.pt.1.tmp").write_text("being written")
     for _ in range(2):
@@ -250,7 +252,7 @@ def test_jobs_with_the_same_name_on_two_clusters_do_not_take_over_the_folder(
     assert steps(tmp_path) == [1, 2]
 
 
-def test_the_ranks_wait_for_one_that_watches_longer_than_a_collective_may_take(tmp_path: Path) -> None:
+def test_the_ranks_wait_for_a_rank_that_watches_longer_than_a_collectives_timeout(tmp_path: Path) -> None:
     """Watching takes 30 s in production, regardless of train.timeout_seconds. Here the times are 6
     s and 3 s.
     """
@@ -288,7 +290,7 @@ def test_another_job_continues_when_the_first_has_ended(
         job(monkeypatch, tmp_path, "c", "uid-c")
 
 
-def test_a_refused_job_is_not_retried_and_a_completed_training_releases_the_folder(
+def test_a_refused_job_is_not_retried_and_a_completed_run_releases_the_folder(
     tmp_path: Path,
 ) -> None:
     names = {"DDPJOB_NAMESPACE": "team", "DDPJOB_NAME": "a", "DDPJOB_UID": "uid-a", "DDPJOB_POD": "a-0-0"}

@@ -1,5 +1,5 @@
-"""How long a rank that was asked to stop waits for its peers, and why the processes that it starts
-still terminate on SIGTERM.
+"""How long a rank that was asked to stop waits for its peers, and that its child processes still
+terminate on SIGTERM.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from machine import slowness
 from ranks import TINY, finish, metrics, start, stop_at, until
 
 
-def test_the_patience_is_the_grace_period_less_the_time_for_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_waits_for_peers_for_the_grace_period_minus_its_own_work(monkeypatch: pytest.MonkeyPatch) -> None:
     assert grace_from_env() is None and StopRequest(Group())._patience() == 4.0
     for text, seconds in (("30", 27.0), ("600.5", 597.5), ("1", 0.5)):
         monkeypatch.setenv("DDPJOB_GRACE_SECONDS", text)
@@ -38,11 +38,11 @@ def test_the_patience_is_the_grace_period_less_the_time_for_other_work(monkeypat
         StopRequest(Group())
 
 
-def test_with_silent_peers_a_rank_leaves_before_the_pod_is_killed(
+def test_a_rank_with_silent_peers_exits_before_its_pod_is_killed(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The grace period is 9 s, so the pod ends 9 s after the signal. Without it, the rank would
-    have given up after 4 s.
+    """The grace period is 9 s, so the pod ends 9 s after the signal. Without the grace period, the
+    rank would have given up after 4 s.
     """
     ranks = start(
         2, [*TINY, "train.epochs=4000", f"checkpoint.dir={tmp_path}"], env=lambda rank: {"DDPJOB_GRACE_SECONDS": "9"}
@@ -64,7 +64,7 @@ def test_with_silent_peers_a_rank_leaves_before_the_pod_is_killed(
     assert "the other ranks did not respond within 6.0 s: rank 0 exits without a checkpoint" in said
 
 
-def test_a_stop_waits_for_the_checkpoint_under_way_then_saves_its_own(tmp_path: Path) -> None:
+def test_a_stop_waits_for_the_checkpoint_in_progress_and_then_saves_another(tmp_path: Path) -> None:
     """When the ranks exit with 75, both checkpoints are complete on disk and the metrics report the
     stop.
     """
@@ -86,9 +86,9 @@ def test_a_stop_waits_for_the_checkpoint_under_way_then_saves_its_own(tmp_path: 
     assert [line["step"] for line in metrics(tmp_path / "run", "stop")] == [5]
 
 
-def test_slow_ranks_are_waited_for_as_long_as_they_answer(tmp_path: Path) -> None:
-    """Rank 1 is asked to stop in the step after rank 0 began to write. That step takes rank 0 a
-    long time.
+def test_a_rank_waits_for_slow_peers_as_long_as_they_answer(tmp_path: Path) -> None:
+    """Rank 1 is asked to stop in the step after rank 0 has begun to write. That step takes a long
+    time on rank 0.
     """
 
     def prepare(rank: int) -> None:
@@ -108,8 +108,8 @@ def test_slow_ranks_are_waited_for_as_long_as_they_answer(tmp_path: Path) -> Non
 
 
 def test_without_a_deadline_a_started_checkpoint_is_completed(tmp_path: Path) -> None:
-    """Writing takes 7 s, longer than the patience with a step. Rank 0 waits for it at the end of an
-    epoch, and rank 1 waits for rank 0.
+    """Writing takes 7 s, longer than a rank waits for a step. Rank 0 waits for the write at the end
+    of an epoch, and rank 1 waits for rank 0.
     """
 
     def prepare(rank: int) -> None:
@@ -132,7 +132,7 @@ def test_without_a_deadline_a_started_checkpoint_is_completed(tmp_path: Path) ->
     assert {path.name for path in tmp_path.glob("step*")} >= {"step-000000007.pt", "step-000000008.pt"}
 
 
-def test_an_error_in_training_does_not_interrupt_the_checkpoint_under_way(tmp_path: Path) -> None:
+def test_an_error_in_training_does_not_interrupt_the_checkpoint_in_progress(tmp_path: Path) -> None:
     def prepare(rank: int) -> None:
         write = torch_file.write
 
@@ -155,11 +155,11 @@ def test_an_error_in_training_does_not_interrupt_the_checkpoint_under_way(tmp_pa
     assert [path.name for path in tmp_path.glob("*.pt")] == ["step-000000003.pt"]
 
 
-def test_sigterm_at_the_very_end_does_not_cut_short_the_last_write(
+def test_sigterm_at_the_very_end_does_not_interrupt_the_last_write(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The ranks no longer agree on anything at this point. The patience with other ranks, 0.5 s
-    here, must not cut off a slow last write.
+    """The ranks no longer agree on anything at this point. The time limit for other ranks, here 0.5
+    s, must not interrupt a slow last write.
     """
 
     def prepare(rank: int) -> None:
@@ -221,7 +221,7 @@ def test_a_child_of_a_rank_ends_on_sigterm_without_stopping_the_rank(how: str, s
     time.sleep(0.2)
     assert not stop.requested
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set(), (
-        "and no signal is blocked, which children would inherit"
+        "no signal is blocked, because children would inherit that"
     )
 
 
@@ -249,7 +249,7 @@ def test_sigterm_blocked_around_a_fork_is_blocked_in_the_child(stop: StopRequest
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def test_defect_a_thread_in_sigwait_would_leave_children_deaf(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_in_sigwait_would_make_child_processes_ignore_signals(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer does not use sigwait, because the block that it needs is inherited across fork
     and exec.
     """
@@ -267,11 +267,11 @@ def test_defect_a_thread_in_sigwait_would_leave_children_deaf(monkeypatch: pytes
     assert deaf
 
 
-def test_the_flag_is_seen_while_the_main_thread_is_blocked(stop: StopRequest) -> None:
+def test_a_request_to_stop_is_noticed_while_the_main_thread_is_blocked(stop: StopRequest) -> None:
     """The main thread waits in C for a mutex, where Python's own handler cannot interrupt it. A
     collective blocks in the same way.
     """
-    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)  # zeros: unlocked; glibc needs 40 bytes
+    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)  # zeros mean unlocked; glibc needs 40 bytes
     seen: list[bool] = []
 
     def watch() -> None:

@@ -1,7 +1,7 @@
 """A rank dumps its stacks on a signal, even while it is blocked, and all ranks dump theirs if no
 step ends.
 
-The profile of selected steps is tested here as well.
+Profiles of selected steps are tested here as well.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def stacks(folder: Path, rank: int) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def test_the_signal_dumps_a_rank_that_is_blocked(tmp_path: Path, capfd: Any) -> None:
+def test_the_signal_dumps_the_stacks_of_a_blocked_rank(tmp_path: Path, capfd: Any) -> None:
     """Rank 1 is stopped, so rank 0 waits for it in a collective and reports where."""
     ranks = start(2, [*TINY, "train.epochs=4000", f"checkpoint.dir={tmp_path}"])
     pids = [process.pid for process, _ in ranks]
@@ -40,15 +40,17 @@ def test_the_signal_dumps_a_rank_that_is_blocked(tmp_path: Path, capfd: Any) -> 
         until(lambda: "train.py" in stacks(tmp_path, 0))
         written = stacks(tmp_path, 0)
         assert "in _train_epoch" in written
-        assert "Stack (most recent call first)" in written and "Thread 0x" not in written, "the main thread's alone"
+        assert "Stack (most recent call first)" in written and "Thread 0x" not in written, (
+            "only the main thread's stack"
+        )
         until(lambda: "stacks of rank 0" in capfd.readouterr().err)
         os.kill(pids[1], signal.SIGCONT)
         until(lambda: len(metrics(tmp_path / "run", "step")) > before + 2)
-        assert ranks[0][0].is_alive(), "the signal ends nothing"
+        assert ranks[0][0].is_alive(), "the signal does not end the rank"
         os.kill(pids[0], signal.SIGTERM)
         assert [end.code for end in finish(ranks)] == [75, 75]
         assert stacks(tmp_path, 0) and not (tmp_path / "run" / "stacks" / "rank-1.txt").exists(), (
-            "an empty file is not left"
+            "no empty file is left"
         )
     finally:
         for process, _ in ranks:
@@ -56,8 +58,8 @@ def test_the_signal_dumps_a_rank_that_is_blocked(tmp_path: Path, capfd: Any) -> 
                 process.kill()
 
 
-def test_all_ranks_dump_before_a_hanging_collective_fails(tmp_path: Path, capfd: Any) -> None:
-    """Rank 1 sleeps in step 4. With a timeout of 3 s for a collective, the stacks are dumped after
+def test_all_ranks_dump_their_stacks_before_a_hanging_collective_fails(tmp_path: Path, capfd: Any) -> None:
+    """Rank 1 sleeps in step 4. The timeout of collectives is 3 s, so the stacks are dumped after
     2.7 s.
     """
 
@@ -84,7 +86,7 @@ def test_all_ranks_dump_before_a_hanging_collective_fails(tmp_path: Path, capfd:
     assert "rank 1: no step for 2.7 s" in capfd.readouterr().err
 
 
-def test_the_signal_does_not_end_a_rank_that_is_about_to_leave(tmp_path: Path) -> None:
+def test_the_dump_signal_does_not_end_a_rank_that_is_about_to_exit(tmp_path: Path) -> None:
     """Regression: the signal ended the rank, because faulthandler had restored the default
     action.
     """
@@ -99,7 +101,7 @@ def test_the_signal_does_not_end_a_rank_that_is_about_to_leave(tmp_path: Path) -
     assert rank.exitcode == 0
 
 
-def test_under_a_launcher_a_rank_answers_its_signal_until_the_end(
+def test_under_a_launcher_a_rank_dumps_stacks_until_its_process_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rank writes to the file that worker.py has registered."""
@@ -121,12 +123,12 @@ def test_under_a_launcher_a_rank_answers_its_signal_until_the_end(
     assert [path.name for path in tmp_path.iterdir()] == ["3.txt"]
 
 
-def test_a_successful_run_leaves_no_stacks(tmp_path: Path) -> None:
+def test_a_successful_run_leaves_no_stack_files(tmp_path: Path) -> None:
     good(2, [*TINY, f"checkpoint.dir={tmp_path}", "train.timeout_seconds=30"])
     assert not (tmp_path / "run" / "stacks").exists()
 
 
-def test_the_profile_has_the_steps_that_were_asked_for(tmp_path: Path) -> None:
+def test_the_profile_covers_the_requested_steps(tmp_path: Path) -> None:
     good(2, [*TINY, f"checkpoint.dir={tmp_path}", "train.epochs=1", "report.profile_steps=[4, 2]"])
     for rank in (0, 1):
         with gzip.open(tmp_path / "run" / "profile" / f"rank-{rank}.json.gz", "rt") as file:
@@ -141,7 +143,7 @@ def test_the_profile_has_the_steps_that_were_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("first", [8, 9])
-def test_a_profile_of_steps_that_are_never_taken_is_reported_at_the_start(
+def test_a_profile_of_steps_that_will_not_be_taken_is_reported_at_the_start(
     first: int, tmp_path: Path, capfd: Any
 ) -> None:
     good(1, [*TINY, f"checkpoint.dir={tmp_path}", "train.epochs=1", f"report.profile_steps=[{first}, 2]"])

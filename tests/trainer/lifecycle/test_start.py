@@ -1,4 +1,4 @@
-"""The cost of starting a rank: it imports no compiler and no scikit-learn, and selects devices and
+"""The start of a rank: it imports neither the compiler nor scikit-learn, and selects devices and
 models by name.
 """
 
@@ -43,7 +43,7 @@ print(settings is sys.modules["torch._dynamo.convert_frame"].config)
 """
 
 
-def test_training_imports_no_compiler_and_compiling_still_works(tmp_path: Path) -> None:
+def test_training_does_not_import_the_compiler_and_compiling_still_works(tmp_path: Path) -> None:
     """Two ranks are used so that DistributedDataParallel takes part."""
     command = [
         sys.executable,
@@ -78,7 +78,7 @@ def test_training_imports_no_compiler_and_compiling_still_works(tmp_path: Path) 
         assert "2.0" in out and "_dynamo/__init__.py" in out and "torch._dynamo.config" in out
 
 
-def test_the_collector_is_off_during_imports_and_restored_afterwards() -> None:
+def test_garbage_collection_is_disabled_during_imports_and_restored_afterwards() -> None:
     with pytest.raises(ImportError), uncollected():
         assert not gc.isenabled()
         raise ImportError
@@ -93,7 +93,7 @@ def test_the_collector_is_off_during_imports_and_restored_afterwards() -> None:
         gc.unfreeze()
 
 
-def test_a_compiler_setting_changes_the_module_that_the_compiler_reads() -> None:
+def test_a_changed_compiler_setting_reaches_the_compiler() -> None:
     """Regression: the import hook ran the settings module twice, so a program changed a copy that
     nothing read.
     """
@@ -116,7 +116,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-def test_a_rank_forked_after_preload_trains_and_imports_none_of_our_modules(tmp_path: Path) -> None:
+def test_a_rank_forked_after_preload_trains_without_importing_our_modules_again(tmp_path: Path) -> None:
     """The compiler is replaced by its stand-in, and no thread runs that a fork would lose."""
     command = [
         sys.executable,
@@ -142,9 +142,9 @@ def test_a_rank_forked_after_preload_trains_and_imports_none_of_our_modules(tmp_
     assert imported == []
 
 
-def test_ranks_of_agents_that_have_restarted_differently_find_each_other(tmp_path: Path) -> None:
-    """One agent has restarted its ranks and the other, a former spare, has not. Both use one of the
-    agents' stores.
+def test_ranks_find_each_other_although_their_agents_restarted_unequally_often(tmp_path: Path) -> None:
+    """One agent has restarted its ranks. The other agent, a former spare, has not. Both use the
+    store of one of the agents.
     """
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
@@ -155,7 +155,7 @@ def test_ranks_of_agents_that_have_restarted_differently_find_each_other(tmp_pat
     good(2, [*TINY, "train.epochs=1", "train.timeout_seconds=20", f"checkpoint.dir={tmp_path}"], env=agent)
 
 
-def test_the_backend_decides_the_device() -> None:
+def test_the_backend_determines_the_device() -> None:
     if not torch.cuda.is_available():
         assert devices.choose("auto", 0) == devices.RankPlacement(torch.device("cpu"), "gloo")
         with pytest.raises(
@@ -167,9 +167,9 @@ def test_the_backend_decides_the_device() -> None:
         devices.choose("ncl", 0)
 
 
-def test_one_visible_device_for_each_rank_is_its_device_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slurm shows each rank a single device. Under torchrun, a single visible device is the same
-    one for all ranks, which cannot share it.
+def test_a_rank_that_sees_a_single_device_uses_device_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm gives each rank its own single device. Under torchrun, a single visible device is the
+    same device for all ranks, which cannot share it.
     """
     monkeypatch.setattr(devices, "_count", lambda kind: 1 if kind == "cuda" else 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -184,7 +184,7 @@ def test_one_visible_device_for_each_rank_is_its_device_0(monkeypatch: pytest.Mo
         devices.choose("nccl", 1)
 
 
-def test_residual_blocks_may_begin_at_zero() -> None:
+def test_residual_blocks_may_start_as_the_identity() -> None:
     from torchvision.models import resnet18
 
     torch.manual_seed(5)
@@ -198,17 +198,17 @@ def test_residual_blocks_may_begin_at_zero() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 8), (3, 32, 32), (1, 28, 28), (3, 5, 9), (2, 1, 1), (3, 64, 48)])
-def test_small_cnn_adapts_to_the_images(shape: tuple[int, int, int]) -> None:
+def test_the_model_small_cnn_adapts_to_the_shape_of_the_images(shape: tuple[int, int, int]) -> None:
     assert build_model(ModelConfig(width=8), shape, 7, 0)(torch.randn(3, *shape)).shape == (3, 7)
 
 
-def test_resnet18_cifar_has_the_known_size() -> None:
+def test_the_model_resnet18_cifar_has_the_known_number_of_parameters() -> None:
     model = build_model(ModelConfig(name="resnet18_cifar"), (3, 32, 32), 10, 0)
     assert sum(weight.numel() for weight in model.parameters()) == 11_173_962
     assert model(torch.randn(2, 3, 32, 32)).shape == (2, 10)
 
 
-def test_torchvision_models_by_name_and_mistakes() -> None:
+def test_torchvision_models_are_built_by_name_and_mistakes_are_reported() -> None:
     assert build_model(ModelConfig(name="torchvision:squeezenet1_1"), (3, 64, 64), 5, 0)(
         torch.randn(2, 3, 64, 64)
     ).shape == (2, 5)
@@ -230,12 +230,12 @@ def test_models_with_auxiliary_heads_return_scores_in_training(name: str) -> Non
 
 
 @pytest.mark.parametrize("key", ["data.micro_batches", "train.threads"])
-def test_numbers_below_zero_are_refused(key: str, tmp_path: Path) -> None:
+def test_negative_numbers_are_refused(key: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"{key}=-1: must be at least 0"):
         train.run(config.load(None, ["data.name=digits", f"{key}=-1", f"checkpoint.dir={tmp_path}"]))
 
 
-def test_weights_depend_on_the_seed_only() -> None:
+def test_initial_weights_depend_only_on_the_seed() -> None:
     def sums(seed: int) -> list[float]:
         return [weight.sum().item() for weight in build_model(ModelConfig(width=4), (1, 8, 8), 10, seed).parameters()]
 

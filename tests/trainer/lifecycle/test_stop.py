@@ -1,5 +1,5 @@
-"""The ranks agree on SIGTERM, save and exit with 75. A rank whose peers do not answer exits
-alone.
+"""The ranks agree on SIGTERM, save and exit with 75. A rank whose peers do not respond exits
+without them.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def test_a_rank_that_is_asked_to_stop_saves_and_leaves_no_worker_behind(how: str
         assert (tmp_path / f"step-{stop['step']:09d}.pt").exists() and "exitcode  : 1" not in said
 
 
-def test_sigterm_to_one_rank_stops_all_with_75(tmp_path: Path) -> None:
+def test_sigterm_to_one_rank_stops_all_ranks_with_75(tmp_path: Path) -> None:
     ranks = start(3, [*TINY, "train.epochs=400", f"checkpoint.dir={tmp_path}"])
     until(lambda: steps(tmp_path) > 3)
     os.kill(rank_pid(tmp_path, 2), signal.SIGTERM)
@@ -80,7 +80,7 @@ def test_sigterm_to_one_rank_stops_all_with_75(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_agree_ten_times_a_second_and_skip_the_same_steps(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_agree_ten_times_a_second_and_in_the_same_steps(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     class Two(Group):
         def sum_begin(self, values: torch.Tensor) -> Reduction:
             return Reduction(values * 2, None)
@@ -96,7 +96,7 @@ def test_ranks_agree_ten_times_a_second_and_skip_the_same_steps(rank: int, monke
             assert stop.agreement().wait() == (False, False)
     assert agreed[:4] == [0, 6, 7, 13] and set(range(25, 31)) < set(agreed)
     assert max(after - before for before, after in pairwise(agreed)) == 11
-    for _ in range(20):  # The batches of an evaluation do not show how long steps are.
+    for _ in range(20):  # The duration of evaluation batches does not count as the duration of steps.
         now[0] += 0.001
         stop.agreement().wait()
     assert stop.is_due(certain=False)
@@ -106,7 +106,7 @@ def test_ranks_agree_ten_times_a_second_and_skip_the_same_steps(rank: int, monke
         alone.agreement().wait()
 
 
-def test_ranks_agree_where_a_save_is_due_after_exactly_that_step(tmp_path: Path) -> None:
+def test_a_save_that_ranks_agree_on_happens_after_exactly_that_step(tmp_path: Path) -> None:
     def noted(rank: int) -> None:
         signals.PACE_SECONDS = 1000.0
         begin = train.Trainer._save_due
@@ -145,9 +145,9 @@ def test_sigterm_during_evaluation_keeps_the_epoch_and_evaluates_later(tmp_path:
 
 
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_rank_whose_peer_is_gone_leaves_promptly(how: signal.Signals, tmp_path: Path) -> None:
-    """SIGSTOP lets the collective block forever; SIGKILL makes it fail immediately. No checkpoint
-    is being written, because the rank would wait for it.
+def test_a_rank_whose_peer_is_gone_exits_promptly(how: signal.Signals, tmp_path: Path) -> None:
+    """After SIGSTOP, the collective blocks forever; after SIGKILL, it fails immediately. No
+    checkpoint is being written, because the rank would wait for it.
     """
     ranks = start(2, [*TINY, "train.epochs=4000", "checkpoint.every_epochs=0", f"checkpoint.dir={tmp_path}"])
     until(lambda: steps(tmp_path) > 3)

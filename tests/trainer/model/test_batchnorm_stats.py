@@ -26,7 +26,7 @@ class Count(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("layers", [1, 53])
-def test_a_step_takes_as_many_calls_for_53_layers_as_for_one(layers: int) -> None:
+def test_updating_statistics_takes_as_many_calls_for_53_layers_as_for_one(layers: int) -> None:
     model = nn.Sequential(*(nn.BatchNorm2d(4) for _ in range(layers)))
     statistics = BatchStatistics(model, Group())
     with Count() as count:
@@ -36,8 +36,8 @@ def test_a_step_takes_as_many_calls_for_53_layers_as_for_one(layers: int) -> Non
     assert count.calls <= 14
 
 
-def test_the_models_buffers_stay_the_same_tensors() -> None:
-    """Other objects hold these tensors, such as a moving average, or a state that is loaded in
+def test_the_models_buffers_are_updated_in_place() -> None:
+    """Other objects refer to these tensors, such as a moving average, or code that loads a state in
     place.
     """
     model = nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(5, momentum=None), nn.BatchNorm1d(2, affine=False))
@@ -58,7 +58,7 @@ def test_the_models_buffers_stay_the_same_tensors() -> None:
     assert [int(layer.num_batches_tracked) for layer in model] == [8, 8, 8]
 
 
-def test_instance_normalization_has_the_statistics_of_all_samples() -> None:
+def test_instance_normalization_uses_the_statistics_of_all_samples() -> None:
     """Regression: each rank kept the statistics of its own samples, so evaluations and checkpoints
     depended on the rank.
     """

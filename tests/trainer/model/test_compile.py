@@ -35,7 +35,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 @pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="torch.compile on the CPU needs a C++ compiler"
 )
-def test_a_compiled_run_has_the_same_curve(tmp_path: Path) -> None:
+def test_a_compiled_run_has_the_same_loss_curve(tmp_path: Path) -> None:
     """The training runs in a separate process with the compiler's real front end. Float32 sums may
     be in a different order.
     """
@@ -43,7 +43,7 @@ def test_a_compiled_run_has_the_same_curve(tmp_path: Path) -> None:
         *TINY,
         "data.batch=719",
         "train.threads=1",
-    ]  # 2 steps of equal size, so one graph for training and one for evaluation
+    ]  # both steps have the same size, so there is one graph for training and one for evaluation
     good(1, [*keys, f"checkpoint.dir={tmp_path / 'plain'}"])
     arguments = [*keys, "model.compile=default", f"checkpoint.dir={tmp_path}"]
     code = (
@@ -66,11 +66,11 @@ def test_a_compiled_run_has_the_same_curve(tmp_path: Path) -> None:
 
 
 def counted(folder: Path, *, again: bool = False) -> Callable[[int], None]:
-    """Return what a rank does before training: it compiles without generating code, fails if
-    anything is compiled again (unless `again`), and writes how many graphs there are.
+    """Return a hook that makes a rank compile without generating code, fail if anything is compiled
+    again (unless `again`), and record the number of graphs.
     """
 
-    import torch._dynamo as dynamo  # Here, because this takes seconds, and before ranks are forked.
+    import torch._dynamo as dynamo  # Do this here, before ranks are forked, because it takes seconds.
 
     def prepare(rank: int) -> None:
         step_region.BACKEND = "eager"
@@ -112,11 +112,11 @@ OWN = "data.name=compiled_images:read"
         (1, "true", [OWN, "data.batch_transform=compiled_images:add_noise"]),
     ],
 )
-def test_a_whole_training_compiles_one_graph_for_steps_and_one_for_evaluations(
+def test_a_whole_run_compiles_one_graph_for_steps_and_one_for_evaluations(
     world: int, mode: str, more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last steps of both epochs and the last batches of both evaluations are smaller. The
-    results are the same to the bit.
+    results are bit-identical.
     """
     (tmp_path / "compiled_images.py").write_text(OWN_IMAGES)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -155,7 +155,7 @@ def test_each_image_size_is_compiled_once(tmp_path: Path) -> None:
         ("cuda", "O1", (3, 8, 8), "mine:build", False),
     ],
 )
-def test_channels_last_suits_images_in_16_bits_on_a_gpu(
+def test_channels_last_is_chosen_for_images_in_16_bits_on_a_gpu(
     device: str, level: str, shape: tuple[int, ...], name: str, wanted: bool
 ) -> None:
     keys = config.load(None, [f"amp.level={level}", f"model.name={name}"])
@@ -164,7 +164,7 @@ def test_channels_last_suits_images_in_16_bits_on_a_gpu(
     assert choose_layout(chosen.model, chosen.amp, shape, torch.device(device)).channels_last is False
 
 
-def test_without_a_compiler_the_message_has_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_c_compiler_the_error_message_has_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     message = (
@@ -180,7 +180,7 @@ def test_without_a_compiler_the_message_has_the_remedy(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_channels_last_has_the_same_curve(world: int, plain: list[float], tmp_path: Path) -> None:
+def test_a_channels_last_run_has_the_same_loss_curve(world: int, plain: list[float], tmp_path: Path) -> None:
     good(world, [*ARGUMENTS, "model.channels_last=true", f"checkpoint.dir={tmp_path}"])
     np.testing.assert_allclose(final_losses(tmp_path / "run"), plain, rtol=1e-4, atol=1e-4)
 

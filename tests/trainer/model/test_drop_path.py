@@ -34,7 +34,7 @@ def paths(model: nn.Module) -> list[StochasticDepth]:
 
 
 @pytest.mark.parametrize("name", ["resnet18_cifar", "torchvision:resnet18", "torchvision:resnet50"])
-def test_rates_rise_evenly_to_the_last_block_and_weights_keep_their_names(name: str) -> None:
+def test_drop_rates_rise_evenly_to_the_last_block_and_weights_keep_their_names(name: str) -> None:
     model = resnet(0.5, name)
     rates = [path.p for path in paths(model)]
     assert len(rates) == (16 if name.endswith("50") else 8) and rates[0] == 0 and rates[-1] == 0.5
@@ -44,9 +44,9 @@ def test_rates_rise_evenly_to_the_last_block_and_weights_keep_their_names(name: 
     assert is_tied_to_micro_batches(model) and shared_parts.can_be_shared(model)
 
 
-def test_a_blocks_branch_goes_through_torchvisions_function() -> None:
-    """The reference walks through the blocks by hand with the same random numbers. It drops or
-    scales each sample's branch as a whole.
+def test_the_branch_of_each_block_goes_through_torchvisions_function() -> None:
+    """The reference computes the blocks one by one with the same random numbers. It drops or scales
+    each sample's branch as a whole.
     """
     model, plain = resnet(0.7).train(), resnet(0.0).train()
     torch.manual_seed(5)
@@ -61,7 +61,7 @@ def test_a_blocks_branch_goes_through_torchvisions_function() -> None:
     assert not torch.equal(found, resnet(0.0).train()(IMAGES))
 
 
-def test_evaluation_drops_no_branch_and_a_copy_has_its_own_mode() -> None:
+def test_evaluation_drops_no_branch_and_a_copied_model_has_its_own_mode() -> None:
     model, plain = resnet(0.7).eval(), resnet(0.0).eval()
     assert torch.equal(model(IMAGES), plain(IMAGES))
     trained = copy.deepcopy(model).train()
@@ -79,13 +79,13 @@ def test_evaluation_drops_no_branch_and_a_copy_has_its_own_mode() -> None:
         ({"name": "resnet18_cifar", "drop_path": 0.1, "sync_batchnorm": True}, r"leave out model.drop_path"),
     ],
 )
-def test_unsuitable_models_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_models_without_residual_blocks_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_model(ModelConfig(**settings), (3, 32, 32), 10, 0)
 
 
 @pytest.mark.parametrize("strategy", ["pipeline", "ddp_mp"])
-def test_a_model_in_parts_is_refused(strategy: str) -> None:
+def test_strategies_that_split_the_model_refuse_drop_path(strategy: str) -> None:
     arguments = ["model.name=resnet18_cifar", "model.drop_path=0.1"]
     with pytest.raises(ConfigError, match=rf"model.drop_path: strategy={strategy} splits the model"):
         config.load(None, [*arguments, f"strategy={strategy}"])
@@ -121,7 +121,7 @@ def drawn_by_rank(rank: int) -> None:
 
 
 @pytest.mark.slow
-def test_1_2_and_3_ranks_train_identically(tmp_path: Path) -> None:
+def test_stochastic_depth_is_identical_on_1_2_and_3_ranks(tmp_path: Path) -> None:
     """Each of 2 ranks takes whole micro-batches; 3 ranks share the four."""
     assert [sampler.Dealing(0, world, 4, dividing=sampler.Dividing.EXACT).passes(24) > 0 for world in (2, 3)] == [
         False,

@@ -23,8 +23,8 @@ FROZEN = [*TINY, "model.freeze=features.*", "optim.weight_decay=0.1"]
     [[], ["ddp.ordered=true", "data.micro_batches=2", "amp.level=O0"], ["amp.level=O2"]],
     ids=["", "ordered", "O2"],
 )
-def test_frozen_weights_keep_their_values_and_the_others_train_alike(keys: list[str], tmp_path: Path) -> None:
-    """Weight decay would also change them."""
+def test_frozen_weights_keep_their_values_and_other_weights_train_as_usual(keys: list[str], tmp_path: Path) -> None:
+    """Even weight decay must not change them."""
     good(1, [*FROZEN, *keys, f"checkpoint.dir={tmp_path / 'alone'}"])
     walk = [*FROZEN, *keys, f"checkpoint.dir={tmp_path / 'walk'}"]
     for world, stop in ((1, 3), (2, 9)):
@@ -32,7 +32,8 @@ def test_frozen_weights_keep_their_values_and_the_others_train_alike(keys: list[
         assert [end.code for end in ended] == [75] * world, ended
     good(1, walk)
     losses = [final_losses(tmp_path / folder / "run") for folder in ("alone", "walk")]
-    # bfloat16 at O2 rounds at 4e-3, and two ranks round their sums differently from one.
+    # bfloat16 at O2 has a relative rounding error of 4e-3, and two ranks round their sums
+    # differently than one.
     np.testing.assert_allclose(losses[1], losses[0], rtol=2e-2 if "amp.level=O2" in keys else 1e-4)
     first = build_model(config.load(None, FROZEN).model, (1, 8, 8), 10, 0).state_dict()
     last = torch.load(tmp_path / "walk" / "step-000000016.pt", weights_only=True)
@@ -68,11 +69,11 @@ def test_the_frozen_weights_may_change_at_a_resume(name: str, tmp_path: Path) ->
         (("*",), r"no parameter is left to train"),
     ],
 )
-def test_invalid_patterns_are_refused(patterns: tuple[str, ...], message: str) -> None:
+def test_invalid_patterns_of_frozen_parameters_are_refused(patterns: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_model(ModelConfig(freeze=patterns, width=4), (1, 8, 8), 10, 0)
 
 
-def test_strategies_that_work_on_all_parameters_refuse_it(tmp_path: Path) -> None:
+def test_strategies_that_need_all_parameters_refuse_frozen_ones(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model.freeze: strategy=fsdp always trains all .* set strategy=ddp$"):
         train.run(config.load(None, [*FROZEN, "strategy=fsdp", f"checkpoint.dir={tmp_path}"]))

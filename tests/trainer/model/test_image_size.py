@@ -1,5 +1,5 @@
-"""A model that cannot take the size of the images fails with a one-line error that points to the
-setting.
+"""A model that cannot process images of the configured size is refused with a one-line error that
+names the setting.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ def folder(tmp_path: Path) -> list[str]:
         ("timm:vit_tiny_patch16_224", 32, "doesn't match model"),
     ],
 )
-def test_sizes_that_a_model_cannot_take_are_refused(name: str, side: int, reason: str) -> None:
+def test_image_sizes_that_a_model_cannot_process_are_refused(name: str, side: int, reason: str) -> None:
     pytest.importorskip("timm") if name.startswith("timm") else None
     with pytest.raises(ConfigError, match=rf"model.name={name} cannot take images of 32 x 32 \(.*{reason}.*\); set K"):
         check_image_size(ModelConfig(name=name), (3, side, side), 4, "K")
 
 
 @pytest.mark.parametrize("name", ["torchvision:regnet_y_400mf", "torchvision:alexnet", "small_cnn"])
-def test_other_sizes_are_accepted(name: str) -> None:
+def test_other_image_sizes_are_accepted(name: str) -> None:
     check_image_size(ModelConfig(name=name), (3, 64, 64), 4, "K")
 
 
-def test_training_reports_the_image_size(folder: list[str], tmp_path: Path) -> None:
+def test_training_reports_an_unsuitable_image_size(folder: list[str], tmp_path: Path) -> None:
     (end,) = run(1, [*folder, "model.name=torchvision:alexnet", "data.image_size=32"])
     assert "ConfigError: model.name=torchvision:alexnet cannot take images of 32 x 32" in end.error, end
     assert "; set data.image_size to the size that the model expects" in end.error
@@ -65,7 +65,9 @@ def test_the_size_of_test_images_is_checked_before_the_first_step(folder: list[s
     assert not list((tmp_path / "checkpoints").glob("step-*"))
 
 
-def test_the_evaluation_of_a_file_reports_the_image_size_too(folder: list[str], tmp_path: Path) -> None:
+def test_the_evaluation_of_a_checkpoint_also_reports_an_unsuitable_image_size(
+    folder: list[str], tmp_path: Path
+) -> None:
     weights = tmp_path / "weights.pt"
     keys = [*folder, "model.name=torchvision:alexnet", "data.image_size=64", "data.test_image_size=32"]
     torch.save(build_model(ModelConfig(name="torchvision:alexnet"), (3, 64, 64), 2, 0).state_dict(), weights)

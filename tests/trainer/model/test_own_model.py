@@ -165,7 +165,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     sys.modules.pop("somebodys_models", None)
 
 
-def test_a_custom_model_trains_alike_on_1_2_1_ranks_and_on_one_rank(own: str, tmp_path: Path) -> None:
+def test_a_custom_model_trains_on_1_2_1_ranks_as_on_one_rank(own: str, tmp_path: Path) -> None:
     keys = [*TINY, f"model.name={own}:net", "data.micro_batches=4"]
     good(1, [*keys, f"checkpoint.dir={tmp_path / 'alone'}"])
     walk = [*keys, f"checkpoint.dir={tmp_path / 'walk'}"]
@@ -258,7 +258,7 @@ def test_a_weight_that_a_later_step_leaves_out_is_refused_before_its_update(own:
     good(2, [*keys, "ddp.ordered=true", f"checkpoint.dir={tmp_path / 'ordered'}"])
 
 
-def test_in_order_a_weight_without_a_gradient_keeps_its_values_on_all_ranks(own: str, tmp_path: Path) -> None:
+def test_with_ddp_ordered_a_weight_without_a_gradient_keeps_its_values(own: str, tmp_path: Path) -> None:
     """Regression: weight decay was applied to it on several ranks, but not on one."""
     keys = [*TINY, f"model.name={own}:idle", "ddp.ordered=true", "data.micro_batches=4", "optim.weight_decay=0.1"]
     weights = []
@@ -281,7 +281,7 @@ def test_a_weight_without_a_gradient_keeps_its_values_if_gradients_are_one_vecto
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "deepspeed"])
-def test_a_parameter_without_a_dimension_cannot_be_sharded(strategy: str, own: str, tmp_path: Path) -> None:
+def test_a_parameter_without_dimensions_cannot_be_sharded(strategy: str, own: str, tmp_path: Path) -> None:
     if strategy == "deepspeed":
         pytest.importorskip("deepspeed")
     for ended in run(2, [*TINY, f"model.name={own}:scaled", f"strategy={strategy}", f"checkpoint.dir={tmp_path}"]):
@@ -293,7 +293,7 @@ def test_a_parameter_without_a_dimension_cannot_be_sharded(strategy: str, own: s
 def test_a_forward_pass_that_draws_random_numbers_gets_fixed_micro_batches(own: str) -> None:
     model = build_model(ModelConfig(name=f"{own}:net"), (1, 8, 8), 10, 3)
     assert is_tied_to_micro_batches(model)
-    assert not can_be_shared(model), "each of which one rank takes as a whole"
+    assert not can_be_shared(model), "each micro-batch is processed by a single rank"
     again = build_model(ModelConfig(name=f"{own}:net"), (1, 8, 8), 10, 3)
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
     drawn = [build_model(ModelConfig(name=f"{own}:projected"), (1, 8, 8), 10, seed).kept for seed in (3, 3, 4)]
@@ -315,7 +315,9 @@ def test_a_forward_pass_that_draws_random_numbers_gets_fixed_micro_batches(own: 
         ("smallcnn", r"use small_cnn, .* or package.module:function; did you mean 'small_cnn'\?"),
     ],
 )
-def test_mistakes_are_reported(name: str, message: str, own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_in_a_custom_model_are_reported(
+    name: str, message: str, own: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "timm", None)
     with pytest.raises(ConfigError, match=message):
         build_model(ModelConfig(name=name), (1, 8, 8), 10, 0)
@@ -328,7 +330,7 @@ def test_mistakes_are_reported(name: str, message: str, own: str, monkeypatch: p
         ("named", r"the model returns dict; return a tensor of scores"),
     ],
 )
-def test_a_different_output_ends_the_first_step(name: str, message: str, own: str, tmp_path: Path) -> None:
+def test_an_output_of_the_wrong_size_ends_the_first_step(name: str, message: str, own: str, tmp_path: Path) -> None:
     """Regression: this was found only in the first evaluation, after epochs of training on classes
     that do not exist.
     """
@@ -337,8 +339,8 @@ def test_a_different_output_ends_the_first_step(name: str, message: str, own: st
     assert not metrics(tmp_path / "run", "step")
 
 
-def test_timms_models_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for timm records the call. It has timm's own drop path."""
+def test_timms_models_are_built_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for timm records the call. It uses timm's own drop path."""
 
     class DropPath(nn.Module):
         drop_prob = 0.1

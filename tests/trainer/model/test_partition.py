@@ -41,7 +41,7 @@ def test_the_parts_of_a_chain_give_the_outputs_of_the_model(name: str, parts: in
     assert torch.equal(values, expected)
     assert skeleton.outputs(images.shape)[-1].shape == expected.shape
     names = [name for piece in pieces for name in piece.state_dict()]
-    assert sorted(names) == sorted(model.state_dict()), "under the model's names, each in one part"
+    assert sorted(names) == sorted(model.state_dict()), "each weight is in one part, under the model's name for it"
 
 
 def test_the_parts_of_a_channels_last_model_compute_in_that_layout() -> None:
@@ -54,7 +54,7 @@ def test_the_parts_of_a_channels_last_model_compute_in_that_layout() -> None:
     assert values.is_contiguous(memory_format=torch.channels_last) and not values.is_contiguous()
 
 
-def test_a_sequence_keeps_a_module_in_both_of_its_places() -> None:
+def test_a_module_that_occurs_twice_in_a_sequence_is_kept_in_both_positions() -> None:
     """An activation may be created once and used twice; named_children yields only its first
     position.
     """
@@ -94,7 +94,7 @@ def test_a_model_that_is_not_a_chain_of_modules_is_refused(model: nn.Module, mes
 
 
 @pytest.mark.parametrize("name", ["resnet18_cifar", "torchvision:resnet50", "torchvision:vgg16"])
-def test_two_parts_cost_nearly_the_same(name: str) -> None:
+def test_the_costs_of_two_parts_are_nearly_equal(name: str) -> None:
     with torch.device("meta"):
         model = build_model(ModelConfig(name=name), (3, 64, 64), 10, 0, torch.device("meta"))
     layers = to_sequential(model)
@@ -104,7 +104,7 @@ def test_two_parts_cost_nearly_the_same(name: str) -> None:
 
 
 def test_no_other_cut_is_cheaper() -> None:
-    """The cut is compared with every possible one."""
+    """The cut is compared with every possible cut."""
     draw = random.Random(7)
     for _ in range(200):
         modules = [nn.Linear(1, 1) if draw.random() < 0.6 else nn.ReLU() for _ in range(draw.randint(1, 9))]
@@ -134,7 +134,7 @@ def test_no_other_cut_is_cheaper() -> None:
         ("torchvision:vit_b_16", [f"encoder.layers.encoder_layer_{number}" for number in range(12)] + ["heads"]),
     ],
 )
-def test_fsdp_gathers_block_by_block(name: str, expected: list[str]) -> None:
+def test_fsdp_gathers_parameters_block_by_block(name: str, expected: list[str]) -> None:
     with torch.device("meta"):
         model = build_model(ModelConfig(name=name), (3, 224, 224), 10, 0, torch.device("meta"))
     names = {module: name for name, module in model.named_modules()}
@@ -149,7 +149,7 @@ def spread(monkeypatch: pytest.MonkeyPatch, devices: list[torch.device]) -> DdpM
     return strategy
 
 
-def test_parts_are_on_their_devices_and_values_cross_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_part_is_on_its_device_and_values_are_sent_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """The meta device stands for a second device. Values cannot be copied back from it, which shows
     where they are sent.
     """
@@ -165,10 +165,10 @@ def test_parts_are_on_their_devices_and_values_cross_to_them(monkeypatch: pytest
     with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
         strategy.model(torch.randn(2, 1, 8, 8))
     assert seen == sorted(seen) and {output for _, output in seen} == {"cpu", "meta"}
-    assert all(source == target for source, target in seen), "a module computes where its weights are"
+    assert all(source == target for source, target in seen), "a module computes on the device of its weights"
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU beside the CPU")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_model_on_the_cpu_and_a_gpu_trains_as_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from ddpjob_trainer.data.dataset import Batch
     from ddpjob_trainer.data.sampler import Micro
@@ -186,7 +186,7 @@ def test_a_model_on_the_cpu_and_a_gpu_trains_as_on_the_cpu(monkeypatch: pytest.M
         torch.testing.assert_close(trained[1][name], value, rtol=1e-3, atol=1e-4)
 
 
-def test_missing_devices_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_that_do_not_exist_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = configuration.load(None, ["strategy=ddp_mp", "ddp_mp.devices=4", "amp.level=O0"])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
     assert [device.index for device in DdpMp(settings, Group(), torch.device("cuda", 0)).devices] == [0, 1, 2, 3]

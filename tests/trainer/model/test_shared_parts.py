@@ -1,5 +1,5 @@
-"""Ranks that share micro-batches compute what one rank computes for whole ones: outputs, gradients,
-statistics, random numbers.
+"""Ranks that share micro-batches compute the same as one rank for whole micro-batches: outputs,
+gradients, statistics and random numbers.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ IMAGES = torch.randn(SAMPLES, 3, 6, 5, generator=torch.Generator().manual_seed(1
 
 
 class Meeting:
-    """The exchange between ranks that are threads of one process. Each exchange waits for all of
-    them.
+    """The exchange between ranks that are threads of one process. Each exchange waits for all
+    ranks.
     """
 
     def __init__(self, world: int) -> None:
@@ -47,7 +47,7 @@ class Meeting:
 
 
 class OneOf(Group):
-    """A rank that is one of several threads."""
+    """A rank that runs as one of several threads."""
 
     def __init__(self, rank: int, world: int, meeting: Meeting) -> None:
         super().__init__(rank, world)
@@ -133,7 +133,7 @@ def test_outputs_gradients_and_statistics_match_whole_micro_batches(world: int, 
         torch.testing.assert_close(found[key], expected[key], rtol=1e-4, atol=2e-5)
 
 
-def test_ranks_that_share_nothing_exchange_nothing() -> None:
+def test_ranks_exchange_messages_only_with_ranks_that_share_a_micro_batch() -> None:
     """In one pass of 4 micro-batches on 3 ranks, only neighbours exchange messages: for 2 layers of
     images and 1 of features, in both directions.
     """
@@ -184,7 +184,7 @@ def test_a_layer_without_samples_raises_an_error_that_names_the_remedy(layer: nn
         model(IMAGES[micro.samples])
 
 
-def test_a_layer_that_drops_nothing_may_get_any_input() -> None:
+def test_a_dropout_layer_with_rate_0_accepts_any_input() -> None:
     model = Windows(nn.Dropout(0.0))
     (micro, *_) = dealt(3)
     with SharedParts(model, Group(0, 3)).of_micro(micro):

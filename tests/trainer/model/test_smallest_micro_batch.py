@@ -25,7 +25,7 @@ RESNET += ["train.epochs=1", "eval.pictures=false", "train.timeout_seconds=60", 
         ("small_cnn", 8, False),
     ],
 )
-def test_models_that_need_two_samples_are_recognized(name: str, side: int, expected: bool) -> None:
+def test_models_that_need_at_least_two_samples_are_recognized(name: str, side: int, expected: bool) -> None:
     assert needs_two_samples(ModelConfig(name=name), (3, side, side), 4) is expected
 
 

@@ -1,5 +1,5 @@
-"""Batch statistics are taken over all ranks. Any number of ranks, even with uneven or empty shares,
-equals one BatchNorm over the whole batch.
+"""Batch statistics are computed over all ranks. Any number of ranks, even with uneven or empty
+shares, gives the results of one BatchNorm over the whole batch.
 """
 
 from __future__ import annotations
@@ -112,10 +112,10 @@ def unweighted(rank: int) -> None:
 
 
 @pytest.mark.parametrize(("world", "defect"), [(1, None), (2, None), (3, None), (3, unweighted)])
-def test_any_number_of_ranks_lies_on_the_curve_of_one(
+def test_any_number_of_ranks_has_the_loss_curve_of_one_rank(
     world: int, defect: Callable[[int], None] | None, alone: list[float], tmp_path: Path
 ) -> None:
-    """Neither 200 samples nor the last batch of 38 can be divided evenly by 3."""
+    """Neither 200 samples nor the last batch of 38 can be divided evenly among 3 ranks."""
     good(world, [*SYNC, "model.sync_batchnorm=true", f"checkpoint.dir={tmp_path}"], prepare=defect)
     if defect is None:
         np.testing.assert_allclose(final_losses(tmp_path / "run"), alone, rtol=TOLERANCE, atol=TOLERANCE)
@@ -137,7 +137,7 @@ def counting_stand_ins(rank: int) -> None:
 
 
 @pytest.mark.parametrize("defect", [None, counting_stand_ins])
-def test_a_rank_without_samples_does_not_change_statistics(
+def test_a_rank_without_samples_does_not_change_the_statistics(
     defect: Callable[[int], None] | None, tmp_path: Path
 ) -> None:
     """A run grows to 3 ranks with a global batch of 2 and a last batch of 1."""
@@ -164,7 +164,7 @@ def test_a_run_with_fixed_micro_batches_continues_with_statistics_of_all_ranks(t
     good(2, [*SYNC, "model.sync_batchnorm=true", f"checkpoint.dir={tmp_path}"])
 
 
-def test_samples_are_dealt_evenly_and_names_are_unchanged() -> None:
+def test_samples_are_distributed_evenly_and_parameter_names_are_unchanged() -> None:
     settings = config.load(None, ["model.norm=batch", "model.sync_batchnorm=true"]).model
     model = build_model(settings, (1, 8, 8), 10, 0)
     assert any(isinstance(module, CpuSyncBatchNorm) for module in model.modules()) and not is_tied_to_micro_batches(
@@ -177,18 +177,18 @@ def test_samples_are_dealt_evenly_and_names_are_unchanged() -> None:
 @pytest.mark.parametrize(
     "key", ["data.micro_batches=4", "ddp.ordered=true", "data.mixup=0.2", "data.cutmix=1.0", "model.dropout=0.1"]
 )
-def test_incompatible_options_are_refused(key: str, tmp_path: Path) -> None:
+def test_options_that_are_incompatible_with_sync_batchnorm_are_refused(key: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model.sync_batchnorm.*leave"):
         train.run(config.load(None, [*SYNC, "model.sync_batchnorm=true", key, f"checkpoint.dir={tmp_path}"]))
 
 
-def test_one_value_per_channel_has_no_variance() -> None:
+def test_a_single_value_per_channel_is_refused() -> None:
     os.environ.pop("RANK", None)
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         synchronize(nn.Sequential(nn.BatchNorm1d(3)), torch.device("cpu"))(torch.ones(1, 3))
 
 
-def test_torchs_layer_sends_an_empty_share_in_the_format_of_the_others() -> None:
+def test_torchs_layer_sends_an_empty_share_in_the_same_format_as_other_shares() -> None:
     """An empty share is sent in the format of the layer's input."""
 
     formats = []
@@ -217,6 +217,6 @@ class NormAndActivation(nn.BatchNorm2d):
         return super().forward(input).relu()
 
 
-def test_a_normalization_that_does_more_is_refused() -> None:
+def test_a_layer_that_does_more_than_normalize_is_refused() -> None:
     with pytest.raises(ConfigError, match="NormAndActivation of this model does more than normalize"):
         synchronize(nn.Sequential(NormAndActivation(3)), torch.device("cpu"))

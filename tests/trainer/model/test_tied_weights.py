@@ -58,7 +58,7 @@ def saved(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("form", ["torch", "dcp"])
-def test_shards_of_a_tied_weight_are_saved_and_loaded(form: str, tmp_path: Path) -> None:
+def test_shards_of_a_tied_weight_can_be_saved_and_loaded(form: str, tmp_path: Path) -> None:
     alone, walk = tmp_path / "alone", tmp_path / "walk"
     good(1, [*KEYS, "strategy=single", f"checkpoint.dir={alone}"])
     for incarnation, world in enumerate((2, 3)):

@@ -23,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 AVERAGE = [*TINY, "model.norm=batch", "data.micro_batches=2", "optim.ema_decay=0.7"]
 
 
-def test_the_average_matches_torch() -> None:
+def test_the_average_matches_torchs_averaged_model() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     running = [(name, buffer) for name, buffer in model.named_buffers() if buffer.is_floating_point()]
@@ -46,7 +46,7 @@ def test_the_average_matches_torch() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_skipped_steps_do_not_count() -> None:
+def test_skipped_steps_do_not_count_in_the_average() -> None:
     """This holds whether the skip is known immediately or only on the device."""
     weight = torch.zeros(3)
     known, later = MovingAverage(0.9, [("w", weight)]), MovingAverage(0.9, [("w", weight)])
@@ -71,7 +71,7 @@ def test_an_overflow_does_not_change_the_average() -> None:
 
 
 @pytest.mark.parametrize("amp", ["O0", "O2"])
-def test_half_a_model_is_averaged_in_float32(amp: str) -> None:
+def test_a_model_in_half_precision_is_averaged_in_float32(amp: str) -> None:
     settings = config.load(
         None, ["strategy=single", "model.width=4", "model.norm=batch", "optim.ema_decay=0.5", f"amp.level={amp}"]
     )
@@ -111,21 +111,21 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_restart_changes_neither_losses_nor_the_average(defect: object, undisturbed: Path, tmp_path: Path) -> None:
     assert [end.code for end in run(1, [*AVERAGE, f"checkpoint.dir={tmp_path}"], prepare=stop_at(11))] == [75]
     good(1, [*AVERAGE, f"checkpoint.dir={tmp_path}"], prepare=defect)  # type: ignore[arg-type]
-    assert final_losses(tmp_path / "run") == final_losses(undisturbed / "run"), "training itself never sees the average"
+    assert final_losses(tmp_path / "run") == final_losses(undisturbed / "run"), "training itself never uses the average"
     one, other = (saved(folder)["average"]["averages"] for folder in (undisturbed, tmp_path))
     same = all(torch.equal(value, other[name]) for name, value in one.items())
     evaluated = [metrics(folder / "run", "eval")[-1]["loss"] for folder in (undisturbed, tmp_path)]
     assert same is (defect is None) and (evaluated[0] == evaluated[1]) is (defect is None)
 
 
-def test_several_ranks_have_the_average_of_one(undisturbed: Path, tmp_path: Path) -> None:
+def test_the_average_is_the_same_on_several_ranks_as_on_one(undisturbed: Path, tmp_path: Path) -> None:
     good(2, [*AVERAGE, f"checkpoint.dir={tmp_path}"])
     one, two = (saved(folder)["average"]["averages"] for folder in (undisturbed, tmp_path))
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-4)
 
 
-def test_the_average_is_evaluated(undisturbed: Path) -> None:
+def test_the_average_is_used_for_evaluation(undisturbed: Path) -> None:
     settings = config.load(None, AVERAGE)
     data = open_data(settings.data)
     (batch,) = data.test_batches([list(range(data.test_size))])

@@ -1,8 +1,8 @@
 """Learning rates that decay from block to block equal timm's for its models, and follow BEiT's rule
-for others.
+for other models.
 
-The tests cover parameter groups without decay, frozen layers, the parameter names of every
-strategy, and a different value at a resume.
+The tests cover parameter groups without weight decay, frozen layers, every strategy's parameter
+names, and a changed value at a resume.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def test_torchvisions_transformer_has_the_depths_of_beit() -> None:
         assert decay == (0.0 if plain else 0.05), name
 
 
-def test_a_resnet_counts_its_blocks() -> None:
+def test_the_depths_of_a_resnet_follow_its_blocks() -> None:
     model = torchvision.models.resnet18(num_classes=3)
 
     def by_hand(name: str) -> int:
@@ -94,14 +94,14 @@ def test_a_resnet_counts_its_blocks() -> None:
 @pytest.mark.parametrize(
     "name", ["convnext_tiny", "efficientnet_b0", "swin_t", "regnet_y_400mf", "vgg11", "densenet121"]
 )
-def test_any_model_has_depths_without_gaps_from_input_to_head(name: str) -> None:
+def test_the_depths_of_any_model_rise_without_gaps_from_input_to_head(name: str) -> None:
     model = torchvision.models.get_model(name, num_classes=3)
     found = depths(model)
     in_order = [found[key] for key, _ in model.named_parameters()]
     assert in_order == sorted(in_order) and set(in_order) == set(range(in_order[-1] + 1)) and in_order[-1] >= 7
 
 
-def test_a_model_without_blocks_counts_its_layers() -> None:
+def test_the_depths_of_a_model_without_blocks_follow_its_layers() -> None:
     model = SmallCnn((1, 8, 8), 10, ModelConfig(width=4))
     found = depths(model)
     assert found["features.0.weight"] == found["features.1.weight"] == 0
@@ -116,7 +116,7 @@ def test_frozen_layers_do_not_change_the_rates_of_other_layers() -> None:
     assert part == {name: value for name, value in whole.items() if not name.startswith(("layer4", "conv1"))}
 
 
-def test_one_is_one_group_and_wrong_values_are_refused() -> None:
+def test_a_decay_of_1_gives_a_single_group_and_invalid_values_are_refused() -> None:
     model = SmallCnn((1, 8, 8), 10, ModelConfig(width=4))
     assert len(build_optimizer(OptimConfig(), model.named_parameters(), depths(model)).param_groups) == 1
     for wrong in (0.0, 1.2, float("nan")):
@@ -133,7 +133,7 @@ class HeadFirst(nn.Module):
         self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(4, 2) for _ in range(3))
 
 
-def test_the_first_and_last_rates_reveal_a_head_in_the_wrong_place() -> None:
+def test_the_printed_rates_show_a_head_at_the_wrong_depth() -> None:
     model = torchvision.models.VisionTransformer(16, 8, 4, 2, 8, 16, num_classes=3)
     assert describe_shares(depths(model), 0.5) == (
         "optim.layer_decay=0.5: 6 groups, whose learning rates rise from 0.0312 times optim.lr"
@@ -145,7 +145,9 @@ def test_the_first_and_last_rates_reveal_a_head_in_the_wrong_place() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_the_ends_are_printed_once(world: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_first_and_last_rates_are_printed_only_once(
+    world: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     keys = [*TINY, "train.epochs=1", "optim.layer_decay=0.5", f"checkpoint.dir={tmp_path}"]
     good(world, keys)
     line = "optim.layer_decay=0.5: 4 groups, whose learning rates rise from 0.125 times optim.lr (features.0.weight"
@@ -163,9 +165,9 @@ def test_a_group_matcher_without_timm_is_an_error_with_a_remedy(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("form", ["torch", "dcp"])
-def test_a_different_value_at_a_resume(tmp_path: Path, form: str) -> None:
-    """The first half of the training has no layer decay. After the resume the rates are the new
-    ones, and momentum is kept.
+def test_a_changed_layer_decay_applies_after_a_resume(tmp_path: Path, form: str) -> None:
+    """The first half of the training has no layer decay. After the resume, the new rates apply, and
+    momentum is kept.
     """
     tiny = [
         "strategy=single", "data.batch=256", "model.width=4", "train.eval_every=9", "optim.lr=0.05", "train.epochs=2",
@@ -181,4 +183,5 @@ def test_a_different_value_at_a_resume(tmp_path: Path, form: str) -> None:
         scales = [[group.get("lr_scale") for group in state["groups"]] for state in states]
         assert scales[0] == scales[1] == [0.125, 0.25, 0.5, 1.0]
         assert [group["lr"] for group in states[0]["groups"]] == [0.05 * scale for scale in scales[0]]
-    assert train.run(config.load(None, [*tiny, "train.epochs=3", "optim.schedule=constant"])) == 0  # and back again
+    # The old value applies again.
+    assert train.run(config.load(None, [*tiny, "train.epochs=3", "optim.schedule=constant"])) == 0

@@ -41,8 +41,8 @@ def broken_at(steps: range, rank: int, *, gradients: bool = True) -> Callable[[i
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_step_is_skipped_on_all_ranks_and_reported(world: int, tmp_path: Path, capfd: Any) -> None:
-    """The result equals a run in which steps 3 and 4 were never taken. If a single rank had kept
-    its gradient, the ranks would differ.
+    """The result equals that of a run without steps 3 and 4. If a single rank had used its
+    gradient, the ranks would differ.
     """
     good(world, [*WORSE, f"checkpoint.dir={tmp_path}"], prepare=broken_at(range(3, 5), world - 1))
     reported = metrics(tmp_path / "run", "skipped")
@@ -67,7 +67,7 @@ def test_a_step_with_an_infinite_loss_and_finite_gradients_is_skipped_too(strate
     assert [row["step"] for row in metrics(tmp_path / "run", "step") if row["loss"] is None] == [3]
 
 
-def test_three_in_a_row_end_all_ranks_with_names(tmp_path: Path) -> None:
+def test_three_nonfinite_steps_in_a_row_end_all_ranks_and_name_the_samples(tmp_path: Path) -> None:
     ended = run(2, [*WORSE, f"checkpoint.dir={tmp_path}"], prepare=broken_at(range(4, 9), 1))
     assert [end.code for end in ended] == [1, 1]
     for end in ended:
@@ -78,7 +78,7 @@ def test_three_in_a_row_end_all_ranks_with_names(tmp_path: Path) -> None:
     assert [row["step"] for row in reported] == [4, 5] and len(named.split(", ")) == 16
 
 
-def test_the_count_restarts_after_a_finite_step(tmp_path: Path) -> None:
+def test_the_count_of_nonfinite_steps_restarts_after_a_finite_step(tmp_path: Path) -> None:
     def prepare(rank: int) -> None:
         broken_at(range(2, 4), 0)(rank)
         broken_at(range(5, 7), 0)(rank)
@@ -94,7 +94,7 @@ def test_the_first_nonfinite_step_ends_the_run_if_configured(tmp_path: Path) -> 
     assert end.code == 1 and "step 2: the loss is not finite on rank 0" in end.error and "it was skipped" in end.error
 
 
-def test_without_skipping_the_weights_would_be_lost(tmp_path: Path) -> None:
+def test_without_skipping_the_weights_would_become_nan(tmp_path: Path) -> None:
     """Deliberate defect: the optimizer takes every step, even with a nonfinite gradient."""
 
     def prepare(rank: int) -> None:
@@ -140,7 +140,7 @@ def test_a_dynamic_scale_may_overflow_while_it_adapts() -> None:
             take(watch, step, True, torch.nan)
 
 
-def test_a_sample_common_to_all_steps_with_a_nonfinite_loss_is_reported() -> None:
+def test_samples_that_all_nonfinite_steps_have_in_common_are_reported() -> None:
     texts: list[str] = []
     watch = NonFiniteGuard(9, Group(), lambda step, text, samples: texts.append(text))
 
@@ -149,10 +149,10 @@ def test_a_sample_common_to_all_steps_with_a_nonfinite_loss_is_reported() -> Non
         return texts[-1]
 
     assert "may be the cause" not in skip(1, [7, *range(100, 150)])
-    assert "may be the cause" not in skip(2, [7, *range(120, 180)]), "they share 31 samples"
-    assert "may be the cause" not in skip(3, [1, 2], loss=1.0), "the gradient overflows"
+    assert "may be the cause" not in skip(2, [7, *range(120, 180)]), "the steps share 31 samples"
+    assert "may be the cause" not in skip(3, [1, 2], loss=1.0), "the gradient overflows, so the loss is finite"
     assert "as in earlier steps with sample(s) 7, whose data may be the cause;" in skip(4, [7, 500, 501])
-    assert "may be the cause" not in skip(5, [8, 9]), "an unrelated step"
+    assert "may be the cause" not in skip(5, [8, 9]), "a step without common samples"
 
 
 def test_a_static_scale_or_no_scale_may_not_overflow() -> None:
@@ -163,9 +163,9 @@ def test_a_static_scale_or_no_scale_may_not_overflow() -> None:
     assert reported == [1]
 
 
-def test_on_an_accelerator_nothing_waits_until_the_report() -> None:
-    """`skipped` is then a tensor on the device. Sums are right without reading it, and it is read
-    only for the report.
+def test_on_an_accelerator_training_does_not_wait_for_the_result_of_a_check() -> None:
+    """`skipped` is then a tensor on the device. Sums are computed on the device as well, and the
+    value is read only for the report.
     """
     watch, reported = guard()
     kept = [take(watch, step, torch.tensor(step == 2), torch.inf if step == 2 else 3.0) for step in (1, 2, 3)]
@@ -179,12 +179,12 @@ def test_on_an_accelerator_nothing_waits_until_the_report() -> None:
         watch.check()
 
 
-def test_a_limit_below_one_is_refused() -> None:
+def test_a_limit_of_nonfinite_steps_below_1_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"train\.nonfinite_limit=0: must be at least 1"):
         guard(limit=0)
 
 
-def test_the_curve_continues_where_it_was_after_a_skipped_step(tmp_path: Path) -> None:
+def test_the_loss_curve_continues_unchanged_after_a_skipped_step(tmp_path: Path) -> None:
     """Step 1 is skipped on two ranks. The other losses equal those of a run that begins one step
     later with the same weights.
     """

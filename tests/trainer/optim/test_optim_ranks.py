@@ -1,5 +1,5 @@
-"""LARS, averaged weights, clipping and smoothed labels have the same curve and evaluation, however
-ranks share the training.
+"""LARS, averaged weights, clipping and smoothed labels give the same loss curve and evaluation,
+however ranks share the work.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def own_part_only(rank: int) -> None:
-    """Deliberate defect: each rank clips by the norm of its own part of the gradients."""
+    """Deliberate defect: each rank clips by the norm of only its own part of the gradients."""
     Precision.over_parts = property(lambda self: None, lambda self, value: None)  # type: ignore[assignment]
 
 
@@ -39,7 +39,7 @@ def own_part_only(rank: int) -> None:
     ("strategy", "world", "defect"),
     [("ddp", 3, None), ("fsdp", 2, None), ("pipeline", 2, None), ("fsdp", 2, own_part_only)],
 )
-def test_every_strategy_has_the_curve_of_one_process(
+def test_every_strategy_has_the_loss_curve_of_one_process(
     strategy: str, world: int, defect: Callable[[int], None] | None, alone: Path, tmp_path: Path
 ) -> None:
     """The tolerance covers float32 sums in a different order over 8 steps."""

@@ -1,5 +1,5 @@
 """Rates equal those of torch's schedulers at every step. Optimizers, parameter groups and losses
-equal torch's own or the paper's formula.
+equal torch's own or the papers' formulas.
 """
 
 from __future__ import annotations
@@ -53,22 +53,22 @@ def reference(make: Callable[[torch.optim.Optimizer], LRScheduler]) -> list[floa
     return values
 
 
-def test_cosine_matches_torch() -> None:
+def test_the_cosine_schedule_matches_torch() -> None:
     assert rates(OptimConfig(lr=0.4)) == pytest.approx(reference(lambda o: CosineAnnealingLR(o, T_max=TOTAL)))
 
 
-def test_linear_matches_torch() -> None:
+def test_the_linear_schedule_matches_torch() -> None:
     config = OptimConfig(lr=0.4, schedule=ScheduleName.LINEAR)
     assert rates(config) == pytest.approx(reference(lambda o: LinearLR(o, 1.0, 0.0, total_iters=TOTAL)))
 
 
-def test_step_matches_torch() -> None:
+def test_the_step_schedule_matches_torch() -> None:
     config = OptimConfig(lr=0.4, schedule=ScheduleName.STEP, milestones=(3.0, 8.0), gamma=0.2)
     assert rates(config) == pytest.approx(reference(lambda o: MultiStepLR(o, milestones=[21, 56], gamma=0.2)))
 
 
 @pytest.mark.parametrize(("rise", "start", "end"), [(0.3, 0.04, 4e-6), (0.25, 0.1, 1e-3), (0.5, 1.0, 0.0)])
-def test_one_cycle_matches_torch(rise: float, start: float, end: float) -> None:
+def test_the_one_cycle_schedule_matches_torch(rise: float, start: float, end: float) -> None:
     config = OptimConfig(lr=0.4, schedule=ScheduleName.ONE_CYCLE, rise=rise, start_factor=start, end_factor=end)
     final = start / end if end else 1e300
 
@@ -84,8 +84,8 @@ def test_one_cycle_matches_torch(rise: float, start: float, end: float) -> None:
     assert rates(config) == pytest.approx(torchs_rates)
 
 
-def test_one_cycle_works_with_few_steps() -> None:
-    """The rise is one step long, for which torch's scheduler divides by zero."""
+def test_the_one_cycle_schedule_works_with_few_steps() -> None:
+    """The rise takes only one step, for which torch's scheduler divides by zero."""
     config = OptimConfig(lr=0.4, schedule=ScheduleName.ONE_CYCLE, rise=0.5)
     assert [learning_rate(config, Position(step, 2, 1, 1)) for step in range(2)] == pytest.approx([0.4, 0.4 * 4e-6])
 
@@ -115,14 +115,14 @@ SCHEDULES = [
     batches=st.lists(st.integers(1, 300), min_size=1, max_size=5),
     changes=st.lists(st.integers(1, 2500), min_size=4, max_size=4),
 )
-def test_the_rate_follows_the_samples_for_any_batch_sizes(
+def test_the_learning_rate_follows_the_samples_for_any_batch_sizes(
     config: OptimConfig, batches: list[int], changes: list[int]
 ) -> None:
-    """The batch size may change at any sample. Each step's rate lies within the rates that the
-    smallest steps would have in the same range of samples.
+    """The batch size may change at any sample. Each step's rate lies between the rates that the
+    smallest possible steps would have in the same range of samples.
 
-    After each change, the rate matches a run that used the new batch size from the start. The last
-    step has the last rate.
+    After each change, the rate matches that of a run with the new batch size from the start. The
+    last step has the final rate.
     """
     size, consumed, walk = (
         STEPS * BATCH,
@@ -134,8 +134,8 @@ def test_the_rate_follows_the_samples_for_any_batch_sizes(
     while consumed < size * EPOCHS:
         batch = next((each for each, until in walk if consumed < until), batch)
         found = rate(config, consumed, batch)
-        # The maximum of one-cycle is one step before its position among the samples, so the step
-        # before also counts.
+        # With one-cycle, the maximum is one step earlier than its position among the samples, so
+        # the previous step also counts.
         near = finest[max(0, consumed - batch) : consumed + min(batch, size)]
         assert min(near) * (1 - 1e-9) <= found <= max(near) * (1 + 1e-9), (consumed, batch)
         consumed += min(batch, size - consumed % size)
@@ -143,7 +143,7 @@ def test_the_rate_follows_the_samples_for_any_batch_sizes(
 
 @pytest.mark.parametrize("config", SCHEDULES[:5], ids=lambda config: f"{config.schedule}-{config.warmup_epochs}")
 @given(consumed=st.integers(0, 2687), batches=st.tuples(st.integers(1, 224), st.integers(1, 224)))
-def test_after_the_warmup_the_batch_does_not_matter_at_all(
+def test_after_the_warmup_the_rate_does_not_depend_on_the_batch_size(
     config: OptimConfig, consumed: int, batches: tuple[int, int]
 ) -> None:
     if consumed >= config.warmup_epochs * STEPS * BATCH:
@@ -172,8 +172,8 @@ def trained(make: Callable[[nn.Module], torch.optim.Optimizer]) -> list[torch.Te
 
 
 def split(model: nn.Module, decay: float) -> list[dict[str, object]]:
-    """Group parameters by the kind of their module. The trainer groups them by their number of
-    dimensions.
+    """Group parameters by the kind of their module, as a reference. The trainer groups them by
+    their number of dimensions.
     """
     normalized = {
         id(p) for module in model.modules() if isinstance(module, nn.BatchNorm2d) for p in module.parameters()
@@ -208,11 +208,11 @@ def split(model: nn.Module, decay: float) -> list[dict[str, object]]:
 def test_optimizers_match_torch(config: OptimConfig, torchs: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
     ours, theirs = trained(lambda model: build_optimizer(config, model.named_parameters())), trained(torchs)
     for own, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)  # fused kernels round once, others twice
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)  # fused kernels round once, other kernels twice
 
 
-def test_groups_without_decay_differ_from_one_group() -> None:
-    """The two comparisons with groups above can fail."""
+def test_groups_without_weight_decay_change_the_result() -> None:
+    """This shows that the two comparisons with groups above can fail."""
     with_decay = trained(lambda model: build_optimizer(OptimConfig(weight_decay=0.2), model.named_parameters()))
     without = trained(
         lambda model: build_optimizer(
@@ -246,8 +246,8 @@ def test_tokens_positions_and_layer_scales_are_not_decayed() -> None:
 
 
 @pytest.mark.parametrize("name", [OptimizerName.SGD, OptimizerName.ADAMW])
-def test_sharded_weights_take_a_step_all_at_once(name: OptimizerName) -> None:
-    """torch itself steps through DTensors one by one."""
+def test_sharded_weights_are_updated_together(name: OptimizerName) -> None:
+    """By default, torch updates DTensors one by one."""
     from torch.distributed.tensor import distribute_tensor, init_device_mesh
 
     config = OptimConfig(name=name, lr=0.1)
@@ -336,8 +336,8 @@ def test_lamb_matches_timm() -> None:
 
 @pytest.mark.parametrize("scale", [0.01, 100.0])
 def test_the_recipe_with_lamb_clips_like_timm(scale: float) -> None:
-    """timm's LAMB clips the norm of all gradients to 1 by default. Only the larger gradients here
-    are above it.
+    """timm's LAMB clips the norm of all gradients to 1 by default. At the smaller scale, it does not
+    clip the first step.
     """
     lamb = pytest.importorskip("timm.optim").Lamb
     config = load("imagenet-lamb", []).optim
@@ -359,7 +359,7 @@ def test_the_recipe_with_lamb_clips_like_timm(scale: float) -> None:
 
 
 @pytest.mark.parametrize("name", [OptimizerName.LARS, OptimizerName.LAMB])
-def test_the_state_of_lars_and_lamb_survives_a_state_dict(name: OptimizerName) -> None:
+def test_the_state_of_lars_and_lamb_can_be_saved_and_loaded(name: OptimizerName) -> None:
     config = OptimConfig(name=name)
 
     def go(optimizer: torch.optim.Optimizer, weights: list[nn.Parameter], steps: range) -> None:
@@ -384,7 +384,7 @@ def test_the_state_of_lars_and_lamb_survives_a_state_dict(name: OptimizerName) -
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_loss_of_numbers_shares_and_weights(smoothing: float) -> None:
+def test_the_loss_matches_torch_for_labels_probabilities_and_weights(smoothing: float) -> None:
     torch.manual_seed(0)
     logits, labels = torch.randn(6, 5), torch.tensor([0, 1, 2, -100, 4, 0])
     shares = torch.rand(6, 5).softmax(1)
@@ -425,6 +425,6 @@ def test_loss_of_numbers_shares_and_weights(smoothing: float) -> None:
         ),
     ],
 )
-def test_invalid_values_are_refused(config: OptimConfig, message: str) -> None:
+def test_invalid_settings_of_optimizers_are_refused(config: OptimConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_optimizer(config, named([nn.Parameter(torch.zeros(1))]))

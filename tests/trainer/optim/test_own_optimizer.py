@@ -1,4 +1,4 @@
-"""The user's own optimizer is refused if a restart would change its steps, also much later ones."""
+"""A custom optimizer is refused if a restart would change its steps, even much later ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ddpjob_trainer.optim.own_optimizer import build_own
 
 
 class Lookahead(torch.optim.SGD):
-    """Keeps slow weights in its state, but the number of its steps in itself."""
+    """Keeps slow weights in its state, but the number of its steps in an attribute."""
 
     every, count = 5, 0
 
@@ -27,13 +27,13 @@ class Lookahead(torch.optim.SGD):
 
 
 class EverySeventh(Lookahead):
-    """The first load sees whole periods only."""
+    """Its defect does not show if the state is loaded after a whole number of periods."""
 
     every = 7
 
 
 class CountInGroup(torch.optim.SGD):
-    """The weights differ only after step 40, but the settings already differ."""
+    """The weights differ only after step 40, but the settings differ from the beginning."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step(closure)
@@ -67,7 +67,7 @@ def build(name: str, lr: float = 0.1) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("name", "step", "load"), [("Lookahead", 10, 7), ("EverySeventh", 21, 17), ("CountInGroup", 8, 7)]
 )
-def test_state_that_a_checkpoint_would_lose_is_found_at_any_rate(
+def test_state_that_a_checkpoint_would_lose_is_detected_at_any_learning_rate(
     name: str, step: int, load: int, lr: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "mine", sys.modules[__name__])
@@ -76,7 +76,7 @@ def test_state_that_a_checkpoint_would_lose_is_found_at_any_rate(
 
 
 @pytest.mark.parametrize("name", ["mine:Saved", "torch.optim:RAdam", "torch.optim:ASGD", "torch.optim:Adafactor"])
-def test_an_optimizer_that_keeps_its_state_where_it_belongs_is_accepted(
+def test_an_optimizer_that_keeps_all_state_in_its_state_dict_is_accepted(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "mine", sys.modules[__name__])

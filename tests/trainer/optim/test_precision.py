@@ -1,5 +1,5 @@
-"""Apex's levels equal hand-written loops of torch's own parts. Loss scale, clipping and skipped
-steps are covered, and a resume is exact.
+"""Apex's levels equal loops written by hand with torch's own functions. The tests cover the loss
+scale, clipping, skipped steps, and exact resumes.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def test_o1_is_autocast_with_gradscaler_and_clips_unscaled_gradients(
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_o2_is_a_half_model_with_float32_normalisation_and_masters(dtype: str) -> None:
+def test_o2_is_a_half_model_with_float32_normalization_and_master_weights(dtype: str) -> None:
     strategy = opened("amp.level=O2", f"amp.dtype={dtype}", "amp.loss_scale=128.0", "optim.clip_norm=1.0")
     updates = steps(strategy, range(5), parts=2)
     half = HALVES[dtype]
@@ -155,12 +155,12 @@ def test_o2_is_a_half_model_with_float32_normalisation_and_masters(dtype: str) -
         torch.testing.assert_close(saved[name], master.detach(), rtol=1e-4, atol=1e-6)
     assert {parameter.dtype for parameter in strategy.model.parameters()} == {half, torch.float32}
     assert any(not torch.equal(master, master.to(half).float()) for master in masters.parameters()), (
-        "masters hold more than the model"
+        "master weights are more precise than the model's"
     )
 
 
 @pytest.mark.parametrize(("dtype", "scale"), [("float16", "128.0"), ("float16", "1"), ("bfloat16", "auto")])
-def test_o3_is_all_in_half(dtype: str, scale: str) -> None:
+def test_o3_computes_everything_in_half_precision(dtype: str, scale: str) -> None:
     strategy = opened("amp.level=O3", f"amp.dtype={dtype}", f"amp.loss_scale={scale}")
     steps(strategy, range(4))
     factor = 1.0 if scale == "auto" else float(scale)
@@ -193,7 +193,7 @@ def test_o0_clips_like_torch() -> None:
     same(strategy.model, model)
 
 
-def test_data_parallel_threads_compute_in_the_format() -> None:
+def test_threads_of_data_parallel_compute_in_the_configured_format() -> None:
     """Autocast's format is thread-local."""
     strategy = opened("strategy=dp", "amp.level=O1")
     assert strategy.network(batch(0).images).dtype is torch.bfloat16
@@ -213,7 +213,7 @@ def test_data_parallel_on_the_cpu_leaves_a_machines_gpus_alone(monkeypatch: pyte
     assert strategy.network(batch(0).images).device.type == "cpu"
 
 
-def test_masters_are_where_their_weights_are() -> None:
+def test_master_weights_are_on_the_devices_of_their_weights() -> None:
     """A strategy may have moved parts of the model to other devices."""
     precision = Precision(AmpConfig(level=AmpLevel.O2))
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -221,7 +221,7 @@ def test_masters_are_where_their_weights_are() -> None:
     assert [weight.device.type for _, weight in precision.parameters(model)] == ["cpu", "cpu", "meta", "meta"]
 
 
-# ------------------------------------------------------------ steps left out
+# ------------------------------------------------------------ skipped steps
 
 
 def spoiled(strategy: Strategy) -> None:
@@ -237,11 +237,11 @@ def spoiled(strategy: Strategy) -> None:
     "amp", [["amp.level=O0"], ["amp.level=O1", "amp.dtype=float16"], ["amp.level=O2", "amp.dtype=float16"]]
 )
 @pytest.mark.parametrize("when", [0, 3])
-def test_a_step_that_is_not_finite_leaves_nothing_behind(
+def test_a_nonfinite_step_leaves_no_trace_in_weights_or_optimizer_state(
     amp: list[str], optimizer: str, when: int, waits: bool
 ) -> None:
     """This also holds for the first step, where torch's fused SGD would leave its momentum
-    uninitialized. It does not depend on waiting for the result.
+    uninitialized. It holds whether or not the host waits for the result.
     """
     arguments = [
         *amp,
@@ -265,7 +265,7 @@ def test_a_step_that_is_not_finite_leaves_nothing_behind(
         for name, value in strategy.model.named_buffers():
             value.copy_(running[name])
     assert all(torch.equal(strategy.state()["model"][name], value) for name, value in before.items())
-    # Halving the scale does not change a bit of gradients that neither overflow nor underflow.
+    # Halving the scale does not change the gradients at all if they neither overflow nor underflow.
     steps(strategy, range(when, 6))
     steps(undisturbed, range(when, 6))
     for name, value in undisturbed.state()["model"].items():
@@ -273,7 +273,7 @@ def test_a_step_that_is_not_finite_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_nonfinite_images_do_not_spoil_running_statistics(level: str) -> None:
+def test_nonfinite_images_do_not_affect_running_statistics(level: str) -> None:
     """Otherwise one such image would make every later evaluation NaN."""
     strategy = opened(f"amp.level={level}")
     steps(strategy, range(2))
@@ -285,7 +285,7 @@ def test_nonfinite_images_do_not_spoil_running_statistics(level: str) -> None:
     assert all(torch.equal(value, before[name]) for name, value in strategy.model.named_buffers() if name in before)
 
 
-def test_the_dynamic_scale_falls_and_grows_like_gradscalers() -> None:
+def test_the_dynamic_scale_changes_like_gradscalers() -> None:
     strategy = opened("amp.level=O1", "amp.dtype=float16", "amp.scale_window=3")
     scale = lambda: strategy.precision.state()["scaler"]["scale"]  # noqa: E731
     steps(strategy, range(2))
@@ -309,7 +309,7 @@ def test_the_dynamic_scale_falls_and_grows_like_gradscalers() -> None:
     )
 
 
-def test_a_different_window_applies_after_a_resume() -> None:
+def test_a_changed_scale_window_applies_after_a_resume() -> None:
     """Regression: the checkpoint's window was used silently."""
     keys = "amp.level=O1", "amp.dtype=float16"
     before, after = opened(*keys, "amp.scale_window=2000"), opened(*keys, "amp.scale_window=3")
@@ -387,11 +387,11 @@ def float32_curve(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
         (1, "O2", "bfloat16", 0.05),
     ],
 )
-def test_the_curve_matches_float32(
+def test_the_loss_curve_of_each_level_matches_float32(
     world: int, level: str, dtype: str, tolerance: float, float32_curve: list[float], tmp_path: Path
 ) -> None:
-    """The loss falls from 2.4 to about 1.6 in 8 steps. float16 rounds at a relative 5e-4 and
-    bfloat16 at 4e-3, and a few times that is allowed.
+    """The loss falls from 2.4 to about 1.6 in 8 steps. float16 has a relative rounding error of
+    5e-4 and bfloat16 of 4e-3. A few times as much is allowed.
     """
     good(world, [*TINY, *CURVE, f"amp.level={level}", f"amp.dtype={dtype}", f"checkpoint.dir={tmp_path}"])
     np.testing.assert_allclose(final_losses(tmp_path / "run"), float32_curve, rtol=tolerance)
@@ -407,7 +407,7 @@ def forgetful(rank: int) -> None:
 
 
 @pytest.mark.parametrize(("world", "defect"), [(2, False), (1, True)])
-def test_resume_is_exact_with_its_scale(world: int, defect: bool, tmp_path: Path) -> None:
+def test_a_resume_restores_the_loss_scale_exactly(world: int, defect: bool, tmp_path: Path) -> None:
     """The window is 3, so the scale has doubled before the stop. The deliberate defect, a scale
     that starts over, is detected.
     """
@@ -433,7 +433,7 @@ def test_resume_is_exact_with_its_scale(world: int, defect: bool, tmp_path: Path
         assert torch.equal(value, resumed["model"][name])  # type: ignore[index]
 
 
-def test_another_level_continues_from_a_checkpoint() -> None:
+def test_a_run_can_continue_at_a_different_level() -> None:
     half = opened("amp.level=O2", "amp.dtype=float16")
     steps(half, range(3))
     whole = opened("amp.level=O0")
@@ -449,7 +449,7 @@ def test_another_level_continues_from_a_checkpoint() -> None:
         assert torch.equal(short, masters[name].to(short.dtype))
 
 
-# ------------------------------------------------------------ bad input
+# ------------------------------------------------------------ invalid input
 
 
 @pytest.mark.parametrize(
@@ -464,7 +464,7 @@ def test_another_level_continues_from_a_checkpoint() -> None:
         (AmpConfig(loss_scale="dynamic", scale_window=0), r"amp.scale_window=0: must be at least 1"),
     ],
 )
-def test_invalid_values_are_refused(amp: AmpConfig, message: str) -> None:
+def test_invalid_settings_of_precision_are_refused(amp: AmpConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Precision(amp)
 
@@ -498,7 +498,7 @@ def test_auto_uses_apexs_format_and_scale() -> None:
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-def test_tf32_is_switched_on_and_off(wanted: bool) -> None:
+def test_tf32_can_be_switched_on_and_off(wanted: bool) -> None:
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     try:
         Precision(AmpConfig(tf32=wanted), device=torch.device("cuda"))
@@ -515,14 +515,19 @@ def test_tf32_is_switched_on_and_off(wanted: bool) -> None:
         ({}, "cpu", True, (AmpLevel.O0, torch.float32)),
         ({"dtype": AmpDtype.BFLOAT16}, "cpu", True, (AmpLevel.O0, torch.float32)),
         ({}, "cuda", True, (AmpLevel.O1, torch.bfloat16)),
-        ({}, "cuda", False, (AmpLevel.O0, torch.float32)),  # before Ampere: emulated, slower than float32
+        (
+            {},
+            "cuda",
+            False,
+            (AmpLevel.O0, torch.float32),
+        ),  # before Ampere, bfloat16 is emulated and slower than float32
         ({"dtype": AmpDtype.FLOAT16}, "cuda", False, (AmpLevel.O1, torch.float16)),
         ({"level": AmpLevel.O0}, "cuda", True, (AmpLevel.O0, torch.float32)),
         ({"level": AmpLevel.O1}, "cuda", True, (AmpLevel.O1, torch.float16)),
         ({"level": AmpLevel.O2}, "cuda", True, (AmpLevel.O2, torch.float16)),
     ],
 )
-def test_the_level_follows_the_device(
+def test_the_default_level_depends_on_the_device(
     keys: dict[str, Any],
     device: str,
     bfloat16: bool,
@@ -536,7 +541,7 @@ def test_the_level_follows_the_device(
 
 
 @pytest.mark.parametrize(("strategy", "with_it"), [("ddp", [1]), ("fsdp", [0]), ("ddp", [0, 1])])
-def test_auto_is_one_format_on_all_ranks(
+def test_auto_chooses_the_same_format_on_all_ranks(
     strategy: str, with_it: list[int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Some ranks may have older GPUs or none. If any rank computes in float32, all do."""
@@ -588,7 +593,7 @@ def test_the_default_on_the_cpu_is_bit_identical_to_float32(tmp_path: Path) -> N
     assert not all(torch.equal(value, saved[2][name]) for name, value in saved[0].items())  # the comparison can fail
 
 
-def test_a_run_continues_in_the_other_format(tmp_path: Path) -> None:
+def test_a_run_can_continue_in_a_different_format(tmp_path: Path) -> None:
     """The run moves from a GPU to the CPU and back: bfloat16, float32, bfloat16."""
     keys = [*TINY, f"checkpoint.dir={tmp_path}"]
     for epochs, level in ((1, "O1"), (2, "auto"), (3, "O1")):

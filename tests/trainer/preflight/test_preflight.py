@@ -1,4 +1,4 @@
-"""Each fault is really caused. The table must then report exactly this fault, its culprit and the
+"""Each test causes a real fault. The table must then report exactly this fault, its culprit and the
 remedy.
 """
 
@@ -35,7 +35,7 @@ Prepare = Callable[[int], None]
 
 @dataclass
 class Flown:
-    """The result of a preflight of forked ranks, each on a node of its own."""
+    """The result of a preflight of forked ranks, each on its own node."""
 
     codes: list[int | None]
     said: list[str]
@@ -43,8 +43,8 @@ class Flown:
     seconds: float
 
     def assert_only(self, check: str, status: str, culprit: str, value: str, remedy: str) -> None:
-        """Assert that only this check is worse than OK and that all ranks ended alike. Dependent
-        checks may be skipped.
+        """Assert that only this check is worse than OK, and that all ranks had the same result.
+        Dependent checks may be skipped.
         """
         worse = {
             name: result["status"] for name, result in self.results.items() if result["status"] not in ("OK", "SKIPPED")
@@ -53,7 +53,7 @@ class Flown:
         found = self.results[check]
         assert ", ".join(found["culprit"]) == culprit, found
         assert value in found["value"] and remedy in found["remedy"], found
-        assert next(iter(self.results)) == check, "the worst comes first"
+        assert next(iter(self.results)) == check, "the worst result comes first"
         assert self.codes == [1 if status == "FAIL" else 0] * len(self.codes), self.said
 
 
@@ -67,8 +67,8 @@ def fly(
     stopping: int | None = None,
     place: Network | None = None,
 ) -> Flown:
-    """Run all ranks except `absent`. A rank that stops itself (`stopping`) is killed when the
-    others are done.
+    """Run all ranks except `absent`. The rank `stopping`, which stops itself, is killed when the
+    others have finished.
     """
     port, began = free_port(), time.monotonic()
     context = multiprocessing.get_context("fork")
@@ -152,7 +152,7 @@ def all_ok(flown: Flown) -> None:
     assert set(flown.codes) == {0}
 
 
-# ---------------------------------------------------------------- nothing wrong
+# ---------------------------------------------------------------- no faults
 
 
 def test_a_healthy_group_passes_every_check(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_a_single_rank_passes_every_check(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("switch", "new", "shown"), [("", True, " (nccl2)"), ("0", True, ""), ("", False, "")])
-def test_ranks_compare_which_backend_for_nccl_they_have(
+def test_ranks_compare_which_nccl_backend_they_use(
     switch: str, new: bool, shown: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_DIST_USE_NCCL2", switch)
@@ -191,7 +191,7 @@ def test_ranks_compare_which_backend_for_nccl_they_have(
     assert facts.versions(None).same["NCCL"] == f"2.29.1{shown}"  # type: ignore[arg-type]
 
 
-def test_a_different_torch_version_is_reported_before_a_group_is_tried(tmp_path: Path) -> None:
+def test_a_different_torch_version_is_reported_before_a_group_is_formed(tmp_path: Path) -> None:
     flown = fly(tmp_path, 3, prepare=on(2, lambda: setattr(torch, "__version__", "1.7.0")))
     flown.assert_only(
         "versions", "FAIL", "rank 2 on node-c", "but 1.7.0 on 1 of 3", f"install torch {torch.__version__} there"
@@ -202,7 +202,7 @@ def test_a_different_torch_version_is_reported_before_a_group_is_tried(tmp_path:
     )
 
 
-def test_a_different_python_is_a_warning(tmp_path: Path) -> None:
+def test_a_different_python_version_causes_a_warning(tmp_path: Path) -> None:
     import platform
 
     flown = fly(tmp_path, 2, prepare=on(1, lambda: setattr(platform, "python_version", lambda: "3.9.1")))
@@ -233,7 +233,7 @@ def listener_loses(rank: int, longer_than: int = -1) -> Prepare:
     return on(rank, lambda: setattr(peers, "Listener", Filtered))
 
 
-def test_three_networks_without_a_fault_pass(nodes: Network, tmp_path: Path) -> None:
+def test_three_nodes_with_working_networks_pass(nodes: Network, tmp_path: Path) -> None:
     flown = fly(tmp_path, 3, place=nodes)
     all_ok(flown)
     assert flown.results["own address"]["value"] == "10.77.0.1 (eth0), 10.77.0.2 (eth0), 10.77.0.3 (eth0)"
@@ -248,7 +248,7 @@ def test_a_firewall_that_blocks_one_direction_is_reported(world: int, pairs: str
     flown.assert_only("reachability", "FAIL", "node-b (in)", value, remedy)
     assert "no response: blocked" in flown.results["reachability"]["value"]
     assert flown.results["all-reduce"]["value"] == "not tried: reachability"
-    assert flown.results["clocks"]["status"] == "OK", "measured in the other direction"
+    assert flown.results["clocks"]["status"] == "OK", "the difference was measured in the other direction"
     assert flown.seconds < 20 * slowness()
 
 
@@ -272,18 +272,18 @@ def test_a_path_that_loses_full_packets_is_reported(tmp_path: Path) -> None:
     flown.assert_only("reachability", "FAIL", "node-b (in)", "full packets are lost", remedy)
 
 
-def test_a_rank_that_cannot_reach_rank_0_is_reported_by_itself_and_others(nodes: Network, tmp_path: Path) -> None:
+def test_a_rank_that_cannot_reach_rank_0_is_reported_by_all_ranks(nodes: Network, tmp_path: Path) -> None:
     nodes.run(0, "ip route add blackhole 10.77.0.3/32")
     flown = fly(tmp_path, 3, "preflight.join_seconds=4", place=nodes)
     assert flown.codes == [1, 1, 1]
     assert "rank 2 on node-c cannot reach rank 0 at 10.77.0.1:" in flown.said[2]
     assert "does not respond on TCP port" in flown.said[2]
     assert flown.results["ranks"]["culprit"] == ["rank 2: never joined"]
-    assert flown.results["reachability"]["status"] == "OK", "the others were tried all the same"
+    assert flown.results["reachability"]["status"] == "OK", "the other connections were tested anyway"
     assert flown.seconds < 25 * slowness()
 
 
-def test_a_host_name_that_leads_gloo_to_the_loopback_is_reported(nodes: Network, tmp_path: Path) -> None:
+def test_a_host_name_that_makes_gloo_use_the_loopback_is_reported(nodes: Network, tmp_path: Path) -> None:
     """The host's name does not resolve to an address of this network, so gloo falls back to the
     loopback.
     """
@@ -306,7 +306,7 @@ def test_an_interface_that_does_not_exist_is_reported(nodes: Network, tmp_path: 
     )
 
 
-def test_an_unknown_name_of_rank_0_is_reported(tmp_path: Path) -> None:
+def test_a_name_of_rank_0_that_cannot_be_resolved_is_reported(tmp_path: Path) -> None:
     flown = fly(tmp_path, 2, "preflight.join_seconds=2", absent=(0,), env=lambda _: {"MASTER_ADDR": "rank0.invalid"})
     assert flown.codes == [1]
     assert (
@@ -315,7 +315,7 @@ def test_an_unknown_name_of_rank_0_is_reported(tmp_path: Path) -> None:
     )
 
 
-# ---------------------------------------------------------------- ranks that do not come
+# ---------------------------------------------------------------- ranks that do not join
 
 
 def test_a_rank_that_never_joins_is_reported(tmp_path: Path) -> None:
@@ -333,8 +333,8 @@ def test_a_rank_0_that_never_joins_is_reported(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_stops_is_reported_with_its_last_check(tmp_path: Path) -> None:
-    """The rank stops permanently in the middle of its checks. It cannot be asked for the cause, and
-    the others end without it.
+    """The rank stops permanently in the middle of its checks. It cannot report the cause, and the
+    others finish without it.
     """
     stop = on(1, lambda: setattr(conduct, "own_address", lambda _: os.kill(os.getpid(), signal.SIGSTOP)))
     flown = fly(tmp_path, 3, "preflight.join_seconds=5", "preflight.step_seconds=2", prepare=stop, stopping=1)
@@ -363,7 +363,7 @@ def test_clock_skew_of_rank_0_is_not_blamed_on_the_others(tmp_path: Path) -> Non
 
 
 def images(folder: Path) -> list[str]:
-    """Create a folder of images, with only the parts that preflight reads."""
+    """Create a folder of images with only the files that preflight reads."""
     for part in ("train", "val"):
         for name in ("cat", "dog"):
             (folder / part / name).mkdir(parents=True)
@@ -396,7 +396,7 @@ def test_shared_memory_counts_the_size_of_test_images() -> None:
     assert value(0) == value(224) != value(448)
 
 
-def test_small_shared_memory_is_enough_without_workers(tmp_path: Path) -> None:
+def test_without_workers_a_small_shared_memory_is_sufficient(tmp_path: Path) -> None:
     need_namespaces()
     arguments = [*images(tmp_path / "data"), "data.workers=0"]
     all_ok(fly(tmp_path, 2, *arguments, prepare=on(1, lambda: own_mount(Path("/dev/shm"), "size=16m"))))
@@ -436,7 +436,7 @@ def test_a_folder_per_node_is_accepted_if_the_configuration_sets_it(tmp_path: Pa
     )
 
 
-def test_little_space_for_checkpoints_is_reported(tmp_path: Path) -> None:
+def test_too_little_space_for_checkpoints_is_reported(tmp_path: Path) -> None:
     need_namespaces()
     (tmp_path / "c").mkdir()
     flown = fly(tmp_path, 2, "checkpoint.shared=false", prepare=on(1, lambda: own_mount(tmp_path / "c", "size=8m")))
@@ -503,7 +503,7 @@ def test_a_file_system_that_does_not_respond_is_reported_in_time(tmp_path: Path)
 # ---------------------------------------------------------------- the all-reduce
 
 
-def test_a_wrong_sum_is_reported(tmp_path: Path) -> None:
+def test_a_wrong_sum_in_the_all_reduce_is_reported(tmp_path: Path) -> None:
     plain = Group.sum
 
     def bent(self: Group, values: torch.Tensor) -> torch.Tensor:
@@ -518,7 +518,7 @@ def test_a_wrong_sum_is_reported(tmp_path: Path) -> None:
     )
 
 
-def test_a_rank_that_hangs_in_the_all_reduce_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_hangs_in_the_all_reduce_is_reported(tmp_path: Path) -> None:
     """The rank never answers, so the others' collective times out."""
     hang = on(1, lambda: setattr(peers, "all_reduce", lambda *_: time.sleep(60)))
     flown = fly(tmp_path, 2, "preflight.step_seconds=2", prepare=hang)
@@ -530,7 +530,7 @@ def test_a_rank_that_hangs_in_the_all_reduce_is_named(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- before training, and as a command
 
 
-def test_training_begins_after_a_good_preflight_and_not_after_a_bad_one(tmp_path: Path) -> None:
+def test_training_starts_after_a_good_preflight_but_not_after_a_bad_one(tmp_path: Path) -> None:
     arguments = [*TINY, "train.epochs=1", "preflight.run=true", f"checkpoint.dir={tmp_path}"]
     assert [end.code for end in run(2, arguments)] == [0, 0]
     assert metrics(tmp_path / "run", "eval")
@@ -561,7 +561,7 @@ def test_the_command_prints_its_table_under_torchrun(tmp_path: Path) -> None:
     assert "error: preflight: checkpoint folder at" in done.stderr and "left behind" not in done.stderr
 
 
-def test_the_command_prints_a_report_and_refuses_wrong_arguments(
+def test_the_command_prints_a_report_and_refuses_invalid_arguments(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cases are a single process and an invalid command line."""
@@ -580,8 +580,8 @@ def test_the_command_prints_a_report_and_refuses_wrong_arguments(
 
 
 def test_the_loss_of_the_rendezvous_files_folder_is_reported_in_time(tmp_path: Path) -> None:
-    """A volume may be unmounted. Each rank reports this, and none waits longer than the time to
-    join.
+    """A volume may be unmounted. Each rank reports the loss, and no rank waits longer than the time
+    limit for joining.
     """
     place = tmp_path / "meeting"
     place.mkdir()
@@ -600,10 +600,10 @@ def test_the_loss_of_the_rendezvous_files_folder_is_reported_in_time(tmp_path: P
     assert flown.seconds < 30 * slowness()
 
 
-def test_preflight_ends_even_if_torch_waits_for_a_lost_rendezvous_file(
+def test_preflight_exits_even_if_torch_waits_for_a_lost_rendezvous_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch then waits five minutes while it holds the GIL, so no Python thread could end the
+    """torch then waits for five minutes while it holds the GIL, so no Python thread could end the
     process.
     """
     monkeypatch.setattr(conduct, "_GRACE_SECONDS", 0.0)
@@ -614,8 +614,8 @@ def test_preflight_ends_even_if_torch_waits_for_a_lost_rendezvous_file(
     assert flown.codes == [1, 1] and flown.seconds < 15 * slowness()
 
 
-def test_an_open_that_does_not_respond_is_reported_in_time(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")  # opening it for writing waits for a reader, like a dead NFS mount
+def test_an_open_that_blocks_is_reported_in_time(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")  # opening a pipe for writing waits for a reader, like a dead NFS mount
     where = {"DDPJOB_TRAINER_INIT": f"file://{tmp_path}/pipe"}
     flown = fly(tmp_path, 2, "preflight.join_seconds=1", env=lambda _: where)
     assert flown.codes == [1, 1] and flown.seconds < 10 * slowness()

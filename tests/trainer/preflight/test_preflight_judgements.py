@@ -1,4 +1,4 @@
-"""The conclusions of preflight for machines that are not available here."""
+"""The conclusions that preflight draws about machines that are not available here."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def merged(name: str, *findings: RankFinding, per_node: int = 1) -> Result:
     return checks.merge(check, dict(zip(range(0, ranks, step), findings, strict=True)), layout(ranks, per_node))
 
 
-def test_a_healthy_group_blames_no_rank() -> None:
+def test_no_rank_of_a_healthy_group_is_blamed() -> None:
     """Findings come from JSON, so their status is a plain string."""
     ok = merged("checkpoint folder", *(RankFinding("written", "OK") for _ in range(2)))  # type: ignore[arg-type]
     assert (ok.status, ok.culprit) == (Status.OK, ())
 
 
-# ---------------------------------------------------------------- merging what single ranks found
+# ---------------------------------------------------------------- merging the findings of single ranks
 
 
 def test_the_worst_finding_of_a_check_counts() -> None:
@@ -70,7 +70,7 @@ def test_the_worst_finding_of_a_check_counts() -> None:
     assert merged("limits", fine, warned, bad, bad) == Result("limits", Status.FAIL, "bad", ("c", "d"), "repair it")
     assert merged("limits", fine, warned, fine).culprit == ("b",)
     assert merged("limits", fine, RankFinding("other")).value == "fine; other"
-    assert merged("limits").status is Status.SKIPPED, "no first rank of a node is here"
+    assert merged("limits").status is Status.SKIPPED, "the first rank of the node is missing here"
     assert merged("devices", fine, fine, fine, bad, per_node=2).culprit == ("rank 3 on b",)
 
 
@@ -78,14 +78,14 @@ SOFTWARE = {"torch": "2.9.0", "CUDA": "12.8", "NCCL": "2.27.3", "trainer": "0.1.
 
 
 @pytest.mark.parametrize("name", SOFTWARE)
-def test_differing_versions_are_reported(name: str) -> None:
+def test_versions_that_differ_between_ranks_are_reported(name: str) -> None:
     same, other = RankFinding("v", same=SOFTWARE), RankFinding("v", same={**SOFTWARE, name: "other"})
     row = merged("versions", same, same, other, same, per_node=2)
     assert row.status is (Status.WARN if name == "Python" else Status.FAIL)
     assert (row.culprit, row.value) == (("rank 2 on b",), f"{name} {SOFTWARE[name]}, but other on 1 of 4")
     assert f"install {name} {SOFTWARE[name]} there" in row.remedy
     assert merged("versions", other, same).culprit == ("rank 1 on b",), (
-        "of two equally frequent versions, rank 0's is the norm"
+        "if two versions are equally frequent, rank 0's is considered right"
     )
 
 
@@ -99,7 +99,7 @@ def test_differing_versions_are_reported(name: str) -> None:
         ({"kind": "cpu"}, "FAIL", "device cuda, but cpu on 1 of 4"),
     ],
 )
-def test_devices_that_differ_or_lack_memory_are_reported(
+def test_devices_that_differ_or_have_too_little_memory_are_reported(
     change: dict[str, Any], status: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def found(
@@ -116,7 +116,7 @@ def test_devices_that_differ_or_lack_memory_are_reported(
     assert bool(row.remedy) == (status != "OK")
 
 
-def test_the_device_that_a_rank_with_several_trains_on_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_several_devices_of_a_rank_the_one_that_it_trains_on_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 has devices 2 and 3. It must not even open a context on device 1, which belongs to
     rank 0.
     """
@@ -197,7 +197,9 @@ def test_the_cpu_limit_of_a_container_is_read_from_its_cgroup(
     assert devices.cpu_limit(tmp_path) == cores
 
 
-def test_low_limits_on_files_and_locked_memory_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_low_limits_of_open_files_and_locked_memory_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def found(files: int, locked: int, infiniband: bool) -> RankFinding:
         limits = {resource.RLIMIT_NOFILE: files, resource.RLIMIT_MEMLOCK: locked}
         monkeypatch.setattr(facts.resource, "getrlimit", lambda which: (limits[which], -1))
@@ -218,7 +220,7 @@ def test_several_gpus_need_more_shared_memory(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     tight = facts.shared_memory(context(local_world=2))
     assert tight.status is Status.WARN and "--shm-size=1g" in tight.remedy
-    assert facts.shared_memory(context()).status is Status.OK, "one GPU alone"
+    assert facts.shared_memory(context()).status is Status.OK, "a single GPU needs no more"
 
 
 def test_the_shared_memory_for_samples_of_unknown_size_is_reported_as_unknown() -> None:
@@ -245,7 +247,9 @@ def test_data_that_takes_too_long_to_count_is_compared_by_its_top_levels(
     row = compared(whole, {entries: "7"}, whole)
     assert (row.status, row.culprit, row.value) == (Status.FAIL, ("b",), f"{entries} 8, but 7 on 1 of 3")
     monkeypatch.setattr(facts, "time", SimpleNamespace(monotonic=itertools.count().__next__))
-    assert facts.count(tmp_path, 3) == {entries: "8"}, "known after three folders, before any that lies deeper"
+    assert facts.count(tmp_path, 3) == {entries: "8"}, (
+        "the difference is known after three folders, before any deeper folder is read"
+    )
 
 
 def test_files_that_are_not_data_are_not_counted(tmp_path: Path) -> None:
@@ -263,7 +267,7 @@ def test_files_that_are_not_data_are_not_counted(tmp_path: Path) -> None:
     (tmp_path / "lost+found").mkdir(mode=0)
     assert facts.count(tmp_path, 60) == before
     ready, later = RankFinding("data", same=before), RankFinding("does not exist yet")
-    assert merged("data folder", later, ready).status is Status.OK, "data.download fetches it to the others"
+    assert merged("data folder", later, ready).status is Status.OK, "data.download lets the other nodes fetch the data"
 
 
 # ---------------------------------------------------------------- addresses
@@ -282,18 +286,18 @@ def test_a_master_address_that_points_each_node_to_itself_is_reported(monkeypatc
     assert (row.status, row.culprit, row.value) == (Status.FAIL, ("rank 1 on b",), "m points each node to itself")
     assert "set MASTER_ADDR" in row.remedy
     row = merged("master address", *[found(HOME, "127.0.0.1")] * 2)
-    assert row.status is Status.OK, "nodes that share a loopback are one machine"
+    assert row.status is Status.OK, "nodes that share a loopback interface are on one machine"
     row = merged("master address", *(found("other", at) for at in ("10.0.0.1", "10.0.0.1", "1.2.3.4")))
     assert (row.status, row.culprit) == (Status.WARN, ("rank 2 on c",)) and "10.0.0.1, but 1.2.3.4" in row.value
     row = merged("master address", found(HOME, "127.0.1.1"), *[found("other", "10.0.0.1")] * 2)
-    assert row.status is Status.OK, "its own name is a loopback address on rank 0's node, as Debian has it"
+    assert row.status is Status.OK, "on rank 0's node, its own name resolves to a loopback address, as on Debian"
 
 
 def test_an_address_that_others_cannot_use_is_reported() -> None:
     good, bad = NodeAddress("one", "10.0.0.1", "10.0.0.1", "eth0"), NodeAddress("two", "10.0.0.2", "127.0.1.1", "ib0")
     row = checks.own_address({0: good, 1: bad}, {}, layout(2))
     assert (row.status, row.culprit) == (Status.FAIL, ("b",)) and "GLOO_SOCKET_IFNAME (probably to ib0" in row.remedy
-    assert checks.own_address({0: bad, 1: bad}, {}, layout(2)).value == "10.0.0.2 (ib0)", "one machine"
+    assert checks.own_address({0: bad, 1: bad}, {}, layout(2)).value == "10.0.0.2 (ib0)", "all ranks are on one machine"
     assert checks.own_address({0: good}, {1: "interface x has no address"}, layout(2)).culprit == ("b",)
 
 
@@ -337,7 +341,7 @@ def test_the_node_that_failing_pairs_have_in_common_is_blamed(
 
 
 @given(st.integers(2, 7).flatmap(lambda n: st.sets(st.sampled_from(list(itertools.permutations(range(n), 2))))))
-def test_every_failing_pair_has_a_culprit_and_no_one_else_is_blamed(failing: set[tuple[int, int]]) -> None:
+def test_every_failing_pair_has_a_culprit_and_no_other_node_is_blamed(failing: set[tuple[int, int]]) -> None:
     blamed = checks.culprits(failing)
     assert all(set(pair) & blamed.keys() for pair in failing)
     assert all(any(node in pair for pair in failing) for node in blamed)
@@ -346,7 +350,7 @@ def test_every_failing_pair_has_a_culprit_and_no_one_else_is_blamed(failing: set
 NODES = {0: NodeAddress("s", "10.0.0.1", "", "eth0", 1), 1: NodeAddress("t", "10.0.0.2", "", "eth1", 2)}
 
 
-def test_reachability_names_direction_and_remedy() -> None:
+def test_a_reachability_fault_is_reported_with_direction_and_remedy() -> None:
     """Only packets from node a to b are lost. A node that does not report is also named as a
     culprit.
     """
@@ -383,9 +387,9 @@ def test_a_different_program_at_the_address_is_reported() -> None:
     assert peers.connect(where, 2).problem == "Connection refused"
 
 
-def test_clocks_are_blamed_only_for_certain_differences() -> None:
-    """A slow round trip proves little: a difference of 2 s, known to within 1.5 s, may be 0.5 s.
-    Either direction is enough.
+def test_only_clock_differences_that_are_certain_are_reported() -> None:
+    """A slow round trip proves little: a difference of 2 s, measured with an error of up to 1.5 s,
+    may really be 0.5 s. A measurement in either direction suffices.
     """
 
     def judged(there: Contact, back: Contact) -> Result:
@@ -441,7 +445,7 @@ def test_a_check_that_takes_too_long_is_abandoned() -> None:
         within(5, "dividing", lambda: 1 // 0)
 
 
-def test_training_does_not_inherit_the_short_patience_of_preflight_with_the_store(
+def test_training_does_not_inherit_the_short_store_timeout_of_preflight(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")

@@ -1,5 +1,5 @@
-"""Progress reaches the coordinator, the metrics log and the plot. A coordinator that is gone delays
-nothing.
+"""Progress reaches the coordinator, the metrics log and the plot. An unreachable coordinator does
+not delay training.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def test_rank_0_posts_progress_with_a_proof(coordinator: Any, tmp_path: Path) ->
     assert {row["round"] for row in metrics(tmp_path / "run", "step")} == {5}
 
 
-def test_posts_are_half_a_second_apart_and_the_newest_wins(coordinator: Any) -> None:
+def test_posts_are_half_a_second_apart_and_contain_the_newest_progress(coordinator: Any) -> None:
     port, posts, _ = coordinator
     link = ProgressClient(f"127.0.0.1:{port}", "secret")
     began = time.monotonic()
@@ -138,7 +138,7 @@ def test_a_lasting_activity_is_posted_separately_and_ends_with_the_next_steps(
         link.post_activity(activity)
         time.sleep(0.05)
     time.sleep(4)
-    assert posts == [], "over before anybody had to know"
+    assert posts == [], "the activity ended before it had to be reported"
     link.post({"step": 1})
     link.post_activity("evaluating")
     until = time.monotonic() + 20
@@ -192,11 +192,11 @@ train.evaluate, Writer.wait = evaluates, waits
     )
     assert done.returncode == 0, done.stderr.decode()
     activities = [post[2]["activity"] for post in posts if "activity" in post[2]]
-    assert activities.count("evaluating") >= 2, "again while it makes progress"
+    assert activities.count("evaluating") >= 2, "the report is repeated while the activity makes progress"
     assert "saving a checkpoint" in activities
 
 
-def test_the_first_name_is_looked_up_by_the_main_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_name_lookup_happens_in_the_main_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """glibc reads the environment during the lookup. getenv in a thread crashes the process if
     another thread sets a variable.
     """
@@ -214,7 +214,7 @@ def test_the_first_name_is_looked_up_by_the_main_thread(monkeypatch: pytest.Monk
     assert lookers[0] is threading.main_thread() and len(lookers) > 1
 
 
-def test_a_coordinator_that_is_gone_delays_nothing() -> None:
+def test_an_unreachable_coordinator_does_not_delay_training() -> None:
     link = ProgressClient("127.0.0.1:9", "t")
     began = time.monotonic()
     for step in range(1000):
@@ -224,7 +224,7 @@ def test_a_coordinator_that_is_gone_delays_nothing() -> None:
     assert time.monotonic() - began < 5 * slowness()
 
 
-def test_the_log_survives_restarts_and_a_cut_line(tmp_path: Path) -> None:
+def test_the_metrics_log_survives_restarts_and_an_incomplete_line(tmp_path: Path) -> None:
     arguments = [*TINY, f"checkpoint.dir={tmp_path}"]
     assert [end.code for end in run(1, arguments, prepare=stop_at(3))] == [75]
     log = tmp_path / "run" / "metrics.jsonl"
@@ -244,7 +244,7 @@ def test_the_log_survives_restarts_and_a_cut_line(tmp_path: Path) -> None:
     assert lines <= colours, "all lines and the restart are drawn"
     both = tmp_path / "both.svg"
     assert plot_runs.main([str(tmp_path / "run"), str(tmp_path / "run"), "--by", "step", "-o", str(both)]) == 0
-    assert both.read_text().count(f"<!-- {tmp_path.name}") == 2, "each run has its place in the legend"
+    assert both.read_text().count(f"<!-- {tmp_path.name}") == 2, "each run is in the legend"
 
 
 def test_metrics_that_a_users_script_reports_are_drawn(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_metrics_that_a_users_script_reports_are_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("run", "named"), [("d/run", "d"), ("runs/a", "runs/a/checkpoints"), ("runs/a", "runs/a")])
-def test_the_metrics_of_a_run_are_found_from_each_of_its_folders(run: str, named: str, tmp_path: Path) -> None:
+def test_the_metrics_of_a_run_are_found_in_each_of_its_folders(run: str, named: str, tmp_path: Path) -> None:
     for folder in (run, named):
         (tmp_path / folder).mkdir(parents=True, exist_ok=True)
     rows = [{"event": "start", "step": 0, "world": 1}, {"event": "step", "step": 1, "loss": 2.0}]
@@ -274,7 +274,7 @@ def test_the_metrics_of_a_run_are_found_from_each_of_its_folders(run: str, named
         history.read(tmp_path)
 
 
-def test_a_regression_is_drawn_without_accuracy(tmp_path: Path) -> None:
+def test_no_accuracy_is_drawn_for_a_regression(tmp_path: Path) -> None:
     rows = [
         {"event": "start", "step": 0, "world": 1, "restarts": 0},
         {"event": "step", "step": 1, "loss": 2.0, "samplesPerSecond": 9.0},
@@ -287,7 +287,7 @@ def test_a_regression_is_drawn_without_accuracy(tmp_path: Path) -> None:
         assert "accuracy:" not in (tmp_path / "plot.svg").read_text()
 
 
-def test_no_line_of_a_plot_crosses_a_restart(tmp_path: Path) -> None:
+def test_no_curve_of_a_plot_is_connected_across_a_restart(tmp_path: Path) -> None:
     from matplotlib.figure import Figure
 
     rows = [{"event": "start", "step": 0, "world": 1}]
@@ -412,7 +412,7 @@ def test_the_live_view_shows_the_state_of_training() -> None:
     for part in ("epoch 2/9", "50%  step 50/100  eta 1:00", "0.0400", "75.00%", "900", "data wait", "50%"):
         assert part in shown, part
     assert "ranks 3   restarts 2   checkpoint 1:01 ago" in shown
-    assert "█" in shown and "▁" in shown, "the loss fell"
+    assert "█" in shown and "▁" in shown, "the curve shows that the loss fell"
     assert "a [bold]note[/bold] stays as it is" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -422,7 +422,7 @@ def test_sparklines_scale_values_to_eight_levels() -> None:
     assert sparkline(list(range(16)), 8) == "▁▂▃▄▅▆▇█"
 
 
-def test_a_terminal_gets_the_live_view(tmp_path: Path) -> None:
+def test_the_live_view_is_shown_in_a_terminal(tmp_path: Path) -> None:
     """A real training runs on a real pseudo-terminal."""
     reader, writer = os.openpty()
 
@@ -442,8 +442,8 @@ def test_a_terminal_gets_the_live_view(tmp_path: Path) -> None:
     assert "step 16/16" in text and "samples/s" in text and "ranks 1" in text and "epoch 2/2: test accuracy" in text
 
 
-def test_an_error_restores_the_terminal(tmp_path: Path) -> None:
-    """The live view hides the cursor, and the shell would not show it again."""
+def test_the_terminal_is_restored_after_an_error(tmp_path: Path) -> None:
+    """The live view hides the cursor, which the shell would not show again."""
     terminal, side = pty.openpty()
 
     def prepare(rank: int) -> None:

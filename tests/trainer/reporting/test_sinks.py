@@ -83,7 +83,9 @@ def test_tensorboard_replaces_the_steps_that_a_restart_repeats(tmp_path: Path, c
 
 
 @pytest.mark.usefixtures("patient")
-def test_wandb_offline_keeps_one_run_over_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+def test_wandb_offline_continues_the_same_run_after_restarts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
     need("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     two_lives(tmp_path, ReportConfig(wandb="project"))
@@ -96,7 +98,9 @@ def test_wandb_offline_keeps_one_run_over_restarts(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.usefixtures("patient")
-def test_mlflow_keeps_one_run_over_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+def test_mlflow_continues_the_same_run_after_restarts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
     need("mlflow")
     from mlflow import MlflowClient
 
@@ -120,7 +124,7 @@ def scrape(port: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("pod", "address"), [("127.0.0.1", "127.0.0.1"), ("10.0.0.7", "0.0.0.0"), (None, "0.0.0.0")])
-def test_prometheus_is_reached_by_the_network_unless_ddpjob_run_has_started_the_job(
+def test_prometheus_can_scrape_over_the_network_unless_ddpjob_run_started_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pod: str | None, address: str
 ) -> None:
     need("prometheus_client")
@@ -166,7 +170,7 @@ def test_metric_names_follow_the_conventions() -> None:
     assert all(text.endswith(".") for _, _, text in _METRICS.values())
 
 
-def test_every_number_of_an_evaluation_has_a_metric() -> None:
+def test_every_figure_of_an_evaluation_has_a_metric() -> None:
     from ddpjob_trainer.reporting.sinks.prometheus import _METRICS
 
     curves = Curves([], 0.5, 0.5, [], None)
@@ -174,7 +178,7 @@ def test_every_number_of_an_evaluation_has_a_metric() -> None:
     assert [name for name in whole.scalars() if f"eval/{name}" not in _METRICS] == []
 
 
-# ------------------------------------------------------------ what goes wrong
+# ------------------------------------------------------------ faults
 
 
 @pytest.mark.parametrize(
@@ -194,7 +198,7 @@ def test_every_number_of_an_evaluation_has_a_metric() -> None:
         ),
     ],
 )
-def test_a_missing_package_is_reported(
+def test_a_missing_package_of_a_sink_is_reported(
     values: dict[str, Any], package: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find = importlib.util.find_spec
@@ -203,7 +207,7 @@ def test_a_missing_package_is_reported(
         background.check_report(ReportConfig(**values))
 
 
-def test_invalid_values_are_reported(tmp_path: Path, capfd: Any) -> None:
+def test_invalid_settings_of_sinks_are_reported(tmp_path: Path, capfd: Any) -> None:
     with pytest.raises(ConfigError, match=r"report\.prometheus_port=70000: must be a port"):
         background.check_report(ReportConfig(prometheus_port=70000))
     for steps in ("[5]", "[0, 2]", "[3, 0]"):
@@ -223,11 +227,11 @@ def test_invalid_values_are_reported(tmp_path: Path, capfd: Any) -> None:
         with pytest.raises(ConfigError, match=f"cannot listen on port {port} .*set a different port"):
             open_sinks(ReportConfig(prometheus_port=port), a_run(tmp_path))
         open_sinks(ReportConfig(prometheus_port=port), a_run(tmp_path, step=4)).close(complete=True)
-    assert f"cannot listen on port {port}" in capfd.readouterr().err, "it does not end a restart"
+    assert f"cannot listen on port {port}" in capfd.readouterr().err, "this does not end a restarted run"
 
 
 class Broken:
-    """A sink that fails at the third number."""
+    """A sink that fails when it receives the third number."""
 
     def __init__(self) -> None:
         self.taken = 0
@@ -238,7 +242,7 @@ class Broken:
             raise SystemExit("the server is gone")
 
     def close(self, complete: bool) -> None:
-        raise AssertionError("it has failed before")
+        raise AssertionError("the sink must not be used after it has failed")
 
 
 def test_a_sink_that_fails_is_reported_once_and_training_continues(
@@ -264,7 +268,7 @@ class Stuck:
         pass
 
 
-def test_a_sink_that_hangs_delays_nothing(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+def test_a_sink_that_hangs_does_not_delay_training(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     monkeypatch.setattr(background, "_STOPPING_SECONDS", 0.2)
     sinks = background.Sinks([background._Background("Slow", Stuck)])
     began = time.monotonic()
@@ -275,8 +279,8 @@ def test_a_sink_that_hangs_delays_nothing(monkeypatch: pytest.MonkeyPatch, capfd
     assert capfd.readouterr().err.count("warning: Slow") == 1
 
 
-def test_a_run_reports_all_of_its_events(tmp_path: Path) -> None:
-    """A real run has two incarnations. Its events are read back from TensorBoard's files."""
+def test_a_run_sends_all_of_its_events_to_a_sink(tmp_path: Path) -> None:
+    """A real run has two incarnations. The test reads its events from TensorBoard's files."""
     need("tensorboard")
     arguments = [*TINY, f"checkpoint.dir={tmp_path}", "report.tensorboard=true", "eval.pr=binned"]
     assert [end.code for end in run(1, arguments, prepare=stop_at(3))] == [75]

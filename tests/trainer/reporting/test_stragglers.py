@@ -1,5 +1,5 @@
-"""A rank's own work is distinguished from its waiting for others. A rank that lags is reported
-once, everywhere.
+"""A rank's own work is distinguished from its waiting for others. A lagging rank is reported once
+in each place.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp
-import torch.distributed.pipelining  # takes seconds, so import it once and not in each rank
+import torch.distributed.pipelining  # this takes seconds, so import it once and not in each rank
 from ddpjob_pod.stragglers import NAMED, Straggler, Stragglers
 from ddpjob_runtime import protocol
 from ddpjob_runtime.coordinator import progress
@@ -88,7 +88,7 @@ SHARED = ["model.norm=batch", "data.micro_batches=3"]
         (["strategy=fsdp"], 1),
     ],
 )
-def test_the_time_counts_for_the_late_rank_and_as_waiting_for_the_others(
+def test_a_delay_counts_as_work_of_the_late_rank_and_as_waiting_of_the_others(
     where: str, more: list[str], passes: int, tmp_path: Path
 ) -> None:
     good(2, [*TINY, "train.epochs=1", *more, f"checkpoint.dir={tmp_path}"], prepare=slow(1, where))
@@ -102,9 +102,9 @@ def test_the_time_counts_for_the_late_rank_and_as_waiting_for_the_others(
 
 
 @pytest.mark.parametrize("more", [["strategy=fsdp"], SYNCHRONIZED, ["strategy=pipeline"]])
-def test_without_observed_waits_no_ranks_own_time_is_known(more: list[str], tmp_path: Path) -> None:
-    """Accelerators do not show waits. A phase that contains waits is not reported as waiting for
-    data, even with several micro-batches in a step.
+def test_if_waits_cannot_be_observed_no_ranks_own_time_is_known(more: list[str], tmp_path: Path) -> None:
+    """Waits on accelerators cannot be observed. A phase that contains waits is not reported as
+    waiting for data, even with several micro-batches in a step.
     """
 
     def blind(rank: int) -> None:
@@ -151,7 +151,7 @@ class Event:
         return 1000 * (other.at - self.at)
 
 
-def test_waits_of_a_gpus_stream_are_exchange_in_any_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_of_a_gpus_stream_count_as_exchange_in_any_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
     monkeypatch.setattr(step_clock, "_count_waits_of_streams", lambda: None)
@@ -190,31 +190,33 @@ def test_the_clock_marks_the_end_of_a_backward_pass_before_dependent_work() -> N
     assert clock.take() == {}
 
 
-# ------------------------------------------------------------ who is named
+# ------------------------------------------------------------ which ranks are reported
 
 
 def named(found: tuple[Straggler, ...]) -> list[int]:
     return [straggler.rank for straggler in found]
 
 
-def test_a_slow_rank_is_reported_after_a_while_and_withdrawn_after_a_while() -> None:
+def test_a_slow_rank_is_reported_after_a_while_and_so_is_its_recovery() -> None:
     judge = Stragglers(1.5, 30)
     assert [named(judge.add(now, [1, 1, 1.8, 1])) for now in (0, 10, 20, 29, 30)] == [[], [], [], [], [2]]
     assert named(judge.add(31, [1, 1, 1, 1])) == [2], "one fast report is not enough"
-    assert named(judge.add(40, [1, 1, 1.4, 1])) == [2], "between the limits nothing changes"
+    assert named(judge.add(40, [1, 1, 1.4, 1])) == [2], "between the two limits, nothing changes"
     assert [named(judge.add(now, [1, 1, 1.1, 1])) for now in (50, 60, 70, 80)] == [[2], [2], [2], []]
 
 
-def test_a_short_or_a_single_lag_is_ignored() -> None:
+def test_a_short_or_single_lag_is_ignored() -> None:
     judge = Stragglers(1.5, 30)
     for now in range(0, 1000, 10):
         times = [1.0, 1.0, 1.0, 9.0 if now % 30 == 0 else 1.0]
         assert judge.add(now, times) == ()
     rare = Stragglers(1.5, 30)
-    assert [named(rare.add(now, [1, 1, 9])) for now in (0, 100, 200)] == [[], [], [2]], "three reports at least"
+    assert [named(rare.add(now, [1, 1, 9])) for now in (0, 100, 200)] == [[], [], [2]], (
+        "at least three reports are needed"
+    )
 
 
-def test_the_slower_of_two_ranks_is_found_and_a_single_rank_is_never_slow() -> None:
+def test_of_two_ranks_the_slower_is_found_and_a_single_rank_is_never_slow() -> None:
     judge = Stragglers(1.5, 0)
     assert [named(judge.add(now, [1.0, 2.0])) for now in range(3)][-1] == [1]
     alone = Stragglers(1.5, 0)
@@ -225,12 +227,12 @@ def test_the_slower_of_two_ranks_is_found_and_a_single_rank_is_never_slow() -> N
     assert [unknown.add(now, [0.0, 0.0, 1.0]) for now in range(5)] == [()] * 5
 
 
-def test_a_stage_is_compared_with_itself() -> None:
+def test_a_pipeline_stage_is_compared_only_with_its_replicas() -> None:
     judge = Stragglers(1.5, 0)
     assert [named(judge.add(now, [1, 9, 1, 9, 2, 9], stages=2)) for now in range(3)][-1] == [4]
     alone = Stragglers(1.5, 0)
     assert [named(alone.add(now, [1, 9, 1], stages=3)) for now in range(5)] == [[]] * 5, (
-        "one replica: no rank to compare with"
+        "with one replica, there is no rank to compare with"
     )
     mixed = Stragglers(1.5, 0)
     assert [named(mixed.add(now, [1, 9, 0, 27], stages=2)) for now in range(3)][-1] == [3]
@@ -248,7 +250,7 @@ def test_a_rank_with_more_or_fewer_samples_is_not_slow() -> None:
     assert [named(judge.add(now, [6.0, 1.0, 1.0], [3.0, 1.0, 1.0])) for now in range(3)][-1] == [0]
 
 
-def test_only_a_few_ranks_are_reported_the_slowest_first() -> None:
+def test_only_the_slowest_few_ranks_are_reported_in_order() -> None:
     judge = Stragglers(1.5, 0)
     times = [1.0] * 30 + [2.0 + rank for rank in range(20)]
     for now in range(3):
@@ -270,7 +272,7 @@ def test_every_report_of_a_slow_rank_is_accepted_by_any_coordinator() -> None:
             found = judge.add(now, [speed * dice.uniform(0.9, 1.1) for speed in speeds])
             most = max(most, len(found))
             body = [{"rank": straggler.rank, "slowdown": straggler.slowdown} for straggler in found]
-            assert protocol.read_stragglers(body) == body, "none is left out"
+            assert protocol.read_stragglers(body) == body, "no lagging rank is left out"
             progress.check({"stragglers": body})
     assert most > 3
 
@@ -328,7 +330,7 @@ def recovering(rank: int, after: int) -> Callable[[int], None]:
     return prepare
 
 
-def test_a_lagging_rank_reaches_log_and_coordinator_and_so_does_its_recovery(
+def test_a_lagging_rank_and_its_recovery_are_logged_and_sent_to_the_coordinator(
     posts: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     port, taken, _ = posts
@@ -444,7 +446,7 @@ def test_slow_ranks_are_reported_until_a_coordinator_has_responded(posts: Any, c
 # ------------------------------------------------------------ the share of the peak
 
 
-def test_flops_match_a_count_by_hand_and_nothing_is_computed() -> None:
+def test_flops_match_a_count_by_hand_and_are_counted_without_computing() -> None:
     settings = config.load(None, ["model.width=8"])
     state = torch.get_rng_state()
     found = flops.flops_per_sample(settings, (1, 8, 8), 10)
@@ -500,11 +502,11 @@ def test_a_model_that_fails_while_flops_are_counted_is_not_an_error(monkeypatch:
         ("NVIDIA GeForce GTX 1080", torch.bfloat16, True, 0.0),
     ],
 )
-def test_peaks_by_name(name: str, dtype: torch.dtype, tf32: bool, expected: float) -> None:
+def test_the_peak_of_a_device_is_known_by_its_name(name: str, dtype: torch.dtype, tf32: bool, expected: float) -> None:
     assert flops.peak(name, dtype, tf32=tf32) == expected
 
 
-def test_the_share_of_the_peak(tmp_path: Path) -> None:
+def test_the_share_of_the_peak_is_computed_from_flops_and_time(tmp_path: Path) -> None:
     machines = Machines([1.0], [1.0], [0.0], [1.0], {}, flops=2e9, peak=1e12)
     assert machines.mfu(100) == pytest.approx(0.2)
     assert Machines([1.0], [1.0], [0.0], [1.0], {}).mfu(100) is None
@@ -552,7 +554,7 @@ def test_peaks_of_different_devices_add_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("peaks", [(1e7, 0.0), (0.0, 1e7)])
-def test_without_one_ranks_peak_there_is_no_share(
+def test_there_is_no_share_if_one_ranks_peak_is_unknown(
     peaks: tuple[float, float], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     good(2, [*TINY, "train.epochs=1", f"checkpoint.dir={tmp_path}"], prepare=with_peaks(*peaks))
@@ -573,7 +575,7 @@ def test_uncountable_flops_are_reported_once(tmp_path: Path, capfd: pytest.Captu
     assert capfd.readouterr().out.count("no MFU, because the FLOPs of model.name=") == 1
 
 
-def test_a_process_with_several_devices_has_the_peak_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_peak_of_a_process_with_several_devices_is_their_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = config.load(None, ["strategy=ddp_mp", "ddp_mp.devices=4"])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     cuda, cpu = torch.device("cuda", 0), torch.device("cpu")
@@ -582,7 +584,7 @@ def test_a_process_with_several_devices_has_the_peak_of_all(monkeypatch: pytest.
     assert computes_on(config.load(None, []), cuda) == 1
 
 
-def test_flops_are_counted_with_synchronized_normalization_and_whole_numbers(
+def test_flops_are_counted_for_synchronized_normalization_and_integer_inputs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = ["model.name=torchvision:resnet18"]

@@ -1,5 +1,5 @@
-"""Horovod, DeepSpeed and a parameter server compute what one process computes, stop and continue
-like it, and report missing requirements.
+"""Horovod, DeepSpeed and a parameter server compute the same as one process, can be stopped and
+continued like it, and report missing requirements.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def deviation(folder: Path, reference: Path) -> float:
 @pytest.mark.parametrize(
     ("strategy", "world"), [(HOROVOD, 3), (SERVER, 3), (DEEPSPEED[0], 2), (DEEPSPEED[2], 3), (DEEPSPEED[3], 2)]
 )
-def test_losses_weights_and_optimizer_match_one_process(
+def test_losses_weights_and_optimizer_state_match_one_process(
     strategy: str, world: int, smooth: Path, tmp_path: Path, library: Callable[[str], Prepare]
 ) -> None:
     good(
@@ -224,7 +224,7 @@ def loses_a_worker(rank: int) -> None:
 @pytest.mark.parametrize(
     ("strategy", "defect"), [(HOROVOD, averages_over_ranks), (SERVER, loses_a_worker), (DEEPSPEED[1], forgets_the_mean)]
 )
-def test_a_defect_departs_from_the_curve(
+def test_a_deliberate_defect_changes_the_loss_curve(
     strategy: str, defect: Prepare, alone: Path, tmp_path: Path, library: Callable[[str], Prepare]
 ) -> None:
     arguments = [*SETTINGS, *strategy.split(), f"checkpoint.dir={tmp_path}"]
@@ -233,7 +233,7 @@ def test_a_defect_departs_from_the_curve(
 
 
 @pytest.mark.parametrize("strategy", [HOROVOD, SERVER])
-def test_a_killed_rank_ends_the_others_which_then_resume(
+def test_after_a_rank_is_killed_the_others_exit_and_training_can_resume(
     strategy: str, alone: Path, tmp_path: Path, library: Callable[[str], Prepare]
 ) -> None:
     def dies(rank: int) -> None:
@@ -249,7 +249,8 @@ def test_a_killed_rank_ends_the_others_which_then_resume(
         Ledger.step = step  # type: ignore[method-assign]
 
     arguments = [*SETTINGS, *strategy.split(), "checkpoint.every_steps=2", f"checkpoint.dir={tmp_path}"]
-    ended = run(3, arguments, prepare=both(library(strategy), dies))  # they would wait ten minutes for a collective
+    # Without exiting, the other ranks would wait ten minutes for a collective.
+    ended = run(3, arguments, prepare=both(library(strategy), dies))
     assert ended[1].code == -signal.SIGKILL and all(end.code not in (0, 75) for end in ended), ended
     good(2, arguments, prepare=library(strategy))
     assert deviation(tmp_path, alone) < TOLERANCE
@@ -292,7 +293,7 @@ def test_torchrun_starts_a_parameter_server(alone: Path, tmp_path: Path) -> None
     assert deviation(tmp_path, alone) < TOLERANCE
 
 
-def test_fp16_compression_is_close_and_not_equal(
+def test_results_with_fp16_compression_are_close_but_not_equal(
     alone: Path, tmp_path: Path, library: Callable[[str], Prepare]
 ) -> None:
     """fp16 gradients have 11 bits, so the loss changes in the fourth digit at most."""
@@ -301,7 +302,7 @@ def test_fp16_compression_is_close_and_not_equal(
     assert deviation(tmp_path, alone) > deviation(alone, alone)
 
 
-def test_deepspeed_counts_its_steps_once(deepspeed: None, tmp_path: Path) -> None:
+def test_deepspeed_counts_each_step_only_once(deepspeed: None, tmp_path: Path) -> None:
     """The step count is right after a restart, with two groups of parameters."""
     arguments = [
         *SETTINGS,
@@ -342,7 +343,9 @@ def test_deepspeed_computes_in_short_formats_and_needs_no_launcher(deepspeed: No
 def test_a_step_with_gradients_that_are_not_finite_is_skipped(
     tmp_path: Path, library: Callable[[str], Prepare]
 ) -> None:
-    """The rate overflows float32 immediately. The weights must not change with any strategy."""
+    """The learning rate makes float32 overflow immediately. The weights must not change with any
+    strategy.
+    """
 
     def explodes(rank: int) -> None:
         from ddpjob_trainer.strategies.strategy import Strategy
@@ -358,7 +361,7 @@ def test_a_step_with_gradients_that_are_not_finite_is_skipped(
         assert all("TrainingError" in end.error for end in ended), ended
 
 
-# ------------------------------------------------------------ bad input
+# ------------------------------------------------------------ invalid input
 
 
 def test_a_single_rank_cannot_be_a_parameter_server(tmp_path: Path) -> None:
@@ -468,7 +471,7 @@ def source(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
 
 
-def test_the_installer_sets_the_language_everywhere(source: Path) -> None:
+def test_the_horovod_installer_sets_the_cpp_standard_everywhere(source: Path) -> None:
     assert install_horovod.patch(source) == 3
     texts = [file.read_text() for file in source.rglob("CMakeLists.txt")]
     assert sum(text.count("set(CMAKE_CXX_STANDARD 20)") for text in texts) == 3
@@ -476,8 +479,10 @@ def test_the_installer_sets_the_language_everywhere(source: Path) -> None:
         install_horovod.patch(source)
 
 
-def test_the_installer_uses_every_processor_also_below_make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """make passes its own flags on, and they allow a single job. Regression: the build took more
+def test_the_horovod_installer_uses_every_processor_even_under_make(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """make passes on its own flags, which allow only a single job. Regression: the build took more
     than 15 minutes.
     """
     environments: list[dict[str, str] | None] = []
@@ -501,7 +506,7 @@ def test_the_installer_uses_every_processor_also_below_make(tmp_path: Path, monk
     assert environment is not None and environment["MAKEFLAGS"] == f"-j{len(os.sched_getaffinity(0))}"
 
 
-def test_the_installer_reports_missing_requirements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_horovod_installer_reports_missing_requirements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert len(install_horovod.missing_tools()) == 3
@@ -511,7 +516,9 @@ def test_the_installer_reports_missing_requirements(tmp_path: Path, monkeypatch:
         install_horovod.install("/bin/false")
 
 
-def test_wheels_are_cached_by_the_versions_they_were_built_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_horovod_wheels_are_cached_by_the_versions_for_which_they_were_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     facts = install_horovod.probe(sys.executable)
     assert facts["torch"] == torch.__version__

@@ -1,4 +1,4 @@
-"""Strategies that split the model, or the work on it, compute what one process computes. Each can
+"""Strategies that split the model, or the work on it, compute the same as one process. Each can
 resume from the checkpoints of every other.
 """
 
@@ -78,14 +78,14 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_losses_and_weights_match_one_process(case: str, alone: Path, tmp_path: Path) -> None:
+def test_losses_and_weights_match_those_of_one_process(case: str, alone: Path, tmp_path: Path) -> None:
     world, keys, exact = CASES[case]
     good(world, [*PROBLEM, *keys, f"strategy={case.split()[0].rstrip(',')}", f"checkpoint.dir={tmp_path}"])
     assert_same(tmp_path, alone, exact=exact)
     assert verify(read([tmp_path / "run"])).epochs == {1: 1438, 2: 1438}
 
 
-def test_each_strategy_continues_from_the_previous_one(alone: Path, tmp_path: Path) -> None:
+def test_each_strategy_continues_from_the_previous_strategys_checkpoint(alone: Path, tmp_path: Path) -> None:
     """Each run is stopped within an epoch by SIGTERM to one rank, and continued on a different
     number of ranks. This is done seven times, with checkpoints of both formats.
     """
@@ -105,8 +105,8 @@ def test_each_strategy_continues_from_the_previous_one(alone: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("world", "keys"), [(3, ["strategy=fsdp"]), (4, ["strategy=pipeline", "pipeline.stages=2"])])
-def test_ranks_without_samples_take_part(world: int, keys: list[str], tmp_path: Path) -> None:
-    """Samples are dealt out individually, and the last batch has one sample."""
+def test_ranks_without_samples_still_take_part_in_the_step(world: int, keys: list[str], tmp_path: Path) -> None:
+    """Samples are distributed one by one, and the last batch has only one sample."""
     arguments = ["data.name=synthetic", "data.shape=1,8,8", "data.size=7", "data.batch=3", "checkpoint.every_seconds=0"]
     arguments += ["model.width=4", "train.epochs=2", "train.log_every=1", "train.ledger=true"]
     good(1, [*arguments, "strategy=single", f"checkpoint.dir={tmp_path / '1'}"])
@@ -116,7 +116,9 @@ def test_ranks_without_samples_take_part(world: int, keys: list[str], tmp_path: 
 
 
 def held(folder: Path) -> Callable[[int], None]:
-    """Return a hook that makes each rank record the names and sizes of the weights that it holds."""
+    """Return a hook that makes each rank record the names and sizes of the weights that it
+    holds.
+    """
 
     def prepare(rank: int) -> None:
         from ddpjob_trainer.train import Trainer
@@ -136,7 +138,7 @@ def held(folder: Path) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
-def test_the_parts_that_ranks_hold_add_up_to_the_model(strategy: str, alone: Path, tmp_path: Path) -> None:
+def test_the_parts_of_all_ranks_together_are_the_whole_model(strategy: str, alone: Path, tmp_path: Path) -> None:
     good(3, [*PROBLEM, "train.epochs=1", f"strategy={strategy}", f"checkpoint.dir={tmp_path}"], prepare=held(tmp_path))
     parts = [json.loads((tmp_path / f"held-{rank}.json").read_text()) for rank in range(3)]
     whole = {
@@ -191,7 +193,9 @@ def defect(what: str) -> Callable[[int], None]:
         ("pipeline: random numbers by rank", 2, []),
     ],
 )
-def test_a_defect_is_detected(what: str, world: int, keys: list[str], alone: Path, tmp_path: Path) -> None:
+def test_the_comparison_detects_each_common_mistake(
+    what: str, world: int, keys: list[str], alone: Path, tmp_path: Path
+) -> None:
     strategy = what.partition(":")[0]
     good(world, [*PROBLEM, *keys, f"strategy={strategy}", f"checkpoint.dir={tmp_path}"], prepare=defect(what))
     with pytest.raises(AssertionError):
@@ -241,7 +245,7 @@ def test_a_defect_is_detected(what: str, world: int, keys: list[str], alone: Pat
         ),
     ],
 )
-def test_unsuitable_settings_are_refused_before_training(
+def test_settings_that_a_split_strategy_does_not_support_are_refused(
     world: int, keys: list[str], message: str, tmp_path: Path
 ) -> None:
     ended = run(world, [*PROBLEM, *keys, f"checkpoint.dir={tmp_path}"])

@@ -1,4 +1,6 @@
-"""Optional settings give the results of one process even if ranks hold only parts of the model."""
+"""Optional settings give the same results as one process, even if ranks hold only parts of the
+model.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ OPTIMIZER = [
     "optim.decay_norm_and_bias=false",
 ]
 
-# Each option with the tolerance for sums in a different order. A bfloat16 value has 8 bits, so one
-# rounding in the other direction changes it by 0.4 %.
+# Each option with the tolerance for sums in a different order. A bfloat16 value has 8 significant
+# bits, so rounding in the other direction changes it by 0.4 %.
 OPTIONS = {
     # Two epochs, because training must continue with the weights after the average was evaluated in
     # their place.
@@ -81,7 +83,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         ("O2 and a loss scale", "parameter_server"),
     ],
 )
-def test_an_option_has_the_results_of_one_process(
+def test_an_option_gives_the_same_results_as_in_one_process(
     option: str, strategy: str, alone: Callable[[str], Path], tmp_path: Path
 ) -> None:
     keys, tolerance = OPTIONS[option]
@@ -103,7 +105,9 @@ def test_an_option_has_the_results_of_one_process(
 
 
 @pytest.mark.parametrize("form", ["torch", "dcp"])
-def test_momentum_follows_weights_to_channels_last(form: str, alone: Callable[[str], Path], tmp_path: Path) -> None:
+def test_momentum_has_the_channels_last_layout_of_its_weights(
+    form: str, alone: Callable[[str], Path], tmp_path: Path
+) -> None:
     reference = alone("none")
     arguments = [*PROBLEM, f"checkpoint.format={form}", f"checkpoint.dir={tmp_path}"]
     first = ["strategy=single"] if form == "torch" else ["strategy=fsdp", "model.channels_last=true"]
@@ -150,11 +154,11 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
-def test_a_torch_that_is_too_old_is_reported_with_the_version_needed(
+def test_a_torch_that_is_too_old_is_reported_with_the_required_version(
     strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: with torch 2.6, FSDP2 failed in the first backward pass, and a pipeline while its
-    schedule was created.
+    """Regression: with torch 2.6, FSDP2 failed in the first backward pass, and a pipeline failed
+    while its schedule was created.
     """
     monkeypatch.setattr(torch, "__version__", "2.6.0+cpu")
     settings = config.load(None, [*TINY, f"strategy={strategy}"])

@@ -1,4 +1,6 @@
-"""Commands that change a job, while the job may finish or become unreachable."""
+"""Commands that change a job, even if it finishes or its cluster becomes unreachable in the
+meantime.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,7 @@ AWAY, GONE = NoAnswer("the API server does not answer"), NoSuchJob("no job j")
 
 
 class OneJob:
-    """A backend with the job j, whose reads return `phases` in turn, and then the last one
-    forever.
-    """
+    """A backend with the job j. Reads return `phases` in turn, and repeat the last one."""
 
     where = "here"
     notes: tuple[str, ...] = ()
@@ -64,7 +64,7 @@ def called(monkeypatch: pytest.MonkeyPatch, backend: OneJob, *words: str) -> int
 
 @pytest.mark.parametrize("phase", ["Complete", "Failed"])
 @pytest.mark.parametrize("words", [("suspend", "j"), ("resume", "j"), ("scale", "j", "3"), ("restart", "j")])
-def test_a_finished_job_is_not_changed(
+def test_commands_refuse_to_change_a_finished_job(
     words: tuple[str, ...], phase: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     backend = OneJob(phase)
@@ -82,7 +82,7 @@ def test_the_python_client_also_refuses_to_change_a_finished_job() -> None:
 
 
 class Unattended(OneJob):
-    """A job in a cluster whose operator never acts on a change, or only after some reads."""
+    """A job in a cluster whose operator never acts on changes, or only after a few reads."""
 
     def __init__(self, acts: bool) -> None:
         super().__init__("Running")
@@ -103,7 +103,7 @@ class Unattended(OneJob):
         (("scale", "j", "3"), "j scaled to 3 nodes", "j not yet scaled to 3 nodes"),
     ],
 )
-def test_a_change_that_no_operator_acts_on_is_reported_as_only_requested(
+def test_a_change_that_no_operator_has_applied_is_reported_as_only_requested(
     words: tuple[str, ...], done: str, asked: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Regression: `ddpjob suspend` printed "suspended" while the pods still ran, because the
@@ -131,7 +131,7 @@ def test_a_restart_by_a_user_who_may_not_list_pods_changes_nothing(monkeypatch: 
     assert called(monkeypatch, backend, "restart", "j") == 2 and not backend.patches
 
 
-def test_a_restart_survives_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restart_continues_after_an_outage_of_the_api_server(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = OneJob("Running", "Running", AWAY, AWAY, "Suspended")
     assert called(monkeypatch, backend, "restart", "j") == 0
     assert suspends(backend) == [True, False]
@@ -159,7 +159,7 @@ def test_a_restart_reports_a_job_that_ends_in_the_meantime(
     assert said in err and "resume" not in err and suspends(backend) == [True]
 
 
-def test_a_jobs_strings_cannot_control_the_terminal(
+def test_strings_in_a_job_cannot_control_the_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     evil = "\x1b]0;owned\x07\x9b31m\u202eé"
@@ -179,7 +179,7 @@ def test_a_jobs_strings_cannot_control_the_terminal(
         assert "]0;owned31mé" in printed and not set(printed) & set("\x1b\x07\x9b\u202e"), words
 
 
-def test_several_jobs_are_deleted_only_if_all_of_them_exist(
+def test_no_job_is_deleted_unless_all_named_jobs_exist(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Jobs(OneJob):
@@ -227,7 +227,7 @@ def test_delete_reports_which_checkpoints_are_kept(
     assert capsys.readouterr().out == f"ddpjob j deleted{said} (here)\n"
 
 
-def test_names_are_accepted_in_the_form_in_which_they_are_printed(
+def test_job_names_are_accepted_in_the_form_in_which_they_are_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`ddpjob delete $(ddpjob get -o name)` works, as with kubectl."""
@@ -251,7 +251,7 @@ def test_names_are_accepted_in_the_form_in_which_they_are_printed(
 def test_a_job_named_like_a_kind_can_be_addressed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A word that is the only argument is the name of a job."""
+    """A single argument is always the name of a job."""
     deleted: list[str] = []
     monkeypatch.setattr(OneJob, "delete", lambda backend, name: deleted.append(name), raising=False)
     assert called(monkeypatch, OneJob("Running"), "delete", "ddp") == 0
@@ -309,7 +309,7 @@ def test_logs_report_a_missing_job_to_a_user_who_may_not_list_jobs(
         (("--index", "1"), "j-0-0 is a pod; --index chooses pods of a job"),
     ],
 )
-def test_logs_name_the_option_that_has_no_effect(
+def test_logs_refuses_an_option_that_would_have_no_effect(
     words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(looking, "_job_or_pod", lambda backend, name: ({"metadata": {"name": "j"}}, name, False))
@@ -339,7 +339,7 @@ def test_json_of_an_object_cannot_control_the_terminal() -> None:
     """JSON escapes only control characters below 32, but a terminal treats U+009B like ESC [."""
     written = document({"a": HOSTILE + "größe"}, "json")
     assert json.loads(written) == {"a": HOSTILE + "größe"} and "größe" in written
-    assert printable(written) == written, "nothing to drop"
+    assert printable(written) == written, "the output contains no control characters"
 
 
 def test_a_manifest_that_run_refuses_cannot_control_the_terminal(
@@ -353,7 +353,7 @@ def test_a_manifest_that_run_refuses_cannot_control_the_terminal(
 
 
 class Ended(ClusterBackend):
-    """A cluster with the finished job j, whose script is in a ConfigMap that it owns."""
+    """A cluster with the finished job j, which owns the ConfigMap with its script."""
 
     where = "here"  # type: ignore[assignment]
 
@@ -440,7 +440,7 @@ def test_a_fresh_rerun_gets_a_checkpoint_folder_that_no_job_has_used(
     assert f"storage.checkpoints.{field} is now {value}, and the old checkpoints are kept" in said
 
 
-def test_a_fresh_rerun_without_a_volume_is_fresh_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fresh_rerun_without_a_volume_needs_no_new_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = EndedWith()
     assert called(monkeypatch, backend, "rerun", "j", "--fresh") == 0  # type: ignore[arg-type]
     assert backend.done[1][0]["spec"] == backend.spec
@@ -468,12 +468,12 @@ def test_a_fresh_rerun_deletes_nothing_if_the_folder_cannot_change(
     assert backend.done == [] and why in capsys.readouterr().err
 
 
-def test_an_unfinished_job_is_not_rerun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rerun_refuses_an_unfinished_job(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert called(monkeypatch, OneJob("Running"), "rerun", "j") == 2
     assert "j is Running and has not ended; run `ddpjob restart j` to replace" in capsys.readouterr().err
 
 
-def test_the_pod_of_a_rank_is_printed_for_kubectl(
+def test_the_pod_of_a_rank_is_printed_as_an_argument_for_kubectl(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class TwoPods(OneJob):

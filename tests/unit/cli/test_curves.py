@@ -59,7 +59,7 @@ def test_a_repeated_step_counts_once_and_invalid_lines_are_ignored() -> None:
     assert points(read_metrics("\n".join(LINES))) == ([8.0, 4.0, 1.0], [0.5, 0.9], 1)
 
 
-def test_a_curve_spans_its_least_and_its_greatest_value() -> None:
+def test_a_curve_spans_the_range_of_its_values() -> None:
     assert chart([0.0, 1.0, 2.0], 3, 2) == [" ▁█", "▁██"]
     assert sparkline([1.0, 1.0], 9) == "▁▁" and sparkline([], 9) == ""
     assert len(sparkline([float(number) for number in range(1000)], 60)) == 60
@@ -103,7 +103,7 @@ def written(**values: Any) -> None:
                           "local": {"run": "1", "pods": pods}})  # fmt: skip
 
 
-def test_plot_reads_the_metrics_of_this_machine(
+def test_plot_reads_the_metrics_of_a_job_on_this_machine(
     runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written()
@@ -121,7 +121,7 @@ def test_plot_reads_the_metrics_of_this_machine(
     assert capsys.readouterr().out.startswith("j: 1 restart\nloss\n")
 
 
-def test_a_picture_equals_the_trainers_picture(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plot_draws_a_picture_with_the_trainers_program(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch", reason="the trainer draws the picture, and needs torch")
 
     def ran(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
@@ -138,7 +138,7 @@ def test_a_picture_equals_the_trainers_picture(runs: Path, monkeypatch: pytest.M
         draw([("j", "text")], Path("x.png"))
 
 
-def test_plot_reads_the_metrics_from_the_pod_that_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plot_reads_metrics_from_the_pod_that_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / METRICS
     file.parent.mkdir()
     file.write_text(row("step", 1, loss=2.0))
@@ -167,7 +167,7 @@ def test_the_screen_shows_a_jobs_progress_restarts_and_pods(
 ) -> None:
     written()
     monkeypatch.setattr("ddpjob.client.backends.process_backend.runner", lambda folder: 1)
-    assert main(["--local", "top", "j"]) == 0, "once, where there is no terminal"
+    assert main(["--local", "top", "j"]) == 0, "without a terminal, it is printed once"
     out = capsys.readouterr().out
     for part in ("j   Running   nodes", "ranks 8", "epoch 1/2 50 %", "0.5", "10/s", "75.00%",
                  "Restarts: 1 of 10 counted, 0 not counted", "OOMKilled: rank 1", "(counted, ran again after 2.5 s)",
@@ -192,7 +192,7 @@ def test_the_screen_is_redrawn_until_the_job_has_ended(runs: Path, monkeypatch: 
         written(**losses, **({"phase": "Failed", "conditions": [ended]} if looks == 3 else {}))
 
     monkeypatch.setattr("ddpjob.client.backends.process_backend.runner", lambda folder: 1)
-    monkeypatch.setattr(top, "time", SimpleNamespace(sleep=pause))  # other threads use the real one
+    monkeypatch.setattr(top, "time", SimpleNamespace(sleep=pause))  # other threads keep the real time module
     console = Console(force_terminal=True, width=100, record=True)
     monkeypatch.setattr(top, "Console", lambda **options: console)
     top.show(Place(None, None, None, True).backend(), "j", once=False, seconds=0.5)
@@ -200,7 +200,7 @@ def test_the_screen_is_redrawn_until_the_job_has_ended(runs: Path, monkeypatch: 
     assert "j failed: BudgetSpent" in console.export_text()
 
 
-def test_losses_that_are_all_not_finite_are_reported() -> None:
+def test_a_warning_is_shown_if_no_loss_is_finite() -> None:
     text = "\n".join([row("start", 0), row("step", 1, loss=float("nan")), row("step", 2, loss=float("inf")),
                       row("eval", 2, accuracy=0.5)])  # fmt: skip
     lines = list(curves(text, "first"))
@@ -216,7 +216,7 @@ def test_a_loss_that_became_nan_is_not_shown_as_the_last_finite_one() -> None:
     assert note not in list(curves(again, "first"))
 
 
-def test_losses_that_report_wrote_as_unknown_are_reported() -> None:
+def test_a_warning_is_shown_if_all_losses_are_unknown() -> None:
     text = "\n".join(
         [row("start", 0), row("step", 1, loss=None), row("step", 2, loss=None), row("eval", 2, accuracy=0.5)]
     )
@@ -230,7 +230,7 @@ def test_a_script_without_a_loss_is_not_mistaken_for_one_that_diverges() -> None
     assert lines[1] == "loss: not reported at 2 steps, the last of them 2"
 
 
-def test_a_script_that_reports_its_loss_occasionally_has_a_finite_loss() -> None:
+def test_steps_without_a_loss_do_not_count_as_losses_that_are_not_finite() -> None:
     steps = [row("step", step, **({"loss": 1 / step} if step % 10 == 0 else {})) for step in range(1, 38)]
     lines = [row("start", 0), *steps]
     assert not any("reported" in line or "finite" in line for line in curves("\n".join(lines), "first"))
@@ -239,7 +239,7 @@ def test_a_script_that_reports_its_loss_occasionally_has_a_finite_loss() -> None
     assert note in list(curves("\n".join(lines), "first"))
 
 
-def test_a_loss_that_becomes_unknown_after_finite_ones_is_reported(runs: Path) -> None:
+def test_a_warning_is_shown_if_the_loss_becomes_unknown_after_finite_values(runs: Path) -> None:
     unknown = [row("step", 2, loss=None), row("step", 3, loss=None)]
     text = "\n".join([row("start", 0), row("step", 1, loss=1.0), *unknown])
     note = "loss: not finite (NaN or infinite) at 2 steps, the last of them 3"
@@ -253,7 +253,7 @@ def test_a_loss_that_becomes_unknown_after_finite_ones_is_reported(runs: Path) -
         assert _curves_now(FleetView(fleet, lambda namespace: backend, ""), ("default", "j"), False)["note"] == note
 
 
-def test_the_screen_draws_the_steps_per_second_of_a_job_that_counts_no_samples(runs: Path) -> None:
+def test_the_screen_draws_steps_per_second_if_a_job_does_not_count_samples(runs: Path) -> None:
     screen, console = top.JobScreen(), Console(width=100, record=True)
     for step in (1, 2):
         written(progress={"step": step, "speedDisplay": f"{step} steps/s", "metrics": {"stepsPerSecond": float(step)}})
@@ -269,7 +269,7 @@ def test_a_step_beyond_64_bits_is_ignored(step: int) -> None:
     assert not series.after_last_loss()
 
 
-def test_a_picture_of_an_undocumented_kind_is_refused() -> None:
+def test_an_undocumented_picture_format_is_refused() -> None:
     with pytest.raises(Mistake, match=r"--output x\.gif: must end in \.png, \.svg, \.pdf"):
         draw([("j", "text")], Path("x.gif"))
 
@@ -287,7 +287,7 @@ def timed(event: str, step: int, time: float, **values: Any) -> str:
     return json.dumps({"event": event, "step": step, "time": time, **values})
 
 
-def test_plot_draws_several_jobs_over_each_other(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plot_draws_several_jobs_in_one_chart(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, loss in (("one", 1.0), ("two", 2.0)):
         steps = [timed("step", n, 100.0 + n * loss, epoch=1 + n // 11, loss=loss / n) for n in range(1, 21)]
         run_of(name, timed("start", 0, 100.0), *steps, timed("eval", 20, 130.0, accuracy=loss / 4))
@@ -321,12 +321,12 @@ RESTARTED = [
 ]
 
 
-def test_no_line_of_any_curve_crosses_a_restart() -> None:
+def test_no_curve_is_connected_across_a_restart() -> None:
     series = read_metrics("\n".join(RESTARTED))
     steps = series.positions("step")
     losses = series.stretches(series.steps["loss"], steps)
     assert [(part[0][0], part[-1][0]) for part in losses] == [(1, 15), (16, 21), (22, 25)], (
-        "steps 22 to 25 are from before the restart"
+        "steps 22 to 25 were taken before the restart"
     )
     assert series.stretches(series.evaluations["accuracy"], steps) == [[(10, 0.1)], [(20, 0.3)]]
     over_time = series.stretches(series.steps["loss"], series.positions("time"))
@@ -334,7 +334,7 @@ def test_no_line_of_any_curve_crosses_a_restart() -> None:
     assert series.restarts_at(series.positions("time")) == [91.0]
 
 
-def test_a_repeated_step_from_before_a_restart_is_left_out_between_new_steps() -> None:
+def test_a_value_from_before_a_restart_is_not_drawn_between_newer_steps() -> None:
     rows = [timed("start", 0, 0.0), *(timed("step", n, float(n), loss=1.0) for n in (1, 2, 3, 4))]
     rows += [timed("start", 1, 9.0), *(timed("step", n, 9.0 + n, loss=2.0) for n in (2, 4))]
     series = read_metrics("\n".join(rows))
@@ -350,19 +350,19 @@ def test_a_repeated_step_from_before_a_restart_is_left_out_between_new_steps() -
         ([(5, -3), (10, 10**400)], [-3.0]),
     ],
 )
-def test_steps_have_positions_in_epochs(epochs: list[tuple[int, float]], positions: list[float]) -> None:
+def test_each_step_has_a_position_in_epochs(epochs: list[tuple[int, float]], positions: list[float]) -> None:
     rows = [timed("start", 0, 0.0), *(timed("step", step, 1.0, epoch=epoch, loss=1.0) for step, epoch in epochs)]
     assert list(read_metrics("\n".join(rows)).positions("epoch")[0].values()) == pytest.approx(positions)
 
 
-def test_curves_without_their_beginning_show_where_they_begin() -> None:
+def test_curves_that_lack_early_steps_say_where_they_begin() -> None:
     rows = [timed("start", 30, 0.0), timed("step", 31, 1.0, loss=1.0), timed("step", 32, 2.0, loss=1.0)]
     note = "the curves start after step 30, where training continued from a checkpoint"
     assert note in list(curves("\n".join(rows), "j"))
     assert note not in list(curves("\n".join(RESTARTED), "j"))
 
 
-def test_a_job_that_continues_an_earlier_one_has_not_restarted() -> None:
+def test_a_job_that_continues_an_earlier_job_is_not_drawn_as_restarted() -> None:
     starts = [row("start", 0, run="a"), row("step", 1, loss=1.0), row("start", 1, run="a"), row("step", 2, loss=1.0)]
     text = "\n".join([*starts, row("start", 2, run="b"), row("step", 3, loss=1.0)])
     assert next(iter(curves(text, "j"))) == "j: 1 restart"

@@ -33,7 +33,7 @@ def shown(seconds: float = 0.0, events: tuple[TimedEvent, ...] = (), **status: o
     return Shown(job, full, pods, events, BEGAN + timedelta(seconds=seconds))
 
 
-def test_a_line_is_printed_for_each_change_at_most_every_two_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_changes_are_printed_at_most_every_two_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     display = PlainLines()
     display.show(shown())
     display.show(shown(0.5, progress=PROGRESS))
@@ -46,14 +46,14 @@ def test_a_line_is_printed_for_each_change_at_most_every_two_seconds(capsys: pyt
     assert "Complete" in capsys.readouterr().out
 
 
-def test_a_clock_that_is_set_back_suppresses_no_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_line_is_suppressed_if_the_clock_is_set_back(capsys: pytest.CaptureFixture[str]) -> None:
     display = PlainLines()
     display.show(shown())
     display.show(shown(-3600, progress=PROGRESS))
     assert "epoch 3/8" in capsys.readouterr().out
 
 
-def test_events_and_recoveries_are_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_events_and_recoveries_are_printed_only_once(capsys: pytest.CaptureFixture[str]) -> None:
     display = PlainLines()
     message = "rank 1 ended: ValueError\nTraceback\nValueError (counts against recovery.maxRestarts)"
     failed = TimedEvent(BEGAN, Event(True, "WorkerFailed", message))
@@ -77,7 +77,7 @@ def test_events_and_recoveries_are_reported_once(capsys: pytest.CaptureFixture[s
     ]
 
 
-def test_a_traceback_is_shown_when_it_happens_and_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_traceback_is_printed_immediately_and_only_once(capsys: pytest.CaptureFixture[str]) -> None:
     display, trace = PlainLines(), '  File "train.py", line 3, in <module>\n    f()\nValueError: x'
     first = TimedEvent(BEGAN, Event(True, "WorkerFailed", f"rank 1 ended: ValueError: x (counts)\nTraceback\n{trace}"))
     last = TimedEvent(BEGAN, Event(True, "RestartBudgetSpent", f"WorkerFailed: rank 1 (2 failures)\n...\n{trace}"))
@@ -87,7 +87,7 @@ def test_a_traceback_is_shown_when_it_happens_and_once(capsys: pytest.CaptureFix
     assert "train.py" not in capsys.readouterr().out
 
 
-def test_a_job_without_a_step_has_not_recovered() -> None:
+def test_no_recovery_is_reported_before_the_next_step() -> None:
     over = Restart(time=BEGAN, pod="j-1-0", reason="WorkerFailed", message="SyntaxError", counted=True, seconds=0.3)
     over = replace(over, continued_from="unknown")
     status = JobStatus(restarts=Restarts(counted=1, recent=(over,)))
@@ -106,7 +106,7 @@ def test_the_panel_shows_state_progress_and_pods() -> None:
 
 
 @pytest.mark.parametrize("phase", list(Phase))
-def test_the_bar_shows_the_whole_progress_in_each_phase_and_the_nodes_once(phase: Phase) -> None:
+def test_the_progress_bar_shows_epoch_and_nodes_completely_in_each_phase(phase: Phase) -> None:
     """Regression: words were cut from a padded line, so the epoch was missing during a restart and
     the nodes appeared twice.
     """

@@ -19,7 +19,7 @@ EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.yaml"))
 
 
 def messages(schema: Any) -> Iterator[str]:
-    """Yield the text of every rule, without white space."""
+    """Yield every rule's message, without white space."""
     if isinstance(schema, dict):
         yield from ("".join(rule["message"].split()) for rule in schema.get("x-kubernetes-validations", ()))
         for child in schema.values():
@@ -67,7 +67,7 @@ def test_the_schema_for_editors_accepts_the_examples_and_finds_mistakes(capsys: 
     assert main(["schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
     assert schema == editor_schema()
-    for dialect in (Draft7Validator, Draft202012Validator):  # yaml-language-server reads it as the first
+    for dialect in (Draft7Validator, Draft202012Validator):  # yaml-language-server uses Draft 7
         dialect.check_schema(schema)
         for example in EXAMPLES:
             assert list(dialect(schema).iter_errors(yaml.safe_load(example.read_text()))) == [], example.name
@@ -77,4 +77,4 @@ def test_the_schema_for_editors_accepts_the_examples_and_finds_mistakes(capsys: 
     found = {".".join(map(str, error.path)): error for error in Draft7Validator(schema).iter_errors(wrong)}
     assert set(found) == {"spec", "spec.nodes", "kind"}
     assert schema["properties"]["spec"]["properties"]["nodes"]["description"].startswith("Number of training pods")
-    assert "\\Z" not in json.dumps(schema), "JavaScript can compile the patterns"
+    assert "\\Z" not in json.dumps(schema), "JavaScript must be able to compile the patterns"

@@ -61,8 +61,8 @@ def test_existing_files_are_not_overwritten(folder: Path, capsys: pytest.Capture
     assert (folder / "job.yaml").read_text() == before and (folder / "mine.py").read_text() == "print(1)\n"
 
 
-def test_a_misspelt_script_is_noticed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Otherwise the job would train the starter instead of the user's model."""
+def test_a_misspelt_script_name_is_reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Otherwise the job would run the example script instead of the user's."""
     (folder / "mnist.py").write_text("print(1)\n")
     assert main(["init", "mnst.py"]) == 0
     assert "mnst.py did not exist. If you meant mnist.py, write it as spec.script" in capsys.readouterr().out
@@ -72,12 +72,14 @@ def test_a_misspelt_script_is_noticed(folder: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("script", ["train.sh", "/tmp/train.py", "../train.py"])
-def test_a_script_elsewhere_is_refused(script: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_outside_of_the_folder_is_refused(
+    script: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["init", script]) == 2
     assert script in capsys.readouterr().err and list(folder.iterdir()) == []
 
 
-def test_a_folder_that_is_not_writable_is_reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_init_reports_a_folder_that_is_not_writable(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "job.yaml").mkdir()
     assert main(["init"]) == 2
     assert "job.yaml" in capsys.readouterr().err
@@ -91,7 +93,7 @@ def test_a_full_disk_leaves_no_partial_file(folder: Path) -> None:
     assert main(["init"]) == 0
 
 
-def test_the_script_reports_that_there_is_nothing_left_to_train(folder: Path) -> None:
+def test_the_script_reports_if_there_is_nothing_left_to_train(folder: Path) -> None:
     assert main(["init"]) == 0
     text = (folder / "train.py").read_text()
     assert text.index("if first >= args.epochs and rank == 0:") < text.index("for epoch in range(first")

@@ -1,5 +1,5 @@
-"""`ddpjob top` without a job. On a screen of any size the running job is visible, and keys reach
-all others.
+"""`ddpjob top` without a job name. On a screen of any size, the running job is visible, and keys
+scroll to all other jobs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def job(name: str, phase: str, hour: int = 0, **progress: Any) -> Json:
 
 def sixty(length: int = 41) -> list[Json]:
     """Return 44 failed and 16 interrupted jobs with long names, and a running one, which is the
-    oldest.
+    oldest of all.
     """
     states = ["Failed"] * 44 + ["Interrupted"] * 16
     old = [job(f"{'sweep-lr' + 'x' * length}"[: length - 3] + f"-{at:02}", state, 1) for at, state in enumerate(states)]
@@ -52,7 +52,9 @@ def text(lines: list[Text]) -> list[str]:
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 50), (40, 6), (20, 4)])
 @pytest.mark.parametrize("unfolded", [False, True])
-def test_sixty_jobs_fit_any_screen_and_the_running_one_is_first(width: int, height: int, unfolded: bool) -> None:
+def test_a_list_of_sixty_jobs_fits_any_screen_and_shows_the_running_one_first(
+    width: int, height: int, unfolded: bool
+) -> None:
     jobs = JobList()
     jobs.unfolded = unfolded
     lines = text(jobs.frame(sixty(), NOW, width, height))
@@ -61,13 +63,13 @@ def test_sixty_jobs_fit_any_screen_and_the_running_one_is_first(width: int, heig
     assert lines[0].startswith("1 running, 44 failed,"[: width - 1])
 
 
-def test_a_running_job_is_not_below_newer_jobs_that_wait() -> None:
+def test_a_running_job_is_listed_above_newer_jobs_that_wait() -> None:
     waiting = [job(f"queued-{at:02}", "Queued" if at % 2 else "Pending", 1) for at in range(40)]
     lines = text(JobList().frame([job("the-one", "Running"), *waiting], NOW, 80, 24))
     assert lines[2].startswith("the-one") and lines[3].startswith("queued-")
 
 
-def test_at_80_columns_the_figures_of_a_job_are_visible_and_at_200_all_columns() -> None:
+def test_at_80_columns_a_jobs_figures_are_visible_and_at_200_all_columns() -> None:
     lines = text(JobList().frame(sixty(), NOW, 80, 24))
     for cell in ("the-one", "Running", "2/2", "epoch 9/120 7 %", "0.5955", "0/10"):
         assert cell in lines[2]
@@ -87,14 +89,14 @@ def test_gpu_hours_are_summed_even_if_a_status_has_an_invalid_value() -> None:
     assert text(JobList().frame(bodies, NOW, 80, 24))[0] == "1 running, 1 failed, 1 complete; 11.0 GPU hours"
 
 
-def test_the_room_of_a_dropped_column_goes_to_the_names() -> None:
+def test_the_width_of_a_dropped_column_is_used_for_names() -> None:
     figures = {"display": "epoch 212/300 70 %", "lossDisplay": "0.5955", "speedDisplay": "24,595/s"}
     name = "a-name-of-twenty-3-char"
     lines = text(JobList().frame([job(name, "Restarting", **figures)], NOW, 80, 24))
     assert "LOSS" not in lines[1] and lines[2].startswith(f"{name}  Restarting")
 
 
-def test_keys_move_find_unfold_open_and_quit() -> None:
+def test_keys_move_the_selection_search_unfold_open_a_job_and_quit() -> None:
     jobs, bodies = JobList(), [job(f"j{at:02}", "Running", at % 24) for at in range(30)] + [job("old", "Failed")]
     assert "old" not in "".join(text(jobs.frame(bodies, NOW, 80, 10)))
     names = [body["metadata"]["name"] for body in in_order(bodies)]
@@ -140,7 +142,7 @@ class Terminal:
         self.output = ""
 
     def until(self, what: str) -> list[str]:
-        """Return the lines of the last screen, once it has the text."""
+        """Return the lines of the screen, once it contains the text."""
         end = time.monotonic() + 60
         while what not in "\n".join(self.screen()):
             assert time.monotonic() < end, self.output[-3000:]

@@ -1,4 +1,4 @@
-"""Output in a template of paths, and the output of a command that waits for a job."""
+"""Output by a JSONPath template, and the output of commands that wait for a job."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ JOB: dict[str, Any] = {
         ("{.spec}", '{"nodes": 2}'),
     ],
 )
-def test_a_template_is_filled_in_like_kubectls(template: str, text: str) -> None:
+def test_an_output_template_works_as_in_kubectl(template: str, text: str) -> None:
     assert PathTemplate(template).text(JOB) == text
 
 
@@ -74,7 +74,7 @@ def test_an_invalid_template_is_refused_with_the_reason(
 
 
 class Written:
-    """A backend whose job has these statuses in turn."""
+    """A backend whose job shows these statuses in turn."""
 
     where = "here"
 
@@ -86,7 +86,7 @@ class Written:
             yield {"metadata": {"name": name, "namespace": "n"}, "spec": JOB["spec"], "status": status}, False
 
 
-def test_a_waiting_command_prints_states_restarts_and_occasional_progress(
+def test_a_command_that_waits_prints_states_restarts_and_occasional_progress(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     restart = {"time": "2026-01-01T00:00:00Z", "pod": "first-1-0", "reason": "WorkerFailed", "counted": True}
@@ -109,7 +109,7 @@ def test_a_waiting_command_prints_states_restarts_and_occasional_progress(
     ("where", "code", "said"),
     [("| true", 141, ""), ("> /dev/full", 2, "standard output: No space left on device\n")],
 )
-def test_a_closed_output_is_not_reported_as_a_failed_job(where: str, code: int, said: str) -> None:
+def test_a_closed_output_does_not_make_the_exit_code_report_a_failed_job(where: str, code: int, said: str) -> None:
     """Exit code 1 means that a job has failed."""
     line = f"{sys.executable} -m ddpjob.cli explain spec {where}"
     ended = subprocess.run(["bash", "-o", "pipefail", "-c", line], capture_output=True, text=True, check=False)
@@ -143,7 +143,7 @@ def test_states_and_warnings_are_coloured_only_in_a_terminal(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str, painted: str, output: str
 ) -> None:
     """Regression: only `ddpjob run` and `ddpjob top` had colours."""
-    monkeypatch.setitem(root.context_settings, "color", None)  # main() sets it for NO_COLOR
+    monkeypatch.setitem(root.context_settings, "color", None)  # main() sets this for NO_COLOR
     monkeypatch.delenv("NO_COLOR", raising=False)
     if output == "terminal with NO_COLOR":
         monkeypatch.setenv("NO_COLOR", "")

@@ -1,4 +1,4 @@
-"""Where a command looks for a job if neither --local nor --cluster is given."""
+"""Whether a command uses this machine or a cluster if neither --local nor --cluster is given."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ def test_a_command_uses_this_machine_if_a_job_was_run_here(folder: Path, monkeyp
     ['{"state": "running"}', "[]", "{not json", "", '{"metadata": {"name": "x"}, "local": {}}',
      '{"metadata": {"name": "x"}, "spec": {}, "local": {}}', '{"metadata": 1, "spec": {}, "local": {}}'],
 )  # fmt: skip
-def test_runs_of_other_tools_are_not_jobs(text: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_of_other_tools_are_not_taken_for_jobs(
+    text: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     record(folder / "runs" / "tensorboard", text)
     assert not HERE.is_local()
     record(folder / "runs" / "j", json.dumps({"metadata": {"name": "j"}, "spec": {}, "local": {}}))
@@ -61,7 +63,7 @@ def test_runs_of_other_tools_are_not_jobs(text: str, folder: Path, capsys: pytes
     assert f"{folder}/runs/tensorboard/status.json is " in capsys.readouterr().err
 
 
-def test_the_environment_variable_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_variable_chooses_between_machine_and_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     for said in ("local", "cluster"):
         monkeypatch.setenv("DDPJOB_PLACE", said)
         assert HERE.is_local() is (said == "local")
@@ -78,7 +80,7 @@ def test_a_removed_current_folder_is_reported(folder: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("words", [["get", "-A"], ["dashboard", "-A"], ["validate", "--server", "-"]])
-def test_a_cluster_option_on_this_machine_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_cluster_options_are_refused_together_with_local(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words, "--local"]) == 2
     said = capsys.readouterr().err
     assert words[1 if len(words) > 1 else 0] in said and said.endswith("remove --local\n")

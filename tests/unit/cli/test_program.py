@@ -1,4 +1,4 @@
-"""The command of a package installed without the extra `cli`."""
+"""The `ddpjob` command as a program: its start without the extra `cli`, Ctrl-C, and its help."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_missing_package_that_is_imported_late_is_reported_too(
         assert f"jsonschema: {INSTALL.format(extra='cli')}" in capsys.readouterr().err
 
 
-def test_ctrl_c_during_the_start_is_quiet(program: EntryPoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_during_the_start_prints_no_traceback(program: EntryPoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """The program's imports take half a second, or two seconds on a busy machine."""
 
     class Interrupted:
@@ -71,7 +71,7 @@ def test_ctrl_c_during_the_start_is_quiet(program: EntryPoint, monkeypatch: pyte
     assert program.load()() == 130
 
 
-def test_a_standard_module_that_the_system_lacks_is_not_reported_as_installable(
+def test_a_missing_module_of_the_standard_library_is_not_called_installable(
     program: EntryPoint, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An example is fcntl on Windows."""
@@ -85,7 +85,9 @@ def test_a_standard_module_that_the_system_lacks_is_not_reported_as_installable(
     assert "pip" not in said and "on Windows in WSL 2" in said and "fcntl" in said
 
 
-def test_ctrl_c_while_the_demo_is_evaluated_is_quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ctrl_c_while_the_demo_is_evaluated_prints_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The demo's ledger and plot take a few seconds."""
 
     def interrupted(*_: object) -> None:
@@ -112,7 +114,7 @@ def test_a_terminated_demo_stops_its_run(tmp_path: Path) -> None:
     assert runner(folder) is None
 
 
-def test_no_help_is_wider_than_80_columns_and_no_summary_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_help_is_wider_than_80_columns_and_no_summary_is_truncated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     for name in ("", *root.commands):
         shown = CliRunner().invoke(root, [*filter(None, [name]), "--help"], prog_name="ddpjob").output
@@ -127,7 +129,7 @@ def test_the_help_begins_with_examples_and_lists_each_command_once_in_a_group() 
     assert sorted(name for names in GROUPS.values() for name in names) == sorted(root.commands)
 
 
-def test_the_word_help_shows_the_help_as_the_option_does() -> None:
+def test_the_argument_help_shows_the_help_as_the_option_does() -> None:
     def shown(*words: str) -> str:
         return CliRunner().invoke(root, list(words), prog_name="ddpjob").output
 
@@ -136,7 +138,7 @@ def test_the_word_help_shows_the_help_as_the_option_does() -> None:
 
 
 @pytest.mark.parametrize(("file", "command"), [("job.yaml", "run"), ("train.py", "init")])
-def test_a_file_in_place_of_a_command_names_the_command(
+def test_a_file_given_instead_of_a_command_suggests_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, command: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -146,7 +148,7 @@ def test_a_file_in_place_of_a_command_names_the_command(
 
 
 @pytest.mark.parametrize("option", ["--nodes=3", "--image=a", "-n", "--context=c"])
-def test_run_refuses_the_options_of_submit_with_the_remedy(option: str) -> None:
+def test_run_refuses_options_of_submit_and_names_the_remedy(option: str) -> None:
     said = CliRunner().invoke(root, ["run", "job.yaml", option]).output
     assert f"no option {option.partition('=')[0]}; `ddpjob run` takes the job from the manifest" in said
     assert "Did you mean '--fresh'?" in CliRunner().invoke(root, ["run", "job.yaml", "--fress"]).output

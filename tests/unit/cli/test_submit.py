@@ -33,19 +33,19 @@ def read(text: str) -> list[Any]:
     return [document.value for document in read_documents(text)]
 
 
-def test_arguments_that_look_like_numbers_stay_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_that_look_like_numbers_stay_strings(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["submit", "--cluster", "--image", "x", "--name", "j", "--dry-run", "-e", "A=1e-4", "m", "--", *ODD]
     assert main(words) == 0
     written = capsys.readouterr().out
     [job] = read(written)
-    assert yaml.safe_load(written)["spec"]["args"] == ODD, "for every YAML reader"
+    assert yaml.safe_load(written)["spec"]["args"] == ODD, "it is a string for every YAML reader"
     assert job["spec"]["args"] == ODD and job["spec"]["env"] == [{"name": "A", "value": "1e-4"}]
     assert main(["convert", "--image", "x", "--", "torchrun", "a.py", "--lr", "1e-4", "y"]) == 0
     assert read(capsys.readouterr().out)[0]["spec"]["args"] == ["--lr", "1e-4", "y"]
 
 
 @pytest.mark.parametrize("text", ["print(1)\n", "import a\n\nif a:\n    a()\n", "a\nb"])
-def test_a_script_is_written_as_lines_that_a_person_can_review(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_in_a_manifest_is_written_as_readable_lines(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("train.py").write_text(text)
     assert main(["submit", "--cluster", "--image", "x", "--name", "t", "--dry-run", "train.py"]) == 0
     written = capsys.readouterr().out
@@ -53,7 +53,7 @@ def test_a_script_is_written_as_lines_that_a_person_can_review(text: str, capsys
     assert read(written)[0]["data"]["train.py"] == yaml.safe_load(written.split("---")[0])["data"]["train.py"] == text
 
 
-def test_a_setting_is_parsed_like_a_manifest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_value_of_a_set_option_is_parsed_like_a_manifest(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["submit", "--cluster", "--image", "x", "--name", "j", "--dry-run", "m"]
     assert main([*words, "--set", "env=[{name: DAY, value: 2026-01-01}]"]) == 0
     assert read(capsys.readouterr().out)[0]["spec"]["env"] == [{"name": "DAY", "value": "2026-01-01"}]
@@ -112,7 +112,7 @@ def test_a_warning_is_printed_if_a_shell_keeps_sigterm_from_the_training(
     assert main(["validate", "job.yaml"]) == 0
     assert capsys.readouterr().err.startswith("job.yaml: note: spec.command: sh does not") is said
     assert main(["validate", "--quiet", "job.yaml"]) == 0
-    assert main(["submit", "--local", "--dry-run", "job.yaml"]) == 0, "its processes get it as a group"
+    assert main(["submit", "--local", "--dry-run", "job.yaml"]) == 0, "here, the whole process group gets SIGTERM"
     assert not capsys.readouterr().err
 
 
@@ -124,7 +124,7 @@ def test_a_warning_is_printed_if_a_shell_keeps_sigterm_from_the_training(
         ("--max_restarts=3", "--set recovery.maxRestarts=N"),
     ],
 )
-def test_an_option_of_torchrun_is_not_suggested_as_one_of_the_script(
+def test_an_option_of_torchrun_is_not_suggested_as_an_option_of_the_script(
     option: str, meant: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("train.py").write_text("")
@@ -139,7 +139,7 @@ def test_an_option_of_torchrun_is_not_suggested_as_one_of_the_script(
 def test_the_warning_about_lost_files_names_a_valid_remedy(capsys: pytest.CaptureFixture[str]) -> None:
     Path("job.yaml").write_text(JOB)
     assert main(["submit", "--cluster", "--dry-run", "job.yaml"]) == 0
-    assert capsys.readouterr().err.endswith("set claimTemplate, claimName or url there\n"), "--set is for a script"
+    assert capsys.readouterr().err.endswith("set claimTemplate, claimName or url there\n"), "--set is only for scripts"
     assert main(["submit", "--cluster", "--image", "x", "--dry-run", "m"]) == 0
     assert capsys.readouterr().err.endswith("set claimTemplate, claimName or url there (--set)\n")
 
@@ -152,7 +152,7 @@ def test_a_manifest_is_not_changed_by_options(option: tuple[str, str], capsys: p
     assert main(["-n", "ml", "submit", "--cluster", "--dry-run", "-o", "name", "job.yaml"]) == 0
 
 
-def test_objects_of_other_kinds_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+def test_submit_reports_objects_of_other_kinds_that_it_skips(capsys: pytest.CaptureFixture[str]) -> None:
     Path("job.yaml").write_text(JOB + OTHER_KIND)
     assert main(["submit", "--cluster", "--dry-run", "job.yaml"]) == 0
     out, err = capsys.readouterr()
@@ -185,7 +185,7 @@ def test_a_generated_name_works_on_this_machine() -> None:
         (["delete", "-f", "job.yaml"], "no option -f; write `ddpjob delete JOB`"),
     ],
 )
-def test_an_option_of_the_program_itself_is_shown_in_its_place(
+def test_a_misplaced_option_of_ddpjob_is_shown_in_its_right_place(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == 2
@@ -200,7 +200,7 @@ def test_an_option_of_the_program_itself_is_shown_in_its_place(
         (["run.sh"], "run.sh is a shell script, and torchrun starts only Python scripts"),
     ],
 )
-def test_a_launcher_is_not_submitted_as_the_program(
+def test_a_launcher_is_refused_as_the_program(
     words: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Regression: the launcher was submitted and failed in the pods. torchrun found no module
@@ -220,7 +220,7 @@ LINES = [
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_the_command_lines_on_the_migration_page_make_jobs(
+def test_the_command_lines_on_the_migration_page_become_valid_jobs(
     line: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "train.py").touch()
@@ -244,7 +244,7 @@ def test_options_that_convert_leaves_out_are_reported(folder: Path, capsys: pyte
     (folder / "mpi.yaml").write_text(mpi)
     assert main(["convert", "mpi.yaml"]) == 2
     assert "no PyTorchJob or TrainJob found, only MPIJob; for other kinds, convert" in capsys.readouterr().err
-    assert main(["convert", "torchrun.yaml", "torchrun.yaml"]) == 0, "two files were mistaken for a command line"
+    assert main(["convert", "torchrun.yaml", "torchrun.yaml"]) == 0, "two files must not be mistaken for a command line"
     assert len(read(capsys.readouterr().out)) == 2
     (folder / "broken.yaml").write_text("kind: TrainJob\nspec: {trainer: [}\n")
     assert main(["convert", "broken.yaml"]) == 2
@@ -256,7 +256,7 @@ def test_options_that_convert_leaves_out_are_reported(folder: Path, capsys: pyte
     )
     assert main(["convert", "job.sbatch"]) == 2
     assert "job.sbatch: no PyTorchJob or TrainJob found; for other kinds, conv" in capsys.readouterr().err
-    assert main(["convert", "--name", "i", "torchrun.yaml"]) == 2, "the option had no effect"
+    assert main(["convert", "--name", "i", "torchrun.yaml"]) == 2, "the option must have an effect"
     assert "--name: only for a command line" in capsys.readouterr().err
     assert main(["convert", "--image", "other:1", "torchrun.yaml"]) == 0
     assert "image: other:1\n" in capsys.readouterr().out
@@ -264,7 +264,9 @@ def test_options_that_convert_leaves_out_are_reported(folder: Path, capsys: pyte
     assert "--script b.py: the manifest already starts" in capsys.readouterr().err
 
 
-def test_notes_on_a_job_with_a_generated_name_can_be_followed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_notes_on_a_job_with_a_generated_name_begin_with_its_prefix(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     job = "apiVersion: v1\nkind: TrainJob\nmetadata: {generateName: t-}\nspec: {trainer: {image: i, args: [a.py]}}\n"
     (folder / "t.yaml").write_text(job)
     assert main(["convert", "t.yaml"]) == 0
@@ -333,13 +335,13 @@ def test_all_jobs_of_a_manifest_are_created_before_the_command_waits(
     assert "u is Complete" in capsys.readouterr().out
 
 
-def test_a_long_quoted_command_line_is_not_a_path(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_quoted_command_line_is_not_taken_for_a_path(capsys: pytest.CaptureFixture[str]) -> None:
     line = "torchrun --nnodes=2 train.py " + "--name " * 50
     assert main(["convert", "--image", "x", line]) == 0
     assert read(capsys.readouterr().out)[0]["spec"]["args"] == ["--name"] * 50
 
 
-def test_an_image_named_by_the_class_need_not_be_given(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_image_option_is_needed_if_the_class_sets_the_image(capsys: pytest.CaptureFixture[str]) -> None:
     Path("train.py").write_text("")
     for field in ("className", "spec.className"):
         assert main(["submit", "--cluster", "--dry-run", "--name", "j", "--set", f"{field}=gpu", "train.py"]) == 0

@@ -36,7 +36,7 @@ def making_claim(spec: str) -> str:
 
 SIZE = "resources: {requests: {storage: 1Gi}}"
 REFUSED = {
-    # field names of other operators
+    # field names that other operators use
     "replicas": (in_spec("replicas: 4"), "spec.replicas: unknown field; did you mean spec.nodes? (job.yaml, line 7)"),
     "nproc": (in_spec("nproc_per_node: 4"), "did you mean spec.procsPerNode?"),
     "volumes": (in_spec("volumes: []"), "write it as spec.podTemplate.spec.volumes"),
@@ -64,7 +64,7 @@ REFUSED = {
     "args": (in_spec("args: '--epochs=10 --lr 0.1'"), 'write ["--epochs=10", "--lr", "0.1"]'),
     "command": (JOB.replace("script: b.py", "command: torchrun x.py"), 'write ["torchrun", "x.py"]'),
     "env": (in_spec("env: {A: b, C: 1}"), 'write [{name: A, value: "b"}, {name: C, value: "1"}]'),
-    # messages in words instead of patterns
+    # messages that use words instead of a pattern
     "namespace": (JOB.replace("name: t", "name: t, namespace: Team_A"), "did you mean team-a?"),
     "gpuResource": (in_spec("gpuResource: gpu"), "did you mean nvidia.com/gpu?"),
     # indentation
@@ -179,7 +179,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_refusal_names_the_field_that_was_meant(
+def test_an_error_suggests_the_field_that_was_probably_meant(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text, answer = REFUSED[case]
@@ -202,7 +202,7 @@ def test_image_names_that_the_kubelet_accepts_are_valid(
     assert checked(capsys, str(tmp_path)) == (0, f"{tmp_path / 'job.yaml'}: ddpjob t is valid\n", "")
 
 
-def test_a_valid_template_is_accepted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_accepts_a_valid_pod_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     template = (
         "tolerations: [{operator: Exists}, {key: a, value: b, effect: NoExecute}], "
         "volumes: [{name: code, configMap: {name: c}}, "
@@ -213,11 +213,11 @@ def test_a_valid_template_is_accepted(tmp_path: Path, capsys: pytest.CaptureFixt
     resources = f"resources: {{requests: {{cpu: 500m, memory: 1Gi, hugepages-2Mi: 2Gi}}, {limits}}}"
     (tmp_path / "job.yaml").write_text(in_spec(resources) + TEMPLATE % template)
     code, _, err = checked(capsys, str(tmp_path / "job.yaml"))
-    # The operator's own volumes are refused by the operator's check, and are the only fault here.
+    # The operator's check refuses its own volumes in a template. This is the only fault here.
     assert code == 2 and len(err.splitlines()) == 1 and "volumes[1].name: names with the prefix ddpjob-" in err
 
 
-def test_a_servers_verdict_says_that_it_does_not_cover_classes(
+def test_validation_by_the_server_reports_that_it_does_not_cover_classes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: four jobs that their class refused were "valid, also in namespace ml"."""
@@ -230,7 +230,9 @@ def test_a_servers_verdict_says_that_it_does_not_cover_classes(
         assert code == 0 and "is valid, also in namespace ml" in out and (note in err) is said
 
 
-def test_fields_that_a_class_may_set_are_not_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fields_that_a_class_may_set_are_not_reported_as_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     mount, sidecar = "volumeMounts: [{name: datasets, mountPath: /d}]", "env: [{name: LEVEL, value: debug}]"
     template = TEMPLATE % f"containers: [{{name: trainer, {mount}}}, {{name: logger, {sidecar}}}]"
     (tmp_path / "job.yaml").write_text(in_spec("className: h100") + template)
@@ -263,7 +265,7 @@ def test_all_documents_of_all_sources_are_validated(
         assert f"spec.nodes: 0 is less than 1, the smallest allowed ({file}, line 16)" in err
 
 
-def test_files_that_a_run_wrote_into_the_folder_are_not_its_manifests(
+def test_files_that_a_run_has_written_into_the_folder_are_not_validated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -276,7 +278,7 @@ def test_files_that_a_run_wrote_into_the_folder_are_not_its_manifests(
     assert (code, err) == (0, "")
     assert out == "job.yaml: ddpjob t is valid\nruns/mine/job.yaml: ddpjob t is valid\n"
     assert checked(capsys, "runs/t/1") == (0, "runs/t/1/job.json: ddpjob t is valid\n", ""), (
-        "a file that is named is read"
+        "a file that is named explicitly is read"
     )
 
 
@@ -289,7 +291,7 @@ def test_a_folder_without_manifests_is_an_error(capsys: pytest.CaptureFixture[st
     assert code == 2 and "specify a FILE" in err
 
 
-def test_standard_input_that_is_not_text_is_refused(
+def test_standard_input_that_is_not_utf_8_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for words in (["validate", "-"], ["submit", "--dry-run", "--cluster", "-"], ["run", "-"], ["convert", "-"]):

@@ -1,5 +1,5 @@
-"""Truncated responses, and servers that are not an API server. Users get one line, and requests are
-retried if that may help.
+"""Truncated responses, and servers that are not API servers. The error is a single line, and
+requests are retried if that may help.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def opened(url: str, folder: Path) -> ApiServer:
     return ApiServer.open(str(folder / "config"))
 
 
-def test_the_user_agent_names_the_command_in_the_servers_audit_log(tmp_path: Path) -> None:
+def test_the_users_commands_are_recognizable_in_the_audit_log(tmp_path: Path) -> None:
     """managedFields identifies a manager by the part of the user agent before the slash."""
     assert opened("http://127.0.0.1:1", tmp_path).client.user_agent == "ddpjob"
 
 
 @pytest.mark.parametrize("status", ["200 OK", "500 Internal Server Error"])
-def test_a_truncated_response_is_an_outage(status: str, tmp_path: Path) -> None:
+def test_a_truncated_response_is_treated_as_an_outage(status: str, tmp_path: Path) -> None:
     """This happens when the API server restarts. Regression: a traceback was shown, even by `wait`
     and `logs -f`, which retry.
     """
@@ -84,9 +84,9 @@ def test_a_truncated_refusal_of_a_log_is_reported(tmp_path: Path) -> None:
         list(opened(f"http://127.0.0.1:{served(cut)}", tmp_path).stream("/a", {}))
 
 
-def test_a_tls_error_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The official client has its own exception only for TLS errors. Regression: `ddpjob get` ended
-    with a traceback.
+def test_a_tls_error_is_reported_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The official client raises a different exception for TLS errors. Regression: `ddpjob get`
+    ended with a traceback.
     """
     opened(f"https://127.0.0.1:{served(b'HTTP/1.1 400 Bad Request')}", tmp_path)  # The server does not speak TLS.
     assert main(["--kubeconfig", str(tmp_path / "config"), "get"]) == 3
@@ -94,7 +94,9 @@ def test_a_tls_error_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "(context c) does not answer: wrong version number" in line
 
 
-def test_an_html_page_is_not_an_empty_list_of_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_html_page_is_not_taken_for_an_empty_list_of_jobs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The page may be a proxy's login page, or from a different server at the address. Regression:
     `ddpjob get` reported no jobs.
     """
@@ -105,7 +107,9 @@ def test_an_html_page_is_not_an_empty_list_of_jobs(tmp_path: Path, capsys: pytes
         assert "(context c) is not an API server, because its response is not a JSON" in capsys.readouterr().err
 
 
-def test_a_refusal_in_json_that_is_not_a_status_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_json_error_that_is_not_a_status_is_reported_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A load balancer in front of the API server may send it. Regression: `ddpjob get` ended with a
     traceback.
     """
@@ -118,7 +122,7 @@ def test_a_refusal_in_json_that_is_not_a_status_is_one_line(tmp_path: Path, caps
     assert refusal.value.passing
 
 
-def test_a_json_list_is_not_an_empty_list_of_jobs(tmp_path: Path) -> None:
+def test_a_json_list_is_not_taken_for_an_empty_list_of_jobs(tmp_path: Path) -> None:
     answer = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]"
     with pytest.raises(Unreachable, match="is not an API server, because its response is not a JSON object"):
         opened(f"http://127.0.0.1:{served(answer)}", tmp_path).request("GET", "/a")
@@ -140,9 +144,9 @@ def silent() -> int:
 
 
 @pytest.mark.parametrize("viewer", [False, True])
-def test_a_stream_ends_after_the_requested_silence(viewer: bool, tmp_path: Path) -> None:
+def test_a_stream_ends_after_the_requested_time_without_data(viewer: bool, tmp_path: Path) -> None:
     """Regression: the limit was always 30 s with a viewer's token, so a quiet watch was restarted
-    with a whole list.
+    with a list of all jobs.
     """
     url = f"http://127.0.0.1:{silent()}"
     api = BearerServer(url, certifi.where(), "token") if viewer else opened(url, tmp_path)
@@ -178,7 +182,7 @@ def test_a_dead_connection_is_noticed(viewer: bool, tmp_path: Path, monkeypatch:
 @pytest.fixture
 def large_objects(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[int]]]:
     """Return (address, requested limits) of a server with 40 objects of 1,000 bytes. A dashboard
-    reads 4,000 bytes.
+    reads at most 4,000 bytes per page.
     """
     monkeypatch.setattr("ddpjob.client.backends.api_server.LARGEST_ANSWER", 4000)
     monkeypatch.setattr("ddpjob.client.backends.api_server.LARGEST_PAGE_BYTES", 4000)
@@ -216,11 +220,11 @@ def test_a_dashboard_reads_large_objects_in_small_pages(large_objects: tuple[str
     )
 
 
-def test_only_the_shape_of_an_object_is_kept(large_objects: tuple[str, list[int]]) -> None:
+def test_only_the_needed_fields_of_each_object_are_kept(large_objects: tuple[str, list[int]]) -> None:
     url, _ = large_objects
     alive: list[int] = []
     gc.collect()
-    gc.freeze()  # Searching objects left by earlier tests, once for each object, would take minutes.
+    gc.freeze()  # This excludes objects of earlier tests, whose search for each object would take minutes.
 
     def shape(item: dict[str, Any]) -> dict[str, Any]:
         alive.append(sum("x" in one for one in gc.get_objects() if type(one) is dict and set(one) == {"n", "x"}))

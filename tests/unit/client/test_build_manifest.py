@@ -1,4 +1,6 @@
-"""Code sent with a job: every file keeps its own name, and no large file is read."""
+"""Code sent with a job: every file keeps its own name, and files that are too large are refused
+unread.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ def arrived(folder: Path) -> dict[str, bytes]:
     return {item["path"]: contents[item["key"]] for item in volume["configMap"]["items"]}
 
 
-def test_names_that_differ_only_in_special_characters_stay_different(tmp_path: Path) -> None:
+def test_file_names_that_differ_only_in_special_characters_stay_different(tmp_path: Path) -> None:
     names = ["train.py", "a b.py", "a_b.py", "a+b.py", "0.train.py", "lib/train.py", "lib2/train.py", "x" * 250]
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -60,6 +62,6 @@ def test_the_entry_must_be_among_the_files_that_are_sent(tmp_path: Path) -> None
         assert made[-1]["spec"]["script"] == "/ddpjob-code/lib/train.py"
 
 
-def test_an_empty_program_name_is_not_the_current_folder() -> None:
+def test_an_empty_program_name_is_not_taken_for_the_current_folder() -> None:
     with pytest.raises(Mistake, match="the program's name is empty"):
         build(JobRequest(program="", image="a", name="j"), local=True)

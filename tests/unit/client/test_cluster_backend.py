@@ -1,4 +1,4 @@
-"""`ClusterBackend` against responses of an API server that are hard to provoke on a real one."""
+"""`ClusterBackend` with responses that a real API server rarely sends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Json = dict[str, Any]
 
 class Server:
     """An API server with one pod. Log requests get `answers` in turn, and the pod ends before the
-    last one.
+    last request.
     """
 
     namespace, context = "ml", "test"
@@ -56,7 +56,7 @@ def followed(*answers: list[bytes] | Mistake) -> list[bytes]:
     return list(ClusterBackend(Server(*answers)).log(POD, LogOptions(follow=True)))  # type: ignore[arg-type]
 
 
-def test_a_log_continues_where_the_connection_ended() -> None:
+def test_a_log_continues_where_the_connection_was_interrupted() -> None:
     server = Server(
         [b"2026-01-01T00:00:01.1Z one\n2026-01-01T00:00:01.", b"12Z two words\n2026-01-01T00:00:02Z cut"],
         [b"2026-01-01T00:00:01.12Z two words\n2026-01-01T00:00:02Z \n2026-01-01T00:00:02.000000001Z three\n"],
@@ -72,7 +72,7 @@ def test_a_log_continues_where_the_connection_ended() -> None:
     )
 
 
-def test_a_sidecar_that_a_webhook_put_first_is_not_mistaken_for_the_coordinator() -> None:
+def test_a_sidecar_inserted_by_a_webhook_is_not_mistaken_for_the_coordinator() -> None:
     server = Server([])
     pod = PodLine("j-coordinator-0", "coordinator", None, "Running", containers=("istio-proxy", "coordinator"))
     list(ClusterBackend(server).log(pod, LogOptions()))  # type: ignore[arg-type]
@@ -87,7 +87,7 @@ def test_lines_with_the_same_time_are_all_printed_once() -> None:
     assert len(list(once.log(POD, LogOptions()))) == 7
 
 
-def test_a_clock_that_is_set_back_loses_no_line() -> None:
+def test_no_line_of_a_log_is_lost_if_the_clock_is_set_back() -> None:
     before, after = b"2026-01-01T00:00:09Z a\n", [b"2026-01-01T00:00:01Z b\n", b"2026-01-01T00:00:02Z c\n"]
     assert followed([before, *after], [after[1], b"2026-01-01T00:00:03Z d\n"], []) == [b"a\n", b"b\n", b"c\n", b"d\n"]
 
@@ -104,7 +104,7 @@ def test_a_log_that_is_not_readable_yet_is_retried() -> None:
         list(ClusterBackend(Server(AWAY, line)).log(POD, LogOptions()))  # type: ignore[arg-type]
 
 
-def test_an_outage_is_retried_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_are_retried_for_a_while_during_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "OUTAGE_SECONDS", -1.0)
     with pytest.raises(NoAnswer):
         followed(AWAY, [], [])
@@ -143,12 +143,12 @@ class Restarting(Server):
         return [found | {"spec": {"containers": [{"name": "trainer"}]}}]
 
 
-def test_an_api_server_that_restarts_does_not_end_a_wait() -> None:
+def test_wait_continues_while_the_api_server_restarts() -> None:
     changes = ClusterBackend(Restarting()).changes("j")  # type: ignore[arg-type]
     assert any(body.get("status") for body, _ in changes)
 
 
-def test_an_api_server_that_restarts_does_not_end_the_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logs_continue_while_the_api_server_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddpjob.client.logs.log_follower._POLL", 0.01)
     backend, body = ClusterBackend(Restarting()), {"metadata": {"name": "j"}}  # type: ignore[arg-type]
     follower = LogFollower(backend, body, LogOptions(follow=True))
@@ -169,7 +169,7 @@ class Deleting(Server):
         return iter([{"type": "ERROR", "object": {"code": 410}}])
 
 
-def test_a_deletion_that_the_watch_has_missed_is_seen() -> None:
+def test_a_deletion_that_the_watch_has_missed_is_noticed() -> None:
     changes = ClusterBackend(Deleting()).changes("j")  # type: ignore[arg-type]
     assert [(body["metadata"]["name"], gone) for body, gone in (next(changes), next(changes))] == [
         ("j", False),
@@ -203,11 +203,11 @@ def test_lists_and_watches_keep_only_the_small_fields_of_a_large_job() -> None:
 
 
 class Text(str):
-    """A string whose references a test can observe."""
+    """A string to which a test can count the references."""
 
 
 class Growing(Server):
-    """An API server with two jobs. Each watch sends one of them again."""
+    """An API server with two jobs. Each watch sends a change of one of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ class Growing(Server):
         return sum(text() is not None for text in self.made)
 
 
-def test_a_follower_learns_which_jobs_are_gone_without_a_second_copy() -> None:
+def test_followers_learn_of_deleted_jobs_without_keeping_copies_of_jobs() -> None:
     """Regression: a dashboard's view held each object, and kept a job that was deleted before the
     first list.
     """
@@ -241,8 +241,8 @@ def test_a_follower_learns_which_jobs_are_gone_without_a_second_copy() -> None:
     assert len(server.made) == 3 and server.held() == 1, "the version of the last change"
 
 
-def test_a_printer_of_changes_keeps_only_the_last_version_of_a_job() -> None:
-    """Regression: the page of the last list was also held, until the next list."""
+def test_printing_changes_keeps_only_the_last_version_of_each_job() -> None:
+    """Regression: the last page of a list was kept as well, until the next list."""
     server = Growing()
     changes = ClusterBackend(server).changes(None)  # type: ignore[arg-type]
     assert [next(changes)[0]["metadata"]["name"] for _ in range(3)] == ["a", "b", "a"]
@@ -256,8 +256,8 @@ def test_a_log_that_is_not_followed_is_read_once() -> None:
     assert len(server.queries) == 1
 
 
-def test_a_log_that_can_be_stopped_waits_for_the_first_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A response's headers come with the first line, so a pod without output looks like an
+def test_a_cancellable_log_waits_for_its_first_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A response's headers arrive with the first line, so a pod without output looks like an
     unreachable server.
     """
     monkeypatch.setattr(backends, "OUTAGE_SECONDS", -1.0)
@@ -270,7 +270,9 @@ def test_a_log_that_can_be_stopped_waits_for_the_first_line(monkeypatch: pytest.
 
 
 class Exec:
-    """The WebSocket of a command in a pod, and its client. It sends `frames`, and then the end."""
+    """The WebSocket of a command in a pod, and its client. It sends `frames` and closes the
+    connection.
+    """
 
     frames: ClassVar[Iterable[bytes]] = ()
 
@@ -312,7 +314,9 @@ def test_a_command_in_a_pod_returns_its_output(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("channel", [b"\x01", b"\x02"])
-def test_endless_output_of_a_pod_is_read_up_to_16_mib(channel: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_output_of_a_command_in_a_pod_is_read_up_to_16_mib(
+    channel: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sent = 0
 
     def flood() -> Iterator[bytes]:
@@ -329,7 +333,7 @@ def test_endless_output_of_a_pod_is_read_up_to_16_mib(channel: bytes, monkeypatc
     assert sent == 257, "in frames of 64 KiB"
 
 
-def test_a_pod_that_only_keeps_the_connection_open_is_abandoned_after_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_in_a_pod_that_sends_nothing_is_abandoned_after_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     def slow() -> Iterator[bytes]:
         while True:
             time.sleep(0.01)
@@ -375,7 +379,7 @@ def test_commands_in_pods_do_not_affect_other_requests(monkeypatch: pytest.Monke
         (b"[]", "Handshake status 403 Forbidden"),
     ],
 )
-def test_a_command_that_the_api_server_refuses_is_reported_in_its_words(
+def test_the_api_servers_refusal_of_a_command_in_a_pod_is_quoted(
     monkeypatch: pytest.MonkeyPatch, body: bytes, shown: str
 ) -> None:
     from kubernetes.client import ApiClient, Configuration
@@ -396,7 +400,7 @@ def test_a_command_that_the_api_server_refuses_is_reported_in_its_words(
     assert str(caught.value) == f"pod {POD.name}: {shown}"
 
 
-def test_metrics_are_looked_for_in_a_few_pods(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_are_looked_for_in_only_a_few_pods(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     backend = ClusterBackend(Server())  # type: ignore[arg-type]
     pods = [PodLine(f"j-{n}-0", "spare" if n < 5 else "node", n, "Running") for n in range(100)]
@@ -468,7 +472,7 @@ def test_pods_of_a_deleted_job_do_not_belong_to_a_new_job_with_the_same_name(uid
     assert [pod.name for pod in ClusterBackend(Ending()).pods("j")] == shown  # type: ignore[arg-type]
 
 
-def test_a_pod_whose_sidecar_has_failed_is_running_and_reports_it() -> None:
+def test_a_pod_with_a_failed_sidecar_is_shown_as_running_with_the_failure() -> None:
     """kubectl shows it as 1/2 and Error."""
 
     class Serving:
@@ -529,7 +533,7 @@ def test_a_missing_job_is_reported_even_if_the_user_may_not_list_jobs() -> None:
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/status", "a%2f"])
-def test_an_invalid_name_never_becomes_the_path_of_all_jobs(name: str) -> None:
+def test_an_invalid_job_name_never_addresses_all_jobs(name: str) -> None:
     """Regression: `ddpjob delete "$JOB"` with an empty variable requested the deletion of the whole
     collection.
     """

@@ -1,5 +1,5 @@
-"""Code archives: they contain the files that git selects, the bytes are always the same, and limits
-are checked before reading.
+"""Code archives: they contain the files that git would select, are reproducible, and check limits
+before reading files.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def test_random_patterns_select_the_files_that_git_selects(tmp_path: Path) -> No
 # --- the archive
 
 
-def test_the_same_files_make_the_same_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_files_give_the_same_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     digests, clock = set(), itertools.count(1e9, 1000)
     monkeypatch.setattr("gzip.time.time", lambda: next(clock))
     for number, order in enumerate((["a.py", "lib/b.py"], ["lib/b.py", "a.py"])):
@@ -141,7 +141,7 @@ def test_a_pod_unpacks_the_archive(tmp_path: Path) -> None:
     } == names
 
 
-def test_limits_name_the_largest_folders_before_anything_is_read(
+def test_the_largest_folders_are_named_before_anything_is_read_if_a_limit_is_hit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, {"train.py": "", "data/a": "", "small/b": "x"})
@@ -156,7 +156,7 @@ def test_limits_name_the_largest_folders_before_anything_is_read(
 # --- the manifest
 
 
-def test_a_large_folder_becomes_a_field_that_a_reader_understands(tmp_path: Path) -> None:
+def test_the_archive_of_a_large_folder_becomes_a_readable_field(tmp_path: Path) -> None:
     large(tmp_path)
     said: list[str] = []
     request = JobRequest(program=str(tmp_path), image="a", name="j", checkpoints="s3://team/jobs/", args=["--lr=1"])
@@ -170,7 +170,7 @@ def test_a_large_folder_becomes_a_field_that_a_reader_understands(tmp_path: Path
     assert job["spec"]["code"]["archive"].startswith("s3://b/sha256-") and job["spec"]["code"]["secretName"] == "keys"
 
 
-def test_a_large_folder_without_a_bucket_names_the_remedies(tmp_path: Path) -> None:
+def test_the_error_about_a_large_folder_without_a_bucket_names_the_remedies(tmp_path: Path) -> None:
     large(tmp_path)
     for more in ({}, {"checkpoints": "claim:c"}):
         with pytest.raises(
@@ -181,7 +181,7 @@ def test_a_large_folder_without_a_bucket_names_the_remedies(tmp_path: Path) -> N
         build(JobRequest(program=str(tmp_path / "train.py"), image="a", code="s3://b"), local=False)
 
 
-def test_a_small_folder_still_travels_in_a_configmap(tmp_path: Path) -> None:
+def test_a_small_folder_is_still_sent_in_a_configmap(tmp_path: Path) -> None:
     write(tmp_path, {"train.py": "", "data/a": "x" * MOST_BYTES, ".gitignore": "data/\n"})
     code, job = build(JobRequest(program=str(tmp_path), image="a", name="j", checkpoints="s3://b/c"), local=False)
     assert code["kind"] == "ConfigMap" and "code" not in job["spec"]

@@ -1,4 +1,6 @@
-"""The comparison of jobs in a table, and a run's record: how hostile objects and git are read."""
+"""The comparison of jobs in a table, and the record of a run: its commit, and records with hostile
+content.
+"""
 
 from __future__ import annotations
 
@@ -60,13 +62,13 @@ def test_differing_settings_are_separated_from_equal_ones() -> None:
         ({COMMIT: 7}, {"gpu": "x" * 81, "packages": {"torch": 2, "a b": "1", "x" * 99: "1"}}),
     ],
 )
-def test_a_hostile_record_is_left_out(annotations: Any, environment: Any) -> None:
+def test_a_record_with_hostile_content_is_left_out(annotations: Any, environment: Any) -> None:
     job = body("j") | {"status": {"progress": {"environment": environment}}}
     job["metadata"]["annotations"] = annotations
     assert list(record_of(job)) == []
 
 
-def test_describe_shows_the_record() -> None:
+def test_describe_shows_the_record_of_a_run() -> None:
     job = body("j", image="a", nodes=1)
     job["metadata"]["annotations"] = {COMMIT: HASH, DIRTY: "true"}
     job["status"] = {
@@ -81,7 +83,7 @@ def test_describe_shows_the_record() -> None:
         assert line in lines, lines
 
 
-def test_the_commit_of_the_folder_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commit_of_the_folder_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert with_commit(body("j")) == body("j"), "no repository"

@@ -1,5 +1,5 @@
-"""Other operators' manifests and torchrun command lines become valid DDPJobs, and lost settings are
-reported.
+"""Other operators' manifests and torchrun command lines become valid DDPJobs, and settings that get
+lost are reported.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def test_a_command_line_is_converted(line: str, spec: dict[str, Any]) -> None:
     assert valid(made.job) == {"image": "a", **spec}
 
 
-def test_a_command_line_in_one_word_is_split() -> None:
+def test_a_command_line_in_a_single_argument_is_split() -> None:
     assert valid(convert_command(["torchrun --nproc_per_node=2 a.py"], image="a").job)["script"] == "a.py"
 
 
@@ -194,13 +194,13 @@ def test_an_unset_shell_variable_does_not_turn_a_number_into_the_script() -> Non
         convert_command(shlex.split("torchrun --nnodes --nproc_per_node 4 a.py"), image="a")
 
 
-def test_the_old_launchers_argument_is_reported() -> None:
+def test_the_rank_argument_of_torchs_old_launcher_is_reported() -> None:
     line = ["python", "-m", "torch.distributed.launch", "a.py"]
     assert any("--local-rank" in note for note in convert_command(line, image="a").notes)
     assert not convert_command([*line[:3], "--use-env", "a.py"], image="a").notes
 
 
-def test_arguments_of_the_images_entry_point_are_not_a_command() -> None:
+def test_arguments_of_the_images_entry_point_do_not_become_a_command() -> None:
     """The script in Kubeflow's own examples is the ENTRYPOINT of the image."""
     job = yaml.safe_load(PYTORCH_JOB)
     container = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
@@ -217,7 +217,7 @@ def test_arguments_of_the_images_entry_point_are_not_a_command() -> None:
 
 
 @pytest.mark.parametrize("line", ["exec torchrun a.py --lr 1", "torchrun a.py --lr 1"])
-def test_a_shell_that_only_starts_torchrun_is_left_out(line: str) -> None:
+def test_a_shell_that_only_starts_torchrun_is_removed_from_the_command(line: str) -> None:
     job = yaml.safe_load(PYTORCH_JOB)
     container = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
     container |= {"command": ["sh", "-c", line], "args": None}
@@ -244,14 +244,14 @@ def test_a_shell_command_stays_a_command() -> None:
 
 
 @pytest.mark.parametrize("script", ["torchrun train.py\npython eval.py", "torchrun train.py # all", "torchrun ~/a.py"])
-def test_a_shell_script_is_not_made_one_command(script: str) -> None:
+def test_a_shell_script_of_several_commands_is_not_joined_into_one(script: str) -> None:
     job = yaml.safe_load(PYTORCH_JOB)
     container = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
     container |= {"command": ["sh", "-c", script], "args": None}
     assert valid(convert(job).job)["command"] == ["sh", "-c", script]
 
 
-def test_settings_of_only_the_master_are_reported() -> None:
+def test_settings_that_only_the_master_has_are_reported() -> None:
     job = yaml.safe_load(PYTORCH_JOB)
     replicas = job["spec"]["pytorchReplicaSpecs"]
     replicas["Master"] = deepcopy(replicas["Worker"]) | {"replicas": 1}
@@ -263,7 +263,7 @@ def test_settings_of_only_the_master_are_reported() -> None:
     assert "template.spec.nodeSelector.gpu" in note and "template.spec.volumes" in note
 
 
-def test_torchruns_short_options_stay_short() -> None:
+def test_short_options_of_torchrun_are_kept() -> None:
     made = convert_command(shlex.split("torchrun -r 3 -t2 --role x -m my.train"), image="a")
     assert valid(made.job) == {"image": "a", "module": "my.train", "torchrunArgs": ["-r", "3", "-t", "2", "--role=x"]}
 
@@ -277,7 +277,7 @@ def test_values_that_are_not_numbers_are_refused() -> None:
         convert(job)
 
 
-def test_other_kinds_are_not_converted() -> None:
+def test_objects_of_other_kinds_are_not_converted() -> None:
     with pytest.raises(Mistake, match="kind MPIJob"):
         convert({"kind": "MPIJob"})
     with pytest.raises(Mistake, match="not a torchrun command line"):
@@ -303,18 +303,18 @@ def _of_four_gpus(command: list[str], **spec: Any) -> dict[str, Any]:
         (["python", "a.py"], 1),
     ],
 )
-def test_torchrun_starts_the_same_number_of_processes(command: list[str], processes: int | None) -> None:
+def test_torchrun_starts_the_same_number_of_processes_as_before(command: list[str], processes: int | None) -> None:
     made = convert(_of_four_gpus(command))
     assert valid(made.job).get("procsPerNode") == processes
     assert any("procsPerNode: 1, as before" in note for note in made.notes) == (processes == 1)
 
 
-def test_torchruns_own_number_of_processes_takes_precedence_over_the_variable() -> None:
+def test_torchruns_option_for_processes_takes_precedence_over_the_variable() -> None:
     made = convert(_of_four_gpus(["torchrun", "--nproc-per-node=8", "a.py"], nprocPerNode="2"))
     assert valid(made.job)["procsPerNode"] == 8
 
 
-def test_each_gpu_of_a_train_job_with_torchrun_has_a_process() -> None:
+def test_a_train_job_with_torchrun_gets_one_process_per_gpu() -> None:
     trainer = {"image": "a", "command": ["torchrun", "a.py"], "resourcesPerNode": {"limits": {"nvidia.com/gpu": 4}}}
     made = convert({"kind": "TrainJob", "metadata": {"name": "a"}, "spec": {"trainer": trainer}})
     assert "procsPerNode" not in valid(made.job)
@@ -334,7 +334,9 @@ def test_each_gpu_of_a_train_job_with_torchrun_has_a_process() -> None:
         ({"rdma/hca": 1, "hugepages-2Mi": "1Gi"}, 0, None),
     ],
 )
-def test_devices_are_recognized_by_their_resource(limits: dict[str, Any], devices: int, resource: str | None) -> None:
+def test_devices_are_recognized_by_their_resource_name(
+    limits: dict[str, Any], devices: int, resource: str | None
+) -> None:
     job = _of_four_gpus(["torchrun", "a.py"])
     job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]["resources"] = {"limits": limits}
     trainer = {"image": "a", "command": ["torchrun", "a.py"], "resourcesPerNode": limits}
@@ -383,7 +385,7 @@ def test_shared_memory_without_a_limit_is_reported(volume: dict[str, Any]) -> No
     assert any("/dev/shm" in note and "spec.storage.sharedMemory" in note for note in made.notes)
 
 
-def test_a_group_without_workers_takes_the_masters_template() -> None:
+def test_a_job_without_workers_uses_the_masters_template() -> None:
     job = _of_four_gpus(["torchrun", "worker.py"])
     replicas = job["spec"]["pytorchReplicaSpecs"]
     replicas["Master"] = deepcopy(replicas["Worker"]) | {"replicas": 1}
@@ -394,8 +396,8 @@ def test_a_group_without_workers_takes_the_masters_template() -> None:
     assert not any("Master" in note for note in made.notes)
 
 
-def test_rendezvous_arguments_are_left_to_the_operator() -> None:
-    """The usual line of a PyTorchJob uses variables that no pod of a DDPJob has."""
+def test_rendezvous_arguments_are_removed_because_the_operator_sets_them() -> None:
+    """A PyTorchJob's usual command line uses variables that the pods of a DDPJob do not have."""
     line = (
         "torchrun --nnodes=$WORLD_SIZE --node_rank $RANK --master_addr=${MASTER_ADDR} --master_port=$MASTER_PORT \\\n"
         '  --rdzv_endpoint="$MASTER_ADDR:$MASTER_PORT" --nproc_per_node=4 a.py --lr 1'
@@ -416,13 +418,13 @@ def test_rendezvous_arguments_are_left_to_the_operator() -> None:
         "python a.py --node-rank=$RANK -x",
     ],
 )
-def test_variables_that_a_command_does_not_get_are_reported(script: str) -> None:
+def test_variables_that_pods_of_a_ddpjob_do_not_have_are_reported(script: str) -> None:
     made = convert(_of_four_gpus(["bash", "-c", script]))
     assert valid(made.job)["command"] == ["bash", "-c", script]
     assert any("uses RANK, but these variables are not set" in note for note in made.notes)
 
 
-def test_a_generated_name_stays_generated() -> None:
+def test_a_generate_name_field_is_kept() -> None:
     job = _of_four_gpus(["torchrun", "a.py"]) | {"metadata": {"generateName": "tune-", "namespace": "ml"}}
     made = convert(job)
     assert made.job["metadata"] == {"generateName": "tune-", "namespace": "ml"}
@@ -437,7 +439,7 @@ def test_a_fraction_of_a_gpu_is_refused_with_its_name() -> None:
         convert(job)
 
 
-def test_unused_fields_are_reported() -> None:
+def test_fields_that_the_conversion_drops_are_reported() -> None:
     job = _of_four_gpus(["torchrun", "a.py"], elasticPolicy={"minReplicas": 1, "window": 3}, priority="high")
     job["spec"]["pytorchReplicaSpecs"]["Launcher"] = {"replicas": 1}
     job["spec"]["runPolicy"] = {"suspend": False, "graceSeconds": 3}
@@ -464,8 +466,10 @@ def test_a_command_that_is_not_a_list_is_refused() -> None:
         convert(job)
 
 
-def test_a_line_of_torchx_is_converted() -> None:
-    """The line's role has no name, and its rendezvous is a variable of Volcano."""
+def test_a_command_line_of_torchx_is_converted() -> None:
+    """The role in the command line has no name, and its rendezvous endpoint is a variable of
+    Volcano.
+    """
     line = (
         "torchrun --rdzv_backend c10d --rdzv_endpoint $${VC_TRAIN_0_HOSTS:=localhost}:29500 --rdzv_id 'x' --nnodes 2 "
         "--nproc_per_node 4 --tee 3 --role '' a.py --lr 1"
@@ -478,7 +482,7 @@ def test_a_line_of_torchx_is_converted() -> None:
         assert (spec["nodes"], spec["torchrunArgs"], spec["args"]) == (2, ["--tee=3"], ["--lr", "1"])
 
 
-def test_variables_in_arguments_and_variables_are_reported() -> None:
+def test_unknown_variables_in_args_and_env_are_reported() -> None:
     job = _of_four_gpus(["torchrun", "a.py", "--rank=$(RANK)"])
     container = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
     container["env"] = [{"name": "STORE", "value": "tcp://$(MASTER_ADDR):1"}, {"name": "A", "value": None}]
@@ -490,7 +494,7 @@ def test_variables_in_arguments_and_variables_are_reported() -> None:
     ]
 
 
-def test_shared_memory_that_others_mount_is_kept() -> None:
+def test_a_shared_memory_volume_that_other_containers_mount_is_kept() -> None:
     job = yaml.safe_load(PYTORCH_JOB)
     pod = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
     mounts = [{"name": "shm", "mountPath": "/cache"}]
@@ -511,7 +515,7 @@ def test_selectors_by_the_other_operators_labels_are_reported() -> None:
     assert "training.kubeflow.org/job-name" in note and "ddpjob.io/job" in note
 
 
-def test_a_command_copied_over_several_lines_is_one_command() -> None:
+def test_a_command_copied_over_several_lines_is_a_single_command() -> None:
     """Regression: the backslash at the end of the first line was taken for the script."""
     line = "torchrun \\\n  --nproc_per_node=8 \\\n  train.py --x 'a b'\n"
     made = convert_command([line], image="a")
@@ -526,7 +530,7 @@ def test_a_command_copied_over_several_lines_is_one_command() -> None:
         ("torchrun a.py # all", "#: no shell starts"),
     ],
 )
-def test_text_after_a_command_line_is_reported(line: str, sign: str) -> None:
+def test_shell_text_after_a_command_line_is_reported(line: str, sign: str) -> None:
     [note] = convert_command([line], image="a").notes
     assert note.startswith(sign)
 
@@ -539,7 +543,7 @@ def test_variables_that_the_operator_replaces_do_not_become_arguments() -> None:
     assert "so these words became arguments" in note
 
 
-def test_two_dashes_end_torchruns_options() -> None:
+def test_a_double_dash_ends_torchruns_options() -> None:
     made = convert_command(["torchrun", "--nproc-per-node=2", "--", "a.py", "--x"], image="a")
     assert valid(made.job) == {"image": "a", "script": "a.py", "args": ["--x"], "gpusPerNode": 2}
     line = "torchrun --node_rank=$RANK -- a.py --x"
@@ -555,14 +559,14 @@ def test_a_variable_number_of_processes_is_reported() -> None:
 
 
 @pytest.mark.parametrize("given", [{}, {"nprocPerNode": "auto"}, {"nprocPerNode": "gpu"}, {"nprocPerNode": "cpu"}])
-def test_plain_python_is_one_process_even_where_torchrun_would_start_more(given: dict[str, Any]) -> None:
+def test_plain_python_stays_one_process_even_if_torchrun_would_start_more(given: dict[str, Any]) -> None:
     """Regression: `auto`, Kubeflow's own default, turned one process into four."""
     made = convert(_of_four_gpus(["python", "a.py"], **given))
     assert valid(made.job)["procsPerNode"] == 1
     assert [note[:29] for note in made.notes] == ["procsPerNode: 1, as before; r"]
 
 
-def test_a_number_of_processes_that_plain_python_ignored_is_reported() -> None:
+def test_a_process_count_that_plain_python_ignored_is_reported() -> None:
     made = convert(_of_four_gpus(["python", "a.py"], nprocPerNode="4"))
     assert valid(made.job) and ["procsPerNode: python started one process per pod" in n for n in made.notes] == [True]
 
@@ -578,7 +582,9 @@ def test_a_number_of_processes_that_plain_python_ignored_is_reported() -> None:
         (["bash", "-c", "cd /app && torchrun a.py"], {}, False),
     ],
 )
-def test_processes_by_cpus_are_reported(command: list[str], given: dict[str, Any], noted: bool) -> None:
+def test_one_process_per_cpu_is_reported_as_not_converted(
+    command: list[str], given: dict[str, Any], noted: bool
+) -> None:
     job = _of_four_gpus(command, **given)
     del job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]["resources"]
     made = convert(job)
@@ -594,7 +600,7 @@ def test_the_rendezvous_timeout_is_kept() -> None:
     assert valid(made.job)["rendezvous"] == {"joinTimeoutSeconds": 1800}
 
 
-def test_a_queue_and_a_priority_of_a_group_are_reported() -> None:
+def test_a_queue_and_a_priority_of_a_pod_group_are_reported() -> None:
     policy = {"schedulingPolicy": {"queue": "team-a", "priorityClass": "high", "minAvailable": 2}}
     job = _of_four_gpus(["torchrun", "a.py"], runPolicy=policy)
     gang, queue, priority = convert(deepcopy(job)).notes
@@ -612,7 +618,7 @@ def test_settings_that_a_train_job_leaves_to_its_runtime_are_reported() -> None:
         assert any(note.startswith(f"trainer.{name}: comes from the runtime") for note in notes)
 
 
-def test_resources_are_read_under_the_name_of_the_container() -> None:
+def test_resource_fields_refer_to_the_renamed_container() -> None:
     """Regression: the kubelet did not find a container named pytorch."""
     job = _of_four_gpus(["torchrun", "a.py"])
     pod = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
@@ -647,7 +653,7 @@ def test_variables_from_the_other_operators_labels_are_reported() -> None:
     assert note.startswith("env: pods of a DDPJob do not have the label training.kubeflow.org/replica-index")
 
 
-def test_replicas_that_are_null_count_as_one() -> None:
+def test_null_replicas_count_as_one() -> None:
     job = _of_four_gpus(["torchrun", "a.py"])
     job["spec"]["pytorchReplicaSpecs"]["Worker"]["replicas"] = None
     assert valid(convert(job).job)["nodes"] == 1
@@ -662,7 +668,7 @@ def test_replicas_that_are_null_count_as_one() -> None:
         (2, {"affinity": {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}}, False),
     ],
 )
-def test_pods_may_still_share_a_node(workers: int, pod: dict[str, Any], shared: bool) -> None:
+def test_converted_pods_may_still_share_a_kubernetes_node(workers: int, pod: dict[str, Any], shared: bool) -> None:
     """Regression: four pods with one GPU each waited for three Kubernetes nodes that do not
     exist.
     """
@@ -686,7 +692,9 @@ def test_pods_may_still_share_a_node(workers: int, pod: dict[str, Any], shared: 
         (["torchrun", "a.py"], {"runAsUser": 1000}, ""),
     ],
 )
-def test_capabilities_that_root_needs_are_reported(command: list[str], context: dict[str, Any], noted: str) -> None:
+def test_lost_capabilities_that_root_needs_are_reported(
+    command: list[str], context: dict[str, Any], noted: str
+) -> None:
     job = _of_four_gpus(command)
     container = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
     container["securityContext"] = context
@@ -707,7 +715,7 @@ def test_ports_of_a_sidecar_are_reported() -> None:
     )
 
 
-def test_arguments_of_an_entry_point_are_not_a_program() -> None:
+def test_arguments_of_an_entry_point_are_not_taken_for_a_program() -> None:
     """The input is Kubeflow's own example for torchtune. Regression: its first argument was started
     as a program.
     """
@@ -718,7 +726,7 @@ def test_arguments_of_an_entry_point_are_not_a_program() -> None:
     assert any(note.startswith("spec.script: missing, because the image defines") for note in made.notes)
 
 
-def test_a_command_that_has_only_arguments_is_reported() -> None:
+def test_a_command_taken_from_args_is_reported() -> None:
     job = _of_four_gpus(["horovodrun", "python", "a.py"])
     container = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
     container["args"] = container.pop("command")

@@ -49,8 +49,8 @@ class Store:
         return self.objects[key]
 
     def optional(self, path: str, query: Mapping[str, str] | None = None) -> Json | None:
-        """Return the ConfigMap and remove it if it has an owner, as happens just after the deletion
-        of the owner.
+        """Return the ConfigMap, and remove it if it has an owner. This simulates garbage collection
+        just after the owner's deletion.
         """
         kind, _, name = path.partition("/namespaces/ml/")[2].partition("/")
         there = self.objects.get((kind, name))
@@ -73,7 +73,7 @@ def create(store: Store, job: list[Json]) -> str:
     return ClusterBackend(store).create(job)  # type: ignore[arg-type]
 
 
-def test_the_code_belongs_to_the_job_from_the_beginning(job: list[Json]) -> None:
+def test_the_config_map_with_the_code_is_owned_by_its_job(job: list[Json]) -> None:
     store = Store()
     assert create(store, job) == "j"
     [code] = [body for (kind, _), body in store.objects.items() if kind == "configmaps"]
@@ -81,7 +81,12 @@ def test_the_code_belongs_to_the_job_from_the_beginning(job: list[Json]) -> None
     verbs = {kind: verbs for _, kind, subresource, verbs in RIGHTS if not subresource}
     for method, kind in store.asked:
         assert {"POST": "create", "PATCH": "patch", "DELETE": "delete"}[method] in verbs[kind]
-    assert ("", "pods", "exec", ("get", "create")) in RIGHTS  # a WebSocket uses get, Kubernetes 1.35 expects create
+    assert (
+        "",
+        "pods",
+        "exec",
+        ("get", "create"),
+    ) in RIGHTS  # WebSockets need the right `get`, and Kubernetes 1.35 requires `create`
 
 
 def test_a_refused_job_leaves_nothing_behind(job: list[Json]) -> None:
@@ -106,7 +111,7 @@ def test_ctrl_c_before_the_code_exists_leaves_nothing_behind(job: list[Json], mo
     assert store.kinds() == []
 
 
-def test_a_job_that_cannot_be_removed_again_is_reported(job: list[Json]) -> None:
+def test_create_reports_a_job_that_it_could_not_remove_after_a_failure(job: list[Json]) -> None:
     refused = {("POST", "configmaps"): ApiRefusal(403, "Forbidden", "exceeded quota"),
                ("DELETE", "ddpjobs"): ApiRefusal(403, "Forbidden", "may not delete")}  # fmt: skip
     with pytest.raises(Mistake, match=r"exceeded quota; job j was created, but .* may not delete; run `ddpjob delete"):
@@ -133,7 +138,7 @@ def test_a_namespace_that_does_not_exist_is_reported(job: list[Json]) -> None:
         create(Store({("POST", "ddpjobs"): ApiRefusal(404, "NotFound", "404 page not found")}), job)
 
 
-def test_a_context_is_enough(tmp_path: Path) -> None:
+def test_a_context_alone_selects_cluster_and_namespace(tmp_path: Path) -> None:
     file = tmp_path / "config"
     contexts = [{"name": name, "context": {"cluster": "c", "user": "u", "namespace": name}} for name in ("a", "b")]
     body = {"clusters": [{"name": "c", "cluster": {"server": "https://127.0.0.1:9"}}],

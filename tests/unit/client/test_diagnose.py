@@ -22,7 +22,7 @@ class Refusing:
         return {"status": {"allowed": False}}
 
 
-def test_a_user_who_lacks_rights_is_not_sent_to_a_role_that_lacks_them_too() -> None:
+def test_a_user_who_lacks_rights_is_not_advised_to_use_a_role_without_them() -> None:
     """If watchNamespaces is set, the built-in role edit has no rights on DDPJobs."""
     (check,) = _rights(cast("ApiServer", Refusing()), "vision")
     assert check.ok is False and "you may not get ddpjobs" in check.what
@@ -99,7 +99,7 @@ def test_an_unreachable_cluster_has_its_own_exit_code(tmp_path: Path, capsys: py
     assert out.startswith("ok    client ") and "https://127.0.0.1:9 (context c) does not answer" in err
 
 
-def test_without_a_cluster_it_checks_this_machine(
+def test_doctor_checks_this_machine_if_there_is_no_cluster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("KUBECONFIG", raising=False)
@@ -117,7 +117,7 @@ def test_without_a_cluster_it_checks_this_machine(
     assert main(["doctor", "--cluster"]) == 3
 
 
-def test_faults_of_a_machine_have_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_fault_of_a_machine_has_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DDPJOB_RUNS", "/proc/1/runs")
     monkeypatch.setattr(diagnose_machine, "usable_gpus", lambda: ("0", "1"))
     monkeypatch.setattr(diagnose_machine, "_LITTLE_DISK", 2**70)

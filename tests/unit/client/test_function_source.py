@@ -1,5 +1,5 @@
-"""A function as a script: everything that it needs is sent with it or, if that is impossible,
-reported before anything is created.
+"""A function as a script: everything that the function needs is sent with it. What cannot be sent
+is reported before anything is created.
 """
 
 from __future__ import annotations
@@ -97,12 +97,12 @@ def run(script: str, folder: Path) -> str:
     return subprocess.run([sys.executable, folder / "function.py"], capture_output=True, text=True, check=True).stdout
 
 
-def test_a_function_runs_elsewhere_with_its_arguments(tmp_path: Path) -> None:
+def test_a_function_runs_in_another_process_with_its_arguments(tmp_path: Path) -> None:
     script = script_of(whole, {"lr": 0.5, "names": ["é", "'\"\\\n"], "times": 2})
     assert run(script, tmp_path) == "['2', '3', '4'] 1.0 ['one', 'two'] ['é', '\\'\"\\\\\\n'] __main__\n"
 
 
-def test_a_nested_function_keeps_its_strings(tmp_path: Path) -> None:
+def test_a_nested_function_keeps_its_multi_line_strings(tmp_path: Path) -> None:
     def nested(count: int = 2) -> None:
         print(repr("""a
   b"""), count)  # fmt: skip
@@ -115,7 +115,7 @@ def test_annotations_that_python_does_not_evaluate_are_not_evaluated(tmp_path: P
     assert run(script_of(annotated, {"path": "/x"}), tmp_path) == "/x\n"
 
 
-def test_annotations_that_are_evaluated_count() -> None:
+def test_annotations_that_python_evaluates_must_be_available() -> None:
     from linecache import cache
 
     lines = ["def train(path: Path = HERE) -> None:\n", "    print(path)\n"]
@@ -219,6 +219,6 @@ def test_objects_that_cannot_be_sent_are_reported(
         ({"lr": [{"a": ({None: 2},)}]}, "the argument lr has the key None"),
     ],
 )
-def test_arguments_that_do_not_fit_are_reported(args: dict[str, Any], said: str) -> None:
+def test_arguments_that_do_not_match_the_function_are_reported(args: dict[str, Any], said: str) -> None:
     with pytest.raises(Mistake, match=said):
         script_of(whole, args)

@@ -1,4 +1,6 @@
-"""`Client` behaves the same on a cluster and on this machine, from creation to reading."""
+"""`Client` behaves the same on a cluster and on this machine, from the creation of a job to its
+logs.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ Json = dict[str, Any]
 
 
 def job(name: str = "j", phase: str = "Running", **status: Any) -> Json:
-    """Return a job as it is stored."""
+    """Return a job as a backend stores it."""
     from ddpjob.api.reader import with_defaults
 
     meta = {"name": name, "uid": "1"}
@@ -36,7 +38,7 @@ def job(name: str = "j", phase: str = "Running", **status: Any) -> Json:
 
 
 class Place:
-    """A backend of either kind that keeps created objects, and shows the states of the job j in
+    """A backend of either kind. It keeps created objects, and shows the states of the job j in
     turn.
     """
 
@@ -89,7 +91,7 @@ def created(local: bool, *program: Any, **options: Any) -> tuple[Json, Json]:
     return {key: text for each in code for key, text in each["data"].items()}, body
 
 
-def test_a_function_is_sent_to_both_places(runs: Path) -> None:
+def test_a_function_can_be_sent_to_a_cluster_and_to_this_machine(runs: Path) -> None:
     code, here = created(True, fit, args={"epochs": 2}, nodes=2, gpus=0)
     sent, there = created(False, fit, args={"epochs": 2}, nodes=2, gpus=0)
     assert code == sent and "def fit(epochs: int)" in code["function.py"]
@@ -109,7 +111,7 @@ def test_a_job_is_created_from_a_script_or_module_with_settings(local: bool, tmp
     assert created(local, "pkg.train")[1]["spec"]["module"] == "pkg.train"
 
 
-def test_settings_are_merged_with_other_options_and_not_changed() -> None:
+def test_settings_are_merged_with_other_options_without_being_modified() -> None:
     settings: Json = {
         "storage": {"sharedMemory": "8Gi"},
         "recovery": {"maxRestarts": 3},
@@ -135,7 +137,7 @@ def test_settings_are_merged_with_other_options_and_not_changed() -> None:
         created(False, fit, args={"epochs": 2}, settings={"podTemplate.spec.volumes": {"name": "v"}})
 
 
-def test_paths_are_accepted_wherever_text_is(tmp_path: Path) -> None:
+def test_path_objects_are_accepted_wherever_strings_are(tmp_path: Path) -> None:
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "run.py").write_text("")
     settings = {"podTemplate.spec.tolerations": ({"key": "a", "operator": "Exists"},), "workingDir": Path("/w")}
@@ -151,7 +153,9 @@ def too_large() -> None:
 
 
 @pytest.mark.parametrize("local", [True, False])
-def test_mistakes_are_reported_before_anything_is_created(local: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_in_a_job_are_reported_before_anything_is_created(
+    local: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = Place(local)
     train = client(place).train
     wrong: list[tuple[Any, Mapping[str, Any], str]] = [
@@ -206,13 +210,13 @@ ENDS = [
 ]
 
 
-def test_an_unknown_goal_is_refused_before_the_wait() -> None:
+def test_an_unknown_goal_is_refused_before_waiting() -> None:
     with pytest.raises(ValueError, match="goal 'running': write 'Complete', 'Running' or 'Suspended'"):
         client(Place(False)).wait("j", goal="running")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("goal", "end", "said"), ENDS)
-def test_a_wait_ends_with_the_job(goal: Any, end: tuple[Json, bool], said: str | None) -> None:
+def test_a_wait_ends_when_the_job_ends(goal: Any, end: tuple[Json, bool], said: str | None) -> None:
     place = Place(False, (job(phase="Pending"), False), (job(phase="Starting"), False), end)
     if said is None:
         assert client(place).wait("j", goal=goal).phase == goal
@@ -222,14 +226,14 @@ def test_a_wait_ends_with_the_job(goal: Any, end: tuple[Json, bool], said: str |
     assert failed.value.job.phase == end[0]["status"]["phase"]
 
 
-def test_a_watch_shows_each_state_until_the_end() -> None:
+def test_a_watch_yields_each_state_until_the_job_ends() -> None:
     place = Place(False, *((job(phase=phase), False) for phase in ("Pending", "Running", "Failed", "Running")))
     assert [seen.phase for seen in client(place).watch("j")] == ["Pending", "Running", "Failed"]
     with pytest.raises(TimeoutError, match="j is still Running after 1 s"):
         client(Place(False, (job(), False))).wait("j", timeout=1)
 
 
-def test_a_wait_decides_by_the_final_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_result_of_a_wait_depends_on_the_final_state(monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(False, (job(), False))
     for phase, conditions in (("Complete", []), ("Failed", [FAILED])):
         monkeypatch.setattr(place, "job", lambda name, p=phase, c=conditions: job(phase=p, conditions=c))
@@ -240,12 +244,12 @@ def test_a_wait_decides_by_the_final_state(monkeypatch: pytest.MonkeyPatch) -> N
                 client(place).wait("j", timeout=1)
 
 
-def test_a_job_in_a_notebook_is_one_line() -> None:
+def test_a_job_in_a_notebook_is_shown_in_one_line() -> None:
     """The job's spec, status and body would be thousands of characters."""
     assert repr(Job.read(job())) == "Job(name='j', namespace='', phase='Running')"
 
 
-def test_progress_has_types_even_if_the_script_reports_invalid_values() -> None:
+def test_progress_has_the_right_types_even_if_the_script_reports_invalid_values() -> None:
     reported = {
         "epoch": 2,
         "steps": 9.0,
@@ -261,7 +265,7 @@ def test_progress_has_types_even_if_the_script_reports_invalid_values() -> None:
     assert not seen.ended and Job.read(job(phase="Interrupted")).ended
 
 
-def test_logs_follow_a_rank_over_the_death_of_its_pod() -> None:
+def test_logs_follow_a_rank_to_the_replacement_of_its_pod() -> None:
     place = Place(True, (job(), False))
     jobs = client(place)
     assert set(jobs.logs("j")) == {("j-0-0", "line of j-0-0"), ("j-1-0", "line of j-1-0")}
@@ -272,7 +276,7 @@ def test_logs_follow_a_rank_over_the_death_of_its_pod() -> None:
     assert place.killed == ["j-1-0", "j-0-0"]
 
 
-def test_interrupted_logs_leave_no_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_logs_leave_no_reader_thread_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     place, ended = Place(True, (job(), False)), threading.Event()
 
     def endless(pod: PodLine, options: LogOptions) -> Iterator[bytes]:
@@ -286,7 +290,7 @@ def test_interrupted_logs_leave_no_reader(monkeypatch: pytest.MonkeyPatch) -> No
     assert ended.wait(20)
 
 
-def test_missing_logs_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logs_that_do_not_exist_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(True, (job(), False))
     with pytest.raises(Mistake, match="j has no rank 7; the ranks are 0 to 1"):
         list(client(place).logs("j", rank=7))
@@ -308,7 +312,7 @@ def test_missing_logs_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
         assert list(client(place).logs("j")) == [("j-1-0", "line of j-1-0")]
 
 
-def test_unreadable_logs_are_not_empty_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_logs_are_not_shown_as_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(True, (job(), False))
 
     def refused(pod: PodLine, options: LogOptions) -> Iterator[bytes]:
@@ -334,7 +338,7 @@ class Measured(Place):
         return METRICS
 
 
-def test_metrics_are_rows_for_a_data_frame() -> None:
+def test_metrics_are_returned_as_rows_for_a_data_frame() -> None:
     place = Measured(True, (job(), False))
     rows = [{"step": 1, "loss": 2.0, "samplesPerSecond": 10.0}, {"step": 2, "loss": 0.5, "eval_accuracy": 0.75}]
     client = Client(place)  # type: ignore[arg-type]
@@ -349,7 +353,7 @@ def test_a_notebook_shows_a_job_with_its_curve_and_escapes_its_strings() -> None
     assert "<svg" not in Job.read(job())._repr_html_()
 
 
-def test_a_wait_shows_the_jobs_state_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_waiting_shows_the_jobs_state_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     states = [(job(progress={"display": f"step {n}", "lossDisplay": "0.1"}), False) for n in (1, 1, 2)]
     place = Place(True, *states, (job(phase="Complete"), False))
     waited = Client(place).get("j").wait(progress=True)  # type: ignore[arg-type]
@@ -366,8 +370,8 @@ def test_a_mistake_in_a_notebook_shows_only_its_message() -> None:
         Job.read(job()).wait()
 
 
-def test_metrics_are_a_frame_with_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for pandas, which is not installed here."""
+def test_metrics_can_be_returned_as_a_pandas_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test uses a stand-in for pandas, which is not installed here."""
 
     class Frame:
         def __init__(self, rows: list[Json]) -> None:
@@ -384,7 +388,7 @@ def test_metrics_are_a_frame_with_pandas(monkeypatch: pytest.MonkeyPatch) -> Non
     assert measured.frame("j") == ("step", measured.metrics("j"))
 
 
-def test_a_plot_is_a_curve_that_a_notebook_shows_and_a_file(tmp_path: Path) -> None:
+def test_a_plot_can_be_shown_in_a_notebook_and_saved_to_a_file(tmp_path: Path) -> None:
     seen = Client(Measured(True, (job(), False))).get("j")  # type: ignore[arg-type]
     curve = seen.plot(output=tmp_path / "a.svg")
     assert repr(curve) == "<MetricCurve: loss from 2 to 0.5, steps 1 to 2>" and "<polyline" in curve._repr_html_()
@@ -395,7 +399,7 @@ def test_a_plot_is_a_curve_that_a_notebook_shows_and_a_file(tmp_path: Path) -> N
         seen.plot(output="a.png")
 
 
-def test_a_curve_that_falls_far_has_a_logarithmic_scale() -> None:
+def test_a_curve_that_falls_by_orders_of_magnitude_has_a_logarithmic_scale() -> None:
     curve = MetricCurve("loss", [(1, 1.0), (2, 0.1), (3, 0.01)])
     assert curve.label == "loss from 1 to 0.01, steps 1 to 3, on a logarithmic scale"
     assert 'points="0.0,2.0 240.0,45.0 480.0,88.0"' in curve._repr_svg_()
@@ -409,7 +413,7 @@ def test_a_plot_marks_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "\n".join(map(json.dumps, lines))
     monkeypatch.setattr(Measured, "metrics", lambda place, name: text)
     curve = Client(Measured(True, (job(), False))).plot("j")  # type: ignore[arg-type]
-    assert curve._repr_svg_().count("stroke-dasharray") == 1, "a restart at the first step is at the edge"
+    assert curve._repr_svg_().count("stroke-dasharray") == 1, "a restart at the first step is marked at the edge"
 
 
 def test_a_manifest_is_validated_without_a_cluster(tmp_path: Path) -> None:
@@ -424,7 +428,7 @@ def test_a_manifest_is_validated_without_a_cluster(tmp_path: Path) -> None:
         client.validate({"apiVersion": "ddpjob.io/v1alpha1", "kind": "DDPJob", "metadata": {"name": "a"}, "spec": {}})
 
 
-def test_a_restart_suspends_and_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restart_suspends_and_resumes_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(True, (job(phase="Suspended"), False))
     patches = list[Json]()
     place.pods = lambda name: []  # type: ignore[method-assign,assignment]

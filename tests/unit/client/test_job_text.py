@@ -1,5 +1,5 @@
-"""A job in words: rows, the description of few and of very many pods, and the reason why it has not
-ended.
+"""A job in words: its row in a list, its description with few or very many pods, and the
+explanation of its state.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def text(body: Json, *pods: PodLine) -> str:
     return "\n".join(why(body, pods, NOW))
 
 
-def test_a_deleted_job_that_a_finalizer_holds_is_reported() -> None:
+def test_a_job_whose_deletion_waits_for_a_finalizer_is_reported() -> None:
     body = job(phase="Running", conditions=[condition("Running", True, "GroupRuns")])
     assert "deleted" not in text(body)
     body["metadata"] |= {
@@ -69,7 +69,7 @@ def test_repeated_work_and_work_at_risk_are_shown_wherever_a_job_is_described() 
     assert "at risk  at most 4 steps" in shown.get()
 
 
-def test_a_narrow_screen_shows_the_whole_remedy() -> None:
+def test_the_whole_remedy_is_shown_on_a_narrow_screen() -> None:
     body = job(conditions=[condition("Failed", True, "InitFailure")])
     console = Console(width=60)
     with console.capture() as shown:
@@ -77,7 +77,7 @@ def test_a_narrow_screen_shows_the_whole_remedy() -> None:
     assert "What to do: " in text(body) and " ".join(text(body).split()) in " ".join(shown.get().split())
 
 
-def test_a_script_that_reports_no_repetition_gets_one_hint() -> None:
+def test_a_script_that_does_not_report_repeated_steps_gets_a_single_hint() -> None:
     body = job(phase="Running", restarts={**restarted(continuedFrom="unknown"), "unknownRepeats": 1})
     said = "\n".join(describe(body, [], [], NOW))
     assert said.count("unknown") == 2 and "Repeated:   unknown after 1 restart\n" in said
@@ -88,7 +88,7 @@ def test_a_script_that_reports_no_repetition_gets_one_hint() -> None:
     assert "an unknown number of steps repeated (from a checkpoint)" in said and "Snapshots" not in said
 
 
-def test_a_job_that_backs_off_names_the_failure() -> None:
+def test_the_description_of_a_job_that_backs_off_names_the_failure() -> None:
     failed = {"time": "2026-01-01T11:59:00Z", "pod": "j-0-0", "counted": True}
     failed |= {"reason": "WorkerFailed", "message": "rank 0: no driver"}
     body = job(
@@ -99,7 +99,7 @@ def test_a_job_that_backs_off_names_the_failure() -> None:
     assert "Last restart: 1m00s ago WorkerFailed: rank 0: no driver (counted)" in text(body)
 
 
-def test_a_status_older_than_the_spec_is_marked() -> None:
+def test_a_status_that_is_older_than_the_spec_is_marked() -> None:
     """If an admission policy refuses the status, only an event reports it."""
     body = job(phase="Running", conditions=[condition("Running", True, "GroupRuns")], observedGeneration=1)
     body["metadata"]["generation"] = 1
@@ -117,12 +117,12 @@ def test_a_status_older_than_the_spec_is_marked() -> None:
         ([*range(0, 64, 2), *range(1, 64, 2)], "Ranks:      in this order: nodes 0, 2, 4, 6, 8, 10, 12, 14, ..."),
     ],
 )
-def test_a_rank_order_that_differs_from_the_indices_is_a_line(order: list[int], line: str | None) -> None:
+def test_a_rank_order_that_differs_from_the_indices_is_shown(order: list[int], line: str | None) -> None:
     lines = [text for text in describe(job(rankOrder=order), [], [], NOW) if text.startswith("Ranks")]
     assert lines == ([line] if line else [])
 
 
-def test_a_missing_pod_of_a_job_that_seems_to_train_points_at_the_operator() -> None:
+def test_a_training_job_with_a_missing_pod_is_explained_by_a_missing_operator() -> None:
     """Regression: without an operator, a job with a killed pod was shown as healthy."""
     slots = [{"attempt": 0, "state": "Running"}, {"attempt": 2, "state": "Running"}]
     body = job(phase="Running", slots=slots, conditions=[condition("Running", True, "GroupRuns")])
@@ -144,7 +144,7 @@ def test_gpu_hours_are_shown_if_a_job_has_any() -> None:
     ]
 
 
-def test_a_row_has_kubectls_columns() -> None:
+def test_a_row_has_the_same_columns_as_in_kubectl() -> None:
     body = job(
         phase="Running",
         nodes={"display": "2/2 +1"},
@@ -159,7 +159,7 @@ def test_a_row_has_kubectls_columns() -> None:
     assert table([("A", "BB"), ("CCC", "D")]) == ["A     BB", "CCC   D"]
 
 
-def test_a_job_that_no_operator_has_seen_is_reported() -> None:
+def test_a_job_that_no_operator_has_handled_is_reported() -> None:
     assert "no operator has reconciled it" in text(job()) and "ddpjob doctor" in text(job())
 
 
@@ -170,13 +170,13 @@ def test_a_job_managed_by_another_controller_is_marked() -> None:
     )
 
 
-def test_a_job_in_a_queue_is_not_called_suspended_by_its_user() -> None:
+def test_a_job_in_a_queue_is_not_described_as_suspended_by_its_user() -> None:
     said = text(job(phase="Queued", conditions=[condition("Suspended", True, "Queued", "waits in queue team")]))
     assert said.startswith("j waits: Queued, for 2m00s.\n  waits in queue team")
     assert "ddpjob resume" not in said and "kubectl get workloads" in said
 
 
-def test_a_failed_job_with_its_remedy() -> None:
+def test_a_failed_job_is_described_with_its_remedy() -> None:
     failed = condition("Failed", True, "RestartBudgetSpent", "the last one:\n  ValueError: x")
     said = text(job(phase="Failed", conditions=[failed, condition("Running", False, "Failed")]))
     assert said.startswith("j failed: RestartBudgetSpent, 2m00s ago.\n  the last one:\n    ValueError: x")
@@ -233,11 +233,11 @@ def test_suspended_complete_running_and_interrupted_jobs_are_described() -> None
     done = job(phase="Complete", conditions=[condition("Complete", True, "Finished")], progress={"step": 9}, **times)
     assert text(done) == "j is complete: it ran for 30m00s."
     del done["status"]["startTime"]
-    assert text(done) == "j is complete.", "it was suspended at its last step"
+    assert text(done) == "j is complete.", "the job was suspended at its last step"
     del done["status"]["progress"]
-    assert "no step.\nRun `ddpjob logs j`" in text(done), "it may have printed that it needs GPUs"
+    assert "no step.\nRun `ddpjob logs j`" in text(done), "the script may have printed that it needs GPUs"
     done["spec"]["command"] = ["bash", "run.sh"]
-    assert text(done) == "j is complete.", "its steps are not counted"
+    assert text(done) == "j is complete.", "the job's steps are not counted"
     apart = condition("Complete", True, "Finished", "all 2 nodes have finished, but the ranks formed no group: x")
     said = text(job(phase="Complete", conditions=[apart], progress={"step": 9}))
     assert said.endswith("\nThe ranks formed no group: x.")
@@ -255,15 +255,15 @@ def test_suspended_complete_running_and_interrupted_jobs_are_described() -> None
     assert "run it again" in text(job(phase="Interrupted")), "a job of this machine"
     last = {"time": "2026-01-01T00:00:00Z", "pod": "j-0-0", "index": 0, "reason": "WorkerFailed", "counted": True}
     failed = text(job(phase="Interrupted", restarts={"recent": [{**last, "message": "ValueError: x"}]}))
-    assert "Last restart: " in failed and "ValueError: x" in failed, "it may be why it was stopped"
-    assert "its end was not recorded" in text(job({"image": ""}, phase="Interrupted")), (
-        "a job of which only a folder is left"
+    assert "Last restart: " in failed and "ValueError: x" in failed, (
+        "the message may be the reason why the job was stopped"
     )
+    assert "its end was not recorded" in text(job({"image": ""}, phase="Interrupted")), "only the job's folder is left"
 
 
-def test_each_condition_has_the_row_of_its_own_table() -> None:
-    """A registry that denies access is not a missing image, and a job that has run has created
-    something.
+def test_the_remedy_for_a_condition_comes_from_that_conditions_own_table() -> None:
+    """The same reason may need different advice. For example, a registry that denies access is not
+    a missing image.
     """
     pulling = condition("Running", False, "ImagePullBackOff", "container a of pod j-0-0: ImagePullBackOff: denied")
     said = text(job(phase="Pending", conditions=[condition("Scheduled", True, "AllPlaced"), pulling]))
@@ -279,7 +279,7 @@ def test_each_condition_has_the_row_of_its_own_table() -> None:
 
 @pytest.mark.parametrize("reason", ["ClassMissing", "ClassRefused"])
 def test_a_job_without_its_class_waits_for_the_class(reason: str) -> None:
-    """A new job has no other condition, and a resumed one would be called suspended."""
+    """A new job has no other condition, and a resumed job would be described as suspended."""
     lacks = condition("ClassApplied", False, reason, "spec.className: why")
     for suspended in ([], [condition("Suspended", True, reason, "2 pods still terminating")]):
         said = text(job(phase="Suspended" if suspended else "Pending", conditions=[lacks, *suspended]))
@@ -290,7 +290,7 @@ def test_a_job_without_its_class_waits_for_the_class(reason: str) -> None:
     assert text(job(phase="Suspended", conditions=asked)).startswith("j is suspended")
 
 
-def test_problems_of_a_training_job_are_shown_with_its_row() -> None:
+def test_problems_of_a_training_job_are_shown_with_their_remedies() -> None:
     stalls = condition("Running", True, "StepOverdue", "the group has made no step: rank 0 in f\nrank 0:\nstack")
     said = text(job(phase="Running", nodes={"ready": 2}, conditions=[stalls]))
     assert said.startswith("j trains on 2 nodes.\nRunning is True: StepOverdue.\n  the group has made no step: rank")
@@ -302,7 +302,7 @@ def test_problems_of_a_training_job_are_shown_with_its_row() -> None:
     assert "GroupRuns" not in said and "AllHealthy" not in said
 
 
-def test_a_restart_names_the_kubernetes_node_once() -> None:
+def test_a_restart_names_the_kubernetes_node_only_once() -> None:
     one = {"time": "2026-01-01T11:59:00Z", "pod": "j-0-0", "node": "gpu-7", "counted": True}
     recent = [
         one | {"reason": "WorkerFailed", "message": "rank 0 in pod j-0-0 ended with exit code 1: ValueError: x"},
@@ -314,7 +314,7 @@ def test_a_restart_names_the_kubernetes_node_once() -> None:
     assert "NodeLost: gpu-7 (counted)" in shown
 
 
-def test_a_description_of_a_thousand_nodes_fits_a_screen() -> None:
+def test_the_description_of_a_job_with_a_thousand_nodes_fits_a_screen() -> None:
     running = {"attempt": 0, "state": "Running"}
     slots = [{**running, "count": 998}, {"attempt": 3, "state": "Planned", "reason": "OOMKilled"}, running]
     body = job(
@@ -338,7 +338,7 @@ def test_a_description_of_a_thousand_nodes_fits_a_screen() -> None:
     assert shown.count("OOMKilled: m (x3)") == 8
 
 
-def test_the_remedies_match_the_page() -> None:
+def test_the_remedies_in_the_package_match_the_page() -> None:
     script = runpy.run_path(str(ROOT / "docs" / "generate_remedies.py"))
     page = script["PAGE"].read_text()
     assert script["FILE"].read_text() == script["render"](page), "run: python docs/generate_remedies.py"
@@ -346,14 +346,14 @@ def test_the_remedies_match_the_page() -> None:
     assert len(remedies()) > 40
 
 
-def test_a_remedy_names_a_page_as_a_terminal_shows_it() -> None:
+def test_a_link_in_a_remedy_becomes_plain_text_for_the_terminal() -> None:
     page = "| reason | what to do |\n| --- | --- |\n| `Hang` | Have it [report](own-scripts.md) during it. |\n"
     read_remedies = runpy.run_path(str(ROOT / "docs" / "generate_remedies.py"))["read_remedies"]
     assert read_remedies(page)["Hang"]["remedy"] == "Have it report (docs/own-scripts.md) during it."
     assert "](" not in str(remedies())
 
 
-def test_a_job_of_a_newer_release_is_one_line() -> None:
+def test_an_unreadable_job_of_a_newer_release_is_one_line() -> None:
     """Regression: the error was a pydantic traceback, even for Client.list() with one such job
     among many.
     """
@@ -380,7 +380,7 @@ def test_a_suspended_job_has_no_time_left() -> None:
         assert f"Progress:   {shown}" in lines
 
 
-def test_a_list_warns_of_jobs_whose_ranks_train_apart() -> None:
+def test_a_list_warns_of_jobs_whose_ranks_train_separately() -> None:
     apart = job(phase="Running", conditions=[condition("Running", True, "NoGroup")])
     ended = job(phase="Complete", conditions=[condition("Running", True, "NoGroup"), condition("Complete", True, "C")])
     (line,) = warnings([apart, ended, job(), job(conditions=[condition("Running", True, "GroupRuns")])])

@@ -1,4 +1,4 @@
-"""Logs of pods that are gone, read from a folder, through a pod and from a bucket."""
+"""Kept logs of pods that are gone, read from a folder, through a running pod, and from a bucket."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_only_regular_files_of_the_jobs_own_pods_are_read(folder: Path) -> None:
         kept.text("j-1-0", LogOptions(since=1))
 
 
-def test_a_folder_behind_a_link_is_not_read(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_of_kept_logs_that_is_a_link_is_not_read(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / LOGS_FOLDER).symlink_to(folder / LOGS_FOLDER)
     assert in_folder(tmp_path / "other", "j", UID).pods() == []
@@ -71,7 +71,7 @@ def test_a_hostile_pods_list_of_logs_is_ignored(text: str) -> None:
 
 
 class OfCluster(ClusterBackend):
-    """A backend whose pods are this machine. Their checkpoint folder is `folder`."""
+    """A backend whose pods run commands on this machine. Their checkpoint folder is `folder`."""
 
     def __init__(
         self, folder: Path, checkpoints: Json, pods: tuple[str, ...] = ("j-0-11", "j-1-1"),
@@ -108,7 +108,7 @@ def called(backend: ClusterBackend, monkeypatch: pytest.MonkeyPatch, *words: str
     return main(words)
 
 
-def test_the_log_of_a_pod_that_is_gone_is_printed(
+def test_the_kept_log_of_a_pod_that_is_gone_is_printed(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     backend = OfCluster(folder, {"claimName": "c", "mountPath": "/c"})
@@ -122,7 +122,7 @@ def test_the_log_of_a_pod_that_is_gone_is_printed(
     assert "job j has no pod j-7-0; its pods: j-0-11" in capsys.readouterr().err
 
 
-def test_a_message_locates_logs_that_no_running_pod_can_read(
+def test_if_no_running_pod_can_read_the_kept_logs_a_message_says_where_they_are(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ended = OfCluster(folder, {"claimName": "c", "mountPath": "/c"}, pods=())
@@ -132,7 +132,7 @@ def test_a_message_locates_logs_that_no_running_pod_can_read(
     assert called(ended, monkeypatch, "logs", "j", "--ended") == 2
 
 
-def test_terminated_pods_are_listed_although_kept_logs_cannot_be_read(
+def test_terminated_pods_are_listed_even_if_their_logs_cannot_be_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failed = OfCluster(folder, {"claimName": "c", "mountPath": "/c"}, pods=(), ended=("j-0-11",))
@@ -146,7 +146,7 @@ def test_terminated_pods_are_listed_although_kept_logs_cannot_be_read(
     [({}, {}), ({"claimName": "c"}, {"runPolicy": {"logsKept": 0}}), ({"claimName": "c"}, {"command": ["a"]}),
      ({"claimName": "c", "readOnly": True}, {}), ({"url": "s3://b/f"}, {"command": ["a"]})],
 )  # fmt: skip
-def test_a_job_that_keeps_no_logs_does_not_claim_to_have_them(
+def test_no_kept_logs_are_announced_for_a_job_that_keeps_none(
     checkpoints: Json, spec: Json, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     backend = OfCluster(tmp_path, checkpoints, pods=(), **spec)
@@ -154,7 +154,7 @@ def test_a_job_that_keeps_no_logs_does_not_claim_to_have_them(
     assert "j: no logs of terminated pods are kept" in capsys.readouterr().err
 
 
-def test_a_rank_cannot_choose_lines_of_a_kept_log(
+def test_the_option_rank_is_refused_for_a_kept_log(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     backend = OfCluster(folder, {"claimName": "c", "mountPath": "/c"})
@@ -162,13 +162,13 @@ def test_a_rank_cannot_choose_lines_of_a_kept_log(
     assert "--rank: pod j-1-0 is gone" in capsys.readouterr().err
 
 
-def test_each_host_is_asked_if_hosts_have_separate_files(folder: Path) -> None:
+def test_pods_on_each_host_are_asked_if_hosts_have_separate_files(folder: Path) -> None:
     backend = OfCluster(folder, {"hostPath": "/h", "mountPath": "/c"})
     assert [pod.name for pod in backend.kept_logs("j").pods()] == ["j-0-9", "j-0-10", "j-1-0"]
     assert backend.asked == ["j-0-11", "j-1-1"]
 
 
-def test_a_pods_log_outlives_it_in_a_bucket(
+def test_a_pods_log_outlives_the_pod_in_a_bucket(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("obstore", reason="pip install obstore")
@@ -191,7 +191,9 @@ def test_a_pods_log_outlives_it_in_a_bucket(
             )  # fmt: skip
             assert (made.returncode, made.stderr, len(made.stdout)) == (137, b"", 2_000_100)
         backend = OfCluster(tmp_path, {"url": f"s3://{BUCKET}/runs", "endpoint": f"http://127.0.0.1:{server.port}"})
-        assert [pod.name for pod in backend.kept_logs("j").pods()] == ["j-1-1", "j-1-2"], "the first was one too many"
+        assert [pod.name for pod in backend.kept_logs("j").pods()] == ["j-1-1", "j-1-2"], (
+            "the oldest log exceeded the limit"
+        )
         assert called(backend, monkeypatch, "logs", "j-1-2") == 0
         shown = capsys.readouterr().out
         assert shown.startswith("(") and shown.endswith("y\n") and MAX_KEPT_LOG // 2 < len(shown) <= MAX_KEPT_LOG

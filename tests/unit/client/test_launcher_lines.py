@@ -48,7 +48,7 @@ def test_a_module_started_by_a_launcher_is_converted() -> None:
         assert (spec["module"], spec["args"]) == ("my.train", ["--x"])
 
 
-def test_other_effects_of_a_launcher_are_reported() -> None:
+def test_settings_of_a_launcher_that_a_ddpjob_lacks_are_reported() -> None:
     notes = converted("deepspeed --hostfile h --include a:0 train.py").notes
     assert [any(part in note for note in notes) for part in ("LOCAL_RANK", "set nodes", "--include")] == [True] * 3
     notes = converted("accelerate launch --num_processes 3 --num_machines 2 --fp8_format E4M3 train.py").notes
@@ -69,12 +69,12 @@ def test_other_effects_of_a_launcher_are_reported() -> None:
         "deepspeed",
     ],
 )
-def test_a_line_without_a_translation_is_refused(line: str) -> None:
+def test_a_launchers_command_line_that_cannot_be_converted_is_refused(line: str) -> None:
     with pytest.raises(Mistake, match=r"not a torchrun command line"):
         convert_command([line], image="i")
 
 
-def test_a_manifest_may_have_the_line_in_a_shell_command() -> None:
+def test_a_launchers_command_line_in_a_shell_command_is_converted() -> None:
     line = "accelerate launch --num_machines $WORLD_SIZE --machine_rank=$RANK --main_process_ip $MASTER_ADDR a.py --b"
     for command in (["bash", "-c", line], ["accelerate", "launch", "a.py", "--b"]):
         container = {"name": "pytorch", "image": "i", "command": command}

@@ -1,6 +1,4 @@
-"""`ddpjob show`: the files of a job's pods in its checkpoint folder, and other files in the
-folder.
-"""
+"""`ddpjob show`: the records that a job's pods leave in its checkpoint folder."""
 
 from __future__ import annotations
 
@@ -37,7 +35,9 @@ LINES = [
 ]
 
 
-def test_rounds_causes_and_the_end_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_rounds_of_a_job_their_causes_and_its_end_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / ".ddpjob-rounds.jsonl").write_text("\n".join(LINES))
     (tmp_path / "run").mkdir()
     steps = [{"event": "step", "step": step, "loss": 1 / step, "time": step} for step in range(1, 9)]
@@ -72,7 +72,7 @@ def test_the_start_of_a_round_and_its_repeated_steps_are_shown(tmp_path: Path) -
     words = list(describe_left_behind(found))
     at = next(number for number, word in enumerate(words) if word.endswith("round 2 begins with 3 nodes"))
     assert words[at + 1] == "    continued after step 90: 3 steps repeated (from memory) in 0.4 s"
-    assert sum("continued" in word for word in words) == 1, "a job's beginning repeats nothing"
+    assert sum("continued" in word for word in words) == 1, "the first round repeats no steps"
     [body] = PastJobs(tmp_path).jobs()
     counts = body["status"]["restarts"]
     assert (counts["repeatedSteps"], counts["repeatedSeconds"], counts["unknownRepeats"]) == (3, 0.4, 1)
@@ -82,7 +82,7 @@ def test_the_start_of_a_round_and_its_repeated_steps_are_shown(tmp_path: Path) -
     ]
 
 
-def test_a_missing_end_is_not_invented(tmp_path: Path) -> None:
+def test_a_job_without_a_recorded_end_is_not_shown_as_finished(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()  # a folder of `ddpjob run`
     (tmp_path / "checkpoints" / ".ddpjob-rounds.jsonl.1").write_text(LINES[1] + "\n")
     (tmp_path / "checkpoints" / ".ddpjob-rounds.jsonl").write_text(LINES[2])
@@ -122,7 +122,7 @@ def test_a_folder_without_records_is_reported(tmp_path: Path, capsys: pytest.Cap
         read_left_behind(tmp_path / "nowhere")
 
 
-def test_a_job_that_has_completed_no_step_is_not_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_metrics_that_contain_no_step_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / ".ddpjob-rounds.jsonl").write_text("\n".join(LINES))
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text('{"event": "start", "step": 0, "world": 2, "time": 1}\n')
@@ -137,7 +137,7 @@ def test_a_job_without_a_record_of_rounds_is_named_after_its_folder(tmp_path: Pa
     assert read_left_behind(tmp_path / "digits").name == "digits"
 
 
-def test_the_last_progress_comes_from_the_last_coordinator_that_knew_it(tmp_path: Path) -> None:
+def test_the_last_progress_comes_from_the_last_coordinator_that_recorded_it(tmp_path: Path) -> None:
     lines = [line("round", 6, 2, world=3, progress={"step": 700, "loss": 0.5}),
              line("round", 9, 3, world=3, generation="1")]  # fmt: skip
     (tmp_path / ".ddpjob-rounds.jsonl").write_text("\n".join(lines))
@@ -146,7 +146,7 @@ def test_the_last_progress_comes_from_the_last_coordinator_that_knew_it(tmp_path
     assert (progress["step"], progress["updatedAt"]) == (700, "2026-01-02T03:06:00Z")
 
 
-def test_a_script_may_keep_its_checkpoints_in_a_folder_with_that_name(tmp_path: Path) -> None:
+def test_a_scripts_own_folder_with_the_name_of_the_records_is_tolerated(tmp_path: Path) -> None:
     (tmp_path / ".ddpjob-rounds.jsonl").write_text("\n".join(LINES))
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "step-7.pt").touch()

@@ -1,6 +1,4 @@
-"""The rank to which a log line belongs: the ranks of pods and of lines, and `ddpjob logs` with
-them.
-"""
+"""The ranks of pods and of log lines, and how `ddpjob logs` uses them."""
 
 from __future__ import annotations
 
@@ -19,7 +17,9 @@ from ddpjob.client.logs.log_follower import rank_of_line, ranks_of_pods, ranks_p
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Poll the pods only once an hour, so that a test cannot pass by waiting for the next poll."""
+    """Poll the pods only once an hour, so that no test passes just because the next poll finds the
+    pod.
+    """
     monkeypatch.setattr(log_follower, "_POLL", 3600.0)
 
 
@@ -33,11 +33,11 @@ def pod(name: str, role: str = "node", state: str = "Running") -> PodLine:
     [({}, 1), ({"gpusPerNode": 0}, 1), ({"gpusPerNode": 8}, 8), ({"gpusPerNode": 8, "procsPerNode": 2}, 2),
      ({"gpusPerNode": 8, "command": ["mpirun"]}, 0)],
 )  # fmt: skip
-def test_a_node_has_consecutive_ranks(spec: dict[str, Any], number: int) -> None:
+def test_the_number_of_ranks_per_node_follows_from_the_spec(spec: dict[str, Any], number: int) -> None:
     assert ranks_per_node({"spec": spec}) == number
 
 
-def test_ranks_follow_the_slots_of_the_training_pods() -> None:
+def test_ranks_are_numbered_by_the_slots_of_the_training_pods() -> None:
     pods = [pod("j-coordinator-0", "coordinator"), pod("j-0-9", state="Error"), pod("j-0-10", "spare"), pod("j-1-0"),
             pod("j-2-1"), pod("j-2-0", state="Error"), pod("j-3-0", state="Pending")]  # fmt: skip
     body = {"spec": {"gpusPerNode": 8}}
@@ -90,7 +90,7 @@ def test_ranks_change_when_a_new_group_has_formed() -> None:
     [(b"loss 1", None), (b"[default3]:loss 1", 11), (b"[rank9]: Traceback", 9), (b"[rank3]: of another node", None),
      (b"[default8]:", None), (b"[default99999999999]:", None), (b"text [rank9]:", None)],
 )  # fmt: skip
-def test_the_rank_of_a_line_is_read_from_the_marks_of_torchrun_and_torch(line: bytes, rank: int | None) -> None:
+def test_the_rank_of_a_line_is_read_from_the_prefix_of_torchrun_or_torch(line: bytes, rank: int | None) -> None:
     assert rank_of_line(line, range(8, 16)) == rank
 
 
@@ -135,7 +135,7 @@ def printed(words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     return set(capsys.readouterr().out.splitlines())
 
 
-def test_lines_begin_with_the_pod_and_its_ranks(
+def test_printed_lines_begin_with_the_pod_and_its_ranks(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert printed("logs j", capsys, monkeypatch) == {
@@ -153,7 +153,7 @@ def test_a_rank_is_followed_to_the_pod_that_takes_it_over(
     }
 
 
-def test_ranks_that_do_not_exist_are_refused(
+def test_logs_refuses_ranks_that_do_not_exist(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = TwoNodes()
@@ -228,7 +228,7 @@ def test_unmarked_lines_of_a_pod_that_has_lost_the_rank_are_left_out(
     }
 
 
-def test_logs_request_the_job_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logs_read_the_job_only_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     backend = NodeZeroEnds("Running", {})
     assert follow("logs j", backend, capsys, monkeypatch) and backend.asked == 1
 
@@ -239,10 +239,10 @@ def test_ranks_follow_the_order_that_the_status_shows() -> None:
     assert ranks_of_pods(pods, body) == {"j-0-0": range(2), "j-2-0": range(2, 4), "j-1-0": range(4, 6)}
     restarting = {**body, "status": {**status(3, holds=False), "rankOrder": [0, 2, 1]}}
     assert ranks_of_pods(pods, restarting)["j-2-0"] == range(2, 4), (
-        "the order of the last group, until another has formed"
+        "the last group's order applies until another group has formed"
     )
     others = {**body, "status": {**status(3), "rankOrder": [0, 4, 1]}}
-    assert ranks_of_pods(pods, others)["j-2-0"] == range(4, 6), "an order of other nodes does not apply to these"
+    assert ranks_of_pods(pods, others)["j-2-0"] == range(4, 6), "an order for a different set of nodes does not apply"
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_terminated_pods_are_not_followed(
     assert capsys.readouterr().err == f"{says} is {state}\n"
 
 
-def test_a_slot_without_a_pod_is_not_waited_for(
+def test_logs_do_not_wait_for_a_slot_that_does_not_exist(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = TwoNodes()
@@ -293,11 +293,11 @@ def test_all_lines_of_a_pod_that_starts_later_are_printed(
 
 @pytest.mark.parametrize("local", [False, True])
 @pytest.mark.parametrize("then", [[], [pod("j-1-0", state="Error (1)"), pod("j-1-1")]])
-def test_following_a_pod_ends_with_the_pod_and_not_with_its_job(
+def test_following_a_pods_log_ends_with_the_pod_and_not_with_its_job(
     then: list[PodLine], local: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pod's name is never used again. Regression: the command waited for the job's end. On this
-    machine a log ends with its run.
+    machine, a log ends when its run ends.
     """
     backend, asked = TwoNodes(), list[str]()
 

@@ -34,7 +34,7 @@ def make_wheel(folder: Path, name: str, version: str, needs: str = "") -> None:
 
 
 def run(script: Path, *packages: str) -> subprocess.CompletedProcess[str]:
-    """Run the script of a function with an index of the wheels next to it."""
+    """Run the script of a function, with an index of the wheels in its folder."""
     script.parent.mkdir(exist_ok=True)
     script.write_text(script_of(fit, {}, packages))
     index = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(script.parents[1] / "wheels")}
@@ -54,7 +54,7 @@ def test_packages_are_installed_once_in_a_folder_of_the_job(tmp_path: Path) -> N
     assert second.stdout.splitlines() == said[2:], "an in-place restart installs nothing"
 
 
-def test_packages_of_a_read_only_script_go_to_the_temporary_folder(
+def test_packages_are_installed_in_the_temporary_folder_if_the_script_is_read_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = list[Path]()
@@ -74,7 +74,7 @@ def test_packages_of_a_read_only_script_go_to_the_temporary_folder(
     assert os.environ["PYTHONPATH"].endswith(f"{made[0]}:before"), "for processes that the function starts"
 
 
-def test_an_error_of_pip_is_the_error_of_the_job(tmp_path: Path) -> None:
+def test_an_error_of_pip_is_reported_as_the_jobs_error(tmp_path: Path) -> None:
     make_wheel(tmp_path / "wheels", "small_thing", "1.2")
     ran = run(tmp_path / "code" / "function.py", "small_thing>=9")
     assert ran.stderr.splitlines()[-1].startswith("ValueError: packages: ERROR: Could not find a version")
@@ -88,7 +88,7 @@ def test_packages_never_replace_the_torch_of_the_image(tmp_path: Path) -> None:
     assert "installing them would replace the image's torch with torch==99.0; use an image that has it" in ran.stderr
 
 
-def test_a_refusal_ends_the_job_and_an_outage_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_fails_the_job_and_an_outage_of_the_index_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     for output, kind in (("ERROR: no matching distribution", ValueError), ("WARNING: Retrying (x)", ConnectionError)):
         ran = subprocess.CompletedProcess([], 1, f"{output}\nERROR: none")
         monkeypatch.setattr(subprocess, "run", lambda *_, ran=ran, **__: ran)
@@ -98,7 +98,7 @@ def test_a_refusal_ends_the_job_and_an_outage_is_retried(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("good", ["einops", "einops==0.8.1", "timm[x,y]>=1.0, <2", "a.b_c-d ~=2.0", "torch===2.6+cu1"])
-def test_requirements_are_names_and_versions(good: str) -> None:
+def test_requirements_with_names_and_versions_are_accepted(good: str) -> None:
     assert repr(good) in script_of(fit, {}, [good])
 
 
@@ -109,7 +109,7 @@ def test_requirements_are_names_and_versions(good: str) -> None:
         *("a\n-e b", "a b", "a\n", "a" * 201, 3),
     ],
 )
-def test_everything_else_is_refused_before_the_job_exists(wrong: object) -> None:
+def test_other_requirements_are_refused_before_the_job_is_created(wrong: object) -> None:
     with pytest.raises(Mistake, match=r"packages: .* is not a package name"):
         script_of(fit, {}, [wrong])  # type: ignore[list-item]
 
@@ -122,7 +122,7 @@ def test_the_list_of_packages_is_bounded_and_only_for_functions() -> None:
         Client("local").train(__file__, packages=["einops"])
 
 
-def test_the_installation_runs_on_the_oldest_python() -> None:
+def test_the_installation_works_on_the_oldest_supported_python() -> None:
     tree = ast.parse(Path(packages_in_pod.__file__).read_text(), feature_version=(3, 9))
     modules = {a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
     assert modules <= sys.stdlib_module_names

@@ -1,4 +1,4 @@
-"""`ddpjob dashboard FOLDER`: pages about past jobs, made from the records in their checkpoint
+"""`ddpjob dashboard FOLDER`: pages about past jobs, built from the records in their checkpoint
 folders.
 """
 
@@ -56,7 +56,7 @@ def text(page: str) -> str:
     return " ".join(re.sub(r"<[^>]+>", " ", page).split())
 
 
-async def test_a_jobs_page_outlives_the_job(tmp_path: Path) -> None:
+async def test_the_page_of_a_deleted_job_is_shown_from_its_folder(tmp_path: Path) -> None:
     left(tmp_path, LINES, steps=9)
     fleet, page, curves = await pages(tmp_path, "/jobs/ml/first", "/jobs/ml/first/curves")
     assert "first" in fleet and "Complete" in fleet and "WorkerFailed" not in text(fleet)
@@ -70,7 +70,7 @@ async def test_a_jobs_page_outlives_the_job(tmp_path: Path) -> None:
     assert json.loads(curves)["curves"][0]["title"] == "loss"
 
 
-async def test_a_folder_of_folders_is_an_archive(tmp_path: Path) -> None:
+async def test_a_folder_that_contains_folders_of_jobs_lists_all_of_them(tmp_path: Path) -> None:
     left(tmp_path / "one", LINES)
     left(tmp_path / "two", [line("round", 1, 1, world=2, job="second", uid="2")])
     left(tmp_path / "three", [line("round", 1, 1, world=2), line("end", 2, 1, ok=False, why="budget spent")])
@@ -130,7 +130,9 @@ def test_the_removal_of_a_known_job_is_reported_as_the_first_change(tmp_path: Pa
     assert next(changes)[0]["metadata"]["name"] == "one"
 
 
-def test_a_folder_that_is_removed_leaves_the_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_whose_folder_is_removed_disappears_from_the_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ddpjob.client.backends.past_jobs._LOOK_SECONDS", 0.01)
     for name in ("one", "two"):
         left(tmp_path / name, [line("round", 1, 1, world=2, job=name)])

@@ -48,7 +48,9 @@ def test_a_job_given_instead_of_a_pod_is_reported(tmp_path: Path, monkeypatch: p
         ProcessBackend().kill("k-0-0")
 
 
-def test_a_job_that_ends_while_it_is_read_was_not_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_ends_while_it_is_read_is_not_shown_as_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path))
     record: dict[str, Any] = {"metadata": {"name": "j"}, "spec": {}, "status": {"phase": "Running"}, "local": {}}
     folder = job_folder("j")
@@ -65,7 +67,7 @@ def test_a_job_that_ends_while_it_is_read_was_not_interrupted(tmp_path: Path, mo
 
 
 def test_a_killed_run_leaves_no_job_that_looks_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The job's record is the last one that the run wrote."""
+    """The record on disk is the last one that the killed run wrote."""
     pods = [{"name": "j-0-0", "state": "Running"}, {"name": "j-1-0", "state": "Error (1)"}]
     folder = recorded(tmp_path, monkeypatch, run="first", pods=pods)
     nodes = {"wanted": 2, "active": 1, "ready": 1, "spare": 0, "display": "1/2"}
@@ -95,11 +97,11 @@ def test_a_killed_run_leaves_no_job_that_looks_running(tmp_path: Path, monkeypat
         (["", " --fresh"], True),
     ],
 )
-def test_checkpoints_are_deleted_with_a_job_if_its_claim_would_be(
+def test_checkpoints_are_deleted_with_a_job_if_a_cluster_would_delete_its_claim(
     runs: list[str], stay: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The job's folder stands in for the claim of a claimTemplate. With a different template it is
-    a different claim.
+    """On this machine, the job's folder stands in for the claim of a claimTemplate. A different
+    template means a different claim.
     """
     monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path))
     folder, now = job_folder("j"), datetime(2026, 1, 1, tzinfo=UTC)
@@ -115,8 +117,8 @@ def test_checkpoints_are_deleted_with_a_job_if_its_claim_would_be(
     left = [path.name for path in folder.path.rglob("*") if path.is_file()]
     retained = {f"step-{number}.pt" for number in range(len(runs) if stay else 0)}
     if runs == ["Retain", "Delete --fresh"]:
-        retained = {"step-0.pt"}  # checkpoints in the claim that is kept
-    assert set(left) == retained, "and nothing else"
+        retained = {"step-0.pt"}  # checkpoints in a claim that is kept
+    assert set(left) == retained, "no other files are left"
 
 
 def test_a_truncated_event_does_not_hide_other_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +174,9 @@ def test_a_request_to_a_run_that_is_ending_is_refused_immediately(
     assert time.monotonic() - began < 5 and not list(folder.requests.iterdir())
 
 
-def test_the_last_lines_of_a_log_count_a_progress_bar_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_progress_bar_counts_as_one_of_the_last_lines_of_a_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path))
     job = job_folder("j")
     run = prepare(job, fresh=False, now=datetime(2026, 1, 1, tzinfo=UTC))
@@ -185,7 +189,7 @@ def test_the_last_lines_of_a_log_count_a_progress_bar_as_one(tmp_path: Path, mon
     assert b"".join(backend.log(pod, LogOptions(tail=3))) == b"warning\n" + bar + b"\ndone\n"
 
 
-def test_a_job_on_another_machine_or_container_is_not_stopped_by_its_pid(
+def test_a_job_of_another_machine_or_container_is_not_killed_by_its_process_id(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The record may be in a folder that both machines see, so its process id may belong to any
@@ -204,7 +208,9 @@ def test_a_job_on_another_machine_or_container_is_not_stopped_by_its_pid(
         bystander.wait()
 
 
-def test_checkpoints_behind_a_link_are_deleted_with_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_in_a_linked_folder_are_deleted_with_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Regression: deleting the job raised an exception after its record was already deleted. Files
     behind links inside the folder are kept, because they do not belong to the job.
     """
@@ -267,7 +273,9 @@ def test_an_unreadable_log_is_reported(tmp_path: Path, monkeypatch: pytest.Monke
         list(backend.log(pod, LogOptions()))
 
 
-def test_a_stopped_run_is_not_resumed_by_a_field_of_its_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_run_is_not_resumed_because_of_a_field_of_its_spec(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = recorded(tmp_path, monkeypatch)
     said = "no pods are running; set runPolicy.suspend to false to resume"
     conditions = [{**DONE, "type": "Suspended", "message": said}, {**DONE, "type": "Running", "status": "False"}]
@@ -282,7 +290,7 @@ def test_a_stopped_run_is_not_resumed_by_a_field_of_its_spec(tmp_path: Path, mon
 def test_the_second_of_two_simultaneous_submissions_finds_the_job_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: the second one wrote to the first one's log and replaced its manifest."""
+    """Regression: the second run wrote to the first one's log and replaced its manifest."""
     monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path))
     folder, started, running = job_folder("j"), list[Any](), ExitStack()
 
@@ -338,7 +346,7 @@ def test_a_job_whose_empty_checkpoint_folder_is_a_link_is_deleted(
     assert not folder.path.exists() and large.is_dir()
 
 
-def test_a_pod_belongs_to_the_job_in_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pods_job_is_read_correctly_from_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If there are jobs j and j-1, the pod j-1-0 is node 1 of j. Regression: the pod was mistaken
     for one of j-1.
     """
@@ -361,13 +369,13 @@ def test_a_pod_belongs_to_the_job_in_its_name(tmp_path: Path, monkeypatch: pytes
             assert b"".join(backend.log(pod, LogOptions())) == f"of {name}\n".encode(), pod.name
 
 
-def test_a_stopped_job_whose_class_names_its_image_is_explained() -> None:
+def test_a_stopped_job_whose_image_comes_from_its_class_is_explained() -> None:
     body = {"metadata": {"name": "j"}, "spec": {"className": "gpu"}, "status": {"phase": "Interrupted"}}
     said = list(why(body, (), datetime(2026, 1, 1, tzinfo=UTC)))
     assert said[0] == "j: its `ddpjob run` was stopped before the job finished."
 
 
-def test_an_error_of_the_disk_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_disk_is_raised_as_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs expect no OSError from Client. The command prints the same line."""
     (tmp_path / "file").touch()
     monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path / "file" / "runs"))

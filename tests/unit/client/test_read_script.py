@@ -59,7 +59,7 @@ def blocks(language: str = "python") -> list[str]:
     return [text for named, text in found if named == language]
 
 
-def test_the_page_shows_the_output_of_the_command_and_the_changed_script(tmp_path: Path) -> None:
+def test_the_documentation_shows_the_commands_real_output_and_the_changed_script(tmp_path: Path) -> None:
     before, after = blocks()
     script = read(tmp_path, before)
     applied = apply_lines(before, added_lines(script))
@@ -94,7 +94,7 @@ def test_changes_beyond_the_suggested_lines_are_reported_with_their_line(tmp_pat
     assert "learning rate of opt (line 19)" in said
 
 
-def test_methods_behind_the_wrapper_and_models_saved_without_it_are_reported(tmp_path: Path) -> None:
+def test_uses_of_the_model_that_must_bypass_the_ddp_wrapper_are_reported(tmp_path: Path) -> None:
     changed = MAIN.replace("    return net\n", "    net.decode(1)\n    torch.save(net, 'n')\n    return net\n")
     said = advised(tmp_path, changed)
     assert "write net.module.decode" in said and "net.module.load_state_dict" not in said
@@ -111,7 +111,9 @@ def test_methods_behind_the_wrapper_and_models_saved_without_it_are_reported(tmp
         (("net.parameters()", "params"), "no optimizer of a single model"),
     ],
 )
-def test_an_uncertain_suggestion_has_the_general_form(change: tuple[str, str], said: str, tmp_path: Path) -> None:
+def test_an_uncertain_suggestion_is_marked_and_uses_the_general_form(
+    change: tuple[str, str], said: str, tmp_path: Path
+) -> None:
     text = MAIN.replace(*change)
     assert text != MAIN
     printed = advised(tmp_path, text)

@@ -131,7 +131,7 @@ def test_a_runtime_in_the_same_file_is_used(tmp_path: Path, capsys: pytest.Captu
     assert "coscheduling" in err and "--runtime" not in err and later_refusals(job) == []
 
 
-def test_a_runtime_in_a_different_file_or_on_the_cluster_is_used(
+def test_a_runtime_is_read_from_another_file_or_from_the_cluster(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "job.yaml").write_text(TRAIN_JOB)
@@ -163,7 +163,7 @@ def test_a_runtime_in_a_different_file_or_on_the_cluster_is_used(
     assert asked == ["/apis/trainer.kubeflow.org/v1alpha1/clustertrainingruntimes/ours"]
 
 
-def test_a_runtime_of_a_namespace_is_read_from_that_namespace() -> None:
+def test_a_namespaced_runtime_is_read_from_the_jobs_namespace() -> None:
     named = changed(TRAIN_JOB, "spec.runtimeRef", {"name": "a", "kind": "TrainingRuntime"})
     ((kind, path),) = runtime_paths(named, "default")
     assert (kind, path) == (
@@ -195,7 +195,7 @@ def test_patches_of_the_runtime_change_the_training_pods() -> None:
     }
 
 
-def test_an_inline_script_stays_readable_and_needs_only_an_image(
+def test_an_inline_script_stays_readable_in_the_converted_manifest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "job.yaml").write_text(MULTI_NODE)
@@ -206,7 +206,7 @@ def test_an_inline_script_stays_readable_and_needs_only_an_image(
 
 
 @pytest.mark.parametrize("args", [[], ["--backend", "nccl"]])
-def test_an_entry_point_in_the_image_is_requested_by_name(
+def test_if_the_command_is_in_the_image_its_entry_point_is_requested(
     args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Four of training-operator's nine examples leave the command to the image."""

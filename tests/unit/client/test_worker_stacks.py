@@ -1,4 +1,6 @@
-"""`ddpjob stacks` in a pod: the stacks of that pod's workers only, however they were started."""
+"""`ddpjob stacks` in a pod: only the stacks of that pod's workers, however the workers were
+started.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ def train():
         print(os.getpid(), flush=True)
         time.sleep(60)
     load()
-def load():  # as a worker of a DataLoader: it has the worker's open files
+def load():  # like a DataLoader process, it inherits the worker's open files
     time.sleep(60)
 if sys.argv[1] != "started":
     if os.fork():
@@ -54,7 +56,7 @@ def test_stacks_end_with_the_script_and_not_with_the_runtime() -> None:
 
 
 @pytest.mark.parametrize("how", ["started", "forked", "titled"])
-def test_the_stack_of_a_worker_is_shown_without_its_childrens(tmp_path: Path, how: str) -> None:
+def test_the_stack_of_a_worker_is_shown_without_those_of_its_children(tmp_path: Path, how: str) -> None:
     folder = tmp_path / (PREFIX + "abc")
     folder.mkdir()
     marks = {"FOLDER": str(folder), "DDPJOB_STACKS_DIR": str(folder), "DDPJOB_UID": f"uid-{os.getpid()}"}

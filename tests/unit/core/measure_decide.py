@@ -1,7 +1,7 @@
-"""Measure `decide` for one large job in its steady state: `measure_decide.py [NODES] [--profile]`.
+"""Measure `decide` for a large job in its steady state: `measure_decide.py [NODES] [--profile]`.
 
-It prints the median CPU time of 30 calls in milliseconds. It is not a test, because a busy
-machine would fail it.
+It prints the median CPU time of 30 calls in milliseconds. It is not a test, because it would fail
+on a busy machine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from worlds import NOW, later, report, running
 
 
 def large_job(nodes: int) -> tuple[DDPJob, World]:
-    """Return a job that trains on this many nodes, with nothing to do a few seconds later."""
+    """Return a job that trains on this many nodes, in a state in which the operator has nothing to
+    do.
+    """
     job, pods = running(nodes, recovery={"mode": "Fast"})
     trains = report(CoordinatorState.RUNNING, *[MemberState.RUNNING] * nodes, progress={"step": 10, "steps": 100})
     hosts = {p.host: HostView(name=p.host, ready=True, since=NOW, out_of_service=False) for p in pods}

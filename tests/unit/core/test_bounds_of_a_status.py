@@ -1,4 +1,6 @@
-"""The operator keeps a status for each job, and users cannot make it larger than a fixed limit."""
+"""The operator keeps each job's status in memory, and users cannot make it larger than a fixed
+limit.
+"""
 
 from __future__ import annotations
 

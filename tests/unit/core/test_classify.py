@@ -1,4 +1,4 @@
-"""The reason why a pod ended, and whether it counts."""
+"""How the reason why a pod ended is determined, and whether the end counts against the budget."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_the_cause_is_read_from_the_pods_state(view: PodView, cause: Cause, coun
     end = explain_end(view)
     ruled = evaluate_rules(JobSpec.read({"image": "a"}), end.cause, end.exit_code, trained=True)
     assert (end.cause, ruled.counted) == (cause, counts)
-    assert "job-0-0" in end.message, "it names the pod"
+    assert "job-0-0" in end.message, "the message names the pod"
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_the_cause_is_read_from_the_pods_state(view: PodView, cause: Cause, coun
         (80, Cause.PREFLIGHT_FAILED),
     ],
 )
-def test_only_a_launchers_exit_code_has_the_meaning_of_the_launchers_codes(code: int, by_launcher: Cause) -> None:
+def test_only_exit_codes_of_a_launcher_are_read_as_the_launchers_codes(code: int, by_launcher: Cause) -> None:
     assert explain_end(pod(ended(code))).cause is by_launcher
     assert explain_end(pod(ended(code)), launcher=False).cause is Cause.EXIT_CODE
 
@@ -153,7 +153,7 @@ def test_messages_of_the_launcher_are_parsed() -> None:
     assert end.message == "pod job-0-0 ended with exit code 1: ValueError: lunch"
     assert end.traceback == "Traceback\nValueError: lunch"
     assert "last words" in explain_end(pod(ended(3, message="first\nlast words"))).message, (
-        "it may be any program's last line"
+        "the line may come from any program"
     )
 
 
@@ -234,14 +234,14 @@ def test_a_sidecar_stopped_after_a_failed_init_container_is_not_blamed_for_it() 
     assert end.exit_code == 3
 
 
-def test_an_init_container_that_ran_out_of_memory_is_out_of_memory() -> None:
+def test_an_init_container_that_ran_out_of_memory_is_reported_as_such() -> None:
     containers = {"prep": ended(137, reason="OOMKilled")}
     end = explain_end(pod(phase="Failed", init_containers=containers))
     assert end.cause is Cause.OOM_KILLED
     assert end.message == "init container prep of pod job-0-0 ended with exit code 137: OOMKilled"
 
 
-def test_a_waiting_init_container_holds_the_pod_up_until_the_trainer_runs() -> None:
+def test_a_waiting_init_container_is_reported_until_the_trainer_runs() -> None:
     pulling = {"prep": ContainerView(waiting_reason="ErrImagePull", waiting_message="not found")}
     held = find_stuck(pod(ContainerView(waiting_reason="PodInitializing"), init_containers=pulling), has_run=False)
     assert held is not None
@@ -255,7 +255,7 @@ def test_a_waiting_init_container_holds_the_pod_up_until_the_trainer_runs() -> N
     )
 
 
-def test_a_program_that_its_node_asked_to_stop_has_not_succeeded() -> None:
+def test_a_program_that_exits_with_0_on_a_node_shutdown_has_not_succeeded() -> None:
     assert pod(ended(0), phase="Succeeded").succeeded
     assert not pod(ended(0), phase="Failed", status_reason="Evicted").succeeded
     assert not pod(ended(0), disruption="EvictionByEvictionAPI").succeeded
@@ -267,7 +267,7 @@ def test_a_taint_means_a_lost_node_only_if_the_node_is_not_ready() -> None:
     assert explain_end(view, down).cause is Cause.NODE_LOST
     deleted = {"n1": HostView(name="n1", ready=False, since=None, out_of_service=False, deleted=True)}
     assert explain_end(view, deleted).cause is Cause.NODE_LOST
-    assert explain_end(view, {}).cause is Cause.DISRUPTION, "nothing is known about it"
+    assert explain_end(view, {}).cause is Cause.DISRUPTION, "nothing is known about the node"
     assert (
         explain_end(view, {"n1": HostView(name="n1", ready=True, since=None, out_of_service=False)}).cause
         is Cause.DISRUPTION
@@ -290,7 +290,7 @@ SHARED_MEMORY = "unable to allocate shared memory(shm) for file </torch_7_1_0>: 
 
 
 @pytest.mark.parametrize("end", [ended(135), ended(1, message=f"RuntimeError: {SHARED_MEMORY}")])
-def test_a_program_that_found_dev_shm_full_gets_advice_to_raise_it(end: ContainerView) -> None:
+def test_a_full_dev_shm_is_reported_with_the_advice_to_enlarge_it(end: ContainerView) -> None:
     assert "; /dev/shm was probably full: raise storage.sharedMemory" in explain_end(pod(end)).message
     assert "/dev/shm" not in explain_end(pod(ended(134))).message
 
@@ -305,7 +305,7 @@ def test_a_program_that_found_dev_shm_full_gets_advice_to_raise_it(end: Containe
         'image operating system "windows" cannot be used on this platform',
     ],
 )
-def test_an_image_for_a_different_platform_is_recognized_in_each_runtimes_words(said: str) -> None:
+def test_an_image_for_a_wrong_platform_is_recognized_for_each_container_runtime(said: str) -> None:
     waits = waiting("ErrImagePull", said)
     end, why = find_wrong_platform(waits), find_stuck(waits, has_run=False)
     assert end is not None and (end.cause, is_about_platform(end)) == (Cause.START_ERROR, True)
@@ -355,14 +355,23 @@ Root Cause (first observed failure):
         (rank_failed(exitCode="2"), (Cause.EXIT_CODE, None, 1, "pod job-0-0 ended with exit code 1: SystemExit: 2")),
         ("[" * 4000, (Cause.EXIT_CODE, None, 1, "pod job-0-0 ended with exit code 1: " + "[" * 4000)),
     ],
-    ids=["a rank", "cannot start", "shared memory", "torchrun's table", "no rank", "a truth", "no code", "hostile"],
+    ids=[
+        "a rank",
+        "cannot start",
+        "shared memory",
+        "torchrun's table",
+        "no rank",
+        "a boolean rank",
+        "no exit code",
+        "hostile",
+    ],
 )
 def test_a_failed_rank_of_torchrun_in_a_command_is_reported(message: str, expected: tuple[Any, ...]) -> None:
     end = explain_end(pod(ended(1, message=message)), launcher=False)
     assert (end.cause, end.rank, end.exit_code, end.message) == expected
 
 
-def test_only_a_command_has_ranks_that_report_for_themselves() -> None:
+def test_only_in_a_job_with_command_is_a_failed_rank_read_from_the_pod() -> None:
     assert explain_end(pod(ended(1, message=rank_failed()))).rank is None
     gone = pod(ended(1, message=rank_failed()), deleted_at=datetime(2026, 1, 1, tzinfo=UTC))
     assert explain_end(gone, launcher=False).cause is Cause.DELETED

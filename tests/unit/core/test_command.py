@@ -1,5 +1,5 @@
-"""Jobs with `command`: whose failure counts, and messages about restarts and about pods left
-alone.
+"""Jobs with `command`: which failure is the cause, and messages about restarts and about pods that
+hang next to finished ones.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def causes(job: DDPJob) -> list[tuple[str, str, int | None, bool]]:
 
 
 @pytest.mark.parametrize("first", [MINE, PEERS])
-def test_the_rank_with_its_own_error_is_the_cause_of_two_ends(first: str) -> None:
-    """torchrun notices the end of a worker within a tenth of a second, so either pod may be the
-    first to end.
+def test_of_two_pods_that_end_the_one_with_its_own_error_is_the_cause(first: str) -> None:
+    """torchrun notices that a peer's worker has ended within a tenth of a second, so either pod may
+    end first.
     """
     second = PEERS if first == MINE else MINE
     job, _ = seen(runs(), 12, (failed(0, first, 10), failed(1, second, 11), COORDINATOR), forming())
@@ -62,7 +62,7 @@ def test_a_lost_peer_is_the_cause_only_if_its_pod_does_not_end_soon() -> None:
     both, _ = seen(job, 12, (failed(0, PEERS, 10), failed(1, MINE, 11), COORDINATOR), forming())
     assert causes(both) == [("WorkerFailed", "job-1-0", 1, True)]
     alone, _ = seen(job, 16, (failed(0, PEERS, 10), pod(1), COORDINATOR), forming())
-    assert causes(alone) == [("WorkerFailed", "job-0-0", 0, True)], "the peer may hang"
+    assert causes(alone) == [("WorkerFailed", "job-0-0", 0, True)], "the peer may hang without ending"
 
 
 def test_a_pods_own_error_is_reported_without_a_wait() -> None:
@@ -71,7 +71,7 @@ def test_a_pods_own_error_is_reported_without_a_wait() -> None:
 
 
 def restarted(**progress: Any) -> DDPJob:
-    """Replace the pods by new running ones."""
+    """Replace the pods with new running ones."""
     job, _ = seen(runs(), 5, pods(), forming(**progress))
     job, _ = seen(job, 11, (failed(0, MINE, 10), pod(1), COORDINATOR), forming(**progress))
     assert job.status.holds(ConditionType.RESTARTING) and job.status.slots[0].attempt == 1
@@ -85,14 +85,14 @@ def again(job: DDPJob, at: float, **progress: Any) -> tuple[DDPJob, list[str]]:
     return job, [e.message for e in decision.events]
 
 
-def test_pods_that_run_again_are_not_called_training() -> None:
+def test_pods_that_run_again_are_not_reported_as_training() -> None:
     job, events = again(restarted(), 13)
     assert [text for text in events if "again" in text] == ["2 nodes run again, 3.0 s after job-0-0 broke the group"]
     condition = job.status.condition(ConditionType.RESTARTING)
     assert condition is not None and (condition.status, condition.reason) == (False, "PodsRunAgain")
 
 
-def test_a_job_that_reports_steps_has_recovered_with_the_next_step() -> None:
+def test_a_job_that_reports_steps_recovers_with_the_next_step() -> None:
     job, _ = again(restarted(step=7), 13)
     assert job.status.holds(ConditionType.RESTARTING) and job.status.restarts.recent[0].seconds is None
     job, _ = again(job, 40, step=1)
@@ -109,7 +109,7 @@ def test_a_pod_that_hangs_next_to_a_finished_one_is_reported_within_minutes() ->
     assert [e.reason for e in decision.events if e.warning] == []
     steps = forming(step=9, updatedAt=iso(later(150)))
     working, decision = seen(job, 191, there, steps)
-    assert [e.reason for e in decision.events if e.warning] == [], "it takes steps"
+    assert [e.reason for e in decision.events if e.warning] == [], "the job takes steps"
     job, decision = seen(working, 191, there, forming())
     (event,) = (e for e in decision.events if e.warning)
     assert event.reason == "NodeFinishedEarly" and "pod job-0-0 ended with exit code 0" in event.message

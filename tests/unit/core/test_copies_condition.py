@@ -17,7 +17,7 @@ BUCKET: Json = {"checkpoints": {"url": "s3://models/runs", "secretName": "keys"}
 
 
 class Looks:
-    """A training job with these reports."""
+    """A training job whose script sends these reports."""
 
     def __init__(self, **spec: Any) -> None:
         self.at = 60.0
@@ -41,7 +41,7 @@ def test_copies_that_arrive_need_no_condition() -> None:
         assert looks.after(600, {"copyBehind": behind, "copyStep": 7}) is None
 
 
-def test_uploads_that_fall_behind_are_reported_once_and_withdrawn() -> None:
+def test_late_uploads_are_reported_once_and_the_report_is_withdrawn() -> None:
     looks = Looks(storage=BUCKET)
     shown = looks.after(5, {"copyBehind": 601, "copyStep": 1200, "copyTime": 1})
     assert shown is not None and (shown.status, shown.reason) == (False, "CopiesBehind")
@@ -49,8 +49,8 @@ def test_uploads_that_fall_behind_are_reported_once_and_withdrawn() -> None:
     assert "latest: step 1200" in shown.message
     assert looks.events == ["CopiesBehind"]
     again = looks.after(60, {"copyBehind": 661, "copyStep": 1200})
-    assert again == shown and looks.events == [], "an unchanged message causes no write"
-    assert looks.after(60) == shown, "a report without figures has no news"
+    assert again == shown and looks.events == [], "an unchanged message must not cause a write"
+    assert looks.after(60) == shown, "a report without figures about copies changes nothing"
     healed = looks.after(5, {"copyBehind": 0, "copyStep": 1900})
     assert healed is not None and (healed.status, healed.reason) == (True, "Copied")
 
@@ -61,10 +61,10 @@ def test_a_program_that_copies_nothing_is_reported() -> None:
     shown = looks.after(300)
     assert shown is not None and (shown.status, shown.reason) == (False, "NoCopies")
     assert "ddpjob_report.restore_checkpoint and copy_checkpoint" in shown.message
-    assert Looks().after(7200) is None, "a job without a bucket"
+    assert Looks().after(7200) is None, "a job without a bucket has no such condition"
 
 
-def test_invalid_figures_are_ignored() -> None:
+def test_invalid_figures_about_copies_are_ignored() -> None:
     looks = Looks(storage=BUCKET)
     assert looks.after(5, {"copyBehind": True, "copyStep": "x"}) is None
     assert looks.after(5, ["copyBehind"]) is None

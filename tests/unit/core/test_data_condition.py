@@ -1,4 +1,6 @@
-"""The condition Running while pods fetch storage.data.url, by their reports to the coordinator."""
+"""The condition Running while pods fetch storage.data.url, based on their reports to the
+coordinator.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ def shown(*notes: Note, **spec: Any) -> Condition:
     return found
 
 
-def test_the_progress_of_a_fetch_is_shown_and_hides_no_other_problem() -> None:
+def test_the_progress_of_a_fetch_is_shown_without_hiding_other_problems() -> None:
     waits, fetches = Note("job-0-0", DATA, DATA_WAITS), Note("job-1-0", DATA, "fetching data 3.2 GiB of 40.0 GiB")
     found = shown(waits, fetches)
     assert found.reason == "GroupForming" and not found.status
@@ -29,13 +31,13 @@ def test_the_progress_of_a_fetch_is_shown_and_hides_no_other_problem() -> None:
     assert shown(waits).message.endswith(f"; pod job-0-0: {DATA_WAITS}")
 
 
-def test_a_finished_fetch_is_not_shown_and_does_not_affect_the_warm_workers() -> None:
+def test_a_finished_fetch_is_not_shown_and_does_not_affect_the_fast_condition() -> None:
     done = Note("job-0-0", DATA, "")
     assert shown(done).message == shown().message
     job = job_of(2, storage=BUCKET, recovery={"mode": "Fast"})
     pods = (pod(0), pod(1), COORDINATOR)
     _, decision = seen(job, 5, pods, report(CoordinatorState.FORMING, MemberState.STARTING, notes=(done,)))
-    assert decision.status.condition(ConditionType.FAST_RECOVERY) is None, "one may still be cold"
+    assert decision.status.condition(ConditionType.FAST_RECOVERY) is None, "a pod may still have cold workers"
     _, decision = seen(job, 5, pods, report(CoordinatorState.RUNNING, MemberState.RUNNING, notes=(done,)))
     warm = decision.status.condition(ConditionType.FAST_RECOVERY)
     assert warm is not None and warm.status

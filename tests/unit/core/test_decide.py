@@ -38,9 +38,9 @@ def a_job(status: JobStatus | None = None, **fields: Any) -> DDPJob:
 
 
 @pytest.mark.parametrize("index", [-1, -9, 2, 2**40])
-def test_an_incident_may_name_any_index(index: int) -> None:
-    """The coordinator runs in the user's image, so none of its reports may break the decision or
-    its events.
+def test_an_incident_with_any_index_is_tolerated(index: int) -> None:
+    """The coordinator runs in the user's image, so no report may make the decision or its events
+    invalid.
     """
     job = a_job()
     incident = Incident(id=1, time=NOW, kind=IncidentKind.WORKER_FAILED, pod="job-0-0", index=index, exit_code=1)
@@ -61,8 +61,8 @@ def test_an_incident_may_name_any_index(index: int) -> None:
 
 @pytest.fixture
 def pinned(monkeypatch: pytest.MonkeyPatch) -> DDPJob:
-    """Return a job that this operator began before an upgrade to an invented next version that
-    supports both protocols.
+    """Return a job that this operator started. Then the operator is upgraded to an invented next
+    version that supports both protocols.
     """
     job = a_job()
     monkeypatch.setattr("ddpjob_runtime.protocol.VERSION", NEXT)
@@ -77,7 +77,7 @@ def test_a_job_of_a_supported_protocol_survives_the_upgrade(pinned: DDPJob) -> N
     assert (decision.status.runtime, decision.status.template_hash) == (OLD, job.status.template_hash)
 
 
-def test_without_its_runtime_all_pods_of_a_job_are_replaced_by_the_newest(pinned: DDPJob) -> None:
+def test_if_its_runtime_is_gone_all_pods_of_a_job_get_the_newest_one(pinned: DDPJob) -> None:
     """A single new pod would mount the newest runtime, and could not talk to its coordinator."""
     job = pinned
     decision = decide(job, World(runtime="", runtime_offered=OFFERED), NOW)
@@ -85,7 +85,7 @@ def test_without_its_runtime_all_pods_of_a_job_are_replaced_by_the_newest(pinned
     assert decision.status.template_hash.endswith(f"-{NEXT}") and decision.status.runtime == OFFERED
 
 
-def test_the_next_generation_of_a_pinned_job_uses_its_runtimes_protocol(pinned: DDPJob) -> None:
+def test_the_next_generation_of_a_job_uses_the_protocol_of_its_runtime(pinned: DDPJob) -> None:
     job = pinned
     spec = replace(job.spec, run_policy=replace(job.spec.run_policy, suspend=True))
     pod = PodView(name="job-0-0", uid="0", role=Role.NODE)
@@ -120,7 +120,7 @@ def running(job: DDPJob, *pods: PodView) -> DDPJob:
 EXITED_WELL = ContainerView(started=NOW, exit_code=0, reason="Completed", finished=NOW + timedelta(seconds=1))
 
 
-def test_a_deleted_pod_of_a_command_has_not_finished() -> None:
+def test_in_a_job_with_command_a_deleted_pod_has_not_finished() -> None:
     """Such a pod may save and exit with 0 on SIGTERM."""
     job = running(a_job(nodes=1, command=["train"]), a_pod(0))
     deleted = a_pod(0, EXITED_WELL, deleted_at=NOW + timedelta(seconds=30), phase="Succeeded")
@@ -130,7 +130,7 @@ def test_a_deleted_pod_of_a_command_has_not_finished() -> None:
     finished = after(job, a_pod(0, EXITED_WELL, phase="Succeeded"))
     assert finished.status.phase is Phase.COMPLETE
     seen = replace(job, status=replace(job.status, slots=(replace(job.status.slots[0], state=SlotState.SUCCEEDED),)))
-    assert after(seen, deleted).status.phase is Phase.COMPLETE, "it had finished before it was deleted"
+    assert after(seen, deleted).status.phase is Phase.COMPLETE, "the pod had finished before it was deleted"
 
 
 def refused(job: DDPJob, status: int, message: str) -> Decision:
@@ -180,7 +180,7 @@ def not_started(index: int, message: str, **fields: Any) -> PodView:
     return a_pod(index, end, phase="Failed", **fields)
 
 
-def test_a_host_that_starts_no_containers_is_avoided_and_a_second_one_fails_the_job() -> None:
+def test_a_host_that_starts_no_containers_is_avoided_but_a_second_one_fails_a_job() -> None:
     job = a_job()
     decision = after(job, not_started(0, NO_DRIVER), a_pod(1))
     assert not decision.status.terminal
@@ -214,7 +214,7 @@ def test_pods_that_a_host_rejects_neither_count_nor_end_the_job() -> None:
         assert not job.status.terminal
     assert (job.status.restarts.counted, job.status.restarts.total) == (0, 5)
     assert [n.node for n in job.status.avoided_nodes] == ["n0"]
-    assert job.status.slots[0].not_before is not None, "the next pod waits"
+    assert job.status.slots[0].not_before is not None, "the next pod is delayed"
 
 
 def test_a_pod_placed_repeatedly_on_a_host_that_is_down_backs_off() -> None:
@@ -225,14 +225,14 @@ def test_a_pod_placed_repeatedly_on_a_host_that_is_down_backs_off() -> None:
     down = HostView(name="n0", ready=False, since=NOW - timedelta(hours=1), out_of_service=False)
     hosts = {"n0": down, "n1": HostView(name="n1", ready=True, since=NOW, out_of_service=False)}
     for attempt in range(2):
-        assert job.status.slots[0].not_before is None, "one loss says nothing about the next pod"
+        assert job.status.slots[0].not_before is None, "the first loss does not delay the next pod"
         placed = a_pod(0, ContainerView(), attempt=attempt, phase="Pending")
         job = replace(job, status=after(job, placed, a_pod(1), hosts=hosts).status)
     assert [(r.reason, r.pod) for r in job.status.restarts.recent] == [("NodeLost", "job-0-0"), ("NodeLost", "job-0-1")]
-    assert job.status.slots[0].not_before is not None, "the next pod waits"
+    assert job.status.slots[0].not_before is not None, "the next pod is delayed"
 
 
-def test_a_clock_that_is_set_back_does_not_prolong_a_back_off() -> None:
+def test_setting_the_clock_back_does_not_prolong_a_back_off() -> None:
     job = a_job(nodes=1, command=["train"], recovery={"backoff": {"initialSeconds": 4, "maxSeconds": 60}})
     slot = replace(job.status.slots[0], attempt=2, reason="ExitCode", failures=2, not_before=NOW + timedelta(seconds=4))
     job = replace(job, status=replace(job.status, slots=(slot,)))
@@ -270,7 +270,7 @@ def test_a_job_without_step_reports_counts_as_trained_after_ten_minutes() -> Non
     assert not restarted.status.terminal and restarted.status.restarts.counted == 1
 
 
-def test_a_job_is_polled_closely_only_while_time_alone_decides() -> None:
+def test_a_job_is_polled_often_only_while_it_waits_for_time_to_pass() -> None:
     """A thousand jobs at rest must not keep the operator busy."""
     job, pods = a_job(), (a_pod(0), a_pod(1))
     coordinator = PodView(name="job-coordinator-0", uid="c", role=Role.COORDINATOR, host="n2", address="10.0.0.1")
@@ -279,18 +279,20 @@ def test_a_job_is_polled_closely_only_while_time_alone_decides() -> None:
     hosts = {f"n{i}": HostView(name=f"n{i}", ready=True, since=NOW, out_of_service=False) for i in range(3)}
     assert after(job, *pods, coordinator, **there).wake == 10
     assert after(job, *pods, coordinator, **there, hosts=hosts).wake == 10
-    for silent in ("n1", "n2"):  # a member's host, and the coordinator's
+    for silent in ("n1", "n2"):  # the hosts of a member and of the coordinator
         down = hosts | {silent: replace(hosts[silent], ready=False)}
         assert after(job, *pods, coordinator, **there, hosts=down).wake == POLL
-    assert after(job, pods[0], coordinator, **there).wake == POLL, "a pod is replaced"
-    assert after(job, *pods, coordinator, **there | {"report_seconds": 0.0}).wake == POLL, "its report is not followed"
+    assert after(job, pods[0], coordinator, **there).wake == POLL, "a pod is being replaced"
+    assert after(job, *pods, coordinator, **there | {"report_seconds": 0.0}).wake == POLL, (
+        "the coordinator's report is not being watched"
+    )
 
 
 @pytest.mark.parametrize("wanted", [True, False])
 def test_a_disruption_budget_is_created_as_soon_as_a_pod_runs(wanted: bool) -> None:
     job = a_job(scheduling={"disruptionBudget": wanted})
     waits, runs = (a_pod(0, ContainerView()), a_pod(1, ContainerView())), (a_pod(0), a_pod(1, ContainerView()))
-    assert CreateBudget() not in after(job, *waits).actions, "a pod holds nothing yet that could be lost"
+    assert CreateBudget() not in after(job, *waits).actions, "no pod has any progress yet that could be lost"
     assert (CreateBudget() in after(job, *runs).actions) == wanted
     assert CreateBudget() not in after(job, *runs, has_budget=True).actions
 
@@ -308,7 +310,7 @@ def test_the_endpoint_of_a_coordinator_with_an_ipv6_address_has_brackets() -> No
 
 
 def large_loss(lost: int = 37) -> Decision:
-    """Return the view of a job that has lost this many of its 100 pods at once."""
+    """Return the decision for a job that has lost this many of its 100 pods at once."""
     job = a_job(nodes=100, recovery={"mode": "Fast"})
     coordinator = PodView(
         name="job-coordinator-0",
@@ -328,7 +330,7 @@ def test_many_lost_pods_are_reported_in_one_message() -> None:
     assert notified.body["pods"] == [f"job-{i}-0" for i in range(37)]
 
 
-def test_many_restarts_of_one_kind_are_one_event() -> None:
+def test_many_restarts_of_the_same_kind_are_reported_by_one_event() -> None:
     events = [e for e in large_loss().events if e.reason == "Deleted"]
     assert len(events) == 1
     assert events[0].message.startswith("37 pods: Deleted (not counted): job-0-0, job-1-0, job-2-0")
@@ -337,8 +339,8 @@ def test_many_restarts_of_one_kind_are_one_event() -> None:
     assert [e.message.split()[1] for e in few] == ["job-0-0", "job-1-0", "job-2-0"]
 
 
-def test_a_missing_pod_ended_for_the_last_known_reason() -> None:
-    """The operator may see only the end of a drain."""
+def test_a_pod_that_disappears_is_attributed_to_its_last_known_reason() -> None:
+    """If a node is drained, the operator may see only the pod's end."""
     job = running(a_job(), a_pod(0), a_pod(1))
     for fields, container, reason, counted in (
         ({"disruption": "EvictionByEvictionAPI"}, None, "Evicted", False),
@@ -361,7 +363,7 @@ def test_a_missing_pod_ended_for_the_last_known_reason() -> None:
         assert [(r.reason, r.counted) for r in recorded] == [(reason, counted)]
 
 
-def test_a_pod_without_its_labels_is_not_reported_as_certainly_deleted() -> None:
+def test_a_pod_that_lost_its_labels_is_not_reported_as_certainly_deleted() -> None:
     job = running(a_job(), a_pod(0), a_pod(1))
     for last, message in (
         ((a_pod(0),), "pod job-0-0 was deleted, or its labels were removed"),
@@ -399,7 +401,7 @@ def test_a_suspended_job_reports_which_pod_should_have_ended(placed: dict[str, s
 
 
 @pytest.mark.parametrize("trained", [True, False])
-def test_only_a_job_that_has_trained_continues_when_resumed(*, trained: bool) -> None:
+def test_only_a_job_that_has_trained_is_said_to_continue_when_it_resumes(*, trained: bool) -> None:
     job = running(a_job(), a_pod(0), a_pod(1))
     job = replace(job, status=replace(job.status, trained=trained))
     asked = replace(job, spec=replace(job.spec, run_policy=replace(job.spec.run_policy, suspend=True)))
@@ -429,8 +431,8 @@ def test_a_suspended_job_has_no_speed_and_no_time_left() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "sent"), [(2, False), (6, True), (29, False)])
-def test_a_deleted_pod_that_does_not_end_is_stopped_by_the_coordinator(seconds: int, sent: bool) -> None:
-    """A signal that arrives while a container starts is lost. Regression: the pod stayed for its
+def test_the_coordinator_stops_a_deleted_pod_that_does_not_end(seconds: int, sent: bool) -> None:
+    """A signal that arrives while a container starts is lost. Regression: such a pod stayed for its
     whole grace period.
     """
     coordinator = PodView(
@@ -462,17 +464,17 @@ def test_a_finished_job_has_no_time_left() -> None:
 
 
 @pytest.mark.parametrize("message", ["", "can't open file 'train.py'"])
-def test_a_job_that_fails_immediately_has_not_restarted(message: str) -> None:
+def test_no_restart_is_counted_if_a_job_fails_immediately(message: str) -> None:
     """Regression: both pods' ends were counted as restarts, although nothing restarted."""
     job = running(a_job(recovery={"maxRestarts": 0}), a_pod(0), a_pod(1))
     exited = ContainerView(started=NOW, exit_code=2, reason="Error", message=message, finished=NOW)
     status = after(job, a_pod(0, exited, phase="Failed"), a_pod(1, exited, phase="Failed")).status
-    assert status.phase is Phase.FAILED and status.restarts.recent, "the failures are listed"
+    assert status.phase is Phase.FAILED and status.restarts.recent, "the failures are listed anyway"
     assert (status.restarts.total, status.restarts.uncounted) == (0, 0)
     assert "+" not in status.write(job.spec)["restarts"]["display"]
 
 
-def test_a_complete_job_is_not_unscheduled_because_of_a_spare() -> None:
+def test_a_complete_job_is_scheduled_even_if_a_spare_never_had_a_node() -> None:
     """Regression: `kubectl wait --for=condition=Scheduled` reported a fault for each job whose
     spare never had a node.
     """
@@ -489,7 +491,7 @@ def test_a_job_that_is_created_suspended_has_no_pods_to_delete() -> None:
 
 
 def test_a_suspended_job_has_no_preflight_result() -> None:
-    """The group that forms after the resume has other pods, and its own check."""
+    """The group that forms when the job resumes has other pods and its own preflight."""
     job = running(a_job(preflight={}), a_pod(0), a_pod(1))
     passed = with_condition(job.status, ConditionType.PREFLIGHT_PASSED, True, "LinksChecked", "12 GB/s", NOW)
     policy = replace(job.spec.run_policy, suspend=True)
@@ -514,7 +516,7 @@ def test_a_pod_kept_by_a_finalizer_does_not_keep_the_coordinator(*, suspend: boo
     assert not is_kept(NOW - timedelta(seconds=30))
 
 
-def test_a_finished_job_does_not_hurry_to_notify_kueue() -> None:
+def test_a_finished_job_retries_the_notification_of_kueue_only_rarely() -> None:
     """The request may be refused for a long time."""
     ended = with_condition(a_job().status, ConditionType.COMPLETE, True, "Finished", "", NOW)
     decision = after(a_job(ended), workloads=(WorkloadView(name="w", uid="u"),))
@@ -528,12 +530,12 @@ def test_the_quota_of_a_finished_job_is_released_when_its_pods_have_ended() -> N
     ending = after(job, a_pod(0, deleted_at=NOW + timedelta(seconds=30)), workloads=request)
     assert not ending.actions and ending.wake == POLL
     silent = after(job, a_pod(0, deleted_at=NOW - timedelta(seconds=5)), workloads=request)
-    assert [type(action) for action in silent.actions] == [MarkWorkload], "its host does not report its end"
+    assert [type(action) for action in silent.actions] == [MarkWorkload], "the pod's host does not report its end"
     over = a_pod(0, EXITED_WELL, phase="Failed", deleted_at=NOW + timedelta(seconds=30))
     assert [type(action) for action in after(job, over, workloads=request).actions] == [MarkWorkload]
 
 
-def test_the_name_of_a_pod_that_vanished_unseen_is_not_reused() -> None:
+def test_the_name_of_a_pod_that_disappeared_unseen_is_not_reused() -> None:
     job = a_job()
     assert {a.attempt for a in after(job).actions if isinstance(a, CreateNode)} == {0}
     coordinator = PodView(name="job-coordinator-0", uid="c", role=Role.COORDINATOR)
@@ -547,8 +549,8 @@ def test_the_name_of_a_pod_that_vanished_unseen_is_not_reused() -> None:
 
 @pytest.mark.parametrize("job", [a_job(), a_job(command=["train"])], ids=["script", "command"])
 def test_a_pod_whose_init_container_failed_is_kept_with_its_log(job: DDPJob) -> None:
-    """The pod's main container waits forever. The kubelet has ended the whole pod, so nothing is
-    left to end.
+    """The main container never starts. The kubelet has ended the whole pod already, so it need not
+    be deleted.
     """
     waiting = ContainerView(waiting_reason="PodInitializing")
     fetch = ContainerView(started=NOW, exit_code=4, reason="Error", message="no such bucket")
@@ -582,7 +584,7 @@ def test_a_commit_that_a_repository_lacks_ends_the_job_and_a_silent_server_does_
 
 
 @pytest.mark.parametrize(("code", "phase"), [(42, Phase.FAILED), (2, Phase.RESTARTING)])
-def test_a_rule_for_an_exit_code_also_holds_for_init_containers(code: int, phase: Phase) -> None:
+def test_a_rule_for_an_exit_code_also_applies_to_init_containers(code: int, phase: Phase) -> None:
     job = a_job(recovery={"rules": [{"cause": "ExitCode", "exitCodes": [42], "action": "Fail"}]})
     fetch = ContainerView(started=NOW, exit_code=code, reason="Error")
     failed = a_pod(0, ContainerView(waiting_reason="PodInitializing"), phase="Failed", init_containers={"fetch": fetch})
@@ -615,7 +617,7 @@ def test_a_sidecar_of_a_finished_program_does_not_outlive_a_suspension() -> None
     assert said(replace(sidecar, deleted_at=NOW)) == "1 pod still terminating"
     down = {"n0": HostView(name="n0", ready=False, since=NOW, out_of_service=False)}
     assert said(replace(sidecar, deleted_at=NOW), hosts=down).startswith("no pods are running"), (
-        "no kubelet would confirm its end"
+        "no kubelet would confirm that the pod has ended"
     )
     assert said(ended).startswith("no pods are running")
 
@@ -628,7 +630,7 @@ def new_job(label: str = "", **spec: Any) -> DDPJob:
 FAULTY = World(problems=("a fault",))
 
 
-def test_a_finished_job_with_faults_fails_only_once() -> None:
+def test_a_job_that_failed_for_its_faulty_template_fails_only_once() -> None:
     job = new_job()
     first = decide(job, FAULTY, NOW)
     assert first.status.phase is Phase.FAILED
@@ -636,11 +638,11 @@ def test_a_finished_job_with_faults_fails_only_once() -> None:
     assert (again.status, again.events) == (first.status, ())
 
 
-def test_a_new_job_with_faults_fails_although_it_is_suspended() -> None:
+def test_a_new_job_with_a_faulty_template_fails_even_if_it_is_suspended() -> None:
     assert decide(new_job(runPolicy={"suspend": True}), FAULTY, NOW).status.phase is Phase.FAILED
 
 
-def test_a_job_takes_its_class_before_it_requests_quota() -> None:
+def test_a_class_is_recorded_before_its_job_requests_quota() -> None:
     """The class may change the number and shape of the pods for which the quota is requested."""
     job = new_job("queue", className="team")
     offer = JobClasses.read({"team": {}}).offer(job)

@@ -1,4 +1,6 @@
-"""GPU seconds: held GPUs times the time between reconciles, written rarely, and never twice."""
+"""GPU seconds: held GPUs times the time between reconciles. They are written rarely, and no time is
+counted twice.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ GPUS = {"nvidia.com/gpu": 8}
 
 
 class Cluster:
-    """A job whose pods the test sets. Each reconcile writes the result of `decide`."""
+    """A job whose pods are set by the test. Each reconcile writes the result of `decide`."""
 
     def __init__(self, **spec: Any) -> None:
         self.job: DDPJob = job_of(2, **spec)
@@ -38,7 +40,7 @@ def holder(index: int, **fields: Any) -> PodView:
     return pod(index, devices=GPUS, **fields)
 
 
-def test_the_modules_example_is_correct() -> None:
+def test_the_example_in_the_modules_docstring_is_correct() -> None:
     one, both = Cluster(), (holder(0), holder(1))
     assert one.look(0, *both) == 0
     assert one.look(1800, *both) == 28800
@@ -51,8 +53,8 @@ def test_the_modules_example_is_correct() -> None:
 @pytest.mark.parametrize(
     ("held", "fields"),
     [
-        (8, {"phase": "Pending"}),  # pulls its image
-        (8, {"phase": "Running", "deleted_at": later(30)}),  # ends, and still occupies them
+        (8, {"phase": "Pending"}),  # it pulls its image
+        (8, {"phase": "Running", "deleted_at": later(30)}),  # it is terminating, and still occupies its GPUs
         (8, {"phase": "Running", "role": Role.SPARE}),
         (8, {"phase": "Running", "container": ContainerView(exit_code=0)}),  # a sidecar is still running
         (0, {"phase": "Succeeded"}),
@@ -69,16 +71,16 @@ def test_a_pod_holds_gpus_from_its_binding_to_its_end(held: int, fields: dict[st
     assert one.look(100) == 100 * (8 + held)
 
 
-def test_folding_often_loses_no_fraction_of_a_second() -> None:
+def test_no_fraction_of_a_second_is_lost_if_the_status_is_written_often() -> None:
     one, pods = Cluster(), (holder(0), holder(1))
     for tenth in range(0, 1000, 7):
-        one.job = replace(one.job, generation=tenth + 1)  # so that each reconcile writes the status
+        one.job = replace(one.job, generation=tenth + 1)  # this makes each reconcile write the status
         one.look(tenth / 10, *pods)
     assert one.writes == 143
     assert one.look(100 + REFRESH.total_seconds(), *pods) == 16 * (100 + REFRESH.total_seconds())
 
 
-def test_a_silent_job_writes_its_sum_every_ten_minutes() -> None:
+def test_the_sum_of_a_job_without_other_changes_is_written_every_ten_minutes() -> None:
     one, pods = Cluster(), (holder(0), holder(1))
     for second in range(30):
         one.look(second, *pods)
@@ -88,7 +90,7 @@ def test_a_silent_job_writes_its_sum_every_ten_minutes() -> None:
     assert one.writes == timedelta(hours=1) / REFRESH
 
 
-def test_a_clock_that_is_set_back_does_not_reduce_the_sum() -> None:
+def test_setting_the_clock_back_does_not_reduce_the_sum() -> None:
     one, pods = Cluster(), (holder(0), holder(1))
     one.look(0, *pods)
     assert one.look(600, *pods) == 9600
@@ -102,7 +104,7 @@ def test_gpus_of_another_resource_and_of_the_coordinator_do_not_count() -> None:
     assert decide(one.job, world, NOW).status.gpu_use is None
 
 
-def test_a_pod_that_claims_more_gpus_than_exist_does_not_spoil_the_sum() -> None:
+def test_a_pod_that_claims_impossibly_many_gpus_does_not_distort_the_sum() -> None:
     one, pods = Cluster(), tuple(replace(holder(n), devices={"nvidia.com/gpu": 10**9}) for n in range(2))
     one.look(0, *pods)
     one.look(10**7, *pods)

@@ -1,4 +1,4 @@
-"""How long a pod has been silent, and which nodes are avoided because of it."""
+"""How long a pod has been silent, and which Kubernetes nodes are avoided."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ def host(*, ready: bool, out: bool = False, since: datetime | None = BEFORE) -> 
 )
 def test_a_pod_is_silent_since_its_node_became_unready(hosts: Any, since: datetime | None) -> None:
     assert lost_since(POD, World(hosts=hosts), NOW) == since
-    assert lost_since(replace(POD, host=""), World(hosts=hosts), NOW) is None, "not placed yet"
+    assert lost_since(replace(POD, host=""), World(hosts=hosts), NOW) is None, "the pod is not placed yet"
 
 
-def test_if_no_node_is_ready_no_node_is_lost() -> None:
+def test_no_node_is_considered_lost_if_none_is_ready() -> None:
     hosts = {name: HostView(name=name, ready=False, since=BEFORE, out_of_service=False) for name in ("n1", "n2")}
     assert lost_since(POD, World(hosts=hosts), NOW) is None
     assert lost_since(POD, World(hosts=hosts | {"n1": replace(hosts["n1"], out_of_service=True)}), NOW) == BEFORE
 
 
-def test_hosts_are_remembered_by_the_operators_own_clock() -> None:
-    """A late list lacks new hosts, and the clock of the API server may be wrong."""
+def test_changes_of_hosts_are_dated_by_the_operators_own_clock() -> None:
+    """A stale list lacks new hosts, and the API server's clock may be wrong."""
     found = {name: HostView(name=name, ready=name != "n3", since=None, out_of_service=False) for name in ("n1", "n3")}
     first = remembered(None, found, BEFORE)
     assert (first["n1"].since, first["n3"].since) == (BEFORE, BEFORE)
@@ -66,7 +66,7 @@ def test_hosts_are_remembered_by_the_operators_own_clock() -> None:
     assert (back["n1"].deleted, back["n1"].since) == (False, NOW + timedelta(minutes=2))
 
 
-def test_a_coordinator_that_hears_hardly_any_member_is_itself_partitioned() -> None:
+def test_a_coordinator_that_hears_from_hardly_any_member_is_itself_partitioned() -> None:
     pods = tuple(replace(POD, name=f"job-{i}-0", index=i) for i in range(4))
     lost = tuple(LostMember(pod.name, BEFORE + timedelta(seconds=n)) for n, pod in enumerate(pods))
     connected = tuple(Member(pod.name, MemberState.RUNNING) for pod in pods)
@@ -76,7 +76,9 @@ def test_a_coordinator_that_hears_hardly_any_member_is_itself_partitioned() -> N
         return World(pods=pods, report=report, hosts=hosts if hosts is not None else host(ready=True))
 
     for silent in (3, 4):
-        assert world(silent).deaf_since == BEFORE + timedelta(seconds=2), "since most members fell silent"
+        assert world(silent).deaf_since == BEFORE + timedelta(seconds=2), (
+            "the silence began when most members fell silent"
+        )
         assert lost_since(pods[0], world(silent), NOW) is None
     assert world(2).deaf_since is None
     assert lost_since(pods[0], world(2), NOW) == BEFORE
@@ -99,7 +101,7 @@ def test_a_pod_is_silent_since_the_coordinator_lost_it() -> None:
     back = replace(report, members=(Member("job-0-0", MemberState.READY),))
     assert lost_since(POD, World(pods=(POD,), report=back), NOW) is None
     assert lost_since(replace(POD, containers={}), World(report=report), NOW) is None, (
-        "it does not run: its own state shows it"
+        "the pod does not run, as its own state shows"
     )
     ended = replace(POD, containers={"trainer": ContainerView(exit_code=1)})
     assert lost_since(ended, World(report=report, hosts={}), NOW) is None
@@ -138,10 +140,12 @@ def test_a_node_that_fails_three_times_while_others_work_is_avoided() -> None:
     failed = ("ExitCode", "n1")
     assert nodes(restarts(failed, failed)) == []
     assert nodes(restarts(failed, failed, ("WorkerFailed", "n1"))) == ["n1"]
-    assert nodes(restarts(failed, failed, failed, ("ExitCode", "n2"))) == [], "then the job is at fault"
+    assert nodes(restarts(failed, failed, failed, ("ExitCode", "n2"))) == [], (
+        "if the job fails everywhere, the job is at fault"
+    )
     assert nodes(restarts(failed, failed, failed, counted=False)) == []
     for limit in ("OOMKilled", "StorageExceeded"):
-        assert nodes(restarts(failed, failed, (limit, "n1"))) == [], "the job sets its limits"
+        assert nodes(restarts(failed, failed, (limit, "n1"))) == [], "the memory limit is set by the job"
     assert nodes(restarts(failed, failed, failed, age=3601)) == []
 
 
@@ -149,12 +153,12 @@ def test_a_job_that_never_completed_a_step_does_not_blame_a_node() -> None:
     failed = ("ExitCode", "n1")
     assert nodes(restarts(failed, failed, failed), trained=False) == []
     assert nodes(restarts(("NodeLost", "n1"), ("NodeLost", "n1")), trained=False) == ["n1"], (
-        "its loss is the node's own"
+        "a lost node is not the job's fault"
     )
 
 
 @pytest.mark.parametrize("reason", ["NodeFault", "StartError"])
-def test_one_fault_of_a_node_is_enough(reason: str) -> None:
+def test_a_single_fault_that_is_certainly_the_nodes_is_enough_to_avoid_it(reason: str) -> None:
     for trained in (True, False):
         assert nodes(restarts((reason, "n1"), ("ExitCode", "n2"), counted=False), trained=trained) == ["n1"]
 

@@ -1,4 +1,4 @@
-"""A break with several findings counts once."""
+"""A break that causes several findings counts only once."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def summary(found: Attributed) -> list[tuple[str, str, bool, int]]:
     return [(str(r.reason), r.pod, r.counted, r.round) for r in found.restarts]
 
 
-def test_a_single_end_is_a_cause() -> None:
+def test_a_pod_that_ends_alone_is_the_cause() -> None:
     found = attribute(status(), [end(Cause.EXIT_CODE, 0)], [], [])
     assert summary(found) == [("ExitCode", "job-0-0", True, 1)]
     assert found.seen_round == 0
 
 
-def test_two_pods_out_of_memory_count_once() -> None:
+def test_two_pods_that_run_out_of_memory_together_count_as_one_failure() -> None:
     ends = [end(Cause.OOM_KILLED, 1, "job-1-0"), end(Cause.OOM_KILLED, 0)]
     found = attribute(status(), ends, [], [])
     assert summary(found) == [("OOMKilled", "job-0-0", True, 1), ("OOMKilled", "job-1-0", False, 1)]
@@ -59,30 +59,32 @@ def test_two_pods_out_of_memory_count_once() -> None:
     hang = replace(restart(Cause.HANG, 0, "job-0-0", round=1), pod="job", index=None)
     found_late = attribute(status(hang, broken=True), [end(Cause.EXIT_CODE, 1)], [], [])
     assert found_late.restarts[0].message == "why (a consequence of Hang)\ntrace", (
-        "a restart of the group, not of a pod"
+        "the cause is the group's restart, not a pod's"
     )
     later = replace(found.restarts[0], seconds=None)
     again = attribute(status(later, broken=True), [ends[0]], [], [])
-    assert summary(again) == [("OOMKilled", "job-1-0", False, 1)], "even if they are seen one after the other"
+    assert summary(again) == [("OOMKilled", "job-1-0", False, 1)], (
+        "this holds even if the two ends are seen one after the other"
+    )
 
 
-def test_a_disruption_explains_its_peers_failure() -> None:
+def test_a_disrupted_pod_explains_the_failures_of_its_peers() -> None:
     found = attribute(status(), [end(Cause.EXIT_CODE, 0, "job-1-0"), end(Cause.PREEMPTED, 2)], [], [])
     assert summary(found) == [("Preempted", "job-0-0", False, 1), ("ExitCode", "job-1-0", False, 1)]
     assert [c.restart.reason for c in found.causes] == [Cause.PREEMPTED]
 
 
-def test_a_deleted_pod_explains_the_failed_worker_of_the_incident() -> None:
+def test_a_deleted_pod_explains_the_incident_about_its_worker() -> None:
     found = attribute(status(), [end(Cause.DELETED, 1, "job-1-0")], [incident(Cause.WORKER_FAILED, 0)], [])
     assert summary(found) == [("Deleted", "job-1-0", False, 1), ("WorkerFailed", "job-0-0", False, 1)]
     assert found.seen_round == 1
     recorded = restart(Cause.DELETED, 1, "job-1-0", round=1, seconds=0.2)
     late = attribute(status(recorded), [], [incident(Cause.WORKER_FAILED, 0)], [])
-    assert summary(late) == [("WorkerFailed", "job-0-0", False, 1)], "even after the group runs again"
+    assert summary(late) == [("WorkerFailed", "job-0-0", False, 1)], "this holds even after the group runs again"
     assert late.seen_round == 1
 
 
-def test_a_worker_that_failed_well_before_still_counts() -> None:
+def test_a_failure_well_before_the_deletion_of_its_pod_still_counts() -> None:
     found = attribute(status(), [end(Cause.DELETED, 4, "job-1-0")], [incident(Cause.WORKER_FAILED, 0)], [])
     assert sorted(summary(found)) == [("Deleted", "job-1-0", False, 2), ("WorkerFailed", "job-0-0", True, 1)]
 
@@ -92,14 +94,14 @@ def test_a_workers_failure_explains_the_end_of_its_pod() -> None:
     assert summary(found) == [("WorkerFailed", "job-0-0", True, 1), ("ExitCode", "job-0-0", False, 1)]
 
 
-def test_memory_explains_the_failed_worker() -> None:
+def test_a_pod_out_of_memory_explains_the_failure_of_its_worker() -> None:
     found = attribute(status(), [end(Cause.OOM_KILLED, 1, "job-1-0")], [incident(Cause.WORKER_FAILED, 1)], [])
     assert summary(found) == [("OOMKilled", "job-1-0", True, 1), ("WorkerFailed", "job-0-0", False, 1)]
 
 
-def test_a_break_has_one_incident() -> None:
-    """PeerLost has reported the lost pod, so the next failure is a separate break, even if it
-    follows soon.
+def test_a_break_has_only_one_incident() -> None:
+    """The lost pod has been reported as PeerLost, so the next failure is a separate break, even if
+    it follows soon.
     """
     recorded = restart(Cause.DELETED, 0, "job-1-0", round=1, seconds=0.2)
     seen = attribute(status(recorded), [], [], [("job-1-0", T0)])
@@ -122,7 +124,7 @@ def test_a_failure_that_is_reported_before_the_loss_belongs_to_the_same_break() 
     assert summary(more) == [("WorkerFailed", "job-0-0", False, 1), ("WorkerFailed", "job-0-0", True, 2)]
 
 
-def test_every_incident_is_a_separate_break() -> None:
+def test_every_incident_of_the_coordinator_is_a_separate_break() -> None:
     found = attribute(
         status(), [], [incident(Cause.WORKER_FAILED, 0), incident(Cause.HANG, 1), incident(Cause.JOINED, 2)], []
     )
@@ -134,8 +136,8 @@ def test_every_incident_is_a_separate_break() -> None:
     assert found.seen_round == 3
 
 
-def test_a_pod_created_after_the_break_had_no_part_in_it() -> None:
-    """Each replacement in a crash loop counts."""
+def test_a_pod_created_after_a_break_is_not_a_consequence_of_it() -> None:
+    """So each failed replacement in a crash loop counts."""
     recorded = restart(Cause.EXIT_CODE, 0, round=3)
     found = attribute(status(recorded, broken=True), [end(Cause.EXIT_CODE, 2, "job-0-1", made_in=3)], [], [])
     assert summary(found) == [("ExitCode", "job-0-1", True, 4)]
@@ -147,14 +149,14 @@ def test_a_pod_created_after_the_break_had_no_part_in_it() -> None:
     assert summary(healed) == [("ExitCode", "job-1-0", True, 4)]
 
 
-def test_planned_restarts_explain_nothing() -> None:
+def test_planned_restarts_do_not_explain_failures() -> None:
     for cause in (Cause.JOINED, Cause.SCALED):
         recorded = restart(cause, 0, round=1)
         found = attribute(status(recorded, broken=True), [end(Cause.EXIT_CODE, 1)], [], [])
         assert summary(found) == [("ExitCode", "job-0-0", True, 2)]
 
 
-def test_a_rule_that_fails_the_job_is_for_causes_only() -> None:
+def test_a_rule_that_fails_the_job_applies_only_to_causes() -> None:
     fatal = replace(end(Cause.EXIT_CODE, 1, "job-1-0"), fails="RuleFailed")
     fatal = replace(fatal, restart=replace(fatal.restart, counted=False))
     assert attribute(status(), [fatal], [], []).causes == (fatal,)

@@ -1,4 +1,4 @@
-"""Messages for users are true, and in plain English."""
+"""Messages for users are true and written in plain English."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def message(status: JobStatus, kind: ConditionType) -> str:
     return condition.message
 
 
-def test_numbers_agree_with_their_nouns() -> None:
+def test_nouns_in_messages_agree_with_their_numbers() -> None:
     assert [count(n, "pod") for n in (0, 1, 2)] == ["0 pods", "1 pod", "2 pods"]
     assert message(running(1)[0].status, ConditionType.RUNNING) == "1 node trains"
     assert message(running(2)[0].status, ConditionType.RUNNING) == "2 nodes run together"
@@ -81,8 +81,8 @@ def test_an_unusable_report_is_explained_with_its_time_and_by_one_event() -> Non
     assert [e.warning for e in events] == [True] and why in events[0].message
 
 
-def test_a_coordinator_without_a_kubernetes_node_is_not_called_unreachable() -> None:
-    """Otherwise the alert and an event would send an administrator after the operator's network."""
+def test_a_coordinator_without_a_kubernetes_node_is_not_reported_as_unreachable() -> None:
+    """Otherwise, an alert and an event would make an administrator check the operator's network."""
     no_room = replace(COORDINATOR, host="", address="", containers={}, phase="Pending", unschedulable="0/3 nodes")
     for coordinator in ((), (no_room,)):
         job, events = job_of(2), []
@@ -109,7 +109,7 @@ def test_a_pod_whose_image_cannot_be_pulled_is_reported_in_both_modes() -> None:
             assert [e.reason for e in decision.events if e.warning] == ["ErrImagePull"]
 
 
-def test_attempts_to_pull_an_image_and_the_waits_between_them_are_one_event() -> None:
+def test_repeated_attempts_to_pull_an_image_are_one_event() -> None:
     job, events = job_of(1), []
     for at in range(1, 200, 10):
         reason = ("ErrImagePull", "ImagePullBackOff")[at // 10 % 2]
@@ -120,7 +120,7 @@ def test_attempts_to_pull_an_image_and_the_waits_between_them_are_one_event() ->
     assert events == ["ErrImagePull"]
 
 
-def test_an_overdue_step_is_one_event_even_if_its_report_comes_and_goes() -> None:
+def test_an_overdue_step_causes_one_event_even_if_its_report_comes_and_goes() -> None:
     job, pods = running(2)
     events, messages = [], set()
     for at in range(10, 2000, 10):
@@ -138,7 +138,7 @@ def test_an_overdue_step_is_one_event_even_if_its_report_comes_and_goes() -> Non
     assert events == [(10, True), (1600, True)] and len(messages) == 2, "two steps"
 
 
-def test_ranks_without_a_group_are_not_said_to_train_as_one_group() -> None:
+def test_nodes_whose_ranks_form_no_group_are_not_said_to_train_together() -> None:
     job, pods = running(2)
     for at, progress in ((5, {"ungrouped": True}), (6, {"ungrouped": True}), (7, {})):
         reported = report(CoordinatorState.RUNNING, *[MemberState.RUNNING] * 2, progress={"step": at, **progress})
@@ -150,7 +150,7 @@ def test_ranks_without_a_group_are_not_said_to_train_as_one_group() -> None:
         assert [e.reason for e in decision.events if e.warning] == (["NoGroup"] if at == 5 else [])
 
 
-def test_nodes_count_as_one_group_only_after_their_ranks_communicate() -> None:
+def test_nodes_are_said_to_train_together_only_once_their_ranks_communicate() -> None:
     """A script that forms a group may still train the ranks separately."""
     job, pods = running(2)
     for progress, said in (({"step": 1}, "2 nodes run together"), ({"exchanging": True}, "2 nodes train as one group")):
@@ -170,7 +170,7 @@ def test_uncountable_steps_are_reported_to_a_job_with_a_hang_limit() -> None:
 
 
 @pytest.mark.parametrize("when", ["told", "told in the last report", "never"])
-def test_ranks_that_formed_no_group_are_reported_after_the_end(when: str) -> None:
+def test_ranks_that_formed_no_group_are_still_reported_after_the_jobs_end(when: str) -> None:
     job, pods = running(2)
     if when == "told":
         members = [MemberState.RUNNING] * 2
@@ -187,7 +187,7 @@ def test_ranks_that_formed_no_group_are_reported_after_the_end(when: str) -> Non
     assert complete.message in [e.message for e in decision.events]
 
 
-def test_a_script_that_began_again_after_a_restart_is_reported_after_the_end() -> None:
+def test_a_script_that_started_from_scratch_is_still_reported_after_the_jobs_end() -> None:
     job, pods = running(2)
     two = [MemberState.RUNNING] * 2
     job, _ = seen(job, 5, pods, report(CoordinatorState.RUNNING, *two, progress={"step": 359, "resumed": "no"}))
@@ -200,7 +200,7 @@ def test_a_script_that_began_again_after_a_restart_is_reported_after_the_end() -
         assert (said in message(job_ended.status, ConditionType.COMPLETE)) is (resumed == "no")
 
 
-def test_a_program_that_cannot_start_is_one_event_and_not_a_restart() -> None:
+def test_a_program_that_cannot_start_causes_one_event_and_no_restart() -> None:
     """Regression: two pods found the error at once, and the column showed "+2", as if it had been
     retried twice.
     """
@@ -212,10 +212,12 @@ def test_a_program_that_cannot_start_is_one_event_and_not_a_restart() -> None:
     assert message(job.status, ConditionType.FAILED).endswith("cannot start: no numppy")
     assert [e.reason for e in decision.events] == ["InitFailure"]
     assert job.status.write(job.spec)["restarts"]["display"] == "0/10"
-    assert [r.reason for r in job.status.restarts.recent] == ["InitFailure"] * 2, "with the details of each pod"
+    assert [r.reason for r in job.status.restarts.recent] == ["InitFailure"] * 2, (
+        "the event has the details of each pod"
+    )
 
 
-def test_a_job_that_has_finished_is_not_starting() -> None:
+def test_a_job_whose_pods_have_finished_is_not_shown_as_starting() -> None:
     job, pods = running(2)
     done = ContainerView(started=NOW, exit_code=0, reason="Completed", finished=later(3))
     succeeded = replace(report(CoordinatorState.SUCCEEDED), world=2)
@@ -230,7 +232,7 @@ def test_a_job_that_has_finished_is_not_starting() -> None:
     assert stuck.status.phase is Phase.COMPLETE, "if one pod exits with 0, all have finished"
 
 
-def test_the_end_of_a_short_job_is_not_a_warning() -> None:
+def test_the_end_of_a_short_job_causes_no_warning() -> None:
     """The job finished before the operator saw it run."""
     pods = (pod(0), pod(1), COORDINATOR)
     job, _ = seen(job_of(2), 1, pods, report(CoordinatorState.FORMING, MemberState.READY, MemberState.READY))
@@ -251,12 +253,12 @@ def test_a_coordinator_whose_pod_has_no_address_is_reported_in_plain_english() -
 def test_a_finished_job_stays_finished_when_its_pods_and_report_are_gone() -> None:
     job, pods = running(2)
     job, _ = seen(job, 3, pods[1:], replace(report(CoordinatorState.SUCCEEDED), world=2))
-    assert [slot.state for slot in job.status.slots] == [SlotState.LOST, SlotState.RUNNING], "no replacement"
+    assert [slot.state for slot in job.status.slots] == [SlotState.LOST, SlotState.RUNNING], "no pod is replaced"
     job, decision = seen(job, 4, (), None)
     assert job.status.phase is Phase.COMPLETE and not any(isinstance(a, Creation) for a in decision.actions)
 
 
-def test_a_node_that_ends_early_is_reported() -> None:
+def test_pods_that_finish_before_the_others_are_reported() -> None:
     job, pods = running(2)
     for nodes, procs, who in (
         (2, 1, "pod job-1-0 (rank 1) has"),
@@ -269,7 +271,7 @@ def test_a_node_that_ends_early_is_reported() -> None:
         assert f"{who} already ended with exit code 0" in message(job.status, ConditionType.RUNNING)
 
 
-def test_a_join_is_not_a_break_and_nothing_has_recovered_before_the_next_step() -> None:
+def test_no_recovery_is_reported_after_a_join_or_before_the_next_step() -> None:
     for kind, pod_name, text in (
         (IncidentKind.JOINED, "job-1-0", "2 nodes train again, after a planned restart: Joined"),
         (IncidentKind.WORKER_FAILED, "job-1-0", "2 nodes train again, after job-1-0 broke the group"),
@@ -290,7 +292,7 @@ def test_a_join_is_not_a_break_and_nothing_has_recovered_before_the_next_step() 
         assert not [e for e in decision.events if e.reason == "Running"]
 
 
-def test_repeated_steps_that_become_known_after_running_have_an_event() -> None:
+def test_repeated_steps_that_become_known_late_are_reported_by_an_event() -> None:
     job, pods = running(2)
     incident = Incident(1, later(3), IncidentKind.WORKER_FAILED, "job-1-0", 1, 1, exit_code=1, message="boom")
     job, _ = seen(job, 3, pods, report(CoordinatorState.RESTARTING, *[MemberState.READY] * 2, incidents=(incident,)))
@@ -310,7 +312,7 @@ def test_repeated_steps_that_become_known_after_running_have_an_event() -> None:
     assert at(7, Recovery(2.75, None), progress={"step": 42, "start": start}) == []
 
 
-def test_a_restart_whose_repeated_steps_stay_unknown_has_one_event() -> None:
+def test_a_restart_whose_repeated_steps_stay_unknown_causes_one_event() -> None:
     job, pods = running(2)
     incident = Incident(1, later(3), IncidentKind.WORKER_FAILED, "job-1-0", 1, 1, exit_code=1, message="boom")
     job, _ = seen(job, 3, pods, report(CoordinatorState.RESTARTING, *[MemberState.READY] * 2, incidents=(incident,)))
@@ -323,7 +325,7 @@ def test_a_restart_whose_repeated_steps_stay_unknown_has_one_event() -> None:
     assert reasons == ["Running"]
 
 
-def test_a_hang_is_attributed_to_no_pod_and_no_kubernetes_node() -> None:
+def test_a_hang_of_the_group_is_not_attributed_to_a_pod_or_kubernetes_node() -> None:
     """Regression: the hang was attributed to pod 0, whose node was avoided after three hangs, and
     the event reported a replacement.
     """
@@ -345,7 +347,7 @@ def test_a_hang_is_attributed_to_no_pod_and_no_kubernetes_node() -> None:
     assert {(r.index, r.node) for r in job.status.restarts.recent} == {(None, "")} and not job.status.avoided_nodes
 
 
-def test_findings_after_a_jobs_end_change_nothing() -> None:
+def test_findings_after_a_jobs_end_do_not_change_its_status() -> None:
     job, _ = running(2, recovery={"maxRestarts": 3})
     done = ContainerView(started=NOW, exit_code=0, reason="Completed", finished=later(3))
     job, _ = seen(job, 3, tuple(pod(i, done, phase="Succeeded") for i in range(2)), None)
@@ -357,7 +359,7 @@ def test_findings_after_a_jobs_end_change_nothing() -> None:
     assert (written["nodes"]["display"], written["restarts"]["display"]) == ("2/2", "0/3")
 
 
-def test_a_change_of_size_is_recorded_once() -> None:
+def test_a_change_of_size_is_recorded_only_once() -> None:
     job, pods = running(2)
     smaller = replace(job, spec=job_of(1).spec, generation=2)
     smaller, _ = seen(smaller, 3, pods, report(CoordinatorState.RUNNING, *[MemberState.RUNNING] * 2))
@@ -381,5 +383,5 @@ def test_a_change_of_size_is_recorded_once() -> None:
         ("pod p was deleted", "pod p was deleted (f)"),
     ],
 )
-def test_the_cause_comes_first_and_the_details_last(recorded: str, shown: str) -> None:
+def test_an_events_message_begins_with_the_cause_and_ends_with_the_details(recorded: str, shown: str) -> None:
     assert put_cause_first(recorded, "f") == shown == event_text(recorded, "f")

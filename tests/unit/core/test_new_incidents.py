@@ -70,7 +70,7 @@ def test_a_memory_limit_set_by_the_namespace_is_reported_as_such(limited: str | 
 
 
 @pytest.mark.parametrize(("procs", "ranks"), [(1, "rank 1"), (2, "ranks 2 to 3")])
-def test_workers_that_end_before_the_others_are_reported_by_their_ranks(procs: int, ranks: str) -> None:
+def test_workers_that_exit_before_the_others_are_reported_with_their_ranks(procs: int, ranks: str) -> None:
     """An example is a rank with fewer batches than its peers."""
     verdict = first_cause(
         [WorkerFailure(Source("job-0-0", 0), 0, 0, 1, None, "Connection reset by peer", "", 9.0)],
@@ -100,7 +100,7 @@ def test_workers_that_end_before_the_others_are_reported_by_their_ranks(procs: i
         (None, "ended with exit code 5 before the others", "ended with exit code 5 before the others"),
     ],
 )
-def test_a_failure_is_reported_once(signal: str | None, written: str, said: str) -> None:
+def test_a_failure_in_the_report_becomes_only_one_finding(signal: str | None, written: str, said: str) -> None:
     ended = Incident(1, NOW, IncidentKind.WORKER_FAILED, "job-0-0", 0, 0, 0, 5, signal, written)
     assert [f.restart.message for f in find_new_incidents(view_of(ended)).findings] == [f"rank 0 in pod job-0-0 {said}"]
 
@@ -124,7 +124,7 @@ FULL = "; /dev/shm was probably full: raise storage.sharedMemory"
         (None, "RuntimeError: unable to write to file </torch_7_1_0>: No space left on device (28)"),
     ],
 )
-def test_a_rank_that_found_dev_shm_full_gets_advice_to_raise_it(signal: str | None, written: str) -> None:
+def test_a_rank_that_found_dev_shm_full_is_reported_with_advice_to_enlarge_it(signal: str | None, written: str) -> None:
     incident = Incident(1, NOW, IncidentKind.WORKER_FAILED, "job-0-0", 0, 0, 0, 1, signal, written)
     (finding,) = find_new_incidents(view_of(incident)).findings
     said = f"signal {signal}" if signal else f"exit code 1: {written}"
@@ -146,11 +146,11 @@ def test_a_rank_that_found_dev_shm_full_gets_advice_to_raise_it(signal: str | No
         ([(0, "bad", 7), (1, "bad", 7), (1, "worse", 7.3)], True),
     ],
 )
-def test_the_same_error_in_ranks_of_several_pods_counts_as_everywhere(
+def test_an_error_in_ranks_of_several_pods_counts_as_an_error_everywhere(
     failures: list[tuple[int, str, float]], everywhere: bool
 ) -> None:
-    """Digits may be specific to a rank. After the others were asked to stop, at 7.01, an error may
-    be a consequence.
+    """Digits are ignored, because they may be specific to a rank. An error after 7.01, when the
+    others were asked to stop, may be a consequence.
     """
     trace = 'Traceback (most recent call last):\n  File "train.py", line 7, in <module>\n'
     found = [

@@ -1,4 +1,6 @@
-"""Which reports of health agents count against a Kubernetes node, and which pods leave it."""
+"""Which reports of health agents make a Kubernetes node count as unhealthy, and which pods leave
+it.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ def test_the_signals_of_an_unhealthy_node_are_recognized(body: dict[str, Any], s
     assert HostView.read(body).unhealthy == "", "without signals no node is unhealthy"
 
 
-def test_the_operators_own_clock_dates_a_signal() -> None:
+def test_a_signal_is_dated_by_the_operators_own_clock() -> None:
     ill, well = HostView.read(node(("GpuMemWatch", "True")), SIGNALS), HostView.read(node(), SIGNALS)
     clear = remembered(None, {"n0": well}, NOW)
     first = remembered(clear, {"n0": ill}, later(10))
@@ -60,7 +62,9 @@ def test_the_operators_own_clock_dates_a_signal() -> None:
     assert first["n0"].unhealthy_since == again["n0"].unhealthy_since == later(10)
     healed = remembered(again, {"n0": well}, later(60))
     assert healed["n0"].unhealthy_since is None
-    assert remembered(healed, {"n0": ill}, later(70))["n0"].unhealthy_since == later(70), "it starts over"
+    assert remembered(healed, {"n0": ill}, later(70))["n0"].unhealthy_since == later(70), (
+        "the signal's time starts over"
+    )
 
 
 def test_a_signal_older_than_the_operator_is_not_trusted() -> None:
@@ -100,7 +104,7 @@ def judged(
     return [(verdict.index, verdict.reason) for verdict in judge_nodes(view)]
 
 
-def test_a_signal_must_persist() -> None:
+def test_a_signal_counts_only_after_it_has_persisted() -> None:
     job, pods = running(2, gpusPerNode=8)
     assert judged(job, pods, hosts(1), at=59) == []
     assert judged(job, pods, hosts(1)) == [(1, "")]
@@ -108,23 +112,25 @@ def test_a_signal_must_persist() -> None:
     assert judged(job, pods, hosts(1, ready=False)) == [], "a silent node is judged by its silence"
 
 
-def test_many_signals_at_once_mean_a_broken_agent() -> None:
+def test_signals_on_many_nodes_at_once_are_blamed_on_the_agent() -> None:
     job, pods = running(2, gpusPerNode=8)
-    assert judged(job, pods, hosts(0, 1, 5)) == [(0, ""), (1, "")], "a quarter of the nodes"
+    assert judged(job, pods, hosts(0, 1, 5)) == [(0, ""), (1, "")], "up to a quarter of the nodes may be unhealthy"
     assert judged(job, pods, hosts(0, 5, 6, 7)) == [(0, "TooManyUnhealthy")]
-    assert judged(job, pods, hosts(1, known=3)) == [(1, "")], "one of few nodes"
+    assert judged(job, pods, hosts(1, known=3)) == [(1, "")], "in a small cluster, one node may be unhealthy"
 
 
-def test_nodes_of_a_different_kind_are_no_evidence_about_an_agent() -> None:
+def test_only_nodes_of_the_same_kind_show_whether_an_agent_is_broken() -> None:
     job, pods = running(2, gpusPerNode=8)
     broken = {
         name: replace(host, devices={"nvidia.com/gpu": 0}) for name, host in hosts(2, 3, 4).items() if host.unhealthy
     }
     nodes = {**hosts(1, known=10), **broken}
     others = {f"cpu{number}": replace(nodes["n9"], name=f"cpu{number}", devices={}) for number in range(40)}
-    assert judged(job, pods, {**nodes, **others}) == [(1, "TooManyUnhealthy")], "four of ten, and 40 without GPUs"
+    assert judged(job, pods, {**nodes, **others}) == [(1, "TooManyUnhealthy")], (
+        "four of ten GPU nodes are too many, although there are 40 nodes without GPUs"
+    )
     sick = {name: replace(host, unhealthy="x") for name, host in others.items()}
-    assert judged(job, pods, {**hosts(1, known=10), **sick}) == [(1, "")], "an agent for nodes without GPUs"
+    assert judged(job, pods, {**hosts(1, known=10), **sick}) == [(1, "")], "this agent runs on nodes without GPUs"
     job, pods = running(2, podTemplate={"spec": {"nodeSelector": {"pool": "a"}}})
     nodes = {name: replace(host, labels={"pool": "a"}) for name, host in nodes.items()}
     assert judged(job, pods, {**nodes, **others}) == [(1, "TooManyUnhealthy")], (
@@ -141,21 +147,23 @@ def test_the_number_of_unhealthy_nodes_is_not_in_the_status() -> None:
     assert why(1, 5, 6, 7) == why(1, 5, 6, 7, 8) != []
 
 
-def test_a_move_needs_another_node_that_fits_the_pod() -> None:
+def test_a_pod_moves_only_if_another_node_has_room_for_it() -> None:
     job, pods = running(2, gpusPerNode=8)
     assert judged(job, pods, hosts(1, known=2)) == [(1, "NoOtherNode")], "each pod needs a separate node"
     cordoned = {name: replace(host, schedulable=name in ("n0", "n1")) for name, host in hosts(1).items()}
     assert judged(job, pods, cordoned) == [(1, "NoOtherNode")]
-    assert judged(job, pods, hosts(1, devices={"nvidia.com/gpu": 4})) == [(1, "NoOtherNode")], "others are too small"
+    assert judged(job, pods, hosts(1, devices={"nvidia.com/gpu": 4})) == [(1, "NoOtherNode")], (
+        "the other nodes are too small"
+    )
     nodes = hosts(0, 1)
     for number in range(3, 12):
         nodes[f"n{number}"] = replace(nodes[f"n{number}"], schedulable=False)
-    assert judged(job, pods, nodes) == [(0, ""), (1, "NoOtherNode")], "there is one place for two pods"
+    assert judged(job, pods, nodes) == [(0, ""), (1, "NoOtherNode")], "there is room for only one of the two pods"
     together, pods = running(2, gpusPerNode=0, scheduling={"onePodPerNode": False})
     assert judged(together, pods, hosts(1, known=2)) == [(1, "")]
 
 
-def test_pods_that_may_share_a_node_each_need_a_place() -> None:
+def test_pods_that_may_share_a_node_each_need_enough_devices() -> None:
     job, pods = running(3, gpusPerNode=4, scheduling={"onePodPerNode": False})
     pods = tuple(replace(pod, host="n0") if pod.name in ("job-0-0", "job-1-0") else pod for pod in pods)
     assert judged(job, pods, hosts(0, known=4)) == [(0, ""), (1, "")], "n3 has room for two"
@@ -165,7 +173,7 @@ def test_pods_that_may_share_a_node_each_need_a_place() -> None:
     assert judged(job, pods, hosts(0, known=2)) == [(0, ""), (1, ""), (2, "NoOtherNode")], "n1 has eight devices"
 
 
-def test_the_unhealthy_node_must_still_fit_the_pod() -> None:
+def test_a_pod_moves_only_if_it_could_still_be_scheduled_to_its_own_node() -> None:
     job, pods = running(2, gpusPerNode=8)
     nodes = hosts(1)
     for change in ({"schedulable": False}, {"taints": (("gpu", "bad", "NoSchedule"),)}):
@@ -186,7 +194,7 @@ def test_the_unhealthy_node_must_still_fit_the_pod() -> None:
         (None, False),
     ],
 )
-def test_a_node_takes_the_pod_only_if_its_taints_are_tolerated(toleration: dict[str, str] | None, fits: bool) -> None:
+def test_a_node_counts_only_if_the_pod_tolerates_its_taints(toleration: dict[str, str] | None, fits: bool) -> None:
     tolerations = [] if toleration is None else [toleration]
     job, pods = running(2, gpusPerNode=8, podTemplate={"spec": {"tolerations": tolerations}})
     body = node()
@@ -200,7 +208,7 @@ def test_a_node_takes_the_pod_only_if_its_taints_are_tolerated(toleration: dict[
     assert judged(job, pods, nodes) == [(1, "" if fits else "NoOtherNode")]
 
 
-def test_selectors_from_the_queues_flavor_count_like_the_templates_own() -> None:
+def test_node_selectors_from_the_queues_flavor_count_like_the_templates_own() -> None:
     job, pods = running(2, gpusPerNode=8)
     taints = (("pool", "h100", "NoSchedule"),)
     nodes = {name: replace(host, labels={"pool": "h100"}, taints=taints) for name, host in hosts(1).items()}
@@ -209,10 +217,10 @@ def test_selectors_from_the_queues_flavor_count_like_the_templates_own() -> None
     queued = replace(job, status=replace(job.status, queue=QueueStatus(workload="w", uid="w", pods=2, node=added)))
     assert judged(queued, pods, nodes) == [(1, "")]
     others = {name: host if name in ("n0", "n1") else replace(host, labels={}) for name, host in nodes.items()}
-    assert judged(queued, pods, others) == [(1, "NoOtherNode")], "its quota is for machines of a different flavor"
+    assert judged(queued, pods, others) == [(1, "NoOtherNode")], "the job's quota is for machines of a different flavor"
 
 
-def test_a_pod_whose_node_the_queue_chooses_does_not_move_without_a_spare() -> None:
+def test_a_pod_whose_domain_the_queue_assigns_moves_only_to_a_spare() -> None:
     job, pods = running(2, gpusPerNode=8)
     added = PodChanges(annotations={"kueue.x-k8s.io/workload": "w"})
     queued = replace(job, status=replace(job.status, queue=QueueStatus(workload="w", uid="w", pods=2, node=added)))
@@ -241,7 +249,7 @@ _REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
         {"podTemplate": {"spec": {"containers": [{"name": "x", "resources": {"limits": {"nvidia.com/gpu": 1}}}]}}},
     ],
 )
-def test_constraints_that_only_the_scheduler_can_judge_move_nothing(spec: dict[str, Any]) -> None:
+def test_a_pod_with_constraints_that_only_the_scheduler_can_judge_stays(spec: dict[str, Any]) -> None:
     job, pods = running(2, gpusPerNode=8, **spec)
     assert judged(job, pods, hosts(1)) == [(1, "NoOtherNode")]
 
@@ -266,7 +274,7 @@ def test_pods_that_must_be_in_separate_zones_need_another_zone() -> None:
     assert judged(job, pods, nodes) == [(1, "NoOtherNode")]
 
 
-def test_the_operator_checks_again_when_a_signal_has_persisted() -> None:
+def test_the_operator_checks_again_when_a_signal_has_lasted_long_enough() -> None:
     job, pods = running(2)
     world = World(pods=pods, hosts=hosts(1))
     assert find_next_judgement(View(job, job.status, world, later(20))) == NOW + LASTS
@@ -283,13 +291,13 @@ def test_the_other_node_must_have_the_labels_that_the_pod_selects() -> None:
         assert judged(job, pods, others) == [(1, "NoOtherNode")]
 
 
-def test_a_job_that_finishes_is_left_alone() -> None:
+def test_pods_of_a_job_that_is_finishing_are_not_moved() -> None:
     job, pods = running(2)
     slots = (replace(job.status.slots[0], state=SlotState.SUCCEEDED), job.status.slots[1])
     assert judged(replace(job, status=replace(job.status, slots=slots)), pods, hosts(1)) == []
 
 
-def test_a_node_is_left_once_an_hour_and_a_job_moves_three_times() -> None:
+def test_pods_leave_a_node_at_most_once_an_hour_and_a_job_moves_three_times() -> None:
     job, pods = running(2, gpusPerNode=8)
 
     def after(*moves: tuple[str, int]) -> DDPJob:
@@ -301,7 +309,9 @@ def test_a_node_is_left_once_an_hour_and_a_job_moves_three_times() -> None:
 
     assert judged(after(("n1", 1)), pods, hosts(1)) == [(1, "MovedBefore")]
     assert judged(after(("n1", 1)), pods, hosts(1), at=timedelta(hours=1).total_seconds() + 1) == [(1, "")]
-    assert judged(after(("n5", 1), ("n6", 1), ("n7", 1)), pods, hosts(1)) == [(1, "")], "together they are one move"
+    assert judged(after(("n5", 1), ("n6", 1), ("n7", 1)), pods, hosts(1)) == [(1, "")], (
+        "pods that leave together are one move"
+    )
     assert judged(after(("n5", 1), ("n6", 2), ("n7", 3)), pods, hosts(1)) == [(1, "MovedTooOften")]
 
 
@@ -313,11 +323,13 @@ def test_restarts_of_other_kinds_do_not_hide_moves() -> None:
         return replace(job, status=replace(job.status, restarts=replace(job.status.restarts, recent=recent)))
 
     assert judged(after(*[one] * 9), pods, hosts(1)) == [(1, "")]
-    assert judged(after(*[one] * 10), pods, hosts(1)) == [(1, "MovedTooOften")], "further restarts may have been moves"
+    assert judged(after(*[one] * 10), pods, hosts(1)) == [(1, "MovedTooOften")], (
+        "restarts that are no longer listed may have been moves"
+    )
     assert judged(after(replace(one, time=later(-3600)), *[one] * 9), pods, hosts(1)) == [(1, "")]
 
 
-def test_a_pod_that_was_placed_on_an_unhealthy_node_stays() -> None:
+def test_a_pod_scheduled_to_a_node_that_was_already_unhealthy_stays() -> None:
     job, pods = running(2, gpusPerNode=8)
     younger = tuple(replace(pod, created=later(5)) if pod.name == "job-1-0" else pod for pod in pods)
     assert judged(job, younger, hosts(1)) == [(1, "PlacedThere")]
@@ -348,6 +360,6 @@ def test_a_pod_that_does_not_run_yet_is_left_to_the_kubelet() -> None:
         ("NODE_TAINTS", json.dumps(["a"] * 101), "at most 100 names"),
     ],
 )
-def test_invalid_signals_are_refused(name: str, value: str, message: str) -> None:
+def test_invalid_settings_of_signals_are_refused(name: str, value: str, message: str) -> None:
     with pytest.raises(SettingsError, match=f"DDPJOB_OPERATOR_{name}.*{message}"):
         Settings.from_environment({"DDPJOB_OPERATOR_KEY": "k" * 16, f"DDPJOB_OPERATOR_{name}": value})

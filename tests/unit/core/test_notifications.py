@@ -1,4 +1,4 @@
-"""Which notifications a job's receiver gets, and their text."""
+"""Which notifications a job's receiver gets, and what they contain."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def completed(**spec: object) -> tuple[DDPJob, Decision]:
 
 
 def failing(job: DDPJob, number: int, message: str = "ValueError: lunch") -> tuple[DDPJob, Decision]:
-    """Report this many failures of workers in turn, as the coordinator does."""
+    """Report this many worker failures one after the other, as the coordinator does."""
     incidents = tuple(
         Incident(id=n, time=later(n), kind=IncidentKind.WORKER_FAILED, pod=f"job-{n % 2}-0", index=n % 2, exit_code=1,
                  message=message)
@@ -50,7 +50,7 @@ def failing(job: DDPJob, number: int, message: str = "ValueError: lunch") -> tup
     return decided(job, 10 + number, world)
 
 
-def test_the_end_and_the_pending_notification_are_written_immediately() -> None:
+def test_a_jobs_end_and_its_pending_notification_are_written_immediately() -> None:
     job, decision = completed()
     [entry] = job.status.notifications
     assert (entry.event, entry.id, entry.state) == (NotifyEvent.COMPLETE, "uid.Complete.0", NotificationState.PENDING)
@@ -63,7 +63,7 @@ def test_the_end_and_the_pending_notification_are_written_immediately() -> None:
     )
 
 
-def test_a_loss_is_rounded_for_readers() -> None:
+def test_the_loss_in_a_notification_is_rounded() -> None:
     job, _ = running(2, **TEAM)
     job = replace(job, status=replace(job.status, progress={"step": 41200, "loss": 0.7123847603797913}))
     [send] = sent(decided(job, 6, ended_pods(0))[1])
@@ -81,7 +81,7 @@ def test_a_notification_is_sent_until_its_outcome_is_known() -> None:
     assert not sent(later_on) and later_on.status == job.status
 
 
-def test_an_abandoned_notification_is_an_event() -> None:
+def test_an_abandoned_notification_is_reported_by_an_event() -> None:
     job, _ = completed()
     job, decision = decided(
         job, 20, ended_pods(0), outcomes={"uid.Complete.0": NotificationOutcome(delivered=False, message="m")}
@@ -114,14 +114,14 @@ def test_only_requested_notifications_are_sent() -> None:
     assert not job.status.notifications and not sent(decision)
 
 
-def test_earlier_occurrences_are_not_sent_when_notifications_are_added() -> None:
+def test_events_from_before_notifications_were_enabled_are_not_sent() -> None:
     job, _ = completed()
     silent = replace(job, status=replace(job.status, notifications=()))
     _, decision = decided(silent, 20, ended_pods(0))
     assert not sent(decision) and not decision.status.notifications
 
 
-def test_no_receiver_is_notified_when_the_field_is_removed() -> None:
+def test_no_notification_is_sent_after_the_field_is_removed() -> None:
     job, _ = completed()
     job = replace(job, spec=replace(job.spec, notify=None))
     _, decision = decided(job, 20, ended_pods(0))
@@ -143,8 +143,8 @@ def test_one_notification_warns_that_restarts_are_nearly_used_up(allowed: int, f
     assert [(n.event, n.state) for n in job.status.notifications][-1] == (NotifyEvent.FAILED, NotificationState.PENDING)
 
 
-def test_a_limit_that_is_raised_and_lowered_within_a_round_notifies_again() -> None:
-    """A receiver may drop an id that it knows."""
+def test_a_limit_raised_and_lowered_within_a_round_causes_a_new_notification() -> None:
+    """The notification needs a new id, because a receiver may drop an id that it knows."""
     job, _ = running(2, **TEAM, recovery={"maxRestarts": 1})
     job, decision = failing(job, 1)
     ids, outcomes = [s.id for s in sent(decision)], dict[str, NotificationOutcome]()
@@ -159,7 +159,7 @@ def test_a_limit_that_is_raised_and_lowered_within_a_round_notifies_again() -> N
     assert job.status.notifications[0].state is NotificationState.PENDING
 
 
-def test_a_budget_of_zero_is_not_nearly_spent_before_any_failure() -> None:
+def test_a_budget_of_0_is_not_reported_as_nearly_spent_before_any_failure() -> None:
     job, _ = running(2, **TEAM, recovery={"maxRestarts": 1})
     assert not job.status.notifications
 
@@ -174,7 +174,7 @@ def test_an_unknown_receiver_is_reported_at_the_start_and_has_no_other_effect() 
     assert condition is not None and not condition.status and condition.reason == "ReceiverUnknown"
     assert 'spec.notify.receiver: "team"' in condition.message and "(other)" in condition.message
     assert [e.reason for e in decision.events].count("ReceiverUnknown") <= 1
-    assert any(not isinstance(a, SendNotification) for a in decision.actions), "the job begins anyway"
+    assert any(not isinstance(a, SendNotification) for a in decision.actions), "the job starts anyway"
     job, _ = decided(job, 2, World())
     assert job.status.condition(ConditionType.NOTIFIES) is None
 
@@ -195,7 +195,7 @@ def body_of(message: str, **world: object) -> dict[str, object]:
     return dict(sent(decision)[0].body)
 
 
-def test_the_message_has_everything_that_a_person_needs() -> None:
+def test_a_notification_has_everything_that_its_reader_needs() -> None:
     body = body_of("ValueError: lunch")
     assert (body["job"], body["namespace"], body["uid"], body["state"]) == ("job", "space", "uid", "Restarting")
     assert body["reason"] == "BudgetNearlySpent" and "1 of 1 restart is used up" in str(body["message"])

@@ -1,4 +1,4 @@
-"""The consequences of each cause."""
+"""The consequences of each kind of failure."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_the_first_matching_rule_applies() -> None:
         assert evaluate_rules(rules, cause, 4, trained=True) == Ruling(False)
         assert evaluate_rules(rules, cause, 5, trained=True) == Ruling(True)
         assert evaluate_rules(rules, cause, None, trained=True) == Ruling(True)
-    assert evaluate_rules(rules, Cause.OOM_KILLED, 137, trained=True) == Ruling(False), "not an ExitCode"
+    assert evaluate_rules(rules, Cause.OOM_KILLED, 137, trained=True) == Ruling(False), "the rule is only for ExitCode"
     for cause in (Cause.DISRUPTION, Cause.PREEMPTED, Cause.EVICTED):
         assert evaluate_rules(rules, cause, 143, trained=True) == Ruling(True)
     assert evaluate_rules(rules, Cause.NODE_LOST, None, trained=True) == Ruling(False)
@@ -87,7 +87,9 @@ def test_the_first_matching_rule_applies() -> None:
     ("exit_code", "signal", "code"),
     [(3, None, 3), (-9, "SIGKILL", 137), (None, "SIGSEGV", 139), (None, None, None), (None, "SIGNOPE", None)],
 )
-def test_exit_codes_are_numbered_as_in_a_shell(exit_code: int | None, signal: str | None, code: int | None) -> None:
+def test_an_end_by_a_signal_gets_the_exit_code_that_a_shell_shows(
+    exit_code: int | None, signal: str | None, code: int | None
+) -> None:
     assert shell_code(exit_code, signal) == code
 
 
@@ -124,7 +126,7 @@ def test_messages_about_a_lost_device_are_recognized(message: str, lost: bool) -
     assert bool(find_lost_device(job, f"rank 0 in pod p ended with exit code 1: {message}", trained=False)) is lost
 
 
-def test_a_job_without_devices_and_steps_has_lost_no_device() -> None:
+def test_a_device_error_before_any_step_of_a_job_without_devices_is_no_lost_device() -> None:
     job = JobSpec.read({"image": "i", "script": "s", "gpusPerNode": 0})
     message = "RuntimeError: No CUDA GPUs are available"
     assert not find_lost_device(job, message, trained=False)
@@ -163,7 +165,7 @@ def test_an_error_that_repeats_everywhere_fails_the_job(failures: list[Restart],
     assert bool(find_error_everywhere(spec(), failures)) is ends
     if ends:
         ruled = spec({"cause": "ExitCode", "exitCodes": [1], "action": "Restart"})
-        assert find_error_everywhere(ruled, failures) is None, "a rule of its author takes precedence"
+        assert find_error_everywhere(ruled, failures) is None, "a rule in the spec takes precedence"
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def host(name: str, **labels: str) -> HostView:
         ("a-a-b", [0, 2, 1, 3, 4]),
     ],
 )
-def test_nodes_of_one_rack_are_adjacent_and_the_lowest_index_leads(racks: str, order: list[int]) -> None:
+def test_nodes_of_a_rack_are_adjacent_and_the_lowest_index_comes_first(racks: str, order: list[int]) -> None:
     places = {}
     for index, rack in enumerate(racks):
         known = host(f"n{index}", rack=rack) if rack != "-" else host(f"n{index}")
@@ -52,18 +52,18 @@ def test_nodes_of_one_rack_are_adjacent_and_the_lowest_index_leads(racks: str, o
     assert in_order(places) == order
 
 
-def test_a_missing_label_makes_a_separate_place_from_that_level_on() -> None:
+def test_a_node_that_lacks_a_label_is_in_a_separate_domain_from_that_level_on() -> None:
     labels = [BLOCK, RACK]
     assert place_of("n", host("n", block="b", rack="r"), labels) == ("b", "r", "/n")
     assert place_of("n", host("n", block="b"), labels) == ("b", "/n", "/n")
-    assert place_of("n", host("n", rack="r"), labels) == ("/n", "/n", "/n"), "racks are only compared within a block"
+    assert place_of("n", host("n", rack="r"), labels) == ("/n", "/n", "/n"), "racks are compared only within a block"
     assert place_of("n", host("n", block="", rack="r"), labels) == ("/n", "/n", "/n"), (
         "an empty value counts as missing"
     )
     assert place_of("n", None, labels) == ("/n", "/n", "/n")
 
 
-def test_racks_with_the_same_name_in_two_blocks_are_two_places() -> None:
+def test_racks_with_the_same_name_in_different_blocks_are_different_racks() -> None:
     places: dict[int, Place] = {0: ("a", "1"), 1: ("b", "1"), 2: ("a", "2"), 3: ("b", "1"), 4: ("a", "1")}
     assert in_order(places) == [0, 4, 2, 1, 3]
 
@@ -81,8 +81,8 @@ def some_places(chance: random.Random) -> dict[int, Place]:
 
 
 def check(order: list[int], places: Mapping[int, Place]) -> None:
-    """Check that each topology domain of each level is one sequence, so that as few neighbours as
-    possible are in two domains.
+    """Check that the ranks of each topology domain are consecutive at each level, so that as few
+    neighbours as possible are in different domains.
     """
     assert sorted(order) == sorted(places)
     for level in range(len(next(iter(places.values())))):
@@ -91,7 +91,7 @@ def check(order: list[int], places: Mapping[int, Place]) -> None:
         assert borders == len(set(row)) - 1, (level, row)
 
 
-def test_every_place_is_one_run_and_the_lowest_index_is_first() -> None:
+def test_the_ranks_of_a_domain_are_consecutive_and_the_lowest_index_comes_first() -> None:
     for seed in range(300):
         chance = random.Random(seed)
         places = some_places(chance)
@@ -145,13 +145,13 @@ def test_the_order_is_sent_until_the_report_shows_it() -> None:
     assert told(looked_at(job, pods, RACKS, None)) == [], "there is no coordinator to notify"
 
 
-def test_without_rank_order_only_the_withdrawal_of_an_order_is_sent() -> None:
+def test_without_rank_order_an_earlier_order_is_withdrawn_and_nothing_else_sent() -> None:
     job, pods = running(4)
     assert told(looked_at(job, pods, RACKS, running_report(""))) == []
     assert told(looked_at(job, pods, RACKS, running_report("some"))) == [[]]
 
 
-def test_an_unknown_node_has_no_place_and_a_node_without_labels_has_one() -> None:
+def test_a_node_without_labels_gets_a_place_in_the_order_and_an_unknown_node_none() -> None:
     job, pods = running(4, rankOrder=[RACK])
     unseen = {name: view for name, view in RACKS.items() if name != "n1"}
     assert told(looked_at(job, pods, unseen, running_report(""))) == [["job-0-0", "job-2-0", "job-3-0"]]
@@ -159,9 +159,9 @@ def test_an_unknown_node_has_no_place_and_a_node_without_labels_has_one() -> Non
     assert told(looked_at(job, pods, bare, running_report(""))) == [["job-0-0", "job-1-0", "job-3-0", "job-2-0"]]
 
 
-def test_an_operator_that_sees_no_nodes_sends_that_no_place_is_known() -> None:
-    """Otherwise the first round would wait in vain. The operator still knows which pods share a
-    Kubernetes node.
+def test_an_operator_that_may_not_read_nodes_still_sends_an_order() -> None:
+    """Otherwise, the first round would wait until its timeout. The operator still knows which pods
+    share a Kubernetes node.
     """
     job, pods = running(4, rankOrder=[RACK])
     assert told(looked_at(job, pods, None, running_report(""))) == [[f"job-{index}-0" for index in range(4)]]
@@ -183,7 +183,7 @@ def condition(job: DDPJob, pods: tuple[PodView, ...], hosts: Any, last: Report) 
     return found.status, found.reason, found.message
 
 
-def test_the_condition_says_whether_the_running_group_follows_the_order() -> None:
+def test_the_condition_shows_whether_the_running_group_follows_the_order() -> None:
     job, pods = running(4, rankOrder=[RACK])
     right, early = running_report(order_mark(IN_ORDER), [0, 2, 1, 3]), running_report(order_mark(IN_ORDER))
     assert condition(job, pods, RACKS, right) == (
@@ -199,7 +199,7 @@ def test_the_condition_says_whether_the_running_group_follows_the_order() -> Non
     assert condition(job, pods, None, right)[:2] == (False, "NodesUnknown")
 
 
-def test_without_the_field_there_is_no_condition() -> None:
+def test_without_rank_order_there_is_no_condition() -> None:
     job, pods = running(4, rankOrder=[RACK])
     right = running_report(order_mark(IN_ORDER), [0, 2, 1, 3])
     shown = looked_at(job, pods, RACKS, right).status
@@ -207,10 +207,10 @@ def test_without_the_field_there_is_no_condition() -> None:
     plain, _ = running(4)
     after = looked_at(replace(plain, status=shown), pods, RACKS, right).status
     assert after.condition(ConditionType.RANKS_ORDERED) is None
-    assert after.rank_order == (0, 2, 1, 3), "the condition holds as long as that group trains"
+    assert after.rank_order == (0, 2, 1, 3), "the condition stays while that group trains"
 
 
-def test_the_status_shows_the_last_groups_order_if_it_differs_from_the_indices() -> None:
+def test_the_status_shows_an_order_that_differs_from_the_indices() -> None:
     job, pods = running(4, rankOrder=[RACK])
     status = looked_at(job, pods, RACKS, running_report(order_mark(IN_ORDER), [0, 2, 1, 3])).status
     assert status.rank_order == (0, 2, 1, 3)

@@ -1,5 +1,5 @@
-"""Steps repeated by restarts: counted once each, unknown without a report, and separate from new
-work.
+"""Steps that restarts repeat: they are counted once per restart, are unknown without a report, and
+do not count as new work.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ KEPT = {"step": 90, "source": "memory", "made": 91}
 
 
 class Restarted:
-    """A job whose group broke once and has formed again, without any report about it yet."""
+    """A job whose group broke once and has formed again. It has not reported yet where training
+    continued.
+    """
 
     def __init__(self, cause: str = "OOMKilled") -> None:
         found: tuple[DDPJob, tuple[PodView, ...]] = running(2)
@@ -46,8 +48,8 @@ class Restarted:
         self.job = replace(self.job, status=status)
 
     def look(self, at: float, number: int, progress: dict[str, Any], down: bool = False) -> None:
-        """Show the operator a report of a running group. `down` means that it has taken no step
-        yet.
+        """Show the operator the report of a running group. `down` means that the group has taken no
+        step yet.
         """
         recovery = Recovery(down_since=later(20)) if down else Recovery(last_seconds=1.5)
         states = [MemberState.RUNNING] * 2
@@ -60,7 +62,7 @@ class Restarted:
         return "" if condition is None else condition.message
 
 
-def test_repeated_steps_and_their_seconds_are_counted_once_each() -> None:
+def test_repeated_steps_and_their_seconds_are_counted_only_once() -> None:
     one = Restarted()
     one.look(22, 2, {"start": KEPT}, down=True)
     one.look(23, 2, {"start": KEPT, "step": 91})
@@ -73,7 +75,7 @@ def test_repeated_steps_and_their_seconds_are_counted_once_each() -> None:
     assert (restart.repeated_steps, restart.repeated_seconds, restart.continued_from) == (1, 0.4, "memory")
 
 
-def test_the_condition_shows_repeated_steps_although_they_are_reported_late() -> None:
+def test_the_condition_shows_repeated_steps_even_if_they_are_reported_late() -> None:
     one = Restarted()
     one.look(22, 2, {}, down=True)
     assert one.told() == "the group runs again"
@@ -92,16 +94,18 @@ def test_the_report_of_the_broken_round_does_not_apply_to_the_next_one() -> None
 def test_a_script_that_reports_nothing_has_repeated_an_unknown_number_of_steps() -> None:
     one = Restarted()
     one.look(22, 2, {}, down=True)
-    assert one.status.restarts.unknown_repeats == 0, "its workers have not begun"
+    assert one.status.restarts.unknown_repeats == 0, "the workers have not started yet"
     for at in (23, 24, 30):
         one.look(at, 2, {"step": 50})
     assert one.status.restarts.unknown_repeats == 1 and one.status.restarts.recent[-1].continued_from == "unknown"
-    assert one.told() == "the group runs again", "nothing is claimed"
+    assert one.told() == "the group runs again", "the event claims nothing about repeated steps"
     one.look(31, 2, {"start": {**KEPT, "seconds": 1}, "step": 51})
-    assert (one.status.restarts.unknown_repeats, one.status.restarts.repeated_steps) == (0, 1), "it was late"
+    assert (one.status.restarts.unknown_repeats, one.status.restarts.repeated_steps) == (0, 1), (
+        "the script's report was late"
+    )
 
 
-def test_a_start_whose_last_step_is_not_remembered_is_unknown_and_not_zero() -> None:
+def test_if_the_last_step_is_not_known_the_repeated_steps_are_unknown_and_not_0() -> None:
     one = Restarted()
     one.look(23, 2, {"start": {"step": 40, "source": "storage"}, "step": 41})
     assert (one.status.restarts.unknown_repeats, one.status.restarts.repeated_steps) == (1, 0)
@@ -109,14 +113,14 @@ def test_a_start_whose_last_step_is_not_remembered_is_unknown_and_not_zero() -> 
     assert one.told() == "the group runs again; an unknown number of steps repeated (from a checkpoint)"
 
 
-def test_a_resumption_does_not_change_the_account_of_the_previous_restart() -> None:
+def test_resuming_a_job_does_not_change_the_repeated_steps_of_earlier_restarts() -> None:
     one = Restarted()
     one.look(24, 2, {"start": {**KEPT, "seconds": 0.4}, "step": 100})
     before = one.status.restarts
     one.job = replace(one.job, status=replace(one.status, start_time=later(50)))
     one.look(60, 3, {"start": {"step": 100, "source": "storage"}, "step": 101})
     assert replace(one.status.restarts, seen_start="") == replace(before, seen_start="")
-    assert makes_new_steps(one.status), "it has trained before"
+    assert makes_new_steps(one.status), "the job has trained before"
 
 
 def test_repeated_steps_are_counted_even_if_the_list_of_restarts_overflows() -> None:
@@ -127,7 +131,7 @@ def test_repeated_steps_are_counted_even_if_the_list_of_restarts_overflows() -> 
     assert (counts.repeated_steps, counts.repeated_seconds) == (1, 0.4) and len(counts.recent) == 10
 
 
-def test_states_that_do_not_fit_are_reported_once_and_withdrawn() -> None:
+def test_snapshots_that_do_not_fit_are_reported_once_and_the_report_is_withdrawn() -> None:
     one = Restarted()
     one.look(22, 2, {"snapshotBytes": 3 * 2**30, "step": 91})
     shown = one.status.condition(ConditionType.SNAPSHOTS_HELD)
@@ -169,10 +173,10 @@ def restarted(**fields: Any) -> JobStatus:
         (restarted(seconds=1.0, continued_from="storage"), True),
     ],
 )
-def test_steps_are_new_from_the_first_step_beyond_the_furthest(status: JobStatus, new: bool) -> None:
+def test_only_steps_beyond_the_furthest_one_are_new(status: JobStatus, new: bool) -> None:
     assert makes_new_steps(status) is new
 
 
-def test_the_loss_of_a_coordinator_that_begins_no_round_is_not_the_current_restart() -> None:
+def test_a_lost_coordinator_that_did_not_end_the_round_is_not_a_current_restart() -> None:
     lost = Restart(time=NOW, pod="c", reason="CoordinatorLost", message="", counted=False, seconds=0.0)
     assert current_restart(record(JobStatus(), [lost])) is None

@@ -1,5 +1,5 @@
-"""A replaced coordinator that may still run is asked to exit; one of a superseded generation is
-asked to stop.
+"""A replaced coordinator that may still run is asked to exit. The coordinator of a superseded
+generation is asked to stop its group.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ def messages(decision: Decision) -> list[tuple[str, str]]:
 
 
 def on_a_dead_host(mode: str) -> Decision:
-    """Return a coordinator whose host has been silent for a long time and has no node of the job."""
+    """Return a coordinator whose host has been silent for a long time and runs none of the job's
+    nodes.
+    """
     job, pods = running(2, recovery={"mode": mode})
     hosts = {name: HostView(name=name, ready=True, since=None, out_of_service=False) for name in ("n0", "n1", "n9")}
     hosts["n9"] = replace(hosts["n9"], ready=False, since=later(3))
@@ -43,7 +45,7 @@ def test_in_fast_mode_the_coordinator_exits_so_that_members_find_the_next_one() 
     assert [a.body["before"] for a in decision.actions if isinstance(a, NotifyCoordinator)] == [1]
 
 
-def test_training_is_said_to_continue_only_if_no_pod_is_lost_with_the_coordinator() -> None:
+def test_training_is_said_to_continue_unless_a_pod_is_lost_with_the_coordinator() -> None:
     job, pods = running(2, recovery={"mode": "Fast"})
     said = []
     for left in (pods[:2], pods[:1], ()):
@@ -54,14 +56,14 @@ def test_training_is_said_to_continue_only_if_no_pod_is_lost_with_the_coordinato
     assert said == [True, False, False]
 
 
-def test_in_standard_mode_the_members_end_with_their_generation() -> None:
+def test_in_standard_mode_a_lost_coordinator_ends_its_generation() -> None:
     decision = on_a_dead_host("Standard")
     assert decision.status.rendezvous.generation == 1
     assert messages(decision) == [(ENDPOINT, "stop")]
 
 
 @pytest.mark.parametrize("mode", ["Fast", "Standard"])
-def test_a_coordinator_of_pods_that_save_is_left_alone(mode: str) -> None:
+def test_the_coordinator_of_pods_that_are_saving_is_left_alone(mode: str) -> None:
     job, pods = running(2, recovery={"mode": mode})
     changed = job_of(2, recovery={"mode": mode}, env=[{"name": "LR", "value": "2"}])
     last = report(CoordinatorState.RUNNING, MemberState.RUNNING, MemberState.RUNNING)
@@ -69,7 +71,7 @@ def test_a_coordinator_of_pods_that_save_is_left_alone(mode: str) -> None:
     assert decision.status.rendezvous.generation == 1 and messages(decision) == []
 
 
-def test_nothing_is_sent_while_the_coordinator_stays() -> None:
+def test_a_coordinator_that_is_not_replaced_is_not_asked_to_exit() -> None:
     job, pods = running(2, recovery={"mode": "Fast"})
     last = report(CoordinatorState.RUNNING, MemberState.RUNNING)
     ended: PodView = pod(1, ContainerView(started=later(0), exit_code=1, finished=later(4)))
@@ -90,8 +92,8 @@ def test_nothing_is_sent_while_the_coordinator_stays() -> None:
 def test_the_next_coordinator_learns_which_pods_were_lost_in_this_incarnation(
     at: float, of_it: dict[str, Any], named: list[str]
 ) -> None:
-    """The coordinator then waits 5 s instead of 45 s for a member, which is too short if only the
-    coordinator was lost.
+    """If a pod was lost, the next coordinator waits 5 s for it instead of 45 s, which would be too
+    short if only the coordinator was lost.
     """
     job, pods = running(2, recovery={"mode": "Fast"})
     loss = Restart(time=later(at), pod="job-1-0", reason="NodeLost", message="", counted=False, index=1)

@@ -1,4 +1,4 @@
-"""Which slow ranks move to a spare, and why the others stay."""
+"""Which slow ranks are replaced by a spare, and why the others stay."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def seen(
     spec: dict[str, Any] | None = None,
     **status: Any,
 ) -> View:
-    """Return a view at `at` s of a group whose ranks `slow` have been reported since `since` s.
-    Spares have the last indices.
+    """Return the view at time `at` of a group whose ranks `slow` have been reported since time
+    `since`. Spares have the last indices.
     """
     job, pods = running(nodes + spares, **(spec or {}))
     job = replace(job, spec=replace(job.spec, nodes=nodes, spares=spares))
@@ -63,7 +63,7 @@ def restarts(*moves: tuple[int, str, float], reason: str = "SlowRank") -> dict[s
     return {"restarts": replace(JobStatus().restarts, recent=recent)}
 
 
-def test_a_rank_that_stays_slow_moves_to_a_spare() -> None:
+def test_a_spare_takes_over_from_a_rank_that_stays_slow() -> None:
     early = seen({2: SLOW}, at=LONG - 1)
     assert judge_slow_ranks(early) == [] and find_next_move(early) == NOW + LASTS and is_named(early)
     (verdict,) = judge_slow_ranks(seen({2: SLOW}))
@@ -76,7 +76,7 @@ def test_a_rank_that_stays_slow_moves_to_a_spare() -> None:
 @pytest.mark.parametrize(
     "figures", [{"slowdown": 1.2, "cost": 0.5}, {"slowdown": 9.0, "cost": 0.05}], ids=["hardly slow", "hardly costs"]
 )
-def test_a_rank_that_hardly_slows_the_steps_is_left_alone(figures: dict[str, float]) -> None:
+def test_a_rank_that_hardly_slows_down_the_steps_is_left_alone(figures: dict[str, float]) -> None:
     view = seen({2: figures})
     assert judge_slow_ranks(view) == [] and find_next_move(view) is None and not is_named(view)
 
@@ -86,9 +86,9 @@ def test_slow_ranks_are_only_reported_if_the_script_reports_no_costs() -> None:
     assert "only reported" in why(seen({2: SLOW}, spec={"script": None, "command": ["torchrun", "train.py"]}))
 
 
-def test_one_pod_moves_at_a_time_and_many_slow_pods_do_not_move() -> None:
+def test_pods_move_one_at_a_time_and_not_if_many_are_slow() -> None:
     two = seen({2: SLOW, 3: {"slowdown": 3.0, "cost": 0.6}}, nodes=8)
-    assert moved(two) == [3], "the slowest"
+    assert moved(two) == [3], "the slowest pod moves first"
     assert [verdict.why for verdict in judge_slow_ranks(two)][1:] == ["one pod is moved at a time"]
     few = seen({2: SLOW, 3: SLOW}, nodes=4)
     assert moved(few) == [] and "more than a quarter" in judge_slow_ranks(few)[0].why
@@ -106,7 +106,7 @@ def test_without_a_spare_on_another_node_the_rank_stays() -> None:
     assert moved(replace(view, world=replace(view.world, pods=near, one_host=True))) == [2]
 
 
-def test_no_rank_and_no_node_is_left_twice_within_an_hour() -> None:
+def test_no_rank_moves_and_no_node_is_left_twice_within_an_hour() -> None:
     ago = -APART.total_seconds()
     assert "the same rank" in why(seen({2: SLOW}, **restarts((2, "n9", ago))))
     assert "the job left this Kubernetes node" in why(seen({2: SLOW}, **restarts((1, "n2", ago))))
@@ -118,13 +118,13 @@ def test_no_rank_and_no_node_is_left_twice_within_an_hour() -> None:
     assert "3 moves" in why(seen({2: SLOW}, **restarts(*((0, f"n{n}", -1) for n in (7, 8, 9)), reason="NodeUnhealthy")))
 
 
-def test_moves_are_minutes_apart() -> None:
+def test_there_are_minutes_between_two_moves() -> None:
     view = seen({2: SLOW}, **restarts((1, "n9", 0.0)))
     assert judge_slow_ranks(view) == [] and find_next_move(view) == NOW + APART
     assert moved(replace(view, now=NOW + APART)) == [2]
 
 
-def test_a_group_that_does_not_train_or_finishes_moves_nothing() -> None:
+def test_no_rank_moves_while_the_group_does_not_train_or_is_finishing() -> None:
     assert judge_slow_ranks(seen({2: SLOW}, state=CoordinatorState.RESTARTING)) == []
     view = seen({2: SLOW})
     slots = (replace(view.status.slots[0], state=SlotState.SUCCEEDED), *view.status.slots[1:])

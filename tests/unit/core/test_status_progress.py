@@ -19,7 +19,7 @@ from worlds import report, running, seen
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 
-def test_figures_are_formatted_for_display() -> None:
+def test_figures_in_the_progress_are_formatted_for_display() -> None:
     reported = {
         "epoch": 3,
         "epochs": 10,
@@ -37,8 +37,8 @@ def test_figures_are_formatted_for_display() -> None:
     assert shown["percent"] == 45
 
 
-def test_a_loss_of_minus_zero_is_zero() -> None:
-    """A loss of 0 is a mean of negated logarithms of 1, which is -0."""
+def test_a_loss_of_minus_zero_is_shown_as_zero() -> None:
+    """A loss of 0 can be the mean of negated logarithms of 1, which is -0."""
     assert show_progress({}, {"loss": -0.0}, NOW, at_once=False)["lossDisplay"] == "0"
 
 
@@ -48,7 +48,7 @@ def test_zero_total_steps_have_no_percentage(steps: int) -> None:
     assert "percent" not in shown and shown["display"] == "epoch 1 step 45"
 
 
-def test_the_speed_of_a_script_that_reports_no_samples_is_in_steps() -> None:
+def test_the_speed_is_shown_in_steps_if_the_script_reports_no_samples() -> None:
     reported = {"step": 45, "metrics": {"stepsPerSecond": 9.961}}
     assert show_progress({}, reported, NOW, at_once=False)["speedDisplay"] == "9.96 steps/s"
     both = show_progress({}, {**reported, "samplesPerSecond": 80}, NOW, at_once=False)
@@ -59,7 +59,7 @@ def test_the_speed_of_a_script_that_reports_no_samples_is_in_steps() -> None:
 def test_steps_are_counted_from_the_restart(resumed: str) -> None:
     """Regression: a script that starts from scratch each time looked like one that resumes."""
     shown = show_progress({}, {"step": 359, "resumed": "no"}, NOW, at_once=False)
-    assert shown["display"] == "step 359" and not began_again(shown), "its first start"
+    assert shown["display"] == "step 359" and not began_again(shown), "this is the job's first start"
     shown = show_progress(shown, {"step": 1, "resumed": "unknown"}, NOW, at_once=False)
     assert shown["display"] == "step 1 since the restart", "immediately"
     shown = show_progress(shown, {"step": 128, "resumed": resumed}, NOW + timedelta(seconds=9), at_once=False)
@@ -80,19 +80,19 @@ def test_progress_is_written_at_most_every_two_seconds() -> None:
     assert show_progress(first, {"step": 2}, NOW + timedelta(seconds=2), at_once=False)["step"] == 2
     for figure in ({"loss": 0.5}, {"samplesPerSecond": 3}, {"metrics": {"stepsPerSecond": 3}}):
         both = show_progress(first, {"step": 2, **figure}, NOW + timedelta(seconds=1), at_once=False)
-        assert both["step"] == 2, "the first of its kind"
+        assert both["step"] == 2, "this is the first report of progress"
         assert show_progress(both, {"step": 3, **figure}, NOW + timedelta(seconds=2), at_once=False) is both
     assert show_progress(first, {"step": 1}, NOW + timedelta(seconds=9), at_once=False) is first, (
-        "an unchanged progress is not written"
+        "unchanged progress is not written"
     )
 
 
-def test_invalid_numbers_are_not_shown() -> None:
+def test_invalid_numbers_in_progress_are_not_shown() -> None:
     shown = show_progress({}, {"step": 1, "loss": float("nan"), "samplesPerSecond": float("inf")}, NOW, at_once=False)
     assert set(shown) == {"step", "display", "updatedAt"}
 
 
-def test_durations_are_formatted() -> None:
+def test_durations_in_the_progress_are_formatted() -> None:
     assert [duration(s) for s in (0, 59.4, 60, 3599, 3660, 90000)] == [
         "0s",
         "59s",
@@ -104,7 +104,7 @@ def test_durations_are_formatted() -> None:
 
 
 @pytest.mark.parametrize("written", ["8999-01-01T00:00:00Z", "2026-02-30T00:00:00Z", "never", "2026-01-01T00:00:00", 3])
-def test_an_impossible_duration_does_not_hold_up_the_progress(written: Any) -> None:
+def test_an_impossible_duration_does_not_hide_other_progress(written: Any) -> None:
     fresh = show_progress({"step": 1, "updatedAt": written}, {"step": 2}, NOW, at_once=False)
     assert (fresh["step"], fresh["updatedAt"]) == (2, "2026-01-01T00:00:00Z")
 
@@ -152,18 +152,18 @@ def test_a_lagging_rank_is_shown_with_its_pod() -> None:
         [{"rank": 1}],
     ],
 )
-def test_an_unknown_rank_is_not_shown(reported: Any) -> None:
+def test_a_lag_of_an_unknown_rank_is_not_shown(reported: Any) -> None:
     assert show_stragglers(lagging(reported)) == []
 
 
-def test_the_displayed_values_are_bounded() -> None:
+def test_the_displayed_values_of_a_lag_are_bounded() -> None:
     many = [{"rank": rank % 4, "slowdown": 1e18} for rank in range(1000)]
     found = show_stragglers(lagging(many))
     assert [entry["rank"] for entry in found] == [0, 1, 2, 3] and {entry["slowdown"] for entry in found} == {1000.0}
     assert len(read_figures({"stragglers": [{"rank": n, "slowdown": 2} for n in range(99)]}, "")["stragglers"]) == 8
 
 
-def test_a_lagging_rank_stays_for_a_minute_and_its_episode_is_one_event() -> None:
+def test_a_lagging_rank_is_shown_for_a_minute_and_causes_one_event() -> None:
     """A script whose reports alternate causes one event per minute, not one per report."""
     status, events = JobStatus(), 0
     for second in range(0, 300, 2):
@@ -178,7 +178,7 @@ def test_a_lagging_rank_stays_for_a_minute_and_its_episode_is_one_event() -> Non
     (event,) = change_events(JobStatus(), after)
     assert event.warning and event.reason == "RankLags"
     later = lagging([], shown=found)
-    assert show_stragglers(replace(later, now=NOW + timedelta(minutes=10))) == [], "but not for longer"
+    assert show_stragglers(replace(later, now=NOW + timedelta(minutes=10))) == [], "the rank is not shown for longer"
 
 
 def test_swapped_ranks_do_not_inherit_a_lag() -> None:
@@ -190,7 +190,7 @@ def test_swapped_ranks_do_not_inherit_a_lag() -> None:
     next_round = replace(view.report, members=swapped, round=2, progress={"step": 3})
     status = replace(view.status, progress={"step": 3, "stragglers": shown})
     later = replace(view, status=status, world=replace(view.world, report=next_round), now=NOW + timedelta(seconds=5))
-    assert show_stragglers(later) == [], "the minute belongs to the pod"
+    assert show_stragglers(later) == [], "the minute applies to the pod, not to the rank"
     again = replace(next_round, progress=view.report.progress)
     (entry,) = show_stragglers(replace(later, world=replace(view.world, report=again)))
     assert (entry["pod"], entry["since"]) == ("job-1-0", "2026-01-01T00:00:05Z")
@@ -198,7 +198,7 @@ def test_swapped_ranks_do_not_inherit_a_lag() -> None:
     assert "rank 2 (job-1-0" in event.message
 
 
-def test_a_lasting_lag_is_one_event_with_pod_and_node() -> None:
+def test_a_lasting_lag_causes_one_event_with_pod_and_node() -> None:
     first = show_stragglers(lagging([{"rank": 1, "slowdown": 2}]))
     (event,) = change_events(JobStatus(), JobStatus(progress={"stragglers": first}))
     assert event.reason == "RankLags"
@@ -216,7 +216,7 @@ def test_a_lasting_lag_is_one_event_with_pod_and_node() -> None:
     assert change_events(JobStatus(progress={"stragglers": first}), JobStatus(progress={"stragglers": later})) == []
 
 
-def test_no_rank_lags_while_the_group_does_not_run() -> None:
+def test_no_lagging_rank_is_shown_while_the_group_does_not_run() -> None:
     for state in (CoordinatorState.RESTARTING, CoordinatorState.FORMING):
         assert show_stragglers(lagging([{"rank": 1, "slowdown": 2}], state=state)) == []
 
@@ -225,7 +225,7 @@ def test_no_rank_lags_while_the_group_does_not_run() -> None:
     "state", [None, *(state for state in CoordinatorState if state is not CoordinatorState.RUNNING)]
 )
 def test_no_lagging_rank_of_a_finished_or_hanging_job_is_shown(state: CoordinatorState | None) -> None:
-    """The minute does not apply, and a missing report does not matter."""
+    """This holds even within the minute, and without a report."""
     shown = show_stragglers(lagging([{"rank": 1, "slowdown": 2}]))
     view = lagging([{"rank": 1, "slowdown": 2}], shown=shown, state=state or CoordinatorState.RUNNING)
     view = view if state else replace(view, world=replace(view.world, report=None))
@@ -246,8 +246,8 @@ def test_a_suspended_job_has_no_lagging_ranks() -> None:
 
 
 def test_a_lone_surrogate_in_a_name_is_escaped() -> None:
-    """Regression: the API server stored a different character, so each reconcile found a changed
-    progress.
+    """Regression: the API server stored a different character, so each reconcile saw the progress
+    as changed.
     """
     shown = show_progress({}, {"step": 1, "eta": "\ud800", "metrics": {"a\ud800": 2.0}}, NOW, at_once=True)
     assert shown["metrics"] == {"a\\ud800": 2.0} and shown["eta"] == "\\ud800"

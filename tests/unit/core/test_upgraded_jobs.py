@@ -107,7 +107,7 @@ rollback.
 def test_pods_of_a_different_release_are_kept(release: str, kind: Json) -> None:
     job = begun(release, **kind)
     decision = after(job, *pods(0, 1))
-    assert not [a for a in decision.actions if isinstance(a, Creation | DeletePod)], "not even a ConfigMap"
+    assert not [a for a in decision.actions if isinstance(a, Creation | DeletePod)], "not even a ConfigMap is created"
     assert decision.status.rendezvous.generation == 0 and not decision.status.restarts.total
     assert decision.status.template_hash == job.status.template_hash, "the other release may return"
     assert decision.status.runtime == job.status.runtime
@@ -117,8 +117,8 @@ def test_pods_of_a_different_release_are_kept(release: str, kind: Json) -> None:
 
 @pytest.mark.parametrize("kind", [{}, {"recovery": {"mode": "Fast"}}, {"command": ["train"]}], ids=str)
 @pytest.mark.parametrize("release", RELEASES)
-def test_a_lost_pod_of_another_release_begins_a_generation_with_our_runtime(release: str, kind: Json) -> None:
-    """A single pod of ours could not talk to its peers."""
+def test_if_a_pod_of_another_release_is_lost_a_generation_with_our_runtime_begins(release: str, kind: Json) -> None:
+    """A single pod of this release could not communicate with its peers."""
     decision = after(begun(release, **kind), *pods(0))
     status = decision.status
     assert [(r.pod, r.reason, r.counted) for r in status.restarts.recent] == [("job-1-0", "Deleted", False)]
@@ -131,16 +131,16 @@ def test_a_lost_pod_of_another_release_begins_a_generation_with_our_runtime(rele
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_a_lost_coordinator_in_fast_mode_begins_a_generation_with_our_runtime(release: str) -> None:
+def test_in_fast_mode_a_lost_coordinator_begins_a_generation_with_our_runtime(release: str) -> None:
     decision = after(begun(release, recovery={"mode": "Fast"}), *pods(0, 1)[:2])
     assert [(r.reason, r.round) for r in decision.status.restarts.recent] == [("CoordinatorLost", 1)]
     assert decision.status.rendezvous.generation == 1
     (event,) = [e for e in decision.events if e.reason == "CoordinatorLost"]
-    assert "training continues" not in event.message, "the group starts over"
+    assert "training continues" not in event.message, "the group starts again"
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_more_nodes_begin_a_generation_with_our_runtime_but_fewer_do_not(release: str) -> None:
+def test_scaling_up_begins_a_generation_with_our_runtime_but_scaling_down_does_not(release: str) -> None:
     more, fewer = begun(release, nodes=3), begun(release, nodes=1)
     assert after(more, *pods(0, 1)).status.rendezvous.generation == 1
     decision = after(fewer, *pods(0, 1))
@@ -148,13 +148,13 @@ def test_more_nodes_begin_a_generation_with_our_runtime_but_fewer_do_not(release
     assert {a.name for a in decision.actions if isinstance(a, DeletePod)} == {"job-1-0"}
 
 
-def test_more_spares_are_not_reported_as_more_nodes() -> None:
+def test_additional_spares_are_not_reported_as_additional_nodes() -> None:
     decision = after(begun(RELEASES[1], spares=1), *pods(0, 1))
     assert decision.status.rendezvous.generation == 1
     assert decision.status.restarts.recent[-1].message == "spec.spares changed from 0 to 1"
 
 
-def test_pods_that_the_other_release_had_only_planned_begin_a_generation_too() -> None:
+def test_pods_that_another_release_had_only_planned_begin_a_generation_too() -> None:
     job = begun(RELEASES[1])
     planned = replace(job.status.slots[1], state=SlotState.PLANNED, attempt=1)
     job = replace(job, status=replace(job.status, slots=(job.status.slots[0], planned)))

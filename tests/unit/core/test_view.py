@@ -1,5 +1,5 @@
-"""The derived values of a View: they belong to the current attempts and generation, and follow the
-status.
+"""The derived values of a View. They belong to the current attempts and generation, and are
+recomputed for a new status.
 """
 
 from __future__ import annotations
@@ -46,27 +46,27 @@ def test_the_coordinator_is_a_separate_pod_or_slot_0() -> None:
     assert master is not None and master.uid == "b"
 
 
-def test_the_view_follows_the_status() -> None:
+def test_a_view_with_a_new_status_has_new_derived_values() -> None:
     first = view()
     assert first.pods[0] is not None
     second = first.with_status(replace(first.status, slots=(Slot(attempt=2),)))
     assert second.pods == (None,) and (second.job, second.world, second.now) == (first.job, first.world, first.now)
 
 
-def test_only_the_progress_in_another_generations_report_counts() -> None:
+def test_only_progress_counts_in_a_report_of_another_generation() -> None:
     old, current = (Report(n, CoordinatorState.RUNNING, 2, 2, (1.0, 60.0), progress={"step": 3}) for n in (1, 2))
     assert view(World(report=current)).report is current
     assert view(World(report=old)).report is None
     assert view(World(report=old)).trained and view(progress={"percent": 1}).trained and not view().trained
 
 
-def test_a_missing_claim_is_a_problem() -> None:
+def test_a_missing_claim_is_reported_as_a_problem() -> None:
     missing = view(World(claims=(ClaimView(name="data", exists=False),))).claim_problem
     assert missing is not None and missing.reason == "ClaimNotFound"
     assert view().claim_problem is None
 
 
 @pytest.mark.parametrize("value", [True, None, "3", float("nan"), float("inf"), -float("inf")])
-def test_invalid_numbers_are_unknown(value: Any) -> None:
+def test_invalid_numbers_in_a_report_are_unknown(value: Any) -> None:
     assert not is_number(value)
     assert is_number(3) and is_number(-0.5) and is_number(10**400)

@@ -1,4 +1,4 @@
-"""Which claims can serve a job, and which existing claims are its own."""
+"""Which claims can serve a job, and which existing claims belong to it."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def test_a_missing_claim_is_created_if_the_job_has_a_template() -> None:
 
 
 def test_a_claim_that_vanished_after_training_is_not_recreated() -> None:
-    """Training would silently begin from scratch."""
+    """Otherwise, training would silently start from scratch."""
     message = problem(ABSENT, making(trained=True, claim_made=True))
     assert message.startswith("ClaimNotFound") and FIELD in message and "claimName" in message
-    assert problem(ABSENT, making(claim_made=True)) == "", "it was empty"
+    assert problem(ABSENT, making(claim_made=True)) == "", "the claim was still empty"
 
 
 def test_a_job_that_has_trained_elsewhere_may_get_its_first_claim() -> None:
@@ -67,7 +67,7 @@ def test_a_job_that_has_trained_elsewhere_may_get_its_first_claim() -> None:
     ]  # fmt: skip
 
 
-def test_the_created_claim_is_checked_whenever_a_pod_is_missing() -> None:
+def test_the_claim_that_a_job_created_is_checked_whenever_a_pod_is_missing() -> None:
     running = (Slot(state=SlotState.RUNNING), Slot(state=SlotState.RUNNING))
     job = making(claim_made=True)
     job = replace(job, status=replace(job.status, active=2, slots=running))
@@ -84,7 +84,7 @@ def test_the_created_claim_is_checked_whenever_a_pod_is_missing() -> None:
     named = job_with(storage={"checkpoints": {"claimName": "a"}})
     assert list_claims_to_read(named, ()) == ("a",), "before the first pod"
     three = replace(named, spec=replace(named.spec, nodes=3), status=job.status)
-    assert list_claims_to_read(three, (first, second)) == (), "it can serve two pods"
+    assert list_claims_to_read(three, (first, second)) == (), "the claim can serve two pods"
 
 
 def test_a_claim_is_checked_when_a_job_grows_from_one_node() -> None:
@@ -95,7 +95,7 @@ def test_a_claim_is_checked_when_a_job_grows_from_one_node() -> None:
     two = replace(one, spec=replace(one.spec, nodes=2))
     assert list_claims_to_read(two, (first,)) == ("a",), "before the second pod is created"
     planned = replace(two, status=replace(two.status, slots=(*two.status.slots, Slot(attempt=1))))
-    assert list_claims_to_read(planned, (first,)) == ("a",), "and until it is created"
+    assert list_claims_to_read(planned, (first,)) == ("a",), "and until the second pod is created"
 
 
 def naming(
@@ -112,21 +112,23 @@ def test_a_folder_belongs_to_the_job_that_first_used_it() -> None:
     first = naming("first", begun=True, created=9)
     assert find_folder_user(naming("second"), [first]) == "", "each job has its own folder"
     assert find_folder_user(naming("second", subPath="./first/"), [first]).startswith("first, which is ")
-    assert find_folder_user(replace(first, name="again"), [naming("x", begun=True)]) == "", "it has begun"
+    assert find_folder_user(replace(first, name="again"), [naming("x", begun=True)]) == "", (
+        "the job has begun to use the folder"
+    )
     assert find_folder_user(naming("second", subPath="first", readOnly=True), [first]) == ""
     share = {"subPath": "first", "exclusive": False}
-    assert find_folder_user(naming("second", **share), [first]), "the first job does not share it"
+    assert find_folder_user(naming("second", **share), [first]), "the first job does not lose its folder"
     assert find_folder_user(naming("second", **share), [naming("first", begun=True, exclusive=False)]) == ""
     ended = with_condition(JobStatus(), ConditionType.COMPLETE, True, "Finished", "", NOW)
     assert find_folder_user(naming("second", subPath="first"), [naming("first", begun=True, state=ended)]) == ""
     suspended = with_condition(JobStatus(), ConditionType.SUSPENDED, True, "Suspended", "", NOW)
     assert find_folder_user(naming("second", subPath="first"), [naming("first", begun=True, state=suspended)])
-    waited = naming("second", begun=True, state=suspended, subPath="first")  # It is resumed now.
+    waited = naming("second", begun=True, state=suspended, subPath="first")  # The job is resumed now.
     waited = replace(waited, status=replace(waited.status, slots=(Slot(),)))
     assert find_folder_user(waited, [first]).startswith("first") and find_folder_user(first, [waited]) == ""
 
 
-def test_the_older_of_two_jobs_that_start_at_once_gets_the_folder() -> None:
+def test_the_older_of_two_jobs_that_start_at_the_same_time_gets_the_folder() -> None:
     one, two = (naming(name, subPath="same", created=n) for n, name in enumerate(("one", "two")))
     assert find_folder_user(one, [one, two]) == "" and find_folder_user(two, [one, two]).startswith("one")
     waits = with_condition(JobStatus(), ConditionType.SCHEDULED, False, "FolderTaken", "", NOW)
@@ -134,7 +136,7 @@ def test_the_older_of_two_jobs_that_start_at_once_gets_the_folder() -> None:
     assert find_folder_user(waiting, [one]).startswith("one") and find_folder_user(one, [waiting]) == ""
 
 
-def test_a_job_whose_folder_is_taken_gets_no_pods() -> None:
+def test_a_job_whose_folder_another_job_uses_gets_no_pods() -> None:
     found = find_unusable_claim(naming("second", subPath="first"), World(folder_user="first, which is Running"))
     assert found is not None and found.reason == "FolderTaken"
     assert found.message.startswith("folder first of claim c is in use by job first, which is Running; ")
@@ -149,10 +151,10 @@ def test_a_new_job_gets_advice_to_use_a_separate_folder() -> None:
     assert not decide(old, World(runtime_offered="r"), NOW).status.own_folder
 
 
-def test_the_jobs_own_claim_and_one_kept_for_it_can_be_used() -> None:
+def test_a_job_can_use_its_own_claim_and_one_that_an_earlier_job_kept() -> None:
     assert problem(OURS) == ""
     assert problem(replace(OURS, owners=("uid",)), making({"whenDeleted": "Delete"})) == ""
-    assert problem(replace(OURS, made_by="earlier")) == "", "an earlier job with this name kept it"
+    assert problem(replace(OURS, made_by="earlier")) == "", "an earlier job with this name kept the claim"
 
 
 @pytest.mark.parametrize(
@@ -176,7 +178,7 @@ def test_a_claim_owned_by_another_object_is_never_used(change: dict[str, Any], s
     assert message.startswith("ClaimTaken") and says in message and FIELD in message
 
 
-def test_a_claim_that_is_deleted_with_the_job_needs_a_spec_that_says_so() -> None:
+def test_a_claim_that_would_be_deleted_with_the_job_is_used_only_if_the_spec_agrees() -> None:
     """The template may be removed and added again, while the owner reference stays."""
     for kind in ("checkpoints", "data"):
         named = job_with(storage={kind: {"claimName": "job-checkpoints"}})
@@ -185,7 +187,7 @@ def test_a_claim_that_is_deleted_with_the_job_needs_a_spec_that_says_so() -> Non
         assert message.startswith("ClaimTaken") and f"--patch '{patch}'" in message
         assert problem(OURS, named) == "" and problem(replace(OURS, owners=("x",)), named) == ""
         theirs = replace(OURS, made_by="", made_for="", template="", owners=("uid",))
-        assert problem(theirs, named) == "", "whose user has made the job its owner"
+        assert problem(theirs, named) == "", "a user has made the job the claim's owner"
 
 
 def test_access_modes_are_checked_before_the_claim_is_created() -> None:

@@ -1,4 +1,4 @@
-"""Messages about pods that have not failed and do not start."""
+"""Messages about pods that have not failed, but do not start."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def placed(index: int, **fields: Any) -> PodView:
     return pod(index, CREATING, phase="Pending", scheduled=later(0), **fields)
 
 
-def test_a_missing_scheduler_is_reported_with_its_field() -> None:
+def test_a_missing_scheduler_is_reported_with_the_field_that_names_it() -> None:
     scheduling = {"schedulerName": "fair-share"}
     pods = unplaced(0), unplaced(1), COORDINATOR
     assert shown(ConditionType.SCHEDULED, 29, *pods, scheduling=scheduling).reason == "Placing"
@@ -55,14 +55,14 @@ def test_a_pod_that_runs_or_has_ended_does_not_wait_for_a_scheduler() -> None:
         assert said is not None and "job-1-0:" in said.message
 
 
-def test_a_gate_is_shown_immediately_with_kubernetes_own_reason() -> None:
+def test_a_scheduling_gate_is_shown_immediately_with_kubernetes_own_reason() -> None:
     gated = unplaced(0, gated="Scheduling is blocked due to non-empty scheduling gates")
     found = shown(ConditionType.SCHEDULED, 1, gated, placed(1), COORDINATOR)
     assert found.reason == "SchedulingGated"
     assert found.message == "pod job-0-0: Scheduling is blocked due to non-empty scheduling gates"
 
 
-def test_volumes_that_cannot_be_mounted_are_reported_with_where_to_look() -> None:
+def test_volumes_that_cannot_be_mounted_are_reported_with_a_place_to_look() -> None:
     pods = placed(0, prepared=False), placed(1, prepared=False), COORDINATOR
     assert shown(ConditionType.RUNNING, 29, *pods).message == "0 of 2 nodes run"
     found = shown(ConditionType.RUNNING, 30, *pods)
@@ -88,8 +88,8 @@ def test_an_init_container_that_takes_long_is_reported() -> None:
     )
 
 
-def test_a_running_sidecar_is_not_a_reason_to_wait() -> None:
-    """Kubelets show a native sidecar like this while the trainer's image is pulled."""
+def test_a_running_sidecar_is_not_reported_as_the_reason_for_waiting() -> None:
+    """This is the state of a native sidecar while the trainer's image is pulled."""
     labels = {"ddpjob.io/role": "node", "ddpjob.io/index": "0"}
     conditions = [
         {"type": "Initialized", "status": "True"},
@@ -116,7 +116,7 @@ def test_a_slow_image_pull_is_not_reported_as_another_reason(prepared: bool | No
     assert found.reason == "NodesMissing" and "image is being pulled" in found.message
 
 
-def test_a_pods_conditions_are_read() -> None:
+def test_the_conditions_of_a_pod_are_read() -> None:
     def read(*conditions: dict[str, str]) -> PodView:
         meta = {"name": "p", "uid": "u", "labels": {"ddpjob.io/role": "node"}}
         return read_pod({"metadata": meta, "status": {"conditions": list(conditions)}})

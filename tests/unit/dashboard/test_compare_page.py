@@ -1,5 +1,5 @@
-"""The comparison of jobs in a real Chromium: selected by keyboard, drawn, in narrow and dark pages,
-without errors.
+"""The comparison of jobs in a real Chromium: jobs are selected by keyboard, pages may be narrow and
+dark, and there are no errors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def metrics(slope: float) -> Iterator[str]:
 
 
 def give_runs(root: Path) -> list[str]:
-    """Give three jobs curves, arguments, code and packages, and return their names."""
+    """Write curves, arguments, code and packages for three jobs, and return the jobs' names."""
     bodies = [record(number, datetime.now(UTC)) for number in range(12)]
     found = [body for body in bodies if body["status"]["phase"] == "Complete"][:3]
     for number, body in enumerate(found):
@@ -71,7 +71,7 @@ async def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
 
 
 async def picture(tab: Page, name: str) -> None:
-    """Save a screenshot to the folder in `DDPJOB_PICTURES`, for people."""
+    """Save a screenshot for people to the folder in `DDPJOB_PICTURES`."""
     if folder := os.environ.get("DDPJOB_PICTURES"):
         Path(folder, f"{name}.png").write_bytes(await tab.picture(whole=True))  # noqa: ASYNC240
 
@@ -85,7 +85,7 @@ async def rows(tab: Page) -> dict[str, list[str]]:
     return {label: values for label, *values in found}
 
 
-async def test_jobs_are_compared(page: tuple[Page, str, list[str]]) -> None:
+async def test_jobs_can_be_selected_and_compared_in_a_browser(page: tuple[Page, str, list[str]]) -> None:
     tab, address, names = page
 
     # Three jobs are chosen in the list by keyboard, and stay chosen while the list is filtered.
@@ -103,7 +103,7 @@ async def test_jobs_are_compared(page: tuple[Page, str, list[str]]) -> None:
     await tab.key("Enter")
     await tab.until("!window.left && document.querySelectorAll('#charts canvas').length === 3")
 
-    # Each chart has every job. Differences have rows, and equal values do not.
+    # Each chart shows every job. Only values that differ have rows.
     assert await tab.js("[...document.querySelectorAll('.chart h3 span')].map((title) => title.textContent)") == [
         *("loss", "test accuracy", "samples/s")
     ]
@@ -136,7 +136,7 @@ async def test_jobs_are_compared(page: tuple[Page, str, list[str]]) -> None:
             await tab.until(f"document.querySelector('.uplot').clientWidth < {width}")
             await picture(tab, f"compare-{scheme}-{width}")
 
-    # One job fewer, and one that does not exist.
+    # Compare fewer jobs, one of which does not exist.
     await tab.open(f"{address}/compare?job=default/{names[0]}")
     assert "Choose 2 to 6 jobs" in await tab.js("document.querySelector('main').textContent")
     tab.problems.clear()

@@ -1,5 +1,5 @@
-"""The dashboard in a real Chromium: 1,000 jobs, narrow and wide, light and dark, by keyboard, with
-live updates.
+"""The dashboard in a real Chromium: 1,000 jobs, narrow and wide pages, light and dark, keyboard
+navigation, and live updates.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ async def page(
             yield tab, address, tmp_path
             assert not tab.problems, tab.problems
             outside = [url for url in tab.requests if not url.startswith((address, "about:", "data:"))]
-            assert not outside, "the pages work without the internet"
+            assert not outside, "the pages must work without the internet"
 
 
 OVERFLOW = "document.documentElement.scrollWidth - innerWidth"
@@ -101,7 +101,7 @@ UNNAMED = """[...document.querySelectorAll("a, button, input, select, progress, 
 
 
 @pytest.mark.parametrize("page", [JOBS], indirect=True)
-async def test_the_pages_work_in_a_browser(page: tuple[Page, str, Path]) -> None:
+async def test_the_dashboards_pages_work_in_a_real_browser(page: tuple[Page, str, Path]) -> None:
     tab, address, folder = page
     bodies = [record(number, datetime.now(UTC)) for number in range(JOBS)]
     restarted = next(b for b in bodies if b["status"]["phase"] == "Running" and b["status"]["restarts"]["total"] > 2)
@@ -174,7 +174,7 @@ async def test_the_pages_work_in_a_browser(page: tuple[Page, str, Path]) -> None
 
 @pytest.mark.parametrize("page", [1], indirect=True)
 async def test_the_content_security_policy_of_the_pages_is_enforced(page: tuple[Page, str, Path]) -> None:
-    """An injected script would not run, so the other test would not notice it."""
+    """Without this test, a missing policy would go unnoticed, because no page injects a script."""
     tab, address, _ = page
     await tab.js("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"window.evil = 1\">')")
     await tab.js(
@@ -190,7 +190,7 @@ async def test_the_content_security_policy_of_the_pages_is_enforced(page: tuple[
 
 
 @pytest.mark.parametrize("page", [1], indirect=True)
-async def test_pressing_the_button_reads_the_pods_once(
+async def test_pressing_the_button_reads_the_pods_only_once(
     page: tuple[Page, str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tab, address, folder = page

@@ -91,12 +91,12 @@ async def opened(*, signed_in: bool = True) -> AsyncIterator[Web]:
 
 
 def text(page: str) -> str:
-    """Return roughly the text that a reader sees."""
+    """Return approximately the text that a reader sees."""
     return " ".join(re.sub(r"<[^>]+>", " ", page).split())
 
 
 async def raw(web: Web, header: bytes, wanted: bytes) -> None:
-    """Send a request with a header that no client would send."""
+    """Send a request with a header that normal clients do not send."""
     reader, writer = await asyncio.open_connection("127.0.0.1", web.port)
     writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n%s\r\n" % header)
     assert wanted in await reader.readline()
@@ -112,7 +112,7 @@ async def soon(read: Any, wanted: Any) -> Any:
     return answer
 
 
-async def test_the_list_has_every_job_with_its_numbers(names: list[str]) -> None:
+async def test_the_list_shows_every_job_with_its_figures(names: list[str]) -> None:
     async with opened() as web:
         page = await web.get("/")
         assert all(f'href="/jobs/default/{name}"' in page for name in names)
@@ -126,7 +126,7 @@ def record_of(name: str) -> dict[str, Any]:
     return record(int(name.rpartition("-")[2]), NOW)
 
 
-async def test_the_list_is_filtered_and_sorted_and_wrong_queries_are_harmless(names: list[str]) -> None:
+async def test_the_list_can_be_filtered_and_sorted_and_invalid_queries_are_harmless(names: list[str]) -> None:
     async with opened() as web:
         page = await web.get("/?state=Failed&sort=name")
         shown = re.findall(r'href="/jobs/default/([^"]+)"', page)
@@ -146,7 +146,7 @@ async def test_the_list_is_filtered_and_sorted_and_wrong_queries_are_harmless(na
             assert "<script>" not in (await web.get(f"/?{query}")).replace("<script src", "")
 
 
-async def test_a_job_page_has_its_restarts_pods_events_and_manifest(names: list[str]) -> None:
+async def test_a_jobs_page_shows_its_restarts_pods_events_and_manifest(names: list[str]) -> None:
     name = next(name for name in names if record_of(name)["status"]["restarts"]["total"] >= 3)
     restarts = record_of(name)["status"]["restarts"]["recent"]
     async with opened() as web:
@@ -169,7 +169,7 @@ async def test_a_job_page_has_its_restarts_pods_events_and_manifest(names: list[
             await web.get(path, 404)
 
 
-async def test_strings_of_a_job_are_escaped(folder: Path) -> None:
+async def test_strings_in_a_job_are_escaped(folder: Path) -> None:
     body = record(4, datetime.now(UTC))  # with restarts
     name = body["metadata"]["name"]
     status = body["status"]
@@ -209,13 +209,13 @@ async def test_a_restart_that_a_suspension_interrupted_is_not_shown_as_pending(b
     name = body["metadata"]["name"]
     (folder / name).mkdir()
     write_record(JobFolder(folder / name), body)
-    with held(JobFolder(folder / name)):  # like the process that runs it
+    with held(JobFolder(folder / name)):  # this holds the lock, as the process that runs the job does
         async with opened() as web:
             page = text(await web.get(f"/jobs/default/{name}"))
         assert "Evicted" in page and ("not yet" in page) is not before
 
 
-async def test_a_page_shows_steps_at_risk_and_repeated_and_not_0_if_unknown(folder: Path) -> None:
+async def test_a_page_shows_steps_at_risk_and_repeated_steps_but_not_0_if_unknown(folder: Path) -> None:
     now = datetime.now(UTC)
     body = next(b for n in range(60) if (b := record(n, now))["status"].get("phase") == "Running")
     begin, name = format_time(now - timedelta(seconds=100)), body["metadata"]["name"]
@@ -239,7 +239,7 @@ async def test_a_page_shows_steps_at_risk_and_repeated_and_not_0_if_unknown(fold
     assert "Steps repeated unknown" in unknown and "Time with new steps at most" in unknown
 
 
-async def test_gpu_hours_are_shown_only_if_there_are_any(folder: Path) -> None:
+async def test_gpu_hours_are_shown_only_if_the_job_has_any(folder: Path) -> None:
     body = next(b for n in range(60) if (b := record(n, datetime.now(UTC)))["status"].get("phase") == "Running")
     name = body["metadata"]["name"]
     (folder / name).mkdir()
@@ -253,7 +253,7 @@ async def test_gpu_hours_are_shown_only_if_there_are_any(folder: Path) -> None:
         assert ["GPU hours" in page for page in pages] == [shown] * 2
 
 
-async def test_a_finished_job_shows_the_restart_limit_that_it_had(folder: Path) -> None:
+async def test_the_page_of_a_finished_job_shows_the_restart_limit_that_applied(folder: Path) -> None:
     """Regression: kubectl's column showed 1/0, and the page showed the manifest's current limit."""
     body = next(b for n in range(60) if (b := record(n, NOW))["status"].get("phase") == "Failed")
     body["status"]["restarts"] = {"counted": 1, "total": 1, "max": 0, "display": "1/0"}
@@ -267,7 +267,7 @@ async def test_a_finished_job_shows_the_restart_limit_that_it_had(folder: Path) 
     assert restart_counts(DDPJob.read(body).status, 5) == "1 of 0 counted, 0 not counted"
 
 
-async def test_a_message_of_terminal_escapes_only_is_empty(folder: Path) -> None:
+async def test_a_message_that_consists_only_of_terminal_escapes_is_empty(folder: Path) -> None:
     body = record(0, datetime.now(UTC))
     run = JobFolder(folder / body["metadata"]["name"]).run("1")
     run.pods.mkdir(parents=True)
@@ -310,7 +310,7 @@ async def test_an_unreadable_record_affects_only_its_own_job(names: list[str], f
         assert "cannot be read" in text(await web.get("/jobs/default/broken-1", 502))
 
 
-async def test_requests_need_the_token_and_a_host_name_of_this_server(names: list[str]) -> None:
+async def test_requests_need_the_token_and_one_of_this_servers_host_names(names: list[str]) -> None:
     async with opened(signed_in=False) as web:
         for path in (
             "/",
@@ -363,7 +363,7 @@ async def test_a_head_request_does_not_start_a_stream() -> None:
                 assert answer.status == 405, path
 
 
-async def test_a_change_is_announced_and_shown_on_the_page(names: list[str], folder: Path) -> None:
+async def test_a_change_of_a_job_is_sent_to_the_page_and_shown(names: list[str], folder: Path) -> None:
     name = next(name for name in names if record_of(name)["status"]["phase"] == "Running")
     place = JobFolder(folder / name)
     async with opened() as web, web.session.get(f"{web.address}/live?job=default/{name}") as live:
@@ -401,7 +401,7 @@ async def test_a_log_is_streamed_until_its_reader_disconnects(names: list[str], 
         await soon(readers, lambda left: not left)
 
 
-async def test_the_log_of_a_finished_job_has_an_end(folder: Path) -> None:
+async def test_the_stream_of_a_finished_jobs_log_ends(folder: Path) -> None:
     body = record(0, datetime.now(UTC))
     body["status"]["conditions"] = [c | {"type": "Complete", "status": "True"} for c in body["status"]["conditions"]]
     body["status"]["phase"] = "Complete"
@@ -416,7 +416,7 @@ async def test_the_log_of_a_finished_job_has_an_end(folder: Path) -> None:
         assert "line 1500" in said and "line 1999" in said and "line 1499" not in said
 
 
-async def test_an_internal_error_ends_a_log_and_is_shown_as_a_page(
+async def test_an_internal_error_ends_a_log_stream_and_is_shown_as_a_page(
     names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> Any:
@@ -431,7 +431,7 @@ async def test_an_internal_error_ends_a_log_and_is_shown_as_a_page(
         assert "a fault" in text(await web.get(f"/jobs/default/{name}", 500))
 
 
-async def test_the_log_of_a_whole_job_is_limited_to_a_few_slots(names: list[str], folder: Path) -> None:
+async def test_the_combined_log_of_a_job_is_limited_to_a_few_slots(names: list[str], folder: Path) -> None:
     name = next(name for name in names if record_of(name)["status"]["phase"] == "Running")
     place, body = JobFolder(folder / name), record_of(name)
     run = place.run("1")
@@ -462,7 +462,7 @@ async def test_the_number_of_streams_is_limited(names: list[str], monkeypatch: p
         await soon(status, lambda code: code == 200)
 
 
-def test_an_outage_of_the_backend_is_shown_and_ends(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_outage_of_the_backend_is_shown_until_it_ends(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from ddpjob.dashboard import fleet as module
 
     monkeypatch.setattr(module, "_RETRY_SECONDS", 0.01)
@@ -494,8 +494,8 @@ def test_an_outage_of_the_backend_is_shown_and_ends(names: list[str], monkeypatc
 def test_a_job_deleted_before_the_first_list_disappears(
     names: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: the deleted job stayed forever, because the list that lacked it was the first one
-    that was followed.
+    """Regression: the deleted job stayed forever, because the first list that the page followed
+    already lacked the job.
     """
     backend = ProcessBackend()
     follow = backend.changes
@@ -516,7 +516,7 @@ def wait(true: Any) -> None:
         if true():
             return
         end.wait(0.01)
-    raise AssertionError("not within 20 s")
+    raise AssertionError("the condition did not hold within 20 s")
 
 
 # --- content of pages
@@ -535,7 +535,7 @@ def test_a_list_with_several_pages_counts_all_jobs() -> None:
     assert held.gpus == held.gpus_training == 8 * held.pods > 0
 
 
-def test_the_spans_of_a_timeline_fill_the_time_in_order() -> None:
+def test_the_spans_of_a_timeline_are_ordered_and_leave_no_gaps() -> None:
     for number in range(60):
         body = record(number, NOW)
         job = DDPJob.read({**body, "metadata": {**body["metadata"]}})
@@ -578,7 +578,7 @@ def test_a_lost_spare_does_not_begin_a_round_in_the_timeline() -> None:
         ([(100, None, 1), (200, 5, 2)], 105),
     ],
 )
-def test_a_timeline_counts_each_second_once(ends: list[tuple[int, float | None, int]], lost: float) -> None:
+def test_a_timeline_counts_each_second_only_once(ends: list[tuple[int, float | None, int]], lost: float) -> None:
     """Regression: a job was in rounds for 101 % of its time, and without a group for -2 s."""
     body = next(b for n in range(60) if (b := record(n, NOW))["status"].get("phase") == "Running")
     begin = DDPJob.read(body).status.start_time
@@ -600,7 +600,9 @@ def test_a_timeline_counts_each_second_once(ends: list[tuple[int, float | None, 
 
 
 def test_the_timeline_of_a_resumed_job_begins_with_its_current_round() -> None:
-    """Some of its last restarts are from before the resumption, and no later one is missing."""
+    """Some of the listed restarts are from before the job was resumed, and no later restart is
+    missing.
+    """
     body = next(b for n in range(60) if (b := record(n, NOW))["status"].get("phase") == "Running")
     begin = DDPJob.read(body).status.start_time
     assert begin is not None
@@ -678,18 +680,18 @@ def test_goodput_is_the_share_of_pod_time_spent_on_new_steps(names: list[str]) -
     assert fleet.goodput() == Goodput(pytest.approx(0.7), 100.0, 0)
     again = restart_of(body, continuedFrom="memory", repeatedSteps=9)
     after(0, "Running", 4, 4, round=1, restarts=again)
-    now[0] += 90  # it repeats steps, which do not count as new
+    now[0] += 90  # the job repeats steps, which do not count as new
     assert fleet.goodput() == Goodput(pytest.approx(0.7 / 1.9), 190.0, 0)
     over = restart_of(body, continuedFrom="memory", repeatedSteps=9, repeatedSeconds=90.0)
     after(0, "Running", 4, 4, round=1, restarts={**over, "repeatedSeconds": 90.0})
     now[0] += 10
     assert fleet.goodput().share == pytest.approx(0.8 / 2)
-    # The whole next repetition happened between two reads, so its time is subtracted.
+    # All steps of the next repetition were taken between two reads, so their time is subtracted.
     after(0, "Running", 4, 4, round=1, restarts={**over, "repeatedSeconds": 95.0, "unknownRepeats": 1})
     assert fleet.goodput() == Goodput(pytest.approx(0.75 / 2), 200.0, 1)
     fleet._drop(("default", body["metadata"]["name"]))
     now[0] += 50
-    assert fleet.goodput().share == pytest.approx(0.75 / 2), "a pod that is gone holds nothing"
+    assert fleet.goodput().share == pytest.approx(0.75 / 2), "a pod that is gone holds no GPUs"
 
 
 def test_a_jobs_useful_time_begins_with_its_first_step() -> None:
@@ -711,7 +713,7 @@ def test_repeated_steps_are_not_new_in_the_timeline(seconds: float | None, shown
     assert repeat.title == f"9 steps repeated: {shown or '50s'}"
 
 
-def test_only_placed_pods_hold_gpus_and_only_stepping_ones_train() -> None:
+def test_only_placed_pods_hold_gpus_and_only_pods_that_take_steps_train() -> None:
     body = record(0, NOW)
     body["spec"] |= {"nodes": 3, "gpusPerNode": 8}
     slots = [{"state": "Created"}, {"state": "Created", "node": "n1"}, {"state": "Running", "node": "n2"}]
@@ -743,7 +745,7 @@ def test_a_later_job_of_the_same_name_has_separate_curves(names: list[str]) -> N
     assert list(fleet.samples(("default", body["metadata"]["name"])).steps) == [9]
 
 
-def test_plain_text_cannot_control_a_terminal() -> None:
+def test_plain_text_responses_cannot_control_a_terminal() -> None:
     assert plain("a\x1b[1;31mred\x1b[0m\tb\r\n\x1b]0;title\x07c\x00\u202ed") == "ared\tb\ncd"
 
 
@@ -799,6 +801,6 @@ def test_backticks_become_code_and_a_job_cannot_write_html_in_them() -> None:
     assert EVIL not in with_code(f"`{EVIL}`") and "<script" not in with_code(f"`{EVIL}`")
 
 
-def test_an_accuracy_is_in_percent_as_in_the_terminal() -> None:
+def test_an_accuracy_is_shown_in_percent_as_in_the_terminal() -> None:
     status = JobStatus.read({"progress": {"metrics": {"accuracy": 0.8291, "lr": 0.1, "top5": 0.9}}})
     assert metrics_of(status) == [("accuracy", "82.91%"), ("lr", "0.1"), ("top5", "0.9")]

@@ -1,4 +1,4 @@
-"""The dashboard of a cluster: each viewer sees only what the API server lets the viewer's own token
+"""The dashboard of a cluster: viewers see only objects that the API server lets their own tokens
 read.
 """
 
@@ -28,8 +28,8 @@ ROOT = "/apis/ddpjob.io/v1alpha1"
 
 
 class Rbac:
-    """An API server that knows tokens and the namespaces that each may list (`*` means all). It
-    serves jobs, pods and events.
+    """An API server with a set of tokens, and the namespaces that each of them may list (`*` means
+    all). It serves jobs, pods and events.
     """
 
     def __init__(self) -> None:
@@ -158,10 +158,10 @@ async def test_two_viewers_see_different_namespaces(cluster: tuple[Rbac, str]) -
             assert f"user-of-{token}" in page
         status, page = await visitor.ask("/", "admin")
         assert all(name in page for name in ("alpha", "beta", "gamma")) and "all namespaces" in page
-    assert {token for token, _ in rbac.asked} == {"ann", "bob", "admin"}, "no request without a viewer's token"
+    assert {token for token, _ in rbac.asked} == {"ann", "bob", "admin"}, "no request is sent without a viewer's token"
 
 
-async def test_each_row_names_its_namespace_if_there_are_several(cluster: tuple[Rbac, str]) -> None:
+async def test_each_row_names_its_namespace_if_there_are_several_namespaces(cluster: tuple[Rbac, str]) -> None:
     """Regression: the column was missing if a filter or a page contained only the jobs of one
     namespace.
     """
@@ -202,10 +202,12 @@ async def test_pages_read_by_one_viewer_are_not_served_to_another(cluster: tuple
         before = len(rbac.asked)
         assert (await visitor.ask("/jobs/team-a/alpha", "carl"))[0] == 200
         assert all(token == "carl" for token, _ in rbac.asked[before:])
-        assert any(path.endswith("/ddpjobs/alpha") for _, path in rbac.asked[before:]), "carl's own token has read it"
+        assert any(path.endswith("/ddpjobs/alpha") for _, path in rbac.asked[before:]), (
+            "carl's own token has read this page"
+        )
 
 
-async def test_a_page_is_gone_when_its_viewers_rights_end(
+async def test_a_page_is_no_longer_served_when_its_viewers_rights_end(
     cluster: tuple[Rbac, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rbac, url = cluster
@@ -223,7 +225,7 @@ async def test_a_page_is_gone_when_its_viewers_rights_end(
         assert not gate._views
 
 
-async def test_a_stream_ends_with_its_token(cluster: tuple[Rbac, str], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_ends_when_its_token_expires(cluster: tuple[Rbac, str], monkeypatch: pytest.MonkeyPatch) -> None:
     rbac, url = cluster
     monkeypatch.setattr(viewers, "TRUST_SECONDS", 0.1)
     async with opened(url, "team-a") as (visitor, _):
@@ -256,7 +258,7 @@ async def test_an_error_while_checking_one_token_does_not_stop_the_checks(
         assert not faults
 
 
-async def test_a_session_is_signed_in_and_out(cluster: tuple[Rbac, str]) -> None:
+async def test_a_viewer_can_sign_in_and_out(cluster: tuple[Rbac, str]) -> None:
     _, url = cluster
     async with opened(url) as (visitor, gate):
         status, page = await visitor.sign_in("made-up")
@@ -273,7 +275,7 @@ async def test_a_session_is_signed_in_and_out(cluster: tuple[Rbac, str]) -> None
         assert (await visitor.ask("/"))[0] == 401 and not gate._views and not gate._sessions
 
 
-async def test_a_pasted_token_is_forgotten_after_its_time(
+async def test_a_pasted_token_is_forgotten_after_a_time_limit(
     cluster: tuple[Rbac, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: if a user did not return, the token stayed in memory until the server ended."""
@@ -289,11 +291,11 @@ async def test_a_pasted_token_is_forgotten_after_its_time(
         assert not gate._sessions and not gate._views
 
 
-async def test_nothing_is_kept_of_a_token_that_is_no_longer_used(
+async def test_no_data_is_kept_about_a_token_that_is_no_longer_used(
     cluster: tuple[Rbac, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A proxy sends a new token every few minutes. Regression: a lock was kept for each, and the
-    memory grew.
+    """A proxy sends a new token every few minutes. Regression: a lock was kept for each token, so
+    the memory grew.
     """
     _, url = cluster
     monkeypatch.setattr(viewers, "TRUST_SECONDS", 0.05)
@@ -308,7 +310,7 @@ async def test_nothing_is_kept_of_a_token_that_is_no_longer_used(
         assert not gate._views and not gate._locks
 
 
-async def test_another_site_can_neither_sign_in_nor_read(cluster: tuple[Rbac, str]) -> None:
+async def test_another_website_can_neither_sign_in_nor_read_pages(cluster: tuple[Rbac, str]) -> None:
     _, url = cluster
     async with opened(url, "team-a") as (visitor, gate):
         evil = {"Origin": "https://evil.example"}
@@ -316,7 +318,9 @@ async def test_another_site_can_neither_sign_in_nor_read(cluster: tuple[Rbac, st
         assert (await visitor.sign_in("ann", **{"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}))[
             0
         ] == 403
-        assert (await visitor.ask("/sign-in", method="POST", data={"token": "ann"}))[0] == 403, "without an origin"
+        assert (await visitor.ask("/sign-in", method="POST", data={"token": "ann"}))[0] == 403, (
+            "a request without an Origin header is refused"
+        )
         assert not gate._sessions
         assert (await visitor.sign_in("ann"))[0] == 303
         assert (await visitor.ask("/sign-out", method="POST", headers=evil))[0] == 403
@@ -325,7 +329,7 @@ async def test_another_site_can_neither_sign_in_nor_read(cluster: tuple[Rbac, st
         assert (await visitor.ask("/", headers={"Host": "evil.example"}))[0] == 421
 
 
-async def test_a_token_is_accepted_only_over_a_connection_that_others_cannot_read(cluster: tuple[Rbac, str]) -> None:
+async def test_a_token_is_accepted_only_over_https_or_loopback(cluster: tuple[Rbac, str]) -> None:
     rbac, url = cluster
     async with opened(url, "team-a", names=("jobs.example.com",)) as (visitor, _):
         for headers in (
@@ -347,7 +351,7 @@ async def test_a_token_is_accepted_only_over_a_connection_that_others_cannot_rea
             assert "Secure" in cookie and "HttpOnly" in cookie and "Path=/" in cookie
 
 
-async def test_one_users_tokens_do_not_displace_other_users(
+async def test_one_users_many_tokens_do_not_displace_other_users_sessions(
     cluster: tuple[Rbac, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, url = cluster
@@ -362,7 +366,7 @@ async def test_one_users_tokens_do_not_displace_other_users(
 
 
 @pytest.mark.parametrize("namespaces", [1, 8])
-async def test_a_tenants_service_accounts_do_not_displace_other_users(
+async def test_a_tenants_many_service_accounts_do_not_displace_other_users(
     cluster: tuple[Rbac, str], monkeypatch: pytest.MonkeyPatch, namespaces: int
 ) -> None:
     """Each of them has a stream open, in one namespace or in several. They do not lock out other
@@ -429,7 +433,7 @@ async def test_a_page_asks_to_sign_in_again_if_its_session_was_closed(
         assert status == 401 and "Open the page again" in page
 
 
-async def test_no_command_is_run_in_a_pod(cluster: tuple[Rbac, str]) -> None:
+async def test_the_dashboard_runs_no_command_in_a_pod(cluster: tuple[Rbac, str]) -> None:
     rbac, url = cluster
     async with opened(url, "team-a") as (visitor, _):
         status, curves = await visitor.ask("/jobs/team-a/alpha/curves?pods=1", "ann")

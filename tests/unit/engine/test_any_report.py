@@ -1,4 +1,4 @@
-"""Any response of a coordinator either is not a report, or allows a decision."""
+"""A response of a coordinator is either refused as a report, or can be decided on."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ANYTHING = st.recursive(
 
 
 def record(kind: Any) -> st.SearchStrategy[dict[str, Any]]:
-    """Draw content of the record's fields, sometimes of a wrong type."""
+    """Draw content for the record's fields, sometimes of a wrong type."""
     types = typing.get_type_hints(kind)
     fields = {
         key: value(types[name]) if key != "generation" else st.just(0) for name, key, *_ in protocol._layout(kind)
@@ -47,7 +47,7 @@ def record(kind: Any) -> st.SearchStrategy[dict[str, Any]]:
 
 
 def value(kind: Any) -> st.SearchStrategy[Any]:
-    """Draw a value of this type, with unlikely but valid ones."""
+    """Draw a value of this type, including unlikely but valid values."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Union:
         return st.none() | value(arguments[0])
@@ -92,8 +92,8 @@ JOB = a_job()
 
 
 def check(body: bytes) -> protocol.Report | None:
-    """Read the response. If it is a report, decide twice, the second time from the status that the
-    first decision wrote.
+    """Read the response. If it is a report, decide twice. The second decision starts from the
+    status that the first one wrote.
     """
     try:
         report = read_report(body, NOW, JOB.spec.pods)
@@ -101,7 +101,7 @@ def check(body: bytes) -> protocol.Report | None:
         return None
     first = decide(JOB, world(report), NOW)
     written = json.dumps(first.status.write(JOB.spec), allow_nan=False)
-    assert len(written) < 500_000, "the API server takes no larger one"
+    assert len(written) < 500_000, "the API server does not accept a larger status"
     assert all(len(event.message.encode(errors="replace")) <= 1000 for event in first.events)
     decide(replace(JOB, status=first.status), world(report), NOW + timedelta(seconds=1))
     return report
@@ -115,7 +115,7 @@ def test_a_report_with_any_content_can_be_decided_on(body: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("message", ["", ": : ", "\n", " "])
 @pytest.mark.parametrize("kind", ["Hang", "WorkerFailed", "PeerLost"])
-def test_an_incident_may_have_no_message(kind: str, message: str) -> None:
+def test_an_incident_without_a_message_can_be_decided_on(kind: str, message: str) -> None:
     incident = {"id": 1, "time": "2022-10-31T14:13:20.000Z", "kind": kind, "message": message}
     body = {"generation": 0, "state": "Forming", "nodes": 2, "minNodes": 2, "backoff": [], "incidents": [incident]}
     assert check(json.dumps(body).encode()) is not None

@@ -1,4 +1,4 @@
-"""The order and the pace in which a decision is carried out."""
+"""The order and the concurrency in which a decision's actions are carried out."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Action = Any
 
 
 class Recording:
-    """A `Cluster` that records its calls and how many run at the same time."""
+    """A `Cluster` that records its calls, and how many of them run at the same time."""
 
     platform = Platform(operator_key=b"key")
 
@@ -70,12 +70,12 @@ class Recording:
 
 
 async def applied(cluster: Recording, *actions: Action, events: int = 0) -> list[str]:
-    """Return the calls in the order in which they started, and the rejected calls."""
+    """Carry out the decision, and return the objects that were rejected."""
     decision = Decision(JOB.status, actions, tuple(Event(False, "Reason", str(n)) for n in range(events)))
     return [r.object for r in (await apply(cluster, JOB, decision)).rejections]  # type: ignore[arg-type]
 
 
-async def test_deletions_come_before_creations() -> None:
+async def test_deletions_are_carried_out_before_creations() -> None:
     cluster = Recording()
     await applied(cluster, CreateService(), CreateNode(0, 1), DeletePod("job-0-0", "uid", 0), events=1)
     assert cluster.begun == ["delete job-0-0", "create job", "create job-0-1", "record 0"]
@@ -84,7 +84,7 @@ async def test_deletions_come_before_creations() -> None:
 async def test_pods_are_created_in_growing_batches_until_one_is_refused() -> None:
     cluster = Recording(room=4)
     rejected = await applied(cluster, CreateCoordinator(), *(CreateNode(index, 0) for index in range(100)))
-    assert len(cluster.begun) == 2 + 4, "the batch that met the quota was the last"
+    assert len(cluster.begun) == 2 + 4, "no batch follows the one that hit the quota"
     assert len(rejected) == 2
     cluster = Recording(room=4)
     assert len(await applied(cluster, *(CreateNode(index, 0) for index in range(100)))) == 3
@@ -95,14 +95,14 @@ async def test_pods_are_created_in_growing_batches_until_one_is_refused() -> Non
     assert cluster.most == CONCURRENT
 
 
-async def test_deletions_and_events_are_sent_together_in_a_limited_number() -> None:
+async def test_deletions_and_events_are_sent_with_limited_concurrency() -> None:
     cluster = Recording()
     await applied(cluster, *(DeletePod(f"job-{index}-0", "uid") for index in range(100)), events=100)
     assert len(cluster.begun) == 200
     assert cluster.most == CONCURRENT
 
 
-async def test_an_unresponsive_coordinator_delays_a_reconcile_for_a_bounded_time(monkeypatch: Any) -> None:
+async def test_an_unresponsive_coordinator_delays_a_reconcile_only_for_a_bounded_time(monkeypatch: Any) -> None:
     monkeypatch.setattr(apply_module, "MESSAGES_SECONDS", 0.1)
     cluster = Recording(seconds=0.09)
     loop = asyncio.get_running_loop()

@@ -1,5 +1,5 @@
-"""The client for coordinators, against servers on loopback: its requests, and that no response
-raises an exception.
+"""The client for coordinators, with servers on loopback: its requests, and that no response can
+raise an exception.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ async def listening(handle: Handler, host: str = "127.0.0.1") -> AsyncIterator[s
 
 
 def proof_of(request: web.Request, content: bytes) -> dict[str, str]:
-    """Return the header that proves a response to be the job's coordinator's. The request names no
-    instance yet.
+    """Return the header that proves that a response is from the job's coordinator. The request
+    names no instance yet.
     """
     parts = "answer", "", request.headers[protocol.NONCE_HEADER], content
     return {protocol.PROOF_HEADER: protocol.seal(TOKEN, *parts)}
@@ -76,7 +76,7 @@ async def answering(answer: Any, status: int = 200) -> AsyncIterator[Target]:
 
 @asynccontextmanager
 async def coordinator(token: str = TOKEN, host: str = "127.0.0.1") -> AsyncIterator[tuple[str, Server]]:
-    """Start the coordinator itself. Yields host:port."""
+    """Start a real coordinator. Yields host:port."""
     server = Server(CoordinatorSettings(2, 2, 3), token, store_ready=True)
     listener = await asyncio.start_server(server.serve, host, 0, limit=protocol.MAX_LINE)
     port = listener.sockets[0].getsockname()[1]
@@ -88,8 +88,8 @@ async def coordinator(token: str = TOKEN, host: str = "127.0.0.1") -> AsyncItera
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do not count a request as lost on a busy machine, where coordinator and operator share this
-    process.
+    """Use long timeouts, because coordinator and operator share this process, which may be slow on
+    a busy machine.
     """
     for name in ("SECONDS", "CONNECT_SECONDS"):
         monkeypatch.setattr(f"ddpjob.engine.coordinator_client.{name}", 60.0)
@@ -102,7 +102,7 @@ async def client() -> AsyncIterator[CoordinatorClient]:
     await made.close()
 
 
-async def test_a_coordinator_and_the_operator_prove_to_each_other_that_they_know_the_token(
+async def test_coordinator_and_operator_prove_to_each_other_that_they_know_the_token(
     client: CoordinatorClient,
 ) -> None:
     async with coordinator() as (endpoint, server):
@@ -116,15 +116,17 @@ async def test_a_coordinator_and_the_operator_prove_to_each_other_that_they_know
         assert await client.report(target) is not None
 
 
-async def test_a_change_between_the_request_and_the_wait_is_seen() -> None:
-    """Otherwise a long poll would be held until the change after it."""
+async def test_a_change_just_before_a_long_poll_begins_is_reported() -> None:
+    """Otherwise, the long poll would be held until the next change."""
     server = Server(CoordinatorSettings(2, 2, 3), TOKEN, store_ready=True)
     waiting = asyncio.ensure_future(server.wait_for_change())
     server.coordinator.resize(5, 4)
     await asyncio.wait_for(waiting, 1)
 
 
-async def test_simultaneous_messages_arrive(client: CoordinatorClient, caplog: pytest.LogCaptureFixture) -> None:
+async def test_messages_sent_at_the_same_time_all_arrive(
+    client: CoordinatorClient, caplog: pytest.LogCaptureFixture
+) -> None:
     """All of them are sent before the coordinator's instance is known."""
     async with coordinator() as (endpoint, server):
         target = Target(endpoint, TOKEN)
@@ -148,7 +150,7 @@ async def test_the_report_of_a_different_job_is_not_trusted(
     assert "does not prove" in caplog.records[0].getMessage()
 
 
-async def test_a_stranger_gets_neither_the_token_nor_a_proof_that_is_valid_elsewhere(client: CoordinatorClient) -> None:
+async def test_a_stranger_gets_neither_the_token_nor_a_reusable_proof(client: CoordinatorClient) -> None:
     heard: list[tuple[str, str, dict[str, str]]] = []
 
     async def handle(request: web.Request) -> web.Response:
@@ -184,7 +186,7 @@ async def test_a_stranger_gets_neither_the_token_nor_a_proof_that_is_valid_elsew
     ],
     ids=lambda value: str(value)[:40],
 )
-async def test_a_response_that_breaks_the_contract_is_not_a_report(
+async def test_a_response_that_violates_the_protocol_is_refused(
     client: CoordinatorClient, answer: Any, status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with answering(answer, status) as target:
@@ -210,7 +212,7 @@ async def test_a_compressed_response_is_not_decompressed(client: CoordinatorClie
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.05], ids=["flood", "drip"])
-async def test_an_endless_response_is_aborted(
+async def test_reading_an_endless_response_is_aborted(
     client: CoordinatorClient, pause: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ddpjob.engine.coordinator_client.SECONDS", 0.5)
@@ -235,7 +237,7 @@ async def test_an_endless_response_is_aborted(
 
 
 @pytest.mark.parametrize("status", [302, 307])
-async def test_no_redirect_is_followed(client: CoordinatorClient, status: int) -> None:
+async def test_redirects_are_not_followed(client: CoordinatorClient, status: int) -> None:
     seen: list[str] = []
 
     async def elsewhere(request: web.Request) -> web.Response:
@@ -254,7 +256,7 @@ async def test_no_redirect_is_followed(client: CoordinatorClient, status: int) -
     assert seen == []
 
 
-async def test_a_refused_connection_is_reported(client: CoordinatorClient) -> None:
+async def test_a_refused_connection_to_a_coordinator_is_reported(client: CoordinatorClient) -> None:
     async with answering(REPORT) as target:
         pass
     assert await client.report(target) is None
@@ -269,7 +271,7 @@ async def test_an_ipv6_address_is_written_in_brackets(client: CoordinatorClient)
         pytest.skip("this machine has no IPv6")
 
 
-async def test_a_refused_message_is_a_short_warning(
+async def test_a_refused_message_is_logged_as_a_short_warning(
     client: CoordinatorClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with answering({"error": "nodes\n" * 1000}, 400) as target:
@@ -280,7 +282,7 @@ async def test_a_refused_message_is_a_short_warning(
     assert len(text) <= 200 and "\n" not in text
 
 
-async def test_the_client_is_created_outside_of_an_event_loop_and_closed_unused() -> None:
+async def test_a_client_that_was_never_used_can_be_closed() -> None:
     await CoordinatorClient().close()
 
 
@@ -291,9 +293,9 @@ def written(**changes: Any) -> bytes:
     return json.dumps(REPORT | changes).encode()
 
 
-def test_times_of_the_coordinators_clock_are_converted() -> None:
-    """The coordinator's clock is 40 s slow, and an event 2 s ago by its clock happened 2 s ago by
-    ours.
+def test_times_by_the_coordinators_clock_are_converted() -> None:
+    """The coordinator's clock is 40 s slow. An event that happened 2 s ago by its clock happened 2
+    s ago by the operator's clock.
     """
     behind = NOW - timedelta(seconds=40)
     ago = protocol.iso(behind - timedelta(seconds=2))
@@ -312,7 +314,7 @@ def test_times_of_the_coordinators_clock_are_converted() -> None:
     assert report.backoff_until == NOW + timedelta(seconds=5)
 
 
-def test_a_difference_that_the_network_may_explain_changes_nothing() -> None:
+def test_clock_differences_as_small_as_network_delays_are_ignored() -> None:
     """Otherwise the same times would differ a little in each report, and each would cause a write
     of the status.
     """
@@ -368,7 +370,7 @@ def test_a_report_of_one_pod_keeps_less_than_half_a_megabyte(length: int) -> Non
     assert report.incidents and kept < 500_000
 
 
-def test_short_strings_keep_their_emoji_and_long_ones_their_length() -> None:
+def test_short_strings_keep_their_emoji_and_long_strings_their_length() -> None:
     incident = {"time": protocol.iso(NOW), "kind": "Hang", "message": "🤗 says no"}
     long = {"id": 2, **incident, "traceback": "🤗" * 2999 + "!"}
     [first, second] = read_report(written(incidents=[{"id": 1, **incident}, long]), NOW).incidents

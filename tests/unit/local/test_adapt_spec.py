@@ -1,4 +1,4 @@
-"""The fields of a spec that one machine can follow, and the messages about the others."""
+"""The fields of a spec that apply on one machine, and the messages about fields that do not."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("gpus")
-def test_gpus_are_divided_among_the_nodes(tmp_path: Path) -> None:
+def test_the_machines_gpus_are_divided_among_the_nodes(tmp_path: Path) -> None:
     found = fitted(tmp_path, nodes=2, gpusPerNode=2)
     assert [found.visible_gpus(index) for index in (0, 1)] == ["0,1", "2,3"]
     assert not any("gpusPerNode" in warning for warning in found.warnings)
@@ -108,7 +108,7 @@ def test_without_a_working_nvidia_smi_training_uses_the_cpu(
 
 
 @pytest.mark.usefixtures("gpus")
-def test_a_warning_of_nvidia_smi_is_not_a_gpu(tmp_path: Path) -> None:
+def test_a_warning_of_nvidia_smi_is_not_counted_as_a_gpu(tmp_path: Path) -> None:
     (tmp_path / "bin" / "nvidia-smi").write_bytes(b"#!/bin/sh\nprintf 'WARNING: infoROM \\377\\n0\\n1\\n'\n")
     assert usable_gpus() == ("0", "1")
 
@@ -136,7 +136,7 @@ def test_data_of_a_host_path_that_exists_here_is_used(tmp_path: Path) -> None:
     assert not any("spec.storage.data" in warning for warning in found.warnings)
 
 
-def test_the_data_option_takes_precedence(tmp_path: Path) -> None:
+def test_the_data_option_takes_precedence_over_the_manifest(tmp_path: Path) -> None:
     found = fitted(tmp_path, Options(data=tmp_path))
     assert found.data == tmp_path
     assert found.spec.storage.data is not None and not found.problems
@@ -175,7 +175,7 @@ def test_settings_that_need_a_cluster_are_reported_by_their_field(tmp_path: Path
     }
     more = {"network": {"interface": "eth1"}, "notify": {"receiver": "team"}, "rankOrder": ["example.com/rack"]}
     found = fitted(tmp_path, envFrom=[{"secretRef": {"name": "wandb"}}], podTemplate=template, **more)
-    assert found.spec.network.interface is None, "the loopback has another name"
+    assert found.spec.network.interface is None, "the loopback interface has another name"
     assert found.spec.rank_order == (), "no operator would notify the coordinator"
     assert found.spec.notify is None, "there is no operator that knows the receiver"
     fields = {warning.split(":")[0] for warning in found.warnings}
@@ -240,7 +240,7 @@ def test_bucket_data_has_a_separate_folder_below_the_jobs_folder(
     assert given.spec.storage.data is not None and given.spec.storage.data.url is None
 
 
-def test_a_missing_module_is_reported(tmp_path: Path) -> None:
+def test_a_missing_python_module_is_reported(tmp_path: Path) -> None:
     (tmp_path / "there.py").touch()
     where = f"neither in {tmp_path} nor installed in this Python"
     assert (
@@ -272,7 +272,7 @@ def test_a_command_that_is_not_executable_is_refused(tmp_path: Path) -> None:
 CODE = {"archive": "s3://team/code/a.tar.gz", "digest": "sha256:" + "0a" * 32}
 
 
-def test_code_from_a_bucket_is_looked_for_in_the_folder_that_it_is_fetched_to(tmp_path: Path) -> None:
+def test_the_script_is_expected_in_the_folder_to_which_code_is_fetched(tmp_path: Path) -> None:
     fetched = tmp_path / "j" / "fetched-code" / ("0a" * 8)
     for script, folder, expected in (
         ("src/new.py", None, ("src/new.py", fetched)),

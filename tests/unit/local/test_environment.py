@@ -1,5 +1,5 @@
-"""A container's environment and arguments on one machine, as Kubernetes documents $(NAME) and
-the downward API.
+"""A container's environment and arguments on one machine, with $(NAME) and the downward API as
+Kubernetes documents them.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ POD = {
         ("100$", "100$"),
     ],
 )
-def test_references_are_expanded_as_kubernetes_does(text: str, expected: str) -> None:
+def test_references_to_variables_are_expanded_as_kubernetes_does(text: str, expected: str) -> None:
     assert expand(text, {"A": "1", "B": "2"}) == expected
 
 
-def test_a_variable_may_use_earlier_ones_only() -> None:
+def test_a_variable_may_refer_only_to_earlier_variables() -> None:
     container = {"env": [{"name": "A", "value": "$(B)"}, {"name": "B", "value": "b"}, {"name": "C", "value": "$(B)c"}]}
     assert manifest_variables(POD, container) == {"A": "$(B)", "B": "b", "C": "bc"}
 
@@ -61,7 +61,7 @@ def test_references_to_pod_fields_are_resolved() -> None:
     assert field_value(POD, "status.startTime") is None
 
 
-def test_variables_of_a_surrounding_job_are_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_a_job_that_runs_this_job_are_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DDPJOB_COORDINATOR", "elsewhere:1")
     monkeypatch.setenv("RANK", "7")
     monkeypatch.setenv("RANKING", "kept")

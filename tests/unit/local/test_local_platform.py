@@ -9,7 +9,7 @@ from ddpjob.local.local_platform import NoFreePorts, free_ports
 
 
 def test_two_runs_that_start_together_use_different_ports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None of the ports is in use yet. Regression: the second run's coordinators ended one after
+    """None of the ports is in use yet. Regression: the second run's coordinators failed one after
     another, forever.
     """
     first, mark = free_ports()

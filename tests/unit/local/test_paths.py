@@ -18,7 +18,7 @@ from ddpjob.local.paths import JobFolder, runs_folder
         ("epoch-1/model.pt", True),
     ],
 )
-def test_curves_alone_are_not_a_checkpoint(tmp_path: Path, file: str, resumable: bool) -> None:
+def test_a_folder_with_only_curves_does_not_count_as_a_checkpoint(tmp_path: Path, file: str, resumable: bool) -> None:
     """Regression: a script that reports but never saves was said to resume, although it started
     from scratch.
     """

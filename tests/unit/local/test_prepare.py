@@ -9,9 +9,9 @@ from ddpjob.local.paths import JobFolder
 from ddpjob.local.runner import prepare
 
 
-def test_starting_fresh_moves_checkpoints_behind_a_link_within_the_target(tmp_path: Path) -> None:
-    """Regression: the link itself was moved. A relative link then led nowhere, and new checkpoints
-    filled the smaller disk.
+def test_a_fresh_start_moves_checkpoints_within_the_target_of_a_linked_folder(tmp_path: Path) -> None:
+    """Regression: the link itself was moved. Afterwards, a relative link led nowhere, and new
+    checkpoints filled the smaller disk.
     """
     large, folder = tmp_path / "large", JobFolder(tmp_path / "runs" / "j")
     large.mkdir()

@@ -15,8 +15,8 @@ environment.
 
 
 def test_a_process_that_is_executing_another_program_is_found() -> None:
-    """Otherwise the process would outlive its container, because only processes that are found in
-    one pass are killed.
+    """Otherwise, the process would outlive its container, because only processes found in a single
+    pass are killed.
     """
     mark = {"DDPJOB_UID": f"changing-{os.getpid()}"}
     started = [subprocess.Popen(["sh", "-c", CHANGING, CHANGING], env={**os.environ, **mark}) for _ in range(4)]
@@ -40,8 +40,8 @@ def test_a_process_without_any_environment_is_not_found() -> None:
 
 
 def test_an_orphan_that_reuses_the_id_of_a_reaped_process_is_reaped_too() -> None:
-    """Process ids are reused. Regression: the orphan was considered its owner's child, whose poll()
-    reaps nothing.
+    """Process ids are reused. Regression: the orphan was taken for a child of the code that had
+    owned the id, so nothing reaped it.
     """
     ended = subprocess.Popen(["true"])
     ended.wait()

@@ -31,8 +31,8 @@ def test_the_process_of_a_starting_run_is_known_immediately(tmp_path: Path, monk
 
 
 def test_an_unreadable_request_does_not_end_the_training(tmp_path: Path) -> None:
-    """The command has given up and removed it, `sudo` with a strict umask wrote it, or it is not
-    one of our requests.
+    """The command may have given up and removed its request, `sudo` with a strict umask may have
+    written it, or it may not be a request at all.
     """
     folder = JobFolder(tmp_path)
     folder.requests.mkdir()
@@ -44,8 +44,8 @@ def test_an_unreadable_request_does_not_end_the_training(tmp_path: Path) -> None
 
 
 def test_a_run_creates_the_folder_for_its_requests(tmp_path: Path) -> None:
-    """Otherwise the first command creates it, perhaps with `sudo`, and the run cannot remove the
-    request from it.
+    """Otherwise, the first command would create it, perhaps with `sudo`, and the run could not
+    remove requests from it.
     """
     folder = JobFolder(tmp_path)
     for _ in range(2):
@@ -54,7 +54,7 @@ def test_a_run_creates_the_folder_for_its_requests(tmp_path: Path) -> None:
         (folder.requests / "1-1.json").write_text("left by a run that was killed")
 
 
-def test_a_file_is_utf_8_in_any_locale(tmp_path: Path) -> None:
+def test_files_are_written_in_utf_8_in_any_locale(tmp_path: Path) -> None:
     """Python reads the script of a submitted function as UTF-8."""
     code = (
         "from pathlib import Path; from ddpjob.local.record import write_atomically; "

@@ -13,7 +13,7 @@ def report(**progress: int) -> Report:
     return Report(1, CoordinatorState.RUNNING, 2, 2, (1.0, 60.0), progress=progress, recovery=recovery)
 
 
-def test_a_job_that_has_completed_no_step_has_no_stall() -> None:
+def test_no_stall_is_printed_for_a_job_without_completed_steps() -> None:
     cluster = SimpleNamespace(stalls=[])
     ProcessCluster._note_stall(cluster, report())  # type: ignore[arg-type]
     assert cluster.stalls == []

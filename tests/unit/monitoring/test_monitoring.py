@@ -1,5 +1,5 @@
-"""The page of metrics, the alerts and the dashboards match the exported metrics, as promtool reads
-them.
+"""The documentation of metrics, the alerts and the dashboards match the exported metrics. promtool
+checks the alerts.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def promtool(*words: str, given: str = "", folder: Path | None = None) -> None:
 
 
 def exported() -> str:
-    """Return the operator's response to Prometheus, without the Python client's metrics of the
-    process.
+    """Return the operator's response to Prometheus, without the process metrics that the Python
+    client adds.
     """
     text = generate_latest(REGISTRY).decode()
     return "".join(line + "\n" for line in text.splitlines() if " python_" not in line and "ddpjob_" in line)
@@ -80,14 +80,14 @@ def test_the_page_lists_all_families_of_a_scrape() -> None:
     scraped = set(re.findall(r"^(ddpjob_\w+)[{ ]", exported(), flags=re.MULTILINE))
     assert scraped and scraped <= documented
     made = {f"{each.name}_total" if each.type == "counter" else each.name for each in SERIES.describe()}
-    assert made <= documented, "the families of single jobs, because there are no jobs"
+    assert made <= documented, "only the families of single jobs are missing, because there are no jobs"
     own = {family.name for family in METRICS["coordinators"]()} - {"ddpjob_last_recovery_seconds"}
     assert set(re.findall(r"^(ddpjob_\w+){", a_report(), flags=re.MULTILINE)) >= own - {"ddpjob_members"}
 
 
 def test_the_page_lists_every_family_of_the_trainer(tmp_path: Path) -> None:
-    """The page has the labels that a scrape finds, for everything that the reporter passes to its
-    sinks.
+    """For every figure that the reporter passes to its sinks, the page has the labels that a scrape
+    finds.
     """
     machines = Machines([1.0, 2.0], [1.0, 2.0], [0.1, 0.1], [1.0, 1.0], {"data": 0.1, "forward": 0.2})
     status = TrainingStatus(1, 2, 3, 4, 0.5, 0.1, 100.0, 60.0, 0.1, mfu=0.4, phases=machines.phases)
@@ -104,12 +104,12 @@ def test_the_page_lists_every_family_of_the_trainer(tmp_path: Path) -> None:
     assert documented["ddpjob_train_phase_seconds"] == {*trainer.LABELS, "phase"}
 
 
-def test_names_follow_the_conventions_of_prometheus() -> None:
+def test_metric_names_follow_the_conventions_of_prometheus() -> None:
     promtool("check", "metrics", given=exported())
     promtool("check", "metrics", given=a_report())
 
 
-def test_a_name_has_the_same_meaning_everywhere() -> None:
+def test_a_metric_name_has_the_same_meaning_everywhere() -> None:
     """Programs that export the same metric use the same name, type and job labels. The help may
     differ.
     """
@@ -140,7 +140,7 @@ def test_the_page_lists_the_reasons_of_failures() -> None:
 # --- alerts
 
 
-def test_promtool_accepts_the_alerts_and_plays_their_cases(tmp_path: Path) -> None:
+def test_promtool_accepts_the_alerts_and_their_test_cases_pass(tmp_path: Path) -> None:
     promtool("check", "rules", str(MONITORING / "alerts.yaml"))
     shutil.copy(MONITORING / "alerts.yaml", tmp_path)
     shutil.copy(Path(__file__).parent / "alerts_test.yaml", tmp_path)
@@ -173,7 +173,7 @@ QUERIES = {rule["alert"]: rule["expr"] for rule in ALERTS} | {
 
 
 @pytest.mark.parametrize("query", QUERIES.values(), ids=QUERIES.keys())
-def test_queries_use_existing_metrics_and_labels(query: str) -> None:
+def test_queries_of_alerts_and_dashboards_use_existing_metrics_and_labels(query: str) -> None:
     known = {series: family for family in METRICS["operators"]() for series in family.series}
     assert names(query) and names(query) <= known.keys()
     for name, labels in re.findall(r"(ddpjob_\w+)\{([^}]*)\}", query):
@@ -184,7 +184,7 @@ def test_queries_use_existing_metrics_and_labels(query: str) -> None:
 
 
 @pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.name)
-def test_a_dashboard_equals_its_programs_output(board: Any) -> None:
+def test_a_dashboard_equals_the_output_of_its_generator(board: Any) -> None:
     text = (MONITORING / "dashboards" / f"{board.name}.json").read_text()
     assert text == DASHBOARDS["render"](board), "run: python docs/generate_dashboards.py"
     made = json.loads(text)
@@ -244,8 +244,8 @@ def _typed(given: dict[str, Any], types: dict[str, type]) -> None:
 
 
 def _at(path: list[str], schema: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the schema of a field of a DDPJob, or of a field below `schema`. An array stands for
-    its items.
+    """Return the schema of a field of a DDPJob, or of a field below `schema`. For an array, return
+    the schema of its items.
     """
     found = schema if schema is not None else {"properties": {"spec": schema_of("spec"), "status": schema_of("status")}}
     for name in path:

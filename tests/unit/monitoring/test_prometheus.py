@@ -88,8 +88,8 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
 
 
 class Prometheus(PrometheusServer):
-    """A server that scrapes the operator twice a second and knows its alerts, which fire without
-    waiting.
+    """A server that scrapes the operator twice a second and evaluates its alerts, which fire
+    without delay.
     """
 
     def __init__(self, folder: Path, target: int, stop_operator: Callable[[], None]) -> None:
@@ -123,9 +123,9 @@ class Prometheus(PrometheusServer):
             try:
                 if holds():
                     return
-            except OSError:  # it does not listen yet
+            except OSError:  # the server does not listen yet
                 pass
-            assert time.monotonic() < deadline, f"{what}: not in time; firing: {self.firing()}"
+            assert time.monotonic() < deadline, f"{what}: not true in time; firing: {self.firing()}"
             time.sleep(0.2)
 
     def wait_for_scrapes(self, count: int) -> None:
@@ -161,7 +161,7 @@ def prometheus(tmp_path: Path, fleet: Fleet) -> Iterator[Prometheus]:
 
 
 def play_faults(fleet: Fleet) -> None:
-    """Play faults of jobs between two scrapes."""
+    """Simulate faults of jobs between two scrapes."""
     fleet.becomes("good", running(step=30, restarts=1, broke=True))
     fleet.becomes("good", running(step=30, restarts=1))
     fleet.becomes(
@@ -183,7 +183,7 @@ def play_faults(fleet: Fleet) -> None:
     for _ in range(50):
         operator_metrics.RECONCILE_SECONDS.labels("done").observe(0.01)
         operator_metrics.API_REQUESTS.labels("PUT", "200").inc()
-    # shown, but too few for an alert
+    # shown on the dashboard, but too few for an alert
     operator_metrics.API_REQUESTS.labels("PUT", "503").inc()
     operator_metrics.WATCH_ERRORS.labels("pods").inc()
 
@@ -208,8 +208,8 @@ def copied(seconds_ago: float) -> dict[str, float]:
 
 def concrete(query: str) -> str:
     """Run a query as Grafana sends it, for the healthy job."""
-    # Longer than Grafana's range: past events have no series, and on a busy machine the faults are
-    # soon past.
+    # The range is longer than Grafana's. Past events have no series, and on a busy machine the
+    # faults would soon be out of range.
     values = {"__rate_interval": "1h", "__range": "1h", "job_name": "good"}
     query = re.sub(r'=~"\$namespace"', '=~".*"', query).replace("$namespace", "team")
     return re.sub(r"\$(\w+)", lambda match: values[match[1]], query)
@@ -238,7 +238,7 @@ def test_queries_have_data_and_alerts_fire_for_their_faults(
 
     for restarts in range(1, 9):  # One after the other, because simultaneous ones count as one restart.
         fleet.becomes("loop", running(restarts=restarts))
-        prometheus.wait_for_scrapes(2)  # The first scrape may get a text that was rendered before.
+        prometheus.wait_for_scrapes(2)  # The first scrape may get a page that was rendered before.
     play_faults(fleet)
     expected = {
         ("DDPJobFailed", "bad"),
@@ -259,7 +259,9 @@ def test_queries_have_data_and_alerts_fire_for_their_faults(
     empty = [query for query in queries if not has_data(prometheus, concrete(query))]
     assert not empty, "\n".join(empty)
     found = prometheus.query('ddpjob_job_phase{job_name="good"}')
-    assert [sample["metric"]["namespace"] for sample in found] == ["team"], "the job's namespace, not the target's"
+    assert [sample["metric"]["namespace"] for sample in found] == ["team"], (
+        "the label is the job's namespace, not the target's"
+    )
 
     play_faults_of_the_operator()
     monkeypatch.setattr(job_metrics, "MOST_JOBS", 5)

@@ -1,9 +1,9 @@
-"""The operator's arguments for launcher, coordinator and torchrun, as lists, so that a diff shows
-any change.
+"""The arguments that the operator passes to launcher, coordinator and torchrun, recorded so that a
+diff shows any change.
 
 Pods of one generation may be created by several releases of the operator, and they run the runtime
-with which the job began. A pod ends a running job if its arguments differ from its peers', or if
-the older runtime does not know them. So an addition needs a default in every runtime of its
+with which the job began. A new pod whose arguments differ from its peers', or are unknown to the
+older runtime, would end a running job. So an addition needs a default in every runtime of its
 protocol's version, and any other change needs a new version. If a change follows these rules,
 `python tests/unit/objects/test_arguments_of_pods.py` writes the lists again.
 """
@@ -69,7 +69,7 @@ def written(value: Any) -> str:
         ({"gpuResource": "example.com/npu", "backend": "gloo"}, "gloo"),
     ],
 )
-def test_a_script_gets_a_backend_that_torch_knows(spec: Json, backend: str | None) -> None:
+def test_a_script_gets_a_rendezvous_backend_that_torch_accepts(spec: Json, backend: str | None) -> None:
     made = job(**spec)
     env = container(build_node(made, made.status, PLATFORM, 0, 0), "trainer")["env"]
     assert next((e["value"] for e in env if e["name"] == "DDPJOB_BACKEND"), None) == backend

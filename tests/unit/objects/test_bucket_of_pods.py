@@ -22,7 +22,7 @@ def variable(pod: Json, name: str) -> Json:
     return next((v for v in container(pod)["env"] if v["name"] == name), {})
 
 
-def test_each_job_has_a_separate_folder() -> None:
+def test_each_job_has_a_separate_folder_in_its_bucket() -> None:
     assert environment(node(storage=bucket()))["DDPJOB_CHECKPOINT_URL"] == f"{URL}/space/job"
     assert environment(node(storage=bucket(url=f"{URL}/")))["DDPJOB_CHECKPOINT_URL"] == f"{URL}/space/job"
     assert "DDPJOB_CHECKPOINT_URL" not in environment(node())

@@ -32,7 +32,7 @@ def test_a_claim_is_kept_unless_the_job_says_otherwise() -> None:
     assert build_claim(making(whenDeleted="Delete"))["metadata"]["ownerReferences"][0]["uid"] == "uid"
 
 
-def test_the_operators_labels_take_precedence() -> None:
+def test_the_operators_labels_take_precedence_over_those_of_the_claim_template() -> None:
     """This holds even if the CRD of a different release admitted such labels."""
     metadata = {"labels": {"team": "a", "ddpjob.io/job": "other"}, "annotations": {"ddpjob.io/claim-template": "x"}}
     job = making(metadata=metadata)
@@ -47,7 +47,7 @@ def test_the_operators_labels_take_precedence() -> None:
     )
 
 
-def test_the_mark_changes_with_fields_that_need_a_different_claim() -> None:
+def test_the_hash_changes_with_fields_that_need_a_different_claim() -> None:
     mark = template_mark(making())
     assert mark == template_mark(making(uid="later")) == template_mark(making(metadata={"labels": {"a": "b"}}))
     larger = {**SPEC, "resources": {"requests": {"storage": "2Gi"}}}
@@ -81,7 +81,7 @@ def test_each_job_has_a_separate_folder_in_a_claim(volume: dict[str, Any], folde
     assert mount.get("subPath") == (folder if own or "subPath" in volume else None)
 
 
-def test_pods_mount_the_claim() -> None:
+def test_pods_mount_the_claim_that_the_job_created() -> None:
     status = JobStatus(slots=(Slot(),), runtime="r")
     pod = build_node(making(), status, Platform(operator_key=b"k"), 0, 0)["spec"]
     volume = next(v for v in pod["volumes"] if v["name"] == "ddpjob-checkpoints")
@@ -92,7 +92,7 @@ def test_pods_mount_the_claim() -> None:
     assert shared["value"] == "1"
 
 
-def test_a_claim_without_a_template_is_an_error() -> None:
+def test_building_a_claim_without_a_template_is_an_error() -> None:
     job = making()
     bare = replace(job, spec=replace(job.spec, storage=replace(job.spec.storage, checkpoints=None)))
     with pytest.raises(ValueError, match="does not have a claimTemplate"):

@@ -9,7 +9,7 @@ DIGEST = "sha256:" + "0a" * 32
 CODE = {"archive": "s3://team/code/a.tar.gz", "digest": DIGEST}
 
 
-def test_code_is_unpacked_on_a_disk_of_the_pod_where_the_script_starts() -> None:
+def test_code_is_unpacked_to_the_pods_disk_and_the_script_starts_there() -> None:
     pod = node(code=CODE)
     assert {"name": "ddpjob-code", "emptyDir": {}} in pod["spec"]["volumes"]
     assert {"name": "ddpjob-code", "mountPath": "/ddpjob-code"} in container(pod)["volumeMounts"]
@@ -20,7 +20,7 @@ def test_code_is_unpacked_on_a_disk_of_the_pod_where_the_script_starts() -> None
     assert container(node(code=CODE, workingDir="/ddpjob-code/src"))["workingDir"] == "/ddpjob-code/src"
 
 
-def test_keys_of_the_code_are_referenced_under_names_that_no_tool_reads() -> None:
+def test_keys_for_the_code_have_variable_names_that_no_tool_reads() -> None:
     pod = node(code={**CODE, "secretName": "keys", "region": "eu-1", "endpoint": "https://minio:9000"})
     variables = {variable["name"]: variable for variable in container(pod)["env"]}
     assert variables["DDPJOB_CODE_AWS_SECRET_ACCESS_KEY"]["valueFrom"]["secretKeyRef"]["name"] == "keys"

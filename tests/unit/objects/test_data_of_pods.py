@@ -25,7 +25,7 @@ def volume(pod: Json) -> Json:
     return found
 
 
-def test_without_a_cache_each_pod_has_a_disk_that_restricted_namespaces_allow() -> None:
+def test_without_a_cache_each_pod_has_a_volume_that_restricted_namespaces_allow() -> None:
     pod = node(storage=data())
     assert volume(pod) == {"name": "ddpjob-data", "emptyDir": {}}
     assert mount(pod) == {"name": "ddpjob-data", "mountPath": "/data"}
@@ -44,7 +44,7 @@ def test_a_caches_folder_is_named_after_namespace_and_source() -> None:
     assert all(folder.startswith("space/") and ".." not in folder for folder in folders)
 
 
-def test_keys_are_referenced_under_names_that_other_tools_ignore() -> None:
+def test_keys_for_the_data_have_variable_names_that_other_tools_ignore() -> None:
     pod = node(storage=data(secretName="keys", region="eu-central-1", endpoint="https://minio:9000"))
     variables = {v["name"]: v for v in container(pod)["env"]}
     assert variables["DDPJOB_DATA_AWS_ACCESS_KEY_ID"]["valueFrom"] == {

@@ -51,7 +51,7 @@ def test_only_the_init_container_refers_to_a_password() -> None:
     assert variables["DDPJOB_GIT_USER"]["valueFrom"]["secretKeyRef"]["optional"] is True
     assert variables["HTTPS_PROXY"]["value"] == "http://p:1"
     assert "git-login" not in str(container(pod))
-    assert "$(" not in SCRIPT and "$$" not in SCRIPT, "the kubelet would replace them"
+    assert "$(" not in SCRIPT and "$$" not in SCRIPT, "the kubelet would expand references in these values"
 
 
 def test_the_chart_and_the_operator_have_the_same_default_git_image() -> None:
@@ -71,7 +71,7 @@ def server(tmp_path: Path) -> Iterator[GitServer]:
 
 
 def run(folder: Path, code: GitCode, secret: str = "") -> subprocess.CompletedProcess[str]:
-    """Run the init container as a kubelet starts it, with only its own variables."""
+    """Run the init container as a kubelet would start it, with only its own variables."""
     folder.mkdir(exist_ok=True)
     made = build_clone(code, "image", {"name": "c", "mountPath": str(folder)}, ())
     values = {v["name"]: v["value"] for v in made["env"] if "value" in v}
@@ -118,7 +118,7 @@ def test_the_branch_is_fetched_if_a_server_cannot_send_single_commits(server: Gi
     assert done.returncode == 0 and (folder / "train.py").read_text() == "1", done.stderr
 
 
-def test_a_password_is_sent_to_the_repository_and_is_not_kept(server: GitServer, tmp_path: Path) -> None:
+def test_a_password_is_sent_only_to_the_repository_and_is_not_stored(server: GitServer, tmp_path: Path) -> None:
     wanted = commit(server.root / "p", {"train.py": "1"})
     server.private = True
     code = GitCode(url=f"{server.url}/p", commit=wanted, secret_name="s")
@@ -143,7 +143,9 @@ def test_a_commit_that_cannot_be_cloned_is_reported(
     assert done.returncode == 1 and "cannot be fetched" in done.stderr
 
 
-def test_values_are_never_read_as_options_or_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_from_the_spec_are_never_taken_for_options_or_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(git_clone, "PAUSES", "0")
     evil = GitCode(url="--upload-pack=touch pwned", commit="$(touch pwned)", ref="; touch pwned")
     done = run(tmp_path / "c", evil)

@@ -51,7 +51,7 @@ def test_no_pod_contains_the_token(placement: str) -> None:
             assert secret["stringData"][reference["key"]] == PLATFORM.token(made)
 
 
-def test_the_tokens_secret_is_owned_by_its_job_and_named_after_its_content() -> None:
+def test_the_secret_with_the_token_is_owned_by_its_job_and_named_after_its_content() -> None:
     made = job()
     secret = build_token(made, PLATFORM)
     assert secret["metadata"]["ownerReferences"] == [made.owner_reference] and secret["immutable"]
@@ -62,7 +62,7 @@ def test_the_tokens_secret_is_owned_by_its_job_and_named_after_its_content() -> 
         build_token(made, Platform(operator_key=b"another key of the operator"))["metadata"]["name"],
     }
     assert len(names) == 3 and all(name.startswith("job-token-") for name in names)
-    assert PLATFORM.key_mark not in secret["metadata"]["name"], "the mark is in the status, which everybody can read"
+    assert PLATFORM.key_mark not in secret["metadata"]["name"], "the hash is in the status, which everybody can read"
 
 
 def test_processes_of_this_machine_have_the_token_in_their_environment() -> None:
@@ -100,13 +100,13 @@ class At:
 
 
 def selects(selector: Json, labels: Json) -> bool:
-    assert selector.keys() <= {"matchLabels"}, "the evaluator knows nothing else"
+    assert selector.keys() <= {"matchLabels"}, "the evaluator supports no other fields"
     return all(labels.get(key) == value for key, value in selector.get("matchLabels", {}).items())
 
 
 def is_peer(peer: Json, source: At, namespace: str) -> bool:
-    """Whether both selectors of a peer match. Without a namespace selector, the policy's own
-    namespace is meant.
+    """Whether both selectors of a peer match. Without a namespace selector, a peer is in the
+    policy's own namespace.
     """
     assert peer and peer.keys() <= {"namespaceSelector", "podSelector"}
     there = peer.get("namespaceSelector")
@@ -149,7 +149,9 @@ def check_who_reaches_whom() -> None:
     operator, monitoring = At("ddpjob", OPERATOR), At("monitoring", {"app": "prometheus"})
     for target in members:
         for port in (STORE, COORDINATOR, SSH):
-            assert all(reaches(policies, member, target, port) for member in members), "the job's own pods"
+            assert all(reaches(policies, member, target, port) for member in members), (
+                "the job's own pods may connect to each other"
+            )
             for source, who in (
                 (stranger, "another job of the namespace"),
                 (At("space", {"app": "web"}), "any pod of the namespace"),
@@ -171,7 +173,9 @@ def test_only_a_jobs_own_pods_and_the_operator_can_connect_to_it() -> None:
 
 
 def _two_peers(policy: Json) -> None:
-    """Make a common mistake: the selectors become two peers, and either one is enough."""
+    """Make a common mistake: turn the two selectors into two peers, so that either of them
+    suffices.
+    """
     policy["ingress"][1]["from"][:1] = [{key: value} for key, value in policy["ingress"][1]["from"][0].items()]
 
 
@@ -200,8 +204,8 @@ def test_a_deliberate_defect_of_the_policy_is_found(name: str, monkeypatch: pyte
         check_who_reaches_whom()
 
 
-def test_jobs_that_opt_out_stay_open() -> None:
-    """This holds even if an old policy exists from before the jobs were suspended and opted out."""
+def test_no_policy_restricts_jobs_that_opt_out() -> None:
+    """This holds even if a policy remains from before a job was suspended and opted out."""
     ours = job()
     policy = build_policy(ours, INSTALLED)
     for spec in ({"network": {"isolate": False}}, {"podTemplate": {"spec": {"hostNetwork": True}}}):
@@ -240,4 +244,4 @@ def test_the_policy_of_the_page_lets_a_job_reach_its_own_pods_and_dns(placement:
     assert buckets == {"ports": [{"protocol": "TCP", "port": 443}]}
     for pod in pods(PLATFORM, rendezvous={"placement": placement}):
         assert spec["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
-        assert pod["spec"]["automountServiceAccountToken"] is False, "it has no use for the API server"
+        assert pod["spec"]["automountServiceAccountToken"] is False, "a job does not need the API server"

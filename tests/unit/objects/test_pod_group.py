@@ -18,7 +18,7 @@ def with_gang(*, placed: bool = False, **spec: Any) -> DDPJob:
     return replace(made, status=replace(made.status, gang=GangStatus(nodes=made.spec.min_nodes, placed=placed)))
 
 
-def test_the_coordinators_own_pod_is_counted() -> None:
+def test_a_gang_includes_the_coordinators_own_pod() -> None:
     for placement, count in (("Dedicated", 5), ("Master", 4)):
         made = with_gang(nodes=4, spares=1, rendezvous={"placement": placement})
         group = build_gang(made, made.status)
@@ -28,7 +28,7 @@ def test_the_coordinators_own_pod_is_counted() -> None:
         assert group["metadata"]["ownerReferences"][0]["controller"] is True
 
 
-def test_an_elastic_group_may_lose_single_pods() -> None:
+def test_an_elastic_jobs_pod_group_may_lose_single_pods() -> None:
     elastic, fixed = with_gang(nodes=4, elastic={"minNodes": 2}), with_gang(nodes=4)
     assert build_gang(elastic, elastic.status)["spec"]["schedulingPolicy"] == {"gang": {"minCount": 3}}
     assert build_gang(elastic, elastic.status)["spec"]["disruptionMode"] == "Pod"
@@ -43,7 +43,7 @@ def test_an_elastic_group_may_lose_single_pods() -> None:
         ({"scheduling": {"priorityClassName": "high"}, "podTemplate": {"spec": {"priorityClassName": "own"}}}, "own"),
     ],
 )
-def test_the_group_has_the_priority_of_its_nodes(spec: dict[str, Any], name: str | None) -> None:
+def test_the_pod_group_has_the_priority_class_of_its_pods(spec: dict[str, Any], name: str | None) -> None:
     made = with_gang(**spec)
     assert build_gang(made, made.status)["spec"].get("priorityClassName") == name
 
@@ -63,7 +63,7 @@ def test_the_pods_of_a_gang_have_one_scheduler() -> None:
     assert [pod["spec"]["schedulerName"] for pod in pods] == ["other", "other"]
 
 
-def test_volcanos_group_is_in_the_queue_of_its_nodes() -> None:
+def test_volcanos_pod_group_is_in_the_queue_of_its_pods() -> None:
     scheduling = {"schedulerName": "volcano", "priorityClassName": "high"}
     template = {"metadata": {"annotations": {"scheduling.volcano.sh/queue-name": "team"}}}
     for spec, queue in (({}, {}), ({"podTemplate": template}, {"queue": "team"})):
@@ -73,7 +73,7 @@ def test_volcanos_group_is_in_the_queue_of_its_nodes() -> None:
         assert group["spec"] == {"minMember": 5, "priorityClassName": "high", **queue}
 
 
-def test_volcanos_pods_name_their_group_until_the_gang_is_placed() -> None:
+def test_pods_for_volcano_name_their_group_until_the_gang_is_placed() -> None:
     for placed in (False, True):
         made = with_gang(placed=placed, scheduling={"schedulerName": "volcano"})
         for pod in (build_node(made, made.status, PLATFORM, 0, 0), build_coordinator(made, made.status, PLATFORM)):
@@ -82,7 +82,7 @@ def test_volcanos_pods_name_their_group_until_the_gang_is_placed() -> None:
             assert "schedulingGroup" not in pod["spec"]
 
 
-def test_without_a_gang_there_is_no_group() -> None:
+def test_without_a_gang_there_is_no_pod_group() -> None:
     made = job()
     with pytest.raises(ValueError, match="generation 0 of job has no gang"):
         build_gang(made, made.status)

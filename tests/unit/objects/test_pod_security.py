@@ -19,7 +19,9 @@ VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persiste
 
 
 def violations(pod: Json) -> Iterator[str]:
-    """Yield the violations of the profile `restricted` (v1.36) that fields of Linux pods can have."""
+    """Yield the violations of the profile `restricted` (v1.36) that fields of Linux pods can
+    have.
+    """
     spec = pod["spec"]
     context = spec.get("securityContext", {})
     for field in ("hostNetwork", "hostPID", "hostIPC"):
@@ -71,7 +73,7 @@ def test_pods_get_no_service_account_token() -> None:
         assert pod["spec"]["automountServiceAccountToken"] is False and "serviceAccountName" not in pod["spec"]
 
 
-def test_the_templates_user_is_kept() -> None:
+def test_the_user_in_the_template_is_kept() -> None:
     for context in ({"runAsNonRoot": False}, {"runAsUser": 0}, {"runAsUser": 1000, "runAsNonRoot": True}):
         for pod in pods(podTemplate={"spec": {"securityContext": context}}):
             assert pod["spec"]["securityContext"] == context | {"seccompProfile": {"type": "RuntimeDefault"}}
@@ -103,7 +105,7 @@ def test_the_template_can_relax_the_defaults() -> None:
     "context",
     [{"privileged": True}, {"capabilities": {"add": ["SYS_ADMIN"]}}, {"capabilities": {"add": ["CAP_SYS_ADMIN"]}}],
 )
-def test_no_default_contradicts_a_privilege_from_the_template(context: Json) -> None:
+def test_no_default_contradicts_a_privilege_in_the_template(context: Json) -> None:
     """The API server refuses allowPrivilegeEscalation: false in combination with such a
     privilege.
     """
@@ -142,8 +144,8 @@ def test_the_coordinator_states_requests_and_limits(given: Json, limits: Json) -
         ({"requests": {}}, {"cpu": "50m", "memory": "400Mi"}),
     ],
 )
-def test_an_unset_limit_is_not_the_coordinators_request(given: Json, requests: Json) -> None:
-    """If there is no request, Kubernetes requests the limit, which would be 2 CPUs for a process
+def test_an_unset_limit_does_not_become_the_coordinators_request(given: Json, requests: Json) -> None:
+    """If a container has no request, Kubernetes uses its limit, which would be 2 CPUs for a process
     that mostly waits.
     """
     pod = pods(rendezvous={"resources": given})[2]

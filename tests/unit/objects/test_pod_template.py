@@ -110,7 +110,7 @@ def test_a_valid_template_has_no_problems() -> None:
     assert problems(template) == ()
 
 
-def test_the_overlay_goes_to_nodes_and_its_image_settings_to_the_coordinator() -> None:
+def test_the_template_applies_to_nodes_and_its_image_settings_to_the_coordinator() -> None:
     template = {
         "metadata": {"labels": {"team": "vision"}},
         "spec": {
@@ -148,16 +148,16 @@ def test_the_overlay_goes_to_nodes_and_its_image_settings_to_the_coordinator() -
     }
     assert {m["mountPath"] for m in container(host, "coordinator")["volumeMounts"]} == {"/opt/ddpjob", "/opt/tools"}
     assert host["spec"]["nodeSelector"] == {"kubernetes.io/arch": "arm64", "kubernetes.io/os": "linux"}, (
-        "it needs no GPU node, but the image's architecture"
+        "the coordinator needs no GPU node, but the image's architecture"
     )
     assert {"key": "gpu", "operator": "Exists"} in host["spec"]["tolerations"]
     assert [c["name"] for c in host["spec"]["containers"]] == ["coordinator"]
 
 
-def test_gpus_shared_memory_and_the_spread_come_from_the_spec() -> None:
+def test_gpus_shared_memory_and_spread_constraints_come_from_the_spec() -> None:
     pod = node(gpusPerNode=4, gpuResource="amd.com/gpu", storage={"sharedMemory": "8Gi"})
     assert container(pod)["resources"]["limits"] == {"amd.com/gpu": 4}
-    assert environment(pod)["DDPJOB_PROCS_PER_NODE"] == "4", "a process per GPU"
+    assert environment(pod)["DDPJOB_PROCS_PER_NODE"] == "4", "each GPU has a process"
     shm = next(v for v in pod["spec"]["volumes"] if v["name"] == "ddpjob-shm")
     assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": "8Gi"}
     assert "podAntiAffinity" in pod["spec"]["affinity"]
@@ -192,7 +192,7 @@ def test_a_command_gets_torchruns_variables_and_a_script_gets_arguments() -> Non
     assert not any(name.startswith("PET_") for name in environment(pod))
 
 
-def test_a_command_finds_index_0_of_its_generation_by_one_name() -> None:
+def test_all_pods_of_a_command_get_the_dns_name_of_index_0() -> None:
     made = job(script=None, command=["bash"])
     status = replace(made.status, slots=(replace(made.status.slots[0], attempt=4), *made.status.slots[1:]))
     for index in (0, 1):
@@ -225,7 +225,7 @@ def test_logs_are_kept_where_a_launcher_can_write_them() -> None:
         assert "DDPJOB_LOGS_KEPT" not in environment(pod)
 
 
-def test_storage_says_whether_all_nodes_see_the_same_checkpoints() -> None:
+def test_a_variable_tells_whether_all_nodes_see_the_same_checkpoints() -> None:
     assert environment(node())["DDPJOB_CHECKPOINT_SHARED"] == "0"
     shared = {"claimName": "c", "mountPath": "/save"}
     assert environment(node(storage={"checkpoints": shared}))["DDPJOB_CHECKPOINT_SHARED"] == "1"
@@ -250,7 +250,7 @@ def test_storage_says_whether_all_nodes_see_the_same_checkpoints() -> None:
         ({"persistentVolumeClaim": {"claimName": "c"}}, {"mountPath": "/checkpoints/"}, "1"),
     ],
 )
-def test_a_template_volume_in_place_of_the_checkpoints_decides_if_they_are_shared(
+def test_a_template_volume_for_checkpoints_determines_whether_they_are_shared(
     volume: Json, mount: Json, shared: str
 ) -> None:
     """Otherwise every node would write the same files, and none would resume from them."""
@@ -261,7 +261,7 @@ def test_a_template_volume_in_place_of_the_checkpoints_decides_if_they_are_share
     assert environment(pod)["DDPJOB_CHECKPOINT_SHARED"] == shared
 
 
-def test_merge_replaces_by_key() -> None:
+def test_merge_replaces_list_entries_with_the_same_name() -> None:
     base = {"volumes": [{"name": "a", "emptyDir": {}}], "x": {"y": 1, "z": 2}, "plain": [1]}
     merged = merge(
         base,
@@ -333,9 +333,11 @@ def test_pods_share_one_domain_in_addition_to_the_templates_affinity() -> None:
     affinity, labels = pod["spec"]["affinity"], pod["metadata"]["labels"]
     rack, data = affinity["podAffinity"][required]
     assert rack["topologyKey"] == "example.com/rack" and data == near
-    assert rack["labelSelector"]["matchLabels"].items() <= labels.items(), "otherwise the first pod would find no place"
+    assert rack["labelSelector"]["matchLabels"].items() <= labels.items(), (
+        "otherwise the first pod could not be scheduled"
+    )
     assert labels["ddpjob.io/role"] in rack["labelSelector"]["matchExpressions"][0]["values"]
-    assert affinity["nodeAffinity"] and affinity["podAntiAffinity"], "avoided nodes, and one pod per node"
+    assert affinity["nodeAffinity"] and affinity["podAntiAffinity"], "avoided nodes and one pod per node still apply"
     assert build_coordinator(made, made.status, PLATFORM)["spec"]["affinity"].keys() == {"podAffinity"}
     alone = job(nodes=1, scheduling={"sameTopology": "example.com/rack"})
     assert "affinity" not in build_node(alone, alone.status, PLATFORM, 0, 0)["spec"]
@@ -431,7 +433,7 @@ def test_nodes_that_request_no_device_see_none_of_their_hosts_devices(spec: Json
     assert environment(node(**spec)).get("NVIDIA_VISIBLE_DEVICES") == given
 
 
-def test_a_read_only_root_gets_a_temporary_folder_unless_it_has_one() -> None:
+def test_a_pod_with_a_read_only_root_gets_a_temporary_folder_unless_it_has_one() -> None:
     closed: Json = {"name": "trainer", "securityContext": {"readOnlyRootFilesystem": True}}
     made = job(podTemplate={"spec": {"containers": [closed]}})
     for pod in (build_node(made, made.status, PLATFORM, 0, 0), build_coordinator(made, made.status, PLATFORM)):
@@ -457,7 +459,7 @@ def test_the_coordinator_uses_the_architecture_of_the_required_affinity() -> Non
         made = job(podTemplate={"spec": {"affinity": affinity}})
         status = replace(made.status, avoided_nodes=(AvoidedNode(node="bad", until=NOW),))
         found: Json = build_coordinator(made, status, PLATFORM)["spec"]["affinity"]["nodeAffinity"]
-        assert "preferredDuringSchedulingIgnoredDuringExecution" in found, "avoided nodes are avoided in addition"
+        assert "preferredDuringSchedulingIgnoredDuringExecution" in found, "avoided nodes are excluded in addition"
         return found.get("requiredDuringSchedulingIgnoredDuringExecution", {})
 
     assert wanted([arch, gpu]) == {"nodeSelectorTerms": [{"matchExpressions": [arch]}]}
@@ -478,7 +480,7 @@ def test_the_network_interface_is_set_for_nccl_and_gloo_unless_the_template_does
     assert ("NCCL_SOCKET_IFNAME", "ib0") in seen(node(network=network, podTemplate=template))
 
 
-def test_claims_of_dynamic_resources_pass_through() -> None:
+def test_resource_claims_in_the_template_are_passed_through() -> None:
     claims = [{"name": "gpus", "resourceClaimTemplateName": "eight-gpus"}]
     trainer = {"name": "trainer", "resources": {"claims": [{"name": "gpus"}]}}
     template = {"spec": {"resourceClaims": claims, "containers": [trainer]}}
@@ -489,7 +491,7 @@ def test_claims_of_dynamic_resources_pass_through() -> None:
     assert pod["spec"]["containers"][0]["resources"] == {"limits": {"memory": "1Gi"}, "claims": [{"name": "gpus"}]}
     made = job(**given)
     coordinator = build_coordinator(made, made.status, PLATFORM)
-    assert "resourceClaims" not in coordinator["spec"], "it needs no GPU"
+    assert "resourceClaims" not in coordinator["spec"], "the coordinator needs no GPU"
     more = {"name": "trainer", "resources": {"claims": [{"name": "gpus"}], "limits": {"memory": "1Gi"}}}
     [fault] = problems({"spec": {"containers": [more]}})
     assert "only claims are allowed here" in fault
@@ -530,7 +532,7 @@ def test_the_coordinator_does_not_request_a_fast_network_interface(example: str)
     ids=lambda part: json.dumps(part),
 )
 @pytest.mark.parametrize("placement", ["Dedicated", "Master"])
-def test_the_coordinator_waits_for_no_volume_that_only_training_pods_have(
+def test_the_coordinator_mounts_no_volume_that_only_training_pods_have(
     volume: Json, mount: Json, placement: str
 ) -> None:
     """The kubelet does not start a container whose volumes do not exist, or whose subPathExpr lacks
@@ -576,7 +578,7 @@ def test_the_launcher_writes_its_termination_reason_to_the_templates_path() -> N
 
 
 @pytest.mark.parametrize(("written", "meant"), [(-1, 1), (0, 0), (600, 600)])
-def test_a_negative_grace_period_is_one_second_as_in_kubernetes(written: int, meant: int) -> None:
+def test_a_negative_grace_period_counts_as_one_second_as_in_kubernetes(written: int, meant: int) -> None:
     """Otherwise the launcher's deadline would be in the past."""
     pod = node(podTemplate={"spec": {"terminationGracePeriodSeconds": written}})
     assert environment(pod)["DDPJOB_GRACE_SECONDS"] == str(meant)
@@ -596,19 +598,19 @@ def test_a_variable_of_the_template_replaces_the_operators_as_a_whole() -> None:
     assert [e for e in container(node(**spec))["env"] if e["name"] in ("TOKEN", "NCCL_SOCKET_IFNAME")] == own[::-1]
 
 
-def test_the_budget_selects_training_pods_unless_the_spec_says_otherwise() -> None:
+def test_the_disruption_budget_selects_training_pods_unless_disabled() -> None:
     def selected(pod: Json) -> bool:
         wanted = build_budget(job())["spec"]["selector"]["matchLabels"]
         return wanted.items() <= pod["metadata"]["labels"].items()
 
     made = job(spares=1)
     nodes = [build_node(made, made.status, PLATFORM, index, 0) for index in range(3)]
-    assert [selected(pod) for pod in nodes] == [True, True, False], "not the spare"
+    assert [selected(pod) for pod in nodes] == [True, True, False], "the spare is not selected"
     assert not selected(build_coordinator(made, made.status, PLATFORM))
     assert not selected(node(scheduling={"disruptionBudget": False}))
 
 
-def test_a_merge_changes_neither_of_its_arguments() -> None:
+def test_merge_does_not_modify_its_arguments() -> None:
     base = {"spec": {"containers": [{"name": "a", "env": [{"name": "x"}]}, {"name": "b"}], "affinity": {"k": {}}}}
     overlay = {"spec": {"containers": [{"name": "a", "env": [{"name": "y"}]}, {"name": "c"}], "affinity": {"l": {}}}}
     before = deepcopy((base, overlay))
@@ -628,9 +630,9 @@ def test_a_merge_changes_neither_of_its_arguments() -> None:
         },
     ],
 )
-def test_items_without_a_name_are_left_to_the_api_server(spec: Json) -> None:
-    """The API server refuses the pod and reports the position, which the condition shows. The
-    operator raises no error.
+def test_list_items_without_a_name_are_left_to_the_api_server(spec: Json) -> None:
+    """The API server refuses the pod and reports the item's position, which the condition shows.
+    The operator raises no error.
     """
     assert problems({"spec": spec}) == ()
     made = job(podTemplate={"spec": spec})
@@ -649,7 +651,7 @@ def test_a_failing_container_of_the_template_shows_its_last_log_lines() -> None:
     assert node(podTemplate={"spec": {"initContainers": None}})
 
 
-def test_after_twenty_faults_the_search_stops_with_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_twenty_faults_the_validation_stops_with_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[str] = []
 
     def compare(word: str, *_: object, **__: object) -> list[str]:
@@ -660,12 +662,12 @@ def test_after_twenty_faults_the_search_stops_with_a_message(monkeypatch: pytest
     found = problems({"spec": {f"terminationGracePeriodSecon{n}": 1 for n in range(20_000)}})
     assert len(found) == MOST_FAULTS + 1
     assert found[-1] == "spec.podTemplate: more than 20 faults; correct these, then check it again"
-    assert len(compared) == MOST_FAULTS + 1, "each comparison takes a millisecond"
+    assert len(compared) == MOST_FAULTS + 1, "each string comparison takes a millisecond"
     exactly = problems({"spec": {f"terminationGracePeriodSecon{n}": 1 for n in range(MOST_FAULTS)}})
     assert len(exactly) == MOST_FAULTS and "more faults" not in exactly[-1]
 
 
-def test_long_names_and_values_are_shortened_in_messages() -> None:
+def test_long_names_and_values_in_a_template_are_shortened_in_messages() -> None:
     long = "x" * 100_000
     for template in (
         {"spec": {long: 1}},

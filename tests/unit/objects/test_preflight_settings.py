@@ -12,7 +12,7 @@ def settings(**spec: Any) -> Any:
     return json.loads(environment(node(**spec))["DDPJOB_PREFLIGHT"])
 
 
-def test_a_job_without_a_preflight_has_no_such_variable() -> None:
+def test_a_job_without_a_preflight_has_no_preflight_variable() -> None:
     assert "DDPJOB_PREFLIGHT" not in environment(node())
 
 
@@ -31,6 +31,6 @@ def test_the_launcher_gets_the_pods_required_devices() -> None:
     assert settings(preflight={"scope": "Node"})["group"] is False
 
 
-def test_a_read_only_folder_is_not_written_to() -> None:
+def test_the_preflight_does_not_write_to_a_read_only_folder() -> None:
     volume = {"claimName": "shared", "readOnly": True}
     assert settings(preflight={}, storage={"checkpoints": volume})["folder"] == ""

@@ -1,4 +1,4 @@
-"""A job's request to Kueue: all resources of its pods that Kueue counts."""
+"""A job's request to Kueue: the resources of its pods that Kueue counts."""
 
 from __future__ import annotations
 
@@ -30,10 +30,12 @@ def test_resources_that_podtemplate_requests_for_the_whole_pod_are_included() ->
     asked = sets[NODE_SET]["spec"]
     assert asked["resources"] == whole and asked["resourceClaims"] == claims
     assert container(sets[NODE_SET])["resources"] == {"claims": [{"name": "gpu"}]}
-    assert not {"resources", "resourceClaims"} & sets[COORDINATOR_SET]["spec"].keys(), "the pod requests none"
+    assert not {"resources", "resourceClaims"} & sets[COORDINATOR_SET]["spec"].keys(), (
+        "the pod itself requests no resources"
+    )
 
 
-def test_kueue_may_admit_a_part_of_an_elastic_job_but_not_as_a_slice() -> None:
+def test_an_elastic_jobs_workload_allows_partial_admission_unless_it_is_a_slice() -> None:
     """Kueue's webhook rejects a Workload that asks for both."""
     fixed, elastic = job(nodes=4), job(nodes=4, elastic={"minNodes": 2})
     slices = "kueue.x-k8s.io/elastic-job"
@@ -88,14 +90,14 @@ def admitted(made: Json, count: object, **nodes: object) -> Json:
 
 
 @pytest.mark.parametrize("count", [0, 5, -1, "2", None])
-def test_a_grant_of_an_impossible_size_is_not_used_and_reported(count: object) -> None:
+def test_a_grant_of_an_impossible_size_is_reported_and_not_used(count: object) -> None:
     made = build_workload(job(nodes=4), PLATFORM, CreateWorkload("asks", 4))
     view = read_workload(admitted(made, count))
     assert view.grant is None and not view.admitted
     assert view.message == f"its Workload is admitted for count={count}: must be from 1 to 4"
 
 
-def test_a_grant_without_a_count_is_for_all_requested_pods() -> None:
+def test_a_grant_without_a_count_covers_all_requested_pods() -> None:
     workload = admitted(build_workload(job(nodes=4), PLATFORM, CreateWorkload("asks", 4)), 4)
     del workload["status"]["admission"]["podSetAssignments"][0]["count"]
     view = read_workload(workload)
@@ -103,7 +105,7 @@ def test_a_grant_without_a_count_is_for_all_requested_pods() -> None:
 
 
 def test_pods_with_a_topology_wait_for_their_domain_and_name_their_workload() -> None:
-    """Kueue's TopologyUngater finds pods by these marks."""
+    """Kueue's TopologyUngater finds pods by these labels and annotations."""
     made = job(nodes=2)
     built = build_workload(made, PLATFORM, CreateWorkload("asks", 2))
     topology = {"levels": ["rack"], "slices": [{"domainCount": 1}]}
@@ -120,7 +122,7 @@ def test_pods_with_a_topology_wait_for_their_domain_and_name_their_workload() ->
 
 
 def test_the_coordinators_pod_has_only_its_own_topology_annotation() -> None:
-    """Kueue's webhook refuses a pod with two."""
+    """Kueue's webhook refuses a pod with two topology annotations."""
     preferred = {"kueue.x-k8s.io/podset-preferred-topology": "rack"}
     made = job(nodes=2, podTemplate={"metadata": {"annotations": preferred}})
     workload = admitted(build_workload(made, PLATFORM, CreateWorkload("asks", 2)), 2)
@@ -133,7 +135,7 @@ def test_the_coordinators_pod_has_only_its_own_topology_annotation() -> None:
     assert build_node(made, status, PLATFORM, 1, 0)["metadata"]["annotations"] == own | preferred
 
 
-def test_each_slot_gets_the_settings_of_the_quota_that_pays_for_it() -> None:
+def test_each_slot_gets_the_settings_of_the_quota_that_covers_it() -> None:
     first, second, third = (PodChanges(node_selector={"pool": pool}) for pool in ("a", "b", "c"))
     more = (
         QuotaShare(workload="2", uid="2", pods=1, node=second),

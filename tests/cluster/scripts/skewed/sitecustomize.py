@@ -1,4 +1,5 @@
-"""Sets the clocks of pods with an even index two minutes back, if it is on a job's PYTHONPATH.
+"""Sets the clocks of pods with an even index back by two minutes, if this folder is on a job's
+PYTHONPATH.
 
 Only Python's clock is changed. The clock must not be ahead, because the launcher compares it with
 file times, which come from this machine's clock.
