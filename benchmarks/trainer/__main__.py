@@ -1,11 +1,11 @@
 """Measures how fast the trainer feeds a model, and the cost of its bookkeeping.
 
-    python -m benchmarks.trainer [cifar|jpeg|bare|bookkeeping|elasticity] [--rounds N] [--csv FILE] [--table FILE]
+    python -m benchmarks.trainer [cifar|jpeg|bookkeeping|elasticity] [--rounds N] [--csv FILE] [--table FILE]
+    python -m benchmarks.trainer --gpu [--minutes 5] [--json FILE] [--table FILE]
 
-cifar, jpeg: images per second, compared with plain loops as in the official examples. bare:
-compared with a model that repeatedly gets the same batch. bookkeeping: CPU time of the parts
-of a step, compared with a bare loop's. elasticity: throughput after a change of the number of
-ranks. A machine with a GPU runs different cases. bookkeeping and elasticity run only if selected.
+cifar, jpeg: images per second, compared with plain loops as in the official examples. bookkeeping:
+CPU time of the parts of a step, compared with a bare loop's. elasticity: throughput after a change
+of the number of ranks. bookkeeping and elasticity run only if selected. --gpu: see gpu.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.marks import add_table_option, write_between
 from benchmarks.processes import exit_on_sigterm
-from benchmarks.trainer import bookkeeping, elasticity, pipelines
+from benchmarks.trainer import bookkeeping, elasticity, gpu, pipelines
 
 
 def main() -> int:
@@ -27,8 +27,8 @@ def main() -> int:
     parser.add_argument(
         "what",
         nargs="*",
-        choices=["cifar", "jpeg", "bare", "bookkeeping", "elasticity", []],
-        help="default: the first three",
+        choices=["cifar", "jpeg", "bookkeeping", "elasticity", []],
+        help="default: the first two",
     )
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each case (default 5)")
     names = [case.name for case in (*pipelines.CASES, *bookkeeping.CASES)]
@@ -53,13 +53,13 @@ def main() -> int:
         metavar="FILE",
         help="write the table of bookkeeping between its marks in a document",
     )
+    gpu.add_options(parser)
     given = parser.parse_args()
-    what = given.what or ["cifar", "jpeg", "bare"]
+    if given.gpu:
+        return gpu.main(given)
+    what = given.what or ["cifar", "jpeg"]
     wanted = given.cases.split(",") if given.cases else names
     cases = [case for case in pipelines.CASES if case.kind in what and case.name in wanted]
-    if cases:
-        on_gpu = pipelines.gpu_is_here()
-        cases = [case for case in cases if case.gpu == on_gpu]
     rows: list[tuple[str, int, float, float]] = []
     tables: list[str] = []
     if cases:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -18,6 +19,8 @@ from benchmarks import CHECKOUT
 class Case:
     """A measured case, in which the first `warm` of its `steps` do not count.
 
+    On a GPU, `recorded` more steps show the device's busy share.
+
     `target` is the trainer's speed relative to the plain loop's. `keys` contains the trainer's keys
     in addition to those determined by the case.
     """
@@ -31,7 +34,7 @@ class Case:
     target: float | None
     meaning: str
     keys: tuple[str, ...] = ()
-    gpu: bool = False
+    recorded: int = 0
 
 
 CASES = (
@@ -49,83 +52,72 @@ CASES = (
         "JPEGs, ResNet-18 at 224: dominated by arithmetic on a CPU",
     ),
     Case("jpeg-input", "jpeg", "tiny", 64, 5, 45, 1.5, "JPEGs, tiny network: reading and decoding alone"),
-    Case(
-        "cifar-gpu", "cifar", "resnet18_cifar", 128, 100, 400, None,
-        "GPU: CIFAR-10, ResNet-18", ("model.channels_last=true",), gpu=True,
-    ),
-    Case(
-        "cifar-gpu-compiled", "cifar", "resnet18_cifar", 128, 100, 400, 5,
-        "GPU: CIFAR-10, ResNet-18, compiled", ("model.channels_last=true", "model.compile=reduce-overhead"), gpu=True,
-    ),
-    Case(
-        "resnet50-gpu", "bare", "torchvision:resnet50", 256, 20, 80, 0.97,
-        "GPU: generated images, ResNet-50 at 224, compared with a single repeated batch",
-        ("model.channels_last=true", "data.shape=[3,224,224]", "checkpoint.every_epochs=0"), gpu=True,
-    ),
 )  # fmt: skip
-
-
-def gpu_is_here() -> bool:
-    """Whether torch sees a GPU.
-
-    A separate process checks, so that this one does not hold any GPU memory.
-    """
-    code = "import torch; print(torch.cuda.is_available())"
-    return _run([sys.executable, "-c", code]).strip() == "True"
 
 
 _DATA = {"cifar": "cifar10", "jpeg": "imagefolder", "bare": "synthetic"}
 
 
-def plain(case: Case, data: Path, workers: int) -> float:
-    """Return the plain loop's images per second."""
+def plain_command(case: Case, data: Path, workers: int) -> list[str]:
+    """Return the plain loop's command."""
     script = {"cifar": "plain_cifar", "jpeg": "plain_imagenet", "bare": "bare_loop"}[case.kind]
-    sizes = [
-        f"--batch={case.batch}",
-        f"--warm={case.warm}",
-        f"--steps={case.steps}",
-        f"--workers={workers}",
-        f"--model={case.model}",
-    ]
-    result = json.loads(
-        _run([sys.executable, "-m", f"benchmarks.trainer.{script}", str(data), *sizes]).splitlines()[-1]
-    )
-    return float(result["images"] / result["seconds"])
+    sizes = {"batch": case.batch, "warm": case.warm, "steps": case.steps, "recorded": case.recorded, "workers": workers}
+    options = [f"--{name}={value}" for name, value in {**sizes, "model": case.model}.items()]
+    return [sys.executable, "-m", f"benchmarks.trainer.{script}", str(data), *options]
 
 
-def trained(case: Case, data: Path, workers: int, folder: Path) -> float:
-    """Return the trainer's images per second, from the times in its metrics.jsonl."""
+def trainer_command(case: Case, data: Path, workers: int, folder: Path) -> list[str]:
+    """Return the trainer's command, which writes into `folder`."""
     from benchmarks.trainer import models_of_cases
 
+    generated = [f"data.size={(case.steps + case.recorded) * case.batch}", "data.shape=[3,224,224]"]
     arguments = [
         f"data.name={_DATA[case.kind]}",
-        f"data.size={case.steps * case.batch}" if case.kind == "bare" else f"data.dir={data}",
+        *(generated if case.kind == "bare" else [f"data.dir={data}"]),
         f"data.batch={case.batch}",
         f"data.workers={workers}",
         *models_of_cases.trainer_arguments(case.model),
         "optim.lr=0.01",
         "optim.weight_decay=1e-4",
         "train.epochs=1",
-        f"train.log_every={_log_every(case)}",
+        f"train.log_every={math.gcd(case.warm, case.steps, case.recorded)}",
         f"checkpoint.dir={folder}",
         *case.keys,
     ]
-    _run([sys.executable, "-m", "benchmarks.trainer.trained", case.model, *arguments])
+    return [sys.executable, "-m", "benchmarks.trainer.trained", case.model, *arguments]
+
+
+def make_data(case: Case, folder: Path) -> None:
+    """Write the data set of a case that needs one, unless it exists."""
+    from benchmarks.trainer import made_data
+
+    make = {"cifar": made_data.cifar10, "jpeg": made_data.jpegs}.get(case.kind)
+    if make and not folder.exists():
+        make(folder, (case.steps + case.recorded) * case.batch)
+
+
+def plain(case: Case, data: Path, workers: int) -> float:
+    """Return the plain loop's images per second."""
+    return float(json.loads(_run(plain_command(case, data, workers)).splitlines()[-1])["images_per_second"])
+
+
+def trained(case: Case, data: Path, workers: int, folder: Path) -> float:
+    """Return the trainer's images per second, from the times in its metrics.jsonl."""
+    _run(trainer_command(case, data, workers, folder))
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     times = {line["step"]: line["time"] for line in lines if line["event"] == "step"}
     return (case.steps - case.warm) * case.batch / (times[case.steps] - times[case.warm])
 
 
-def _log_every(case: Case) -> int:
-    """Return a report interval for the trainer that includes both ends of the counted steps."""
-    return next(every for every in (10, 5, 2, 1) if case.warm % every == 0 and case.steps % every == 0)
+def environment(**more: str) -> dict[str, str]:
+    """Return the environment of a measured process, which can import this package."""
+    paths = [str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    kept = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    return {**kept, "PYTHONPATH": os.pathsep.join(paths), **more}
 
 
 def _run(command: list[str]) -> str:
-    paths = [str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    environment.pop("OMP_NUM_THREADS", None)
-    done = subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=CHECKOUT, env=environment(), capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(
             f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
@@ -138,14 +130,10 @@ def measure(cases: list[Case], rounds: int, workers: int) -> dict[str, list[tupl
 
     The two alternate in going first.
     """
-    from benchmarks.trainer import made_data
-
     found: dict[str, list[tuple[float, float]]] = {case.name: [] for case in cases}
     with tempfile.TemporaryDirectory(prefix="trainer-benchmark-") as scratch:
-        make = {"cifar": made_data.cifar10, "jpeg": made_data.jpegs}
         for case in cases:
-            if case.kind in make:
-                make[case.kind](Path(scratch) / case.name, case.steps * case.batch)
+            make_data(case, Path(scratch) / case.name)
         for round_ in range(rounds):
             for case in cases:
                 data, run = Path(scratch) / case.name, Path(scratch) / f"run-{case.name}-{round_}"

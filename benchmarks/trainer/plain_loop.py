@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.trainer.step_timer import StepTimer
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+Batches = Iterable[tuple[torch.Tensor, torch.Tensor]]
 
 
 def options() -> argparse.Namespace:
@@ -23,7 +25,11 @@ def options() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--workers", type=int, required=True)
     parser.add_argument("--warm", type=int, required=True, help="steps before the clock starts")
-    parser.add_argument("--steps", type=int, required=True, help="total number of steps")
+    parser.add_argument("--steps", type=int, required=True, help="number of steps with the warm-up")
+    parser.add_argument("--recorded", type=int, default=0, help="additional steps, for the device's busy share")
+    parser.add_argument(
+        "--compile", default="false", metavar="MODE", help="compile the model with this mode of torch.compile"
+    )
     return parser.parse_args()
 
 
@@ -46,28 +52,34 @@ def accuracy(output: torch.Tensor, target: torch.Tensor, topk: tuple[int, ...]) 
         return [correct[:k].reshape(-1).float().sum(0).mul_(100.0 / target.size(0)).item() for k in topk]
 
 
-def train(model: nn.Module, loader: Iterable[tuple[torch.Tensor, torch.Tensor]], given: argparse.Namespace) -> None:
-    """Train for one epoch, and print images and seconds after the warm-up."""
-    model.to(DEVICE)
+def train(model: nn.Module, loader: Batches, given: argparse.Namespace, meters: bool = True) -> None:
+    """Train for one epoch, and print the figures of the steps after the warm-up.
+
+    A GPU computes in the number format and layout that are the trainer's defaults.
+    """
+    on_gpu = DEVICE.type == "cuda"
+    torch.backends.cudnn.benchmark = True
+    layout = torch.channels_last if on_gpu else torch.preserve_format
+    model.to(DEVICE, memory_format=layout)
     criterion = nn.CrossEntropyLoss().to(DEVICE)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9, weight_decay=1e-4)
-    losses = began = 0.0
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9, weight_decay=1e-4, fused=not meters or None)
+    losses = 0.0
     model.train()
+    compute = torch.compile(model, mode=given.compile) if given.compile != "false" else model
+    timer = StepTimer(given.warm, given.steps - given.warm, given.recorded, given.batch)
     for step, (images, target) in enumerate(loader, 1):
-        images, target = images.to(DEVICE, non_blocking=True), target.to(DEVICE, non_blocking=True)
-        output = model(images)
-        loss = criterion(output, target)
-        losses += loss.item() * images.size(0)
-        accuracy(output, target, (1, 5))
+        images = images.to(DEVICE, non_blocking=True, memory_format=layout)
+        target = target.to(DEVICE, non_blocking=True)
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=on_gpu):
+            output = compute(images)
+            loss = criterion(output, target)
+        if meters:
+            losses += loss.item() * images.size(0)
+            accuracy(output, target, (1, 5))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if step == given.warm:
-            began = time.time()
-        if step == given.steps:
-            print(
-                json.dumps({"images": (given.steps - given.warm) * given.batch, "seconds": time.time() - began}),
-                flush=True,
-            )
+        timer.on_step(step)
+        if step == given.steps + given.recorded:
             return
-    raise SystemExit(f"the data set ended before step {given.steps}")
+    raise SystemExit(f"the data set ended before step {given.steps + given.recorded}")
