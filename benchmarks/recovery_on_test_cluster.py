@@ -3,7 +3,7 @@
     python -m benchmarks.recovery_on_test_cluster [--runs 20] [--cases ...] [--csv FILE]
 
 Runs the cases of `python -m benchmarks.recovery cluster`, and fast-network-cut, which disconnects a
-node from the network, so nobody else may use the cluster at the same time. The operator watches one
+node from the network. Nobody else may use the cluster at the same time. The operator watches one
 namespace. The pods run recovery/steps.py with this machine's Python, so that no image is pulled.
 """
 

@@ -89,7 +89,7 @@ for epoch in range(EPOCHS):
             if rank == 0:
                 print(f"step {step}  loss {window[0] / window[1]:.4f}", flush=True)
             window.zero_()
-# 8. The test. One of the ranks tests each sample.
+# 8. The test. Each sample is tested by one rank.
 mine = torch.tensor(test).tensor_split(world)[rank]
 with torch.no_grad():
     correct = (model(images[mine]).argmax(1) == labels[mine]).sum()

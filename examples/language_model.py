@@ -1,7 +1,7 @@
 """Trains a small language model, or fine-tunes one (--base CHECKPOINT), exactly on any number of ranks.
 
-The text is generated: statements for training, questions for fine-tuning. Dropout draws per
-micro-batch, not per rank: each step has four micro-batches, regardless of the number of ranks.
+The text is generated: statements for training, questions for fine-tuning. Dropout is drawn per
+micro-batch, not per rank, and each step has four micro-batches on any number of ranks.
 """
 
 import argparse

@@ -63,14 +63,14 @@ with api.CheckpointFolder.open(group, every_steps=20) as checkpoints:
         if stopped:
             break
     stop.over()
-    checkpoints.save(state, step)  # Unless this step is already saved.
+    checkpoints.save(state, step)  # Does nothing if this step is already saved.
     checkpoints.finish()
     if not stopped:
         ledger.end(step)
         checkpoints.release()
 
 accumulator = api.Accumulator(classes=2)
-mine = api.share(test, group.rank, group.world)  # Each test point once, on any rank.
+mine = api.share(test, group.rank, group.world)  # Test each point once, on any rank.
 with torch.no_grad():
     accumulator.add(model(points[mine]), labels[mine])
 result = accumulator.reduce(group, len(mine))

@@ -1,4 +1,4 @@
-"""Parts of your own for the built-in trainer, each with the key that names it.
+"""Custom components for the built-in trainer, each with the key that selects it.
 
 PYTHONPATH=examples python -m ddpjob_trainer optim.name=own_parts:optimizer ...
 """
@@ -16,7 +16,7 @@ def optimizer(groups, lr, weight_decay):
 
 # optim.schedule=own_parts:schedule
 def schedule(epoch, epochs):
-    """Rise for one epoch, then fall linearly. Returns a factor of optim.lr."""
+    """Return a factor for optim.lr that rises for one epoch and then falls linearly."""
     return min(1.0, epoch + 0.1) * (1 - epoch / epochs)
 
 
@@ -30,7 +30,7 @@ def images(folder):
 
 # data.batch_transform=own_parts:blend
 def blend(images, labels, generator):
-    """Mix each image and its class with another one's. Each image has its own share."""
+    """Mix each image and its label with those of another image, each in its own proportion."""
     share = torch.rand(len(labels), 1, generator=generator, device=labels.device)
     partner = torch.randperm(len(labels), generator=generator, device=labels.device)
     classes = nn.functional.one_hot(labels, 10).float()

@@ -117,7 +117,7 @@ def clocks(scene: Scene, seconds: float) -> float:
 
 
 def denied(scene: Scene, seconds: float) -> float:
-    """Make a policy deny all pods in the namespace while one is lost."""
+    """Make a policy deny all pods in the namespace while a pod is lost."""
     created = {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods"]}
     policy = {
         "apiVersion": "admissionregistration.k8s.io/v1", "kind": "ValidatingAdmissionPolicy",

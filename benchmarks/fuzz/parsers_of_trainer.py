@@ -26,8 +26,8 @@ class _Untouched:
         self._before = {kind: dict(vars(kind)) for kind in classes}
 
     def check(self) -> None:
-        """Undo changes, because they would spoil later inputs. Raises AssertionError if there was
-        one.
+        """Undo changes, because they would spoil later inputs. Raises AssertionError if there were
+        any.
         """
         changed, nothing = [], object()
         for kind, before in self._before.items():

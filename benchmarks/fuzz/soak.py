@@ -41,7 +41,7 @@ _MOST_DEATHS = 10
 
 
 class _Current(ctypes.Structure):
-    """The input that a process is working on, so that the parent knows it if the process dies."""
+    """The input that a process is working on, which the parent reports if the process dies."""
 
     _fields_ = (("number", ctypes.c_longlong), ("length", ctypes.c_int), ("content", ctypes.c_ubyte * LONGEST))
 
@@ -224,7 +224,7 @@ def _work(parser: Parser, seed: int, first: int, limit: float, current: Any, ord
         with suppress(EOFError, BrokenPipeError):
             while True:
                 turn = _turn(target, inputs, orders.recv(), limit, current)
-                gc.collect()  # The parent measures memory as soon as it knows of the turn.
+                gc.collect()  # The parent measures memory as soon as the turn is reported.
                 orders.send(turn)
 
 

@@ -4,7 +4,7 @@
 
 Each step sums over all ranks and takes an optimizer step, because optimizer steps are counted.
 After `--after` seconds of training, the rank calls the function `hang_KIND`, which never returns. A
-file in FOLDER records that, so that the next incarnation does not hang.
+file in FOLDER records the hang, so that the next incarnation does not hang.
 """
 
 import argparse

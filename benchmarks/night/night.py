@@ -1,6 +1,4 @@
-"""Runs one night: jobs train, nodes are lost, and every second shows which jobs wait despite
-room.
-"""
+"""Runs one night: jobs train and nodes are lost. Checks each second which jobs wait despite room."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ class PlayedTraining(Training):
 
 
 class Trainings:
-    """The training runs of all jobs, behind the interface of a single one.
+    """The training runs of all jobs, behind the interface of a single run.
 
     A launcher's calls go to its own job's training.
     """

@@ -26,7 +26,7 @@ ON_CUDA = "import time, torch; torch.ones(1, device='cuda').item(); print(time.t
 TICK_SECONDS = 0.01
 """The resolution of a process's start time."""
 PACE_SECONDS = 15.0
-"""How long a group trains before a hang, so that its coordinator knows its pace."""
+"""How long a group trains before a hang, so that its coordinator has learned its pace."""
 WATCH_SECONDS = 6.0
 """How long a group is watched after its members have reconnected to the new coordinator."""
 

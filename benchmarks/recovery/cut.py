@@ -2,7 +2,7 @@
 namespaces.
 
 Needs root, `ip` and `bridge`. All namespaces are on one bridge, which has its own namespace, so
-that this machine's network is left alone. All hosts share the machine's clock.
+that this machine's network is not affected. All hosts share the machine's clock.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COORDINATOR = 0
 class Hosts:
     """Hosts 0, 1, ... with the addresses 10.78.0.1, 10.78.0.2, ...
 
-    `name` distinguishes the hosts of groups that one process runs at once.
+    `name` distinguishes the hosts of groups that one process runs at the same time.
     """
 
     def __init__(self, number: int, name: str = "") -> None:

@@ -55,7 +55,7 @@ def restart(state: int, step: float, every: str, *more: str) -> Restart:
         group.wait("a step after the restart", lambda: set(group.log.refresh().incarnations) - before, PATIENCE)
         time.sleep(3 * step)
         found = keep_account(group.log.refresh().incarnations, [(killed, Kind.CRASH)], 0.0, time.time()).seen[0]
-        # All steps up to the newest one are repeated, although the log has only the first ones.
+        # All steps up to the newest one are repeated, although the log contains only the first few.
         made = max(one.last_step for number, one in group.log.incarnations.items() if number in before)
         first = min(one.first[0] for number, one in group.log.incarnations.items() if number not in before)
         return Restart(state, every, found.pause, max(0, made - first + 1))

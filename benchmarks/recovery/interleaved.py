@@ -28,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser, cases: Sequence[Case]) -> None:
     )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write every measurement to this file")
     add_table_option(parser, "MARK")
-    parser.add_argument("--mark", help="name of the marks of --table (default loopback, gpu or cluster)")
+    parser.add_argument("--mark", help="name of the marks for --table (default loopback, gpu or cluster)")
 
 
 def chosen(names: str, cases: Sequence[Case]) -> list[Case]:

@@ -73,8 +73,8 @@ def turn(group: Group) -> float:
 def measure(windows: int, patience: float) -> list[dict[System, float]]:
     """Return each system's median step per window.
 
-    For stock torchrun, this is the mean of its turns before and after the others' turns. The order
-    is fixed, because a group frozen for four turns would be silent for too long.
+    For stock torchrun, the value is the mean of its turns before and after the others' turns. The
+    order is fixed, because a group frozen for four turns would be silent for too long.
     """
     backend, turns = Loopback(patience), list[dict[System, float]]()
     with ExitStack() as stack:
@@ -124,7 +124,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write every measurement to this file")
     parser.add_argument("--snapshots", action="store_true", help="measure copies into memory instead; see copies.py")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of --snapshots (default 5)")
-    parser.add_argument("--seconds", type=float, default=20.0, help="seconds of a turn of --snapshots (default 20)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="seconds per turn with --snapshots (default 20)")
     parser.add_argument("--states", type=read_numbers, default=[80e3, 100e6, 500e6], metavar="BYTES,...")
     parser.add_argument("--steps", type=read_numbers, default=[0.05, 0.5], metavar="SECONDS,...")
     add_table_option(parser, "overhead", " (snapshots with --snapshots)")

@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).with_name("slow_steps.py")
 SHARE = 0.95
 """Share of the earlier pace at which the job counts as recovered."""
 STEPS = 40
-"""Number of steps in the median that is the pace."""
+"""Number of steps whose median is the pace."""
 PATIENCE = 240.0
 
 

@@ -47,7 +47,7 @@ PORT = 29400
 next port.
 """
 ENDED = "ended"
-"""First word of the names of finished jobs. The program that creates these jobs also creates their
+"""First word of finished jobs' names. The program that creates these jobs also creates their
 pods.
 """
 STEPS_PER_SECOND = 2
@@ -56,7 +56,7 @@ AT_ONCE = 32
 FLOOD = 20_000_000
 """Size in bytes of a flooding coordinator's response."""
 HOSTILE = ("hangs", "floods", "redirects", "lies", "flaps")
-"""First words of the names of jobs whose coordinators behave in these ways."""
+"""First words of job names; the coordinators of these jobs misbehave in the named way."""
 LARGEST = "largest"
 """First word for coordinators that always have news, in the largest report that the operator
 reads."""
@@ -292,7 +292,7 @@ class Hollow:
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
                 await _answer(group, reader, writer)
-            except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):  # At the end.
+            except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):  # The benchmark ends.
                 pass
             finally:
                 writer.close()

@@ -217,7 +217,8 @@ class Parts:
             try:
                 await self.rest.request("DELETE", path, query={"gracePeriodSeconds": "0", **query})
                 return
-            except Unavailable:  # On a busy machine, this may take longer than a request's timeout.
+            except Unavailable:
+                # On a busy machine, a deletion may take longer than a request's timeout.
                 await asyncio.sleep(LOOK)
 
     # --- creation
@@ -460,7 +461,7 @@ class Parts:
         return await self._seen(name for _, name in created) - began
 
     async def _delete_nodes_of(self, jobs: list[str]) -> None:
-        """Delete the jobs' nodes with few requests, so that this does not load the CPUs.
+        """Delete the jobs' nodes with few requests, so that the CPUs are not loaded by them.
 
         Replacements are kept if a request is repeated.
         """

@@ -21,8 +21,8 @@ OF_PODS = ("pod", "coordinator and pod")
 SEVERAL = ("two pods", "host")
 """Kills that may remove all nodes of a job at once, together with their memory."""
 APART = 15.0
-"""Seconds between two kills of a job whose states are in memory. By then, the cost of
-a pause has been paid.
+"""Seconds between two kills of a job whose states are in memory. By then, a job has recovered from
+a suspended process.
 """
 PATIENCE = 900.0
 """How long a wave may take to finish after the last kill, in seconds."""
@@ -80,7 +80,7 @@ class Torture:
         self.left = plan.kills
         self.verdicts: list[Verdict] = []
         self.for_all: Counter[str] = Counter()
-        """How often each kill that affects all jobs, such as the operator's, happened."""
+        """Number of kills of each kind that affects all jobs, such as the operator's."""
 
     def run(self) -> list[Verdict]:
         """Run the waves, and return one verdict for each job."""

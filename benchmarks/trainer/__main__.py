@@ -5,7 +5,7 @@
 
 cifar, jpeg: images per second, compared with plain loops as in the official examples. bookkeeping:
 CPU time of the parts of a step, compared with a bare loop's. elasticity: throughput after a change
-of the number of ranks. bookkeeping and elasticity run only if selected. --gpu: see gpu.py.
+in the number of ranks. bookkeeping and elasticity run only if selected. --gpu: see gpu.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Explains which package is missing and how to install it.
 
-Without extras, the commands of `ddpjob` are installed without the packages that they need.
+An installation without extras has the `ddpjob` commands but not the packages that they need.
 """
 
 from __future__ import annotations

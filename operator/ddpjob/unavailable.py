@@ -1,10 +1,10 @@
-"""The error of a request to an API server that is currently not responding."""
+"""The error raised if the API server does not respond to a request."""
 
 from __future__ import annotations
 
 
 class Unavailable(Exception):
-    """The API server is unreachable, is throttling or timed out.
+    """The API server is unreachable or overloaded, or the request timed out.
 
     The job is reconciled again later. `retry_after` (in seconds) and the HTTP `status` are set if
     the server sent them.

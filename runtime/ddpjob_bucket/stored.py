@@ -35,7 +35,7 @@ from typing import Any
 
 _COMPLETE, _DATA, _TERMS, _SCORES = "complete", "data", "terms", "scores.json"
 _VANISHED = "vanished"
-"""Marker file among the files of a multi-part checkpoint that will never be complete."""
+"""A file with this name marks a multi-part checkpoint that will never be complete."""
 _MANIFEST = re.compile(rf"{_COMPLETE}/(\d{{9}})-(\d{{9}})\.json")
 _NAME = re.compile(r"(?!\.{1,2}$)[-A-Za-z0-9_.=+@,]{1,200}")
 _MANIFEST_BYTES = 2**20
@@ -65,12 +65,12 @@ class Damaged(BucketError):
 
 
 class Vanished(BucketError):
-    """A file was removed before this process, or one that uploads other parts, had uploaded it."""
+    """A file was removed before the process that has to upload it had done so."""
 
 
 @dataclass(frozen=True, order=True)
 class Stored:
-    """A complete checkpoint in the bucket. A later one compares greater."""
+    """A complete checkpoint in the bucket. A later checkpoint compares greater."""
 
     term: int
     step: int
@@ -283,8 +283,8 @@ class Bucket:
         return found
 
     def scores(self, metric: str) -> dict[int, float]:
-        """Return the scores last written by `put_scores`, as {step: score}; empty for a different
-        metric.
+        """Return the scores last written by `put_scores`, as {step: score}; empty if they belong to
+        a different metric.
 
         Raises BucketError if the bucket does not respond. Treating that as "no scores" would delete
         the best checkpoint.
@@ -301,7 +301,7 @@ class Bucket:
     def take_term(self) -> int:
         """Become the newest incarnation; `publish` then writes under its term.
 
-        If two incarnations start at once, the second one gets the next term.
+        If two incarnations start at the same time, the second one gets the next term.
         """
         self.term = self._highest_term() + 1
         while not self._create(f"{_TERMS}/{self.term:09d}", b""):
@@ -392,7 +392,7 @@ class Bucket:
         return self._complete(step, CopyManifest(path.name, data, files, epoch))
 
     def _published(self, data: str, file: Path, above: Path) -> File:
-        """Upload a file of the folder `above`, and return its entry.
+        """Upload a file in the folder `above`, and return its entry.
 
         Raises BucketError, OSError.
         """
@@ -407,7 +407,7 @@ class Bucket:
         return File(below, before[0], digest)
 
     def data_of(self, step: int, mark: str) -> str:
-        """Return the key prefix for the files of a checkpoint of this term.
+        """Return the key prefix for a checkpoint's files in this term.
 
         `mark`, 8 hexadecimal digits, distinguishes attempts.
         """
@@ -496,7 +496,7 @@ class Bucket:
             self._try("written", key, partial(put, max_concurrency=1) if self._slow else put)
         except BucketError:
             # Twelve parts share the connection, and each has the same time limit. On a slow
-            # connection, none of them completes in time.
+            # connection, none of them completes in time, so upload one part at a time.
             if self._slow or size <= piece or time.monotonic() - began < _REQUEST_SECONDS:
                 raise
             self._slow = True

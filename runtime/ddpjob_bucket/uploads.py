@@ -98,7 +98,7 @@ class Uploads:
         return self._newest.step if self._newest is not None else None
 
     def offer(self, waiting: Waiting) -> None:
-        """Queue a checkpoint for upload. A newer one may replace it before its turn comes."""
+        """Queue a checkpoint for upload. A newer checkpoint may replace it while it waits."""
         with self._changed:
             passed = [] if self._in_turn else list(self._waiting)
             self._waiting = deque([*(self._waiting if self._in_turn else ()), waiting])
@@ -115,7 +115,7 @@ class Uploads:
 
     @property
     def behind_seconds(self) -> float:
-        """How many seconds checkpoints have existed only here, without any upload; otherwise 0."""
+        """Seconds for which checkpoints have waited without any upload; 0 if none is waiting."""
         with self._changed:
             return 0.0 if self._behind_since is None else time.monotonic() - self._behind_since
 
@@ -157,7 +157,7 @@ class Uploads:
                 self._say(f"warning: {problem}; the checkpoint of step {current.step} will not be copied")
                 problem = ""
             if not problem:
-                self._release(current)  # Before waiting callers are woken up.
+                self._release(current)  # Must happen before waiting callers are woken up.
                 with self._changed:
                     self._behind_since = time.monotonic() if self._waiting else None
                 self._done()
@@ -189,7 +189,7 @@ class Uploads:
                 self._changed.wait(left)
 
     def _upload(self, waiting: Waiting) -> str:
-        """Upload one checkpoint, and return the reason of a failure; empty if there was none."""
+        """Upload one checkpoint, and return why that failed; empty if it succeeded."""
         self.lost = False
         try:
             self._publish(waiting)

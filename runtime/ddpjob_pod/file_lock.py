@@ -13,7 +13,7 @@ def alone(lock: Path, *, strict: bool = False) -> Iterator[None]:
     """Hold a lock on a file, which is created if it does not exist. Raises OSError if that fails.
 
     If the file system does not support locks, several processes may do the same work. With
-    `strict`, this raises OSError instead.
+    `strict`, missing support for locks raises OSError instead.
     """
     with lock.open("a") as file:
         try:

@@ -36,8 +36,8 @@ def uncollected(*, keep: bool = False) -> Iterator[None]:
     """Suspend the garbage collector during imports of torch.
 
     The collector takes up to a fifth of the import time, and finds no garbage among imported
-    modules. With `keep`, it permanently ignores the objects that exist after the imports. That is
-    suitable at the start of a program.
+    modules. With `keep`, it permanently ignores the objects that exist after the imports. Use it at
+    the start of a program.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -105,7 +105,8 @@ class _Late(ModuleType):
         return fn
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__all__":  # inspect and warnings ask every module for these.
+        if name.startswith("__") and name != "__all__":
+            # inspect and warnings look up such names in every module.
             raise AttributeError(f"module {NAME!r} has no attribute {name!r}")
         return getattr(_load(self), name)
 
@@ -165,7 +166,7 @@ class _AsItIs(Loader):
 def _ddp_mode(settings: Path) -> dict[str, Callable[..., Any]]:
     """Return the function that DistributedDataParallel calls, if its setting has the default value.
 
-    A program that changes the setting imports the module to do so.
+    A program can change the setting only by importing the real module.
     """
     try:
         known = re.search(r"^optimize_ddp\b(?:[^=\n]|\n(?!\w))*=\s*True$", settings.read_text(), re.M)

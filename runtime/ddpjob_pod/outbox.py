@@ -12,7 +12,8 @@ from ddpjob_runtime import protocol
 from ddpjob_pod.posting import TIMEOUT_SECONDS
 
 INTERVAL_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 15.0
-"""Seconds between two posts: usually, and at most while the coordinator does not respond."""
+"""Seconds between two posts: the usual pause, and the longest one if the coordinator does not
+respond."""
 
 
 class Outbox:

@@ -12,8 +12,8 @@ waits for other ranks. `WorkClock` recognizes two kinds of waits:
 - All other waits are calls of `Work.wait` or, on GPUs with a newer torch, of the collective itself.
 
 On a GPU, waits are measured by events in its stream, because it is the stream that waits, not the
-host. If a version of torch waits elsewhere, all ranks show equal times, so no rank is named. This
-has not been tested on several GPUs yet.
+host. If a version of torch waits elsewhere, all ranks show equal times, so no rank is named. The
+measurement has not been tested on several GPUs yet.
 
 The median of the steps counts, because a step with an evaluation or a checkpoint is an outlier.
 Every LOOK_SECONDS (a *check*), each rank writes its median into the group's store, and rank 0 reads
@@ -63,7 +63,7 @@ _UNREAD = 100
 
 
 class WorkClock:
-    """Measures how long this rank itself works at each step.
+    """Measures how long this rank itself works in each step.
 
     The methods `waits` and `step_ends` are called in the thread that trains.
     """
@@ -91,7 +91,7 @@ class WorkClock:
     def waited(self, begin: Any, end: Any) -> None:
         """Count the time between two marks as a wait, if it was the training thread that waited.
 
-        On a GPU, the backward pass runs in torch's own threads, which Python does not know.
+        On a GPU, the backward pass runs in torch's own threads, which are unknown to Python.
         """
         thread = threading.current_thread()
         if thread.ident == self._thread or (thread.name.startswith("Dummy-") and not isinstance(begin, float)):
@@ -110,7 +110,7 @@ class WorkClock:
             self._unread.append((before, now, waits))
 
     def is_hidden(self) -> bool:
-        """Whether torch is compiling or capturing this code, so that times are meaningless."""
+        """Whether torch is compiling or capturing this code, which makes times meaningless."""
         cuda = self._torch.cuda
         compiling = getattr(getattr(self._torch, "compiler", None), "is_compiling", lambda: False)
         return bool(compiling() or (cuda.is_initialized() and cuda.is_current_stream_capturing()))
@@ -173,7 +173,7 @@ class Lookout:
 
 
 def _key(rank: int) -> str:
-    """Return a rank's key in the store. It contains the round, which the store may outlive."""
+    """Return a rank's key in the store. The store may outlive a round, so the key contains it."""
     return f"ddpjob/own-work/{JobEnvironment.read().fence}/{rank}"
 
 
@@ -209,8 +209,8 @@ def begin(say: Callable[[list[dict[str, float]]], None]) -> None:
 class _TorchImport:
     """Import hook that starts to measure once the program has imported torch.
 
-    The hook does not wait for the module of the optimizers, because in a forked worker all modules
-    of torch appear at once.
+    The hook does not wait for torch.optim, because in a forked worker all modules of torch appear
+    together.
     """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
@@ -302,14 +302,14 @@ def count_tail(backward: Callable[..., Any], clock: WorkClock, torch: Any) -> Ca
                 handle.remove()
             if ends:
                 began, known = ends[0]
-                del clock._waits[known:]  # Waits within this one.
+                del clock._waits[known:]  # This wait includes them.
                 clock.waited(began, clock.mark())
 
     return counted
 
 
 def _look_on(clock: WorkClock, distributed: Any, process: int) -> None:
-    """Look every LOOK_SECONDS until the group is gone."""
+    """Compare the ranks every LOOK_SECONDS until the group is gone."""
     while os.getpid() == process:
         time.sleep(LOOK_SECONDS)
         if not distributed.is_initialized() or distributed.get_world_size() < 2:

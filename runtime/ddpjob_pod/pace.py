@@ -57,7 +57,7 @@ class Pace:
 
     @property
     def per_second(self) -> float | None:
-        """The speed, or None while too little is known."""
+        """The speed; None while the window is too short."""
         if len(self._window) < 2:
             return None
         (first, began), (last, now) = self._window[0], self._window[-1]

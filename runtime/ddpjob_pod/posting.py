@@ -38,7 +38,7 @@ class Poster:
             socket.getaddrinfo("localhost", None)
 
     def post(self, report: dict[str, Any]) -> tuple[int, str]:
-        """Post a report, and return the response's status and text; (0, "") if there is no
+        """Post a report, and return the response's status and body; (0, "") if there is no
         response.
 
         A missing coordinator must not disturb training. The operator notices that it is missing.

@@ -17,11 +17,12 @@ previous step is complete. So the interval still limits how many steps are repea
 Otherwise, and with a sharded state, the step waits for the exchange.
 
 **Interval** (`Cadence`). With "auto", the ranks agree at each copy on the interval at which copies
-take at most a hundredth of the time. After a loss, at most that number of steps is repeated. A copy
-costs the time that it takes, or, if that is more, the time by which it lengthens a step, because it
-also evicts caches, wakes threads, and delays the other ranks. So that there are steps without a
-copy to compare with, the interval is at least 2 until the lengthening is known. A single slow step
-changes nothing, because medians count, and the interval grows at most fourfold from copy to copy.
+take at most a hundredth of the time. After a loss, at most that number of steps is repeated. A
+copy's cost is its duration or the time by which it lengthens a step, whichever is longer. The step
+may take longer because a copy also evicts caches, wakes threads, and delays the other ranks. The
+interval is at least 2 until that time is known, because it is found by comparison with steps that
+have no copy. A single slow step changes nothing, because medians count, and the interval grows at
+most fourfold from copy to copy.
 
 **Start.** Every node reports its states, and all ranks choose the same moment. Nodes that lack the
 state of that moment receive it over the process group. The ranks also agree on rank 0's interval
@@ -91,15 +92,15 @@ the ranks.
 _RECENT = 15
 """Number of copies whose median cost determines the interval with "auto"."""
 _ENOUGH = 3
-"""Number of comparisons with steps without a copy that show how much a copy lengthens a step."""
+"""Number of comparisons that determine how much a copy lengthens a step."""
 _GROWTH = 4
 """Maximum ratio between two intervals in a row with "auto"."""
 _COMPARED = 64
-"""Maximum number of steps without a copy, between two copies, that are compared."""
+"""Maximum number of steps between two copies that are used for a comparison."""
 _UNKNOWN = math.nan
 _CHUNK_BYTES = 1 << 26
 _OWN_OVERHEAD = 64
-"""Maximum number of bytes that a rank's own state takes in addition to its content."""
+"""Maximum number of bytes that storing a rank's own state adds to its content."""
 _SIZE = struct.Struct("<Q")
 _SIZES = struct.Struct("<QQQQ")
 _COST = struct.Struct("<dddddd")
@@ -149,7 +150,7 @@ class Cost(NamedTuple):
     pace: float = 0.0
     """Time of one step without a copy."""
     keeps: float = 0.0
-    """1 if this rank keeps copies, 0 if its node has no room or another rank writes there."""
+    """1 if this rank keeps copies; 0 if its node has no room or another rank writes for it."""
     needed: float = 0.0
     """Bytes that this rank's node would need for two states; 0 if they fit."""
     longer: float = _UNKNOWN
@@ -166,9 +167,10 @@ class TorchExchange:
         self.world = distributed.get_world_size(group) if distributed else 1
         self.local_rank, self.local_world = local_rank, local_world
         self._capacity = 1024
+        self._reused: list[Any] = []
 
     def gather_bytes(self, content: bytes) -> list[bytes]:
-        """Return every rank's bytes, in rank order. Takes two collectives if they have grown."""
+        """Return all ranks' bytes, in rank order. Takes two collectives if they need more room."""
         while (said := self.start_gathering(content)()) is None:
             pass
         return said
@@ -177,12 +179,10 @@ class TorchExchange:
         """Begin to gather every rank's bytes. See `RankExchange`."""
         if self._distributed is None:
             return lambda: [content]
-        torch = _torch()
         capacity = self._capacity
-        sent = torch.zeros(_SIZE.size + capacity, dtype=torch.uint8)
+        sent, *every = self._buffers(_SIZE.size + capacity)
         own = _SIZE.pack(len(content)) + (content if len(content) <= capacity else b"")
-        sent[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-        every = [torch.empty_like(sent) for _ in range(self.world)]
+        memoryview(sent.numpy())[: len(own)] = own
         work = self._distributed.all_gather(every, sent, group=self._group, async_op=True)
 
         def wait_for_ranks() -> list[bytes] | None:
@@ -195,6 +195,15 @@ class TorchExchange:
             return [text[_SIZE.size : _SIZE.size + size] for text, size in zip(texts, sizes)]
 
         return wait_for_ranks
+
+    def _buffers(self, size: int) -> list[Any]:
+        """Return a tensor to send, and one to receive from each rank. The next call reuses them,
+        because new ones took a fifth of the time of a small copy.
+        """
+        if not self._reused or len(self._reused[0]) != size:
+            torch = _torch()
+            self._reused = [torch.empty(size, dtype=torch.uint8) for _ in range(1 + self.world)]
+        return self._reused
 
     def send(self, content: memoryview, to: int) -> None:
         """Send bytes to a rank, which must receive the same number of bytes."""
@@ -236,20 +245,20 @@ class _StepTimes:
         self._others: deque[float] = deque(maxlen=_COMPARED)
 
     def copied(self) -> None:
-        """Take the next step as the one with a copy."""
+        """Treat the next step as the step that includes a copy."""
         self._with_copy = None
         self._others.clear()
 
     def add(self, seconds: float) -> None:
-        """Add the time of a step. The first one after a copy includes that copy."""
+        """Add the time of a step. The first step after a copy includes that copy."""
         if self._with_copy is None:
             self._with_copy = seconds
         elif not math.isnan(seconds):
             self._others.append(seconds)
 
     def complete(self, cost: Cost) -> Cost:
-        """Return the cost of the last copy with the time of a step, and with the time by which the
-        copy lengthened a step.
+        """Add two times to the last copy's cost: a step's usual time, and how much the copy
+        lengthened a step.
         """
         if not cost.copy or self._with_copy is None:
             return cost
@@ -269,7 +278,7 @@ def _median(values: Iterable[float]) -> float:
 
 @dataclass
 class Cadence:
-    """Decides which steps are copied. All ranks decide the same."""
+    """Decides which steps are copied. All ranks make the same decisions."""
 
     every: int | str
     """A number of steps, AUTO or NONE."""
@@ -480,7 +489,7 @@ class RankSnapshots:
         self._part = part_of(exchange.rank, exchange.world) if sharded else ALL
         self.cadence = Cadence(every)
         self.interval = 0
-        """Steps between copies, the maximum to repeat after a loss; 0 while no state is held."""
+        """Steps between copies, which is the most that a loss repeats; 0 while no state is held."""
         self.needed = 0
         """Bytes for two states that some node needs but does not have; 0 if they fit everywhere."""
         self._lacks = 0
@@ -568,7 +577,7 @@ class RankSnapshots:
         return Restored(moment, tree, owns, made)
 
     def _part_before(self, rank: int) -> str:
-        """Return the part of the previous node's state that a rank's node also keeps."""
+        """Return the part of which a rank's node keeps a copy for the previous node."""
         world = self._exchange.world
         return part_of((rank - self._exchange.local_world) % world, world)
 
@@ -660,7 +669,8 @@ class RankSnapshots:
 
         Args:
             step: number of steps completed since training began.
-            make: function that returns the state, a tree of tensors, numbers, text and containers.
+            make: function that returns the state, a tree of tensors, numbers, strings and
+                containers.
             own: function that returns this rank's private state; None if ranks have none.
 
         Raises RuntimeError if a rank is gone.
@@ -697,7 +707,8 @@ class RankSnapshots:
         if self._copies > _FIRST_COPIES:
             exchange = 0.0 if later else exchanged - exchanges
             waits = self._sharded or self._stream is not None  # The time includes waits for another node or the device.
-            # Otherwise, the time that other processes used in between does not count as a cost.
+            # Otherwise, only this thread's CPU time counts, because other processes may run during
+            # a copy.
             copying = took - exchange if waits else time.thread_time() - worked
             self._cost = Cost(copying, exchange)
 
@@ -769,8 +780,8 @@ class RankSnapshots:
         """Count a copy. At the second one, forget the state that training began with.
 
         By then, the first copy is complete on all nodes, because the ranks have exchanged costs
-        since. Parts that this node's ranks do not write are deleted too, such as the parts of a
-        group of a different size.
+        since. Parts that this node's ranks do not write are deleted too, such as parts from a group
+        of a different size.
         """
         self._copies += 1
         if self._copies == 2:

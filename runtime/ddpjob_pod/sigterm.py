@@ -7,8 +7,7 @@ writes the signal's number to the wake-up descriptor immediately, and a thread r
 
 A thread in sigwait would notice the signal just as soon, but needs SIGTERM to be blocked in every
 other thread. Threads that torch, gloo and OpenMP started earlier would then receive it and end the
-process, and every child process, such as loaders and compilers, would inherit the block and ignore
-SIGTERM.
+process. Child processes, such as loaders and compilers, would inherit the block and ignore SIGTERM.
 
 SIGTERM still ends a forked child, such as a loader, as multiprocessing expects.
 """

@@ -110,7 +110,7 @@ class SnapshotStore:
     """
 
     def __init__(self, folder: Path | None) -> None:
-        """Open the folder; None if this node has none."""
+        """Open `folder`, which is None if this node has none."""
         self.folder = folder or Path()
         self._open: dict[tuple[str, int], mmap.mmap] = {}
         self._made: memoryview | None = None
@@ -195,7 +195,8 @@ class SnapshotStore:
     def note_made(self, moment: Moment) -> None:
         """Record the last completed step.
 
-        A kill in the middle leaves the previous step or, for a new order, perhaps no step.
+        If the process is killed during this write, the file holds the previous step or, in a new
+        incarnation, perhaps no step.
         """
         if self._made is None:
             return
@@ -295,7 +296,7 @@ def free_memory(root: Path = Path("/")) -> int:
     free = [sys.maxsize]
     for folder, limit_file, usage_file, prefix in _CGROUPS:
         place = root / folder[1:]
-        with contextlib.suppress(OSError, ValueError):  # no limit ("max"), or the other version
+        with contextlib.suppress(OSError, ValueError):  # no limit ("max"), or the other cgroup version
             limit, usage = (int((place / name).read_text()) for name in (limit_file, usage_file))
             statistics = _numbers((place / "memory.stat").read_text())
             cache = sum(statistics.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))

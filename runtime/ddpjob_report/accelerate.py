@@ -144,7 +144,7 @@ def take(accelerator: Any, step: int) -> None:
 
 
 def _snapshots(accelerator: Any) -> Snapshots | None:
-    """Restore the state in memory, if there is one.
+    """Restore the state in memory, if any.
 
     Return None if the job does not keep states, or cannot keep the states of this model.
     """

@@ -78,7 +78,7 @@ def restore(folder: Path) -> Path | None:
         found = _fetched(folder, entry)
         if found is None:
             for leftover in [*folder.glob(".*.fetch.tmp"), *folder.glob(".*.old.tmp")]:
-                discard(leftover)  # Left by a killed process: this process holds the lock.
+                discard(leftover)  # A killed process left it, because this one holds the lock.
             found = _fetch(bucket, entry, folder)
             _note_fetched(folder, entry, found)
             sys.stdout.write(f"ddpjob_report: checkpoint {found.name} of step {entry.step} is from {bucket.url}\n")

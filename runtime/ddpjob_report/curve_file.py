@@ -19,7 +19,7 @@ FOLDER = "run"
 SHORTEST_PAUSE = 0.5
 """Initial number of seconds between two lines."""
 LINES_PER_LIFE = 2000
-"""The pause between lines is the script's running time divided by this, and at least
+"""The pause between lines is the script's running time divided by this number, and at least
 SHORTEST_PAUSE. A week produces about 15,000 lines."""
 _NOT_OF_A_STEP = ("epochs", "steps", "eta", "metrics", "accuracy")
 

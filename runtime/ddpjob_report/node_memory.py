@@ -6,8 +6,8 @@ repeat that order, which changes from version to version.
 
 Rule: a state in memory has the content that the framework would save. At startup, `as_checkpoint`
 writes the newest state as a checkpoint in the framework's format, once per node, and the framework
-resumes from that file. The file is removed once training has begun. If the node's memory has room
-for it beside the two states, it is written there; otherwise, to the temporary folder.
+resumes from that file. The file is removed once training has begun. It is written to the node's
+memory if that has room for it in addition to the two states; otherwise, to the temporary folder.
 
 A script asks for its checkpoint before the framework has formed its process group. The ranks then
 meet in a temporary group over gloo, which ends before the framework forms its own.

@@ -35,7 +35,7 @@ from ddpjob_runtime import protocol
 from ddpjob_report import link, stop
 
 _OWN_BYTES = 1 << 16
-"""An object with more bytes of tensors belongs to the state that all ranks share."""
+"""An object whose tensors take more bytes belongs to the state that all ranks share."""
 _SHARDING = {"FullyShardedDataParallel": "FSDP", "ZeroRedundancyOptimizer": "ZeRO", "ShardedTensor": "FSDP"}
 
 
@@ -46,7 +46,7 @@ class Snapshots:
 
     Attributes:
         step: steps completed before the restored state; 0 if there was none. If you then load a
-            checkpoint of your own, set it to the checkpoint's step, and begin there.
+            checkpoint of your own, set `step` to the checkpoint's step, and begin there.
         restored: whether there was a state in memory.
 
     Outside a job, and with `recovery.snapshots: none`, it neither restores nor keeps anything.

@@ -1,4 +1,4 @@
-"""Checks a node, or the links between ranks, before training, as `spec.preflight` asks.
+"""Checks a node, or the links between ranks, before training, as `spec.preflight` requests.
 
     python3 PATH/ddpjob_runtime check JSON
 
@@ -37,7 +37,7 @@ _SIOCGIFADDR = 0x8915
 def main() -> None:
     """Run the check that the argument describes.
 
-    Exit immediately when the launcher is gone, as the end of stdin shows.
+    Exit immediately when stdin ends, because the launcher is then gone.
     """
     settings = json.loads(sys.argv[1])
     threading.Thread(target=_end_with_launcher, daemon=True).start()

@@ -1,4 +1,4 @@
-"""Imports torch faster, but only for its rendezvous. Its process must not fork workers."""
+"""Imports torch faster, but only for torch's rendezvous. The process must not fork workers."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 A container's output is a pipe. If its reader stops, the pipe fills up. The container runtime stops
 reading while the host's log folder is full or hangs. A write would then block the coordinator's
 event loop or the launcher's only reader. The pipe is not made non-blocking, because the workers
-share it and do not expect that.
+share it and expect blocking writes.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _Emit:
     def __call__(self, record: logging.LogRecord) -> None:
         try:
             self._log.write(self._handler.format(record) + "\n")
-        except Exception:  # The record's arguments do not match its text.
+        except Exception:  # The record's arguments do not match its format.
             self._handler.handleError(record)
 
 

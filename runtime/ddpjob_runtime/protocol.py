@@ -26,7 +26,7 @@ VERSION = 1
 version gets a new generation."""
 NUMBERS_PER_ATTEMPT = 1_000_000
 """The coordinator of attempt A numbers its rounds and incidents from 1 plus A times this. The
-coordinators of a generation do not know each other, but must not use a number twice."""
+coordinators of a generation cannot communicate, but must not use a number twice."""
 
 
 class Word(str, Enum):
@@ -40,7 +40,7 @@ class Word(str, Enum):
 
 EXIT_DONE = 0
 EXIT_STEPPED_ASIDE = 75
-"""A worker's exit code that saved a checkpoint because it was asked to stop."""
+"""Exit code of a worker that saved a checkpoint because it was asked to stop."""
 EXIT_RENDEZVOUS_LOST = 76
 EXIT_STOPPED = 77
 EXIT_INIT_FAILURE = 78
@@ -130,8 +130,8 @@ COMMUNICATION_ERROR = re.compile(
     r"\bRDMA\b|(?<![a-z])UCC(?![a-z])|\bMPI\b|\bHorovodInternalError\b|\bHorovod has been shut down\b|\btensorpipe\b",
     re.I,
 )
-"""Errors that a rank raises when its peer is gone. The pattern is applied to the exception's own
-text, not its traceback, whose source lines may name a backend."""
+"""Errors that a rank raises when its peer is gone. The pattern is applied to the exception's
+message, not its traceback, whose source lines may name a backend."""
 RANK_FAILURE = "RankFailed"
 """Kind of the termination message that a rank writes if a `command` runs torchrun (worker.py)."""
 
@@ -329,7 +329,7 @@ def decode(line: bytes) -> dict[str, Any]:
 
 
 def clip(text: object, limit: int = MAX_TEXT) -> str:
-    """Shorten the text to `limit` characters by leaving out its middle.
+    """Shorten the string to `limit` characters by leaving out its middle.
 
     Messages begin with the error, and tracebacks end with it. Only long lines are cut.
     """
@@ -344,14 +344,14 @@ def clip(text: object, limit: int = MAX_TEXT) -> str:
 
 
 _PART_OF_A_LINE = 300
-"""Maximum number of characters to omit so that the text continues with a whole line."""
+"""Maximum number of characters to omit so that the string continues with a whole line."""
 _NEWLINE = "\n"
 
 
 def last_lines(text: str, limit: int) -> str:
-    """Return the last `limit` characters of the text.
+    """Return the last `limit` characters of the string.
 
-    If a line begins shortly after the cut, the text starts with that line.
+    If a line begins shortly after the cut, the result starts with that line.
     """
     text = text.strip()
     last = text[-limit:]
@@ -362,8 +362,8 @@ def last_lines(text: str, limit: int) -> str:
 def error_mark(message: str, traceback: str) -> tuple[str, str]:
     """Return the parts that are the same in all occurrences of one error.
 
-    These are the message's first line and the script's last line in the traceback (empty if there
-    is none). The first line is without digits, because these may name a rank.
+    The parts are the message's first line and the script's last line in the traceback (empty if
+    there is none). Digits are removed from the first line, because they may name a rank.
     """
     lines = _FRAME.findall(traceback)
     return _DIGITS.sub("#", message.partition(_NEWLINE)[0]), lines[-1] if lines else ""
@@ -375,7 +375,7 @@ _BEYOND_16_BITS = re.compile("[\U00010000-\U0010ffff]")
 
 
 def clip_kept(text: str, limit: int) -> str:
-    """Shorten the text to `limit` characters, each of which takes at most two bytes in Python.
+    """Shorten the string to `limit` characters, each of which takes at most two bytes in Python.
 
     A single character beyond 16 bits, such as an emoji, would make every character take four bytes.
     In a string longer than half the limit, such characters are replaced.
@@ -455,7 +455,7 @@ def read_kept_log(name: str) -> Optional[tuple[str, str]]:
 
 
 def order_mark(pods: Iterable[str]) -> str:
-    """Return the mark of an order of pods, as used in the report.
+    """Return the mark of a pod order, as used in the report.
 
     The sender of an order recognizes it by this mark, which is empty without an order.
     """
@@ -477,7 +477,7 @@ def iso(moment: datetime) -> str:
 
 
 def largest_report(pods: int) -> int:
-    """Return the maximum size in bytes of the report of a job with `pods` pods, including spares.
+    """Return the maximum size in bytes of a report for a job with `pods` pods, including spares.
 
     The coordinator need not know the number of spares: members in addition to its nodes fit into
     the rest of the 64 KiB.
@@ -622,7 +622,7 @@ def read_start(value: Any) -> dict[str, Any]:
 def read_environment(value: Any) -> dict[str, Any]:
     """Return `gpu`, the model, and `packages`, versions by name. Malformed parts are dropped.
 
-    Texts are printable ASCII of at most 80 characters, so that they can be shown anywhere.
+    Strings are printable ASCII of at most 80 characters, so that they can be shown anywhere.
     """
     found: dict[str, Any] = {}
     if not isinstance(value, dict):
@@ -691,7 +691,7 @@ def awaited_figures(progress: dict[str, Any]) -> frozenset[str]:
 def progress_news(progress: dict[str, Any]) -> frozenset[str]:
     """Return marks for the parts of a progress report that are urgent when they first appear.
 
-    These are its figures, the step counter's flags, and the fields of its start.
+    The marks stand for its figures, the step counter's flags, and the fields of its start.
     """
     start = progress.get(START) or {}
     flags = {name for name in FLAGS if progress.get(name)}
@@ -822,8 +822,7 @@ class Incident(Record):
     backoff_seconds: float = 0.0
     """How long the coordinator waits before the next round."""
     alike_ranks: int = 0
-    """Number of ranks with the same `error_mark`; 0 if a rank had a different error of its own.
-    """
+    """Number of ranks with the same `error_mark`; 0 if a rank had a different error of its own."""
     alike_pods: int = 0
     """Number of pods that these ranks were in."""
     group_rank: Optional[int] = None

@@ -360,7 +360,7 @@ class AfterImport:
 def run_recorded(mode: str, target: str) -> None:
     """Run the program to its end.
 
-    An exception is recorded, and printed without this file's frames. It ends the process with exit
+    An exception is recorded, and printed without this file's frames. The process then exits with
     code 1, or with EXIT_REFUSED if ddpjob_report raised it because a restart would not help.
     """
     import os
@@ -637,10 +637,10 @@ def text_of(error: BaseException) -> str:
 
 
 def with_inner_error(said: str) -> str:
-    """Append the inner error to the first line of a text that contains a traceback.
+    """Append the inner error to the first line of a message that contains a traceback.
 
     Most displays show only the first line. mp.spawn and DataLoader report their workers' errors
-    this way; mp.spawn's text begins with an empty line.
+    this way; mp.spawn's message begins with an empty line.
     """
     lines = [line for line in said.splitlines() if line.strip()]
     heads = [number for number, line in enumerate(lines) if "Traceback (most recent call last):" in line]
@@ -656,8 +656,8 @@ def with_inner_error(said: str) -> str:
 def causes(error: BaseException, said: str) -> str:
     """Return the exceptions that led to this one, unless `said` contains them.
 
-    Programs may print an exception and call sys.exit(1), or wrap the exception. The original text
-    shows whether it is only a consequence of a lost peer.
+    Programs may print an exception and call sys.exit(1), or wrap the exception. The original
+    message shows whether the error is only a consequence of a lost peer.
     """
     found: list[str] = []
     seen = [error]
@@ -743,11 +743,11 @@ class StepCounter:
         self.compiled = 0
         self.state = 0  # id of the first optimizer's state, which does not keep it alive
         self.has_state = self.loaded = False
-        self.made = self.exchanged = 0  # collectives at the last step; consecutive steps with any
+        self.made = self.exchanged = 0  # numbers of collectives, and of consecutive steps with any
         self.address, self.token = os.environ["DDPJOB_COORDINATOR"], os.environ["DDPJOB_TOKEN"]
         self.instance = ""
         self.environment: dict[str, Any] = {}
-        self.described: str | None = None  # the coordinator that already knows the environment
+        self.described: str | None = None  # the coordinator that already has the environment
         self.round = {"round": fence} if (fence := os.environ.get("DDPJOB_FENCE")) else {}
         counts = self.counts
 
@@ -859,7 +859,7 @@ class StepCounter:
             report["exchanging"] = True
         if not self.environment:
             self.environment = load_of_pod("versions").read_environment()
-        if self.described != self.instance:  # A new coordinator does not know the environment.
+        if self.described != self.instance:  # A new coordinator does not have the environment.
             report["environment"] = self.environment
         body = json.dumps(report).encode()
         try:

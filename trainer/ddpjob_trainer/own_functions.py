@@ -14,7 +14,7 @@ from typing import Any
 from ddpjob_trainer.errors import ConfigError, TrainerError, first_line
 
 _OTHERS = (f"{Path(__file__).parent}{os.sep}", f"{Path(os.__file__).parent}{os.sep}", "<frozen ")
-"""Where code is not the user's: this package and Python's library. Others are in site-packages."""
+"""Folders of code that is not the user's. Other packages are in site-packages."""
 
 
 def load_function(key: str, name: str, kinds: Sequence[str] = ()) -> Callable[..., Any]:
@@ -48,7 +48,7 @@ def load_function(key: str, name: str, kinds: Sequence[str] = ()) -> Callable[..
 
 @contextmanager
 def explain(key: str, name: str, call: str, kind: type[TrainerError] = ConfigError) -> Iterator[None]:
-    """Turn an exception of the user's code into a `kind` that names the key, call and line."""
+    """Convert an exception from the user's code to a `kind` that names the key, call and line."""
     try:
         yield
     except TrainerError:
@@ -62,7 +62,7 @@ def explain(key: str, name: str, call: str, kind: type[TrainerError] = ConfigErr
 
 
 def _find_line(error: Exception) -> tuple[str, int | None]:
-    """Return the user's last line before the error, or the last line of all if there is none."""
+    """Return the user's last line before the error; if no line is the user's, the last line."""
     if isinstance(error, SyntaxError) and error.filename:
         return error.filename, error.lineno
     frames = traceback.extract_tb(error.__traceback__)

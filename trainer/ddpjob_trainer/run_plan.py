@@ -37,7 +37,7 @@ from ddpjob_trainer.optim.parameter_groups import check_rules
 from ddpjob_trainer.strategies.strategy import Strategy
 
 _STRETCH, _INEXACT_STRETCH = 1.25, 1.5
-"""Defaults of data.stretch. More would let a job run out of memory when it has lost ranks."""
+"""Defaults of data.stretch. With larger values, a job that lost ranks could run out of memory."""
 _WORTH_A_NOTE = 1.1
 """The log mentions the busiest rank's load if it is more than this many times an even share."""
 

@@ -1,4 +1,4 @@
-"""Computes the effects of a trace on a training run, from the run's step logs. Pure.
+"""Computes the effects of a trace on a training run, from the run's step logs.
 
 A step counts when the first rank has taken it. It is useful once; if a later group takes it again,
 it is repeated. A group of ranks is an incarnation or, under torchft, a quorum. A standstill is the
@@ -21,7 +21,7 @@ from benchmarks.recovery.trace.events import Kind
 
 @dataclass(frozen=True)
 class Seen:
-    """The effects of a failure until the next one. `pause` is in seconds."""
+    """The effects of a failure until the next failure. `pause` is in seconds."""
 
     kind: Kind
     pause: float
@@ -91,7 +91,7 @@ def _made(incarnations: Mapping[int, Incarnation]) -> list[_Made]:
 
 
 def _pause(every: Sequence[_Made], moment: float, limit: float, gap: float) -> tuple[float, bool]:
-    """Return the pause from a failure to the next one, and whether training continued before that."""
+    """Return the pause after a failure, and whether training continued before the next failure."""
     pause = 0.0
     for before, after in pairwise(every):
         start = max(before.when, moment - gap)

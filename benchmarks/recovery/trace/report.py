@@ -52,7 +52,7 @@ def by_group(runs: Iterable[Run]) -> dict[Group, dict[str, list[Run]]]:
 
 
 def accounts(runs: Iterable[Run]) -> list[Account]:
-    """Return the accounts of the runs, without those that failed."""
+    """Return the accounts of the runs that did not fail."""
     return [run.account for run in runs if run.account is not None]
 
 

@@ -1,5 +1,4 @@
-"""Kills workers of tortured jobs in the middle of a copy of their state, at a point named by a
-file.
+"""Kills workers of tortured jobs while they copy their state, at a point that a file names.
 
 It wraps functions of `ddpjob_pod` when a worker imports them; the product has no such points. The
 file is in the folder TORTURE_COPY_KILLS, has the pod's name, and contains the name of one of

@@ -24,13 +24,13 @@ Variables = Callable[[], dict[str, Any]]
 def check_rules(manifest: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> list[Problem]:
     """Return a problem for each rule that a defaulted object violates.
 
-    The object must fit the schema. `old` is the defaulted object that it replaces, if any.
+    The object must fit the schema. `old` is the defaulted object that the manifest replaces.
     """
     return list(_check(object_schema(), manifest, _MISSING if old is None else old, ""))
 
 
 def _check(schema: Mapping[str, Any], value: Any, old: Any, path: str) -> Iterator[Problem]:
-    # All rules here share these variables, because converting them takes most of the time.
+    # All rules at this path share the variables, because converting them takes most of the time.
     variables = cache(lambda: _variables(value, old))
     for rule in schema.get("x-kubernetes-validations", ()):
         yield from _apply(rule, variables, path, replaces=old is not _MISSING)
@@ -131,8 +131,8 @@ def _program(text: str) -> Any:
 def _matches(text: str, pattern: str) -> Any:
     """Implement CEL's `matches`.
 
-    RE2's `$` matches only at the end of the text, but Python's also matches before a final newline.
-    No rule contains an escaped `$`, so every `$` can be replaced.
+    RE2's `$` matches only at the end of the string, but Python's also matches before a final
+    newline. No rule contains an escaped `$`, so every `$` can be replaced.
     """
     from celpy.celtypes import BoolType
 

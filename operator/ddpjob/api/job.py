@@ -39,14 +39,14 @@ class DDPJob:
     """`spec` as written in the object; empty unless the job names a class."""
     oversized: str = ""
     """Path of the oversized part of the spec. If it is set, large fields are not read, and no pods
-    are made from the other fields."""
+    are created from the remaining fields."""
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> DDPJob:
         """Read a whole object with metadata, spec and status.
 
-        Raises KeyError or ValueError for a malformed object. `spec` is the effective spec, with the
-        values of the class in the status and within its limits.
+        Raises KeyError or ValueError for a malformed object. The result's `spec` is the effective
+        spec: it includes the values of the class in the status, and obeys that class's limits.
         """
         meta, spec = body["metadata"], body["spec"]
         too_large = oversized(spec)
@@ -74,9 +74,9 @@ class DDPJob:
     def granted(self, status: JobStatus) -> DDPJob:
         """Return the job at the size that its queue has granted.
 
-        This may be less than the spec asks for. An elastic job then has fewer spares, or none, and
-        trains with the rest. A different job keeps its current number of nodes and spares until the
-        queue grants quota for more.
+        The queue may grant less than the spec asks for. An elastic job then runs with fewer spares,
+        or without spares and with fewer nodes. Any other job keeps its current size until the queue
+        grants more quota.
         """
         if status.queue is None or status.queue.pods >= self.spec.pods:
             return self
@@ -130,7 +130,7 @@ class DDPJob:
 def taken_class(spec: Mapping[str, Any], status: JobStatus) -> JobClass | None:
     """Return the class that applies to a job, given the job's spec as written.
 
-    This is the class that the spec names, once the job has taken it.
+    This is the class that the spec names, once the status contains it.
     """
     taken = status.job_class
     return taken if taken is not None and taken.name == spec.get("className") else None
@@ -157,7 +157,7 @@ def _within(spec: JobSpec, limits: ClassLimits) -> JobSpec:
 def queue_labels(meta: Mapping[str, Any], taken: JobClass | None) -> tuple[str, str]:
     """Return `queue` and `queue_priority` of a DDPJob from its metadata and class.
 
-    Labels can change while the generation stays the same.
+    They are read apart from the spec, because a changed label does not change the generation.
     """
     labels = meta.get("labels") or {}
     queue = labels.get(QUEUE_LABEL, "")

@@ -89,7 +89,7 @@ def lacks_class(job: DDPJob) -> bool:
 
 
 def begins(job: DDPJob) -> bool:
-    """Whether the job has a class, but no pods that were made with an earlier version of it."""
+    """Whether the job names a class and is about to start or resume."""
     fresh = not job.status.slots or job.status.holds(ConditionType.SUSPENDED) or lacks_class(job)
     return bool(job.spec.class_name) and fresh and not (job.spec.run_policy.suspend or job.status.terminal)
 
@@ -206,7 +206,7 @@ def _read(name: str, given: Any) -> JobClass:
     if not _NAME.fullmatch(name) or len(name) > 63:
         raise ValueError(f"{name!r} is not a valid class name; use at most 63 lower-case letters, digits and -")
     if not isinstance(given, Mapping):
-        raise ValueError(f"{name}: must be a mapping with {', '.join(_KEYS)}")
+        raise ValueError(f"{name}: must be a mapping with the keys {', '.join(_KEYS)}")
     for key in given:
         if key not in _KEYS:
             raise ValueError(f"{name}.{key}: unknown; the fields are {', '.join(_KEYS)}")

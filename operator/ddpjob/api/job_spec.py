@@ -89,7 +89,7 @@ class CleanPodPolicy(StrEnum):
 
 
 class NotifyEvent(StrEnum):
-    """Events in `notify.events` that the job's receiver is notified of."""
+    """Events that `notify.events` may contain."""
 
     COMPLETE = "Complete"
     FAILED = "Failed"
@@ -127,7 +127,7 @@ class ClaimTemplate:
 
 @dataclass(frozen=True, kw_only=True)
 class BucketVolume(Volume):
-    """A volume, or a bucket with its URL and the settings to reach its server."""
+    """A volume, or a bucket that is given by its URL and the settings to reach its server."""
 
     url: str | None = None
     endpoint: str | None = None
@@ -158,7 +158,7 @@ class DataVolume(BucketVolume):
     """The volume of the training data.
 
     Instead of using `claim_name`, `host_path` or `nfs`, pods may fetch the data from a bucket into
-    `cache`, a folder of their Kubernetes node, or into a disk of their own.
+    `cache`, a folder of their Kubernetes node, or onto a disk of their own.
     """
 
     cache: str | None = None
@@ -285,7 +285,7 @@ class Backoff:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One entry of `recovery.rules`. Without exit codes, it matches all of them."""
+    """One entry of `recovery.rules`. Without exit codes, it matches every exit code."""
 
     cause: RuleCause
     action: RuleAction
@@ -309,7 +309,7 @@ class Recovery:
 
     @property
     def keeps_snapshots(self) -> bool:
-        """Whether pods hold the newest states of the training in memory."""
+        """Whether pods keep the newest training states in memory."""
         return self.snapshots != "none"
 
 
@@ -408,7 +408,8 @@ class JobSpec:
     run_policy: RunPolicy
     scheduling: Scheduling
     rank_order: tuple[str, ...] = ()
-    """Labels of Kubernetes nodes, the widest domain first. If empty, ranks follow the indices."""
+    """Labels of Kubernetes nodes, the widest domain first. If empty, ranks follow the slots'
+    indices."""
     preflight: Preflight | None = None
     network: Network
     notify: Notify | None = None
@@ -437,7 +438,7 @@ class JobSpec:
 
     @property
     def min_nodes(self) -> int:
-        """The minimum number of nodes to train with."""
+        """The minimum number of nodes that training needs."""
         return self.elastic.min_nodes if self.elastic else self.nodes
 
     @property
@@ -473,7 +474,7 @@ class JobSpec:
 
 
 _CHANGEABLE = ("nodes", "elastic", "spares", "recovery", "runPolicy", "notify", "rankOrder")
-"""Fields that running pods adopt, except for recovery.mode."""
+"""Fields, other than recovery.mode, whose changes running pods adopt."""
 
 
 def _template_hash(spec: Mapping[str, Any], mode: str) -> str:
@@ -508,7 +509,7 @@ def _without_defaults(value: Any, schema: Mapping[str, Any]) -> Any:
 
 _SPEC = TypeAdapter(JobSpec)
 
-# --- size limits: the operator keeps every job in memory, and users choose how large they are
+# --- size limits: the operator keeps every job in memory, and users choose how large their jobs are
 
 LARGEST_TEXT, MOST_VALUES = 256 * 1024, 5000
 """Maximum number of characters in all names and strings of a spec, and maximum number of values

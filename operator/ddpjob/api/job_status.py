@@ -67,8 +67,8 @@ class ConditionType(StrEnum):
     NOTIFIES = "Notifies"
     """Set only if the job's namespace may not use the receiver that spec.notify names."""
     CLASS_APPLIED = "ClassApplied"
-    """Set only with spec.className: whether the job has its class's values and keeps to its
-    limits."""
+    """Set only with spec.className: whether the job has the class's values and stays within the
+    class's limits."""
 
 
 class NotificationState(StrEnum):
@@ -115,7 +115,7 @@ def known_time(text: Any) -> datetime | None:
 
 def _computable(moment: datetime) -> datetime:
     if moment.tzinfo is None or not 1970 <= moment.year < 9000:
-        raise ValueError("a time without a zone, or too close to the last possible time")
+        raise ValueError("a time without a zone, or too close to datetime.max")
     return moment
 
 
@@ -128,7 +128,8 @@ _OMIT_EMPTY = Field(exclude_if=not_)
 """Omits a field that is None, empty or 0 when the status is written."""
 _OMIT_NONE = Field(exclude_if=lambda value: value is None)
 _MOST = 10**9
-"""Maximum value of a count or a number in a status. A value one above it can still be written."""
+"""Maximum value of a count or a number that is read from a status. A count that is then raised by
+one can still be written."""
 _Number = Annotated[int, Field(ge=0, le=_MOST)]
 _Seconds = Annotated[int, Field(ge=0, lt=2**53)]
 """A number of seconds, summed over many devices. JSON readers represent every value below 2**53
@@ -569,7 +570,7 @@ def _validated(status: Json) -> JobStatus:
         problems = error.errors(include_url=False, include_context=False, include_input=False)
     kept = deepcopy(status)
     paths = dict.fromkeys(p["loc"][:-1] if p["type"] == "missing" else p["loc"] for p in problems)
-    for path in reversed(paths):  # Delete the last item of a list first.
+    for path in reversed(paths):  # Deleting from the end of a list keeps earlier indices valid.
         _leave_out(kept, path)
     return _validated(kept) if kept != status else JobStatus()
 

@@ -114,7 +114,7 @@ def _by_name(first: list[Json], second: list[Json]) -> list[Json]:
     return [later.get(item["name"], item) for item in first] + [i for i in second if i["name"] not in known]
 
 
-# --- as Kubernetes merges ---------------------------------------------------------------------------------------
+# --- merging as Kubernetes does ---------------------------------------------------------------------------------
 
 
 def merge(base: Json, overlay: Mapping[str, Any]) -> Json:

@@ -38,7 +38,8 @@ _OTHERS_WORDS = {
     "spec.podTemplate": "template podspec pod",
     "spec.nodes, image and script (run `ddpjob convert FILE` to translate the manifest)": "pytorchreplicaspecs "
     "trainer runtimeref",
-    "spec.nodes and script (run `ddpjob convert -- torchrun ...` for a line)": "mpireplicaspecs tasks replicatedjobs",
+    "spec.nodes and script (run `ddpjob convert -- torchrun ...` for a command line)": "mpireplicaspecs "
+    "tasks replicatedjobs",
     "spec.resources, and spec.gpusPerNode for GPUs": "resourcespernode resourcesperworker",
     "spec.rendezvous": "rdzvbackend rdzvendpoint rdzvhost rdzvport rdzvid rdzvconf",
     "metadata, or spec.podTemplate.metadata for the pods": "labels annotations",

@@ -30,7 +30,7 @@ _LONGEST_LINE = 1000
 
 
 def listed(problems: Sequence[Problem], line: Callable[[Problem], str] = str) -> str:
-    """Return a line for each of the first MOST_LINES problems, and one that counts the rest."""
+    """Return a line for each of the first MOST_LINES problems, and a line that counts the rest."""
     lines = [_without_middle(line(problem)) for problem in problems[:MOST_LINES]]
     if len(problems) > MOST_LINES:
         least = "at least " if len(problems) >= MOST_PROBLEMS else ""
@@ -89,7 +89,7 @@ def with_defaults(manifest: Mapping[str, Any]) -> Json:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A DDPJob in a text, as the user wrote it."""
+    """A DDPJob from a manifest, as the user wrote it."""
 
     source: str
     document: Document
@@ -115,8 +115,8 @@ class Manifest:
 def read_manifests(source: Path | str, label: str = "the manifest") -> list[Manifest]:
     """Return the DDPJobs in a file (Path) or in YAML text (str), unchecked.
 
-    A List is read as its items. Objects of other kinds are ignored. Raises ManifestError if the
-    text lacks a DDPJob, or if two have the same name.
+    A List is read as its items. Objects of other kinds are ignored. Raises ManifestError if no
+    object is a DDPJob, or if two DDPJobs have the same name.
     """
     label, text = (str(source), _read_file(source)) if isinstance(source, Path) else (label, source)
     found, names = _jobs(label, _documents(label, text)), set[tuple[str, str]]()

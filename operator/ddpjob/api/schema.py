@@ -124,8 +124,8 @@ def _default_object(value: Mapping[str, Any], schema: Mapping[str, Any]) -> Json
 def without_nulls(value: Any) -> Any:
     """Return a copy without fields that are null, such as empty values of a rendered template.
 
-    Use it for parts that the schema does not describe. Nulls in lists stay, because they are
-    errors.
+    Use it for parts that the schema does not describe. Nulls in lists are kept, because validation
+    must report them.
     """
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
@@ -170,7 +170,7 @@ def to_json_schema(schema: Mapping[str, Any]) -> Json:
     """
     converted: Json = {key: schema[key] for key in _SAME_IN_BOTH if key in schema}
     if "pattern" in schema:
-        # Python's $ also matches before a final newline, Go's does not.
+        # Python's $ also matches before a final newline, but Go's does not.
         converted["pattern"] = (
             schema["pattern"].removesuffix("$") + r"\Z" if schema["pattern"].endswith("$") else schema["pattern"]
         )
@@ -326,7 +326,7 @@ def _paths_by_name() -> dict[str, list[str]]:
     def walk(schema: Mapping[str, Any], path: str) -> None:
         for name, child in schema.get("properties", {}).items():
             found.setdefault(name.lower(), []).append(join(path, name))
-            if name != "dataSource":  # `name` and `kind` never mean these fields elsewhere.
+            if name != "dataSource":  # A misplaced `name` or `kind` is never meant for dataSource.
                 walk(child, join(path, name))
 
     walk(object_schema()["properties"]["spec"], "spec")

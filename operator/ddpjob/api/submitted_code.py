@@ -1,8 +1,8 @@
 """The mount of code that `ddpjob submit` and `Client.train` add to a job's podTemplate.
 
-Users do not write this mount, so a class that fixes podTemplate does not refuse it. It gives a job
-only files of a ConfigMap in the job's own namespace, at one path. A mount of a different form does
-not count, and neither does one whose name or path the class's own template uses.
+Users do not write this mount, so a class that fixes podTemplate still allows it. The mount only
+adds files from a ConfigMap in the job's own namespace, at one path. A mount of a different form, or
+with a name or path that the class's own template uses, is not recognized as submitted code.
 """
 
 from __future__ import annotations

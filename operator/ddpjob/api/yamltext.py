@@ -1,8 +1,8 @@
 """Reads YAML as kubectl does, with the line of every field, and writes YAML that kubectl reads
 back.
 
-PyYAML differs: it converts dates and 1:30 (text for kubectl), reads 1e5 as text, and silently drops
-one of two equal keys.
+PyYAML differs: it converts dates and 1:30 (strings for kubectl), reads 1e5 as a string, and
+silently drops one of two equal keys.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class _Loader(yaml.SafeLoader):
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise YamlError(f"<<: merges through more than {MAX_DEPTH} levels, too many for a manifest", line)
-        pairs, node.value = node.value, []  # A mapping that merges itself finds an empty list.
+        pairs, node.value = node.value, []  # A mapping that merges itself sees an empty list.
         own, merged = [], list[tuple[yaml.Node, yaml.Node]]()
         for key, value in pairs:
             if key.tag != _MERGE:
@@ -161,15 +161,15 @@ def _both(tables: Iterable[_Resolvers]) -> _Resolvers:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that kubectl or PyYAML would otherwise not read as text: 1e-4, y, 0o17."""
+    """Quotes strings that kubectl or PyYAML would otherwise read as another type: 1e-4, y, 0o17."""
 
     yaml_implicit_resolvers = _both((yaml.SafeDumper.yaml_implicit_resolvers, _Loader.yaml_implicit_resolvers))
 
 
 def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    """Write whole lines as a literal block, so that a person can review a script.
+    """Write a string of whole lines as a literal block, so that people can review scripts.
 
-    PyYAML itself quotes text that a block cannot hold. Line breaks other than a newline are
+    PyYAML itself quotes strings that a block cannot hold. Line breaks other than a newline are
     quoted, because kubectl and PyYAML disagree about them.
     """
     lines = "\n" in text and bool(text.strip("\n")) and all(c.isprintable() or c == "\n" for c in text)
@@ -215,7 +215,7 @@ def _characters(text: str, line: int) -> str:
 
 
 def read_documents(text: str) -> Iterator[Document]:
-    """Read the documents of a text, except empty ones. Raises YamlError."""
+    """Read the documents in a YAML stream, except empty documents. Raises YamlError."""
     try:
         loader = _Loader(_without_tabs(text))
     except yaml.reader.ReaderError as error:
@@ -307,7 +307,9 @@ class _Builder:
 
     def _key(self, node: yaml.Node) -> str:
         if not isinstance(node, yaml.ScalarNode):
-            raise YamlError("a field name must be text; quote templates such as {{ name }}", node.start_mark.line + 1)
+            raise YamlError(
+                "a field name must be a string; quote templates such as {{ name }}", node.start_mark.line + 1
+            )
         if node.tag == _BOOL:
             return str(_is_true(node)).lower()  # kubectl does the same.
         return _characters(node.value, node.start_mark.line + 1)

@@ -18,9 +18,9 @@ from ddpjob.client.rerun_jobs import checkpoints_that_stay
 @click.argument("nodes", type=click.IntRange(1))
 @with_backend
 def scale(backend: Backend, job: str, nodes: int) -> None:
-    """Change the number of nodes of a job.
+    """Change a job's number of nodes.
 
-    The job stays, and its group restarts from the last checkpoint.
+    The job is kept, and its group restarts from the last checkpoint.
 
     \b
     Example: ddpjob scale first 4
@@ -119,7 +119,7 @@ def rerun(backend: Backend, job: str, fresh: bool) -> None:
 
     It resumes from its last checkpoint. On this machine it runs in the background, as with
     `ddpjob submit`. On a cluster the job is deleted and created again; its checkpoints are kept,
-    and --fresh gives it a new folder.
+    and --fresh gives the job a new folder.
 
     \b
     Example: ddpjob rerun first
@@ -135,9 +135,9 @@ def rerun(backend: Backend, job: str, fresh: bool) -> None:
 def delete(backend: Backend, jobs: tuple[str, ...]) -> None:
     """Delete jobs and their pods.
 
-    If one of the jobs does not exist, nothing is deleted. Checkpoints on volumes are kept. On this
-    machine, RUNS/JOB/checkpoints and checkpoints that --fresh has moved are kept too. If
-    storage.checkpoints.claimTemplate.whenDeleted is Delete, the checkpoints are deleted as well.
+    If one of the jobs does not exist, nothing is deleted. Checkpoints on volumes are kept, unless
+    storage.checkpoints.claimTemplate.whenDeleted is Delete. The same holds on this machine for
+    RUNS/JOB/checkpoints and for checkpoints that --fresh has moved.
 
     \b
     Example: ddpjob delete first second

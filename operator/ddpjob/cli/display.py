@@ -69,9 +69,8 @@ def recoveries(status: JobStatus) -> list[str]:
     """Return a line for each restart after which the group ran again.
 
     The line shows what broke the group, how long the group took to run again, and the repeated
-    work. The line appears once the repeated work is known, or once it is certain that it will never
-    be known. A job that has not reported a step has no such lines, because its group may run again
-    only to fail again.
+    work. The line appears once the repeated work is known, or can no longer become known. A job
+    that has not reported a step gets no line, because its group may soon fail again.
     """
     if not status.progress:
         return []
@@ -86,7 +85,7 @@ def recoveries(status: JobStatus) -> list[str]:
 
 
 def stall_line(seconds: float) -> str:
-    """Return a line about the time between a break and the next step."""
+    """Return a line about the time from a break to the next step."""
     return f"Next training step after {seconds:.1f} s"
 
 
@@ -98,7 +97,7 @@ class NewLines:
         self._traces: set[tuple[str, ...]] = set()
 
     def lines(self, shown: Shown) -> Iterator[tuple[bool, str]]:
-        """Yield (whether it is a warning, line) for everything new."""
+        """Yield (is a warning, line) for everything that has not been shown."""
         for happened in shown.events[self._events :]:
             yield happened.event.warning, event_line(happened)
             for line in self._new_trace(happened):
@@ -118,7 +117,7 @@ class NewLines:
         The same error may recur and finally fail the job.
         """
         trace = happened.event.message.splitlines()[1:]
-        # The last lines hold the location and the error.
+        # The last lines contain the location and the error.
         known = tuple(line.partition(" (counts against")[0] for line in trace[-3:])
         if known in self._traces:
             return []
@@ -188,7 +187,7 @@ _NARROW = 100
 
 
 def panel(shown: Shown, width: int = _NARROW) -> RenderableType:
-    """Return the job, its progress bar and its pods, for a terminal of `width` columns."""
+    """Draw the job, its progress bar and its pods for a terminal of `width` columns."""
     status = shown.status
     phase = status.phase or Phase.PENDING
     since = shown.now - (status.start_time or shown.now)

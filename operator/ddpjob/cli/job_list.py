@@ -1,7 +1,7 @@
 """The list of `ddpjob top`: all jobs on a screen of any size, navigated by keys.
 
-Problem: with 60 old jobs, the running job was below the edge of the screen, and long names pushed
-columns out of it.
+Problem: with 60 old jobs, the running job was below the bottom of the screen, and long names pushed
+columns beyond its right edge.
 
 Rule: jobs with pods come first, then waiting jobs, the newest first in each group. Finished jobs
 are folded into one line that counts them; `e` unfolds them. The list never has more lines or
@@ -11,7 +11,7 @@ columns than the terminal:
 2. Then names are cut in their middle, to no fewer than 16 characters.
 3. Then SPEED, LOSS, AGE, RESTARTS and NODES are dropped, in this order.
 
-Names, states, nodes, progress, loss and restarts fit into 80 columns; everything fits into 200.
+Names, states, nodes, progress, loss and restarts fit in 80 columns; everything fits in 200.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ from ddpjob.client.backends.backend import ENDED, Backend, Mistake, NoSuchJob, O
 from ddpjob.client.texts.job_text import gpu_hours, header, phase, row
 
 _DROPPED = ("GPUHOURS", "ATRISK", "DURATION", "REASON", "", "SPEED", "LOSS", "AGE", "RESTARTS", "NODES", "PROGRESS")
-"""Columns in the order in which they are dropped; "" stands for cutting the names."""
+"""Columns in the order in which they are dropped. The empty string marks the point at which names
+are cut.
+"""
 _WAITING = ("Queued", "Pending", "Suspended")
 _NAME, _GAP = 16, 2
 _FIXED = 4
@@ -54,7 +56,7 @@ class JobList:
         self._page = 10
 
     def press(self, key: str) -> str:
-        """Apply a key. Return `quit` or `open` if it requests that, otherwise an empty string."""
+        """Handle a key. Return `quit` or `open` if requested, otherwise an empty string."""
         if self.finding:
             self._type(key)
         elif key in ("q", "escape"):
@@ -129,7 +131,7 @@ def _counts(bodies: Sequence[Json]) -> str:
 
 
 def _cost(bodies: Sequence[Json]) -> str:
-    """Return the total GPU hours of all jobs; empty if there are none."""
+    """Return the total GPU hours of all jobs; empty if no GPU was used."""
     spent = (JobStatus.read({"gpuSeconds": (body.get("status") or {}).get("gpuSeconds")}) for body in bodies)
     hours = gpu_hours(sum(status.gpu_seconds for status in spent))
     return f"; {hours} GPU hours" if hours else ""
@@ -155,7 +157,7 @@ def fit(rows: Sequence[Sequence[str]], width: int) -> list[str]:
 
 
 def _cut(name: str, most: int) -> str:
-    """Cut the middle of a name, because names of one sweep differ at their ends."""
+    """Cut the middle of a name, because the names in a sweep differ at their ends."""
     return name if len(name) <= most else f"{name[: most - _NAME // 2]}…{name[1 - _NAME // 2 :]}"
 
 
@@ -202,7 +204,7 @@ OpenJob = Callable[[str], Callable[[], RenderableType]]
 
 
 def show_list(backend: Backend, console: Console, open_job: OpenJob, seconds: float) -> None:
-    """Show the list until `q` or Ctrl-C; Enter shows a job, and Esc the list again."""
+    """Show the list until `q` or Ctrl-C. Enter opens a job, and Esc returns to the list."""
     jobs, patience, top = JobList(), OutagePatience(), 0
     draw_job: Callable[[], RenderableType] | None = None
     bodies = backend.jobs()

@@ -53,7 +53,7 @@ def get(place: Place, job: str | None, output: str | PathTemplate, watch: bool, 
              ddpjob get first -o jsonpath='{.status.phase}'
     """
     if everywhere and job is not None:
-        raise click.UsageError("-A lists jobs; specify the job's namespace with -n")
+        raise click.UsageError("-A lists the jobs of all namespaces; for a single job, specify its namespace with -n")
     backend = place.backend(everywhere=everywhere)
     backend.whole = output in ("json", "yaml") or isinstance(output, PathTemplate)
     bodies = [backend.job(job)] if job is not None else backend.jobs()
@@ -209,7 +209,7 @@ def show(folder: Path) -> None:
     """Show the records that a deleted job left in its checkpoint folder.
 
     Job pods write the job's rounds, its restarts with causes and tracebacks, its last progress and
-    its end to .ddpjob-rounds.jsonl. The curves come from run/metrics.jsonl. FOLDER is the job's
+    its result to .ddpjob-rounds.jsonl. The curves come from run/metrics.jsonl. FOLDER is the job's
     folder in storage.checkpoints, or the folder that `ddpjob run` made for the job.
 
     \b
@@ -227,7 +227,7 @@ def show(folder: Path) -> None:
         try:
             for line in curves(found.metrics, found.name):
                 print_line(line)
-        except Mistake:  # Its text advises waiting, but the job may be deleted.
+        except Mistake:  # The Mistake advises waiting, but the job may be deleted.
             print_line(f"{found.name}: its metrics contain no step")
 
 
@@ -236,7 +236,8 @@ def show(folder: Path) -> None:
 def describe(backend: Backend, job: str) -> None:
     """Show a job on one screen.
 
-    It shows what the job does or waits for, and its conditions, slots, pods, restarts and events.
+    It shows what the job is doing or waiting for, and its conditions, slots, pods, restarts and
+    events.
 
     \b
     Example: ddpjob describe first
@@ -279,7 +280,7 @@ def why(backend: Backend, job: str) -> int:
     "-f",
     "--follow",
     is_flag=True,
-    help="Keep printing until the job ends, including replacement pods. With a POD, until that pod ends.",
+    help="Keep printing until the job ends, including replacement pods. With a POD, stop when that pod ends.",
 )
 @click.option(
     "--index", type=click.IntRange(0), multiple=True, help="Only pods of this slot, the first number in a pod's name."
@@ -299,7 +300,7 @@ def why(backend: Backend, job: str) -> int:
 @click.option(
     "--tail",
     type=click.IntRange(0),
-    help="Only the last lines of each pod. With -f, pods that start later are printed in full.",
+    help="Only the last lines of each log. With -f, the logs of pods that start later are printed in full.",
 )
 @click.option(
     "--prefix/--no-prefix",

@@ -30,9 +30,9 @@ from ddpjob.cli import changing  # noqa: F401  isort: skip
 def doctor(place: Place) -> int:
     """Check the cluster, or this machine.
 
-    On a cluster, this checks that the client, the definition (CRD), the operator and your rights
-    fit together. If jobs are local or no cluster is configured, it checks this machine: Python,
-    torch, GPUs, /dev/shm, ports and disk.
+    On a cluster, this checks that the client, the definition (CRD) and the operator match, and that
+    you have the rights that the commands need. If jobs are local or no cluster is configured, it
+    checks this machine: Python, torch, GPUs, /dev/shm, ports and disk.
 
     \b
     Exit code: 0 all checks passed, 1 a check failed, 3 no cluster was reached.
@@ -84,7 +84,7 @@ def version() -> None:
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:
-    """Print the completion script of a shell.
+    """Print the completion script for a shell.
 
     \b
     Example: source <(ddpjob completion bash)
@@ -92,14 +92,14 @@ def completion(ctx: click.Context, shell: str) -> None:
     from click.shell_completion import get_completion_class
 
     made = get_completion_class(shell)
-    assert made is not None  # click knows all choices.
+    assert made is not None  # click has already rejected unknown shells.
     click.echo(made(root, {}, "ddpjob", "_DDPJOB_COMPLETE").source())
 
 
 def _place_last(words: list[str]) -> list[str]:
-    """Move the options that select a cluster or this machine behind the command.
+    """Move the options that select a cluster or this machine to the end of the command line.
 
-    kubectl accepts them in front of it.
+    kubectl accepts them before the command.
     """
     before: list[str] = []
     while words and (words[0].startswith("-n") or words[0].partition("=")[0] in PLACE_OPTIONS):
@@ -109,7 +109,7 @@ def _place_last(words: list[str]) -> list[str]:
 
 
 _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""Errors of an output that accepts no more text, such as a closed pipe or a full disk."""
+"""Errors raised if output can no longer be written, as with a closed pipe or a full disk."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -126,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )  # fmt: skip
         return int(code or 0)
     except Mistake as mistake:
-        for line in str(mistake).split("\n"):  # The message may quote any amount of text.
+        for line in str(mistake).split("\n"):  # The message may quote text of any length.
             print_note(shown(line, MAX_MESSAGE))
         return exit_code(mistake)
     except click.exceptions.Exit as ended:

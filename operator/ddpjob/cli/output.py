@@ -32,7 +32,7 @@ STATE_COLOURS = {
     **dict.fromkeys(("Restarting", "Suspended", "Queued", "Interrupted"), "yellow"),
     **dict.fromkeys(("Starting", "Pending"), "cyan"),
 }
-"""Colours of states, as names that both click and rich know."""
+"""Colours of states, as names that both click and rich accept."""
 _STATE = re.compile(rf"(?<![^\s])({'|'.join(STATE_COLOURS)})(?![^\s])")
 
 
@@ -45,17 +45,17 @@ def paint(line: str) -> str:
 
 
 def usable_streams() -> None:
-    """Make sure that printing never fails, for any text.
+    """Make sure that printing never fails, whatever the text.
 
-    It could fail because of a character that the output's encoding lacks, or because a stream was
-    closed (`<&-`, `>&-`).
+    It could fail because the output's encoding lacks a character, or because a stream was closed
+    (`<&-`, `>&-`).
     """
     if sys.stdin is None:
-        sys.stdin = open(os.devnull)  # noqa: PTH123, SIM115 - os.devnull is text, and the stream stays open
+        sys.stdin = open(os.devnull)  # noqa: PTH123, SIM115 - os.devnull is a str, and the stream stays open
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115 - os.devnull is text, and the stream stays open
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115 - os.devnull is a str, and the stream stays open
         elif isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
@@ -63,9 +63,9 @@ def usable_streams() -> None:
 def abandon_output() -> None:
     """Discard standard output from now on.
 
-    Otherwise Python fails at exit because of text that could not be written.
+    Otherwise Python would fail at exit because of buffered text that cannot be written.
     """
-    with open(os.devnull, "wb") as nowhere:  # noqa: PTH123 - os.devnull is text
+    with open(os.devnull, "wb") as nowhere:  # noqa: PTH123 - os.devnull is a str
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
@@ -88,7 +88,8 @@ def _escaped(character: str) -> str:
 def documents(bodies: Sequence[Json], kind: str) -> str:
     """Return several objects as YAML documents or as a JSON List.
 
-    JSON has no separate documents. A single object is returned as it is.
+    JSON needs a List, because a JSON file contains only one document. A single object is returned
+    unchanged.
     """
     if kind == "json" and len(bodies) > 1:
         return document(make_list(bodies), kind)
@@ -103,14 +104,14 @@ _PART = re.compile(r"""\{((?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|[^{}"'])*)\}|([
 class PathTemplate:
     """A template for `-o jsonpath=TEMPLATE`, as in kubectl.
 
-    It consists of text and, in braces, paths, quoted text, range and end. Raises ValueError with
+    It consists of text and, in braces, paths, quoted strings, range and end. Raises ValueError with
     the reason if the template cannot be read.
     """
 
     def __init__(self, template: str) -> None:
         parts = list(_PART.finditer(template))
         if stray := next((part[3] for part in parts if part[3]), ""):
-            raise ValueError(f"{stray} has no counterpart in {template!r}; write a path as {{.status.phase}}")
+            raise ValueError(f"unmatched {stray} in {template!r}; write a path as {{.status.phase}}")
         if not any(part[1] is not None for part in parts):
             raise ValueError(f"there is no path in {template!r}; write one in braces, as in {{.status.phase}}")
         self._steps = self._read(iter(parts), within=False)
@@ -118,8 +119,8 @@ class PathTemplate:
     def _read(self, parts: Iterator[re.Match[str]], *, within: bool) -> list[str | tuple[Any, Any]]:
         """Parse a template.
 
-        Return the texts to print, and a pair (path, steps) for each path. The steps are applied to
-        each value of the path; None means that the value itself is printed.
+        Return the strings to print and, for each path, a pair (path, steps). The steps are applied
+        to each value of the path. If steps is None, the value itself is printed.
         """
         steps: list[str | tuple[Any, Any]] = []
         for part in parts:
@@ -167,7 +168,7 @@ def _unquoted(text: str) -> str:
         inner = text[1:-1] if text[0] == '"' else text[1:-1].replace("\\'", "'").replace('"', '\\"')
         return str(json.loads(f'"{inner}"'))
     except ValueError:
-        raise ValueError(f"{text} is not quoted text") from None
+        raise ValueError(f"{text} is not a quoted string") from None
 
 
 def _path(text: str) -> Any:

@@ -33,8 +33,8 @@ class Place:
         """Return whether the jobs are on this machine.
 
         --local and --cluster decide. Without them, an option for clusters or the name `kubectl ddp`
-        means the cluster. Otherwise $DDPJOB_PLACE decides and, if it is not set, whether the folder
-        of runs contains a job.
+        means the cluster. Otherwise $DDPJOB_PLACE decides. If it is not set, the jobs are local if
+        the folder of runs contains a job.
         """
         if self.local is not None:
             return self.local
@@ -71,7 +71,7 @@ _OPTIONS = (
 
 PLACE_NAMES = ("namespace", "context", "kubeconfig", "local")
 PLACE_OPTIONS = {"-n": 2, "--namespace": 2, "--context": 2, "--kubeconfig": 2, "--local": 1, "--cluster": 1}
-"""Maps an option to its number of words."""
+"""Maps each option to the number of words that it takes."""
 
 
 def in_place(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -316,7 +316,7 @@ def submit(place: Place, program: str, args: tuple[str, ...], **options: Any) ->
 
 
 def _describe_earlier(backend: ProcessBackend, name: str, *, fresh: bool) -> str:
-    """Describe what happens to a finished job with this name, or to its checkpoints."""
+    """Describe what happens to an earlier job with this name and to its checkpoints."""
     from ddpjob.client.rerun_jobs import where_it_begins
 
     try:
@@ -409,9 +409,9 @@ def convert(words: tuple[str, ...], image: str, name: str, script: str, runtime:
     """Translate Kubeflow's jobs and torchrun lines into DDPJobs.
 
     This reads PyTorchJobs, TrainJobs with their runtimes, and command lines of torchrun,
-    accelerate, deepspeed and srun, and prints the DDPJob. Standard error lists the parts that could
-    not be converted and the problems in the result. A runtime is read from the same file, from
-    --runtime FILE, or with --runtime cluster from the kubeconfig's cluster.
+    accelerate, deepspeed and srun, and prints the DDPJob. Standard error lists the settings that
+    could not be converted and the problems in the result. A runtime is read from the same file,
+    from --runtime FILE, or with --runtime cluster from the kubeconfig's cluster.
 
     \b
     Exit code: 0 the result is valid, 1 it needs changes.
@@ -459,7 +459,7 @@ def convert(words: tuple[str, ...], image: str, name: str, script: str, runtime:
 def _exists(path: str) -> bool:
     try:
         return Path(path).exists()
-    except OSError:  # The text is too long for a file name.
+    except OSError:  # The string is too long for a file name.
         return False
 
 
@@ -513,7 +513,7 @@ def _items(source: str) -> list[Any]:
     except OSError as error:
         raise Mistake(f"{source}: {error.strerror}") from error
     except YamlError as error:
-        if not text.startswith("#!"):  # A script, such as one for Slurm, is not invalid YAML.
+        if not text.startswith("#!"):  # otherwise a script, for example for Slurm
             raise Mistake(f"{source}, line {error.line}: {error}") from error
         return []
     except UnicodeDecodeError as error:

@@ -82,7 +82,7 @@ class _Commands(click.Group):
             formatter.write_text(part.replace("\n", " "))
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        if args[:1] == ["help"]:  # as git, kubectl and docker have it
+        if args[:1] == ["help"]:  # as in git, kubectl and docker
             if not args[1:]:
                 click.echo(ctx.get_help())
                 ctx.exit()

@@ -71,7 +71,7 @@ def run_command(file: str, name: str | None, data: Path | None, workdir: Path | 
 
 
 def _claim(job: Ready, holding: ExitStack, *, fresh: bool) -> tuple[RunFolder, tuple[int, socket.socket]]:
-    """Lock the job, hold ports for it, and create the folder of a new run.
+    """Lock the job, reserve ports for it, and create the folder of a new run.
 
     Raises AlreadyRunning, BadInput, NoFreePorts.
     """

@@ -1,7 +1,7 @@
 """Training curves in a terminal, and as a picture made with the trainer's own plots.
 
-Curves of several jobs are drawn over each other, each with its own letter and colour, so that they
-can be told apart in a file without colours too.
+Curves of several jobs are drawn in one chart. Each has its own letter as well as its own colour, so
+that they can be told apart in a file without colours.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PANELS = (("loss", "loss"), ("test loss", "loss"), ("test accuracy", "accuracy"
 
 
 def means(values: Sequence[float], width: int) -> list[float]:
-    """Return at most `width` numbers, each the mean of one part of `values`."""
+    """Split `values` into at most `width` sections, and return the mean of each section."""
     width = min(width, len(values))
     parts = [values[len(values) * part // width : len(values) * (part + 1) // width] for part in range(width)]
     return [sum(part) / len(part) for part in parts]
@@ -68,9 +68,9 @@ def points(series: MetricSeries) -> tuple[list[float], list[float], int]:
 
 
 def is_cut(text: str) -> bool:
-    """Return whether `text` is only the end of the file.
+    """Return whether `text` is only the end of a metrics file.
 
-    Backend.metrics does not read more.
+    Backend.metrics reads at most METRICS_BYTES.
     """
     return len(text.encode()) >= METRICS_BYTES
 
@@ -113,10 +113,10 @@ def _loss_chart(losses: Sequence[float]) -> Iterator[str]:
 
 
 def overlay(texts: Sequence[tuple[str, str]], by: str) -> Iterator[str]:
-    """Yield lines that show curves of several jobs, in panels over one axis.
+    """Yield lines that show curves of several jobs, in panels that share an axis.
 
-    `texts` are pairs of a job's name and its metrics. Raises Mistake if a job has no steps or does
-    not have this axis.
+    `texts` are pairs of a job's name and its metrics. Raises Mistake if a job has no steps or its
+    metrics lack this axis.
     """
     runs = [(job, read_metrics(text)) for job, text in texts]
     positions = []
@@ -203,7 +203,7 @@ def check_picture(output: Path) -> None:
 
 
 def draw(texts: Sequence[tuple[str, str]], output: Path, by: str | None = None) -> None:
-    """Write the picture that `python -m ddpjob_trainer plot` makes. Raises Mistake.
+    """Write a picture, using `python -m ddpjob_trainer plot`. Raises Mistake.
 
     `texts` are pairs of a job's name and its metrics.
     """
@@ -211,7 +211,7 @@ def draw(texts: Sequence[tuple[str, str]], output: Path, by: str | None = None) 
     with tempfile.TemporaryDirectory() as folder:
         places = []
         for job, text in texts:
-            metrics = Path(folder) / job / METRICS  # the picture names a run by its folder
+            metrics = Path(folder) / job / METRICS  # the folder's name labels the run
             metrics.parent.mkdir(parents=True)
             metrics.write_text(text, encoding="utf-8")
             places.append(str(metrics.parent))

@@ -139,7 +139,7 @@ def _text(line: str) -> Text:
 
 
 def _prose(line: str) -> Text:
-    """Return a line as text that wraps, because the end of the line says what to do."""
+    """Return a line as text that wraps instead of being cut, because its end says what to do."""
     return Text(printable(line))
 
 

@@ -74,7 +74,7 @@ def _number(value: Any, kind: type[_Number]) -> _Number | None:
 
 @dataclass(frozen=True)
 class Job:
-    """The state of a job at one moment."""
+    """A snapshot of a job's state."""
 
     name: str
     namespace: str
@@ -159,8 +159,8 @@ _Item = TypeVar("_Item")
 def if_allowed(read: Callable[[str], list[_Item]], job: str, faults: list[str]) -> list[_Item]:
     """Return the result of `read` for a job.
 
-    If the user lacks the right, return an empty list and add a note to `faults`. This is not an
-    error, because the status shows most of the information anyway.
+    If the user may not read it, return an empty list and add a note to `faults`. This is not an
+    error, because the status contains most of the information anyway.
     """
     try:
         return read(job)
@@ -181,7 +181,7 @@ class Client:
     those of the kubeconfig.
 
     Methods accept the name of a job or a Job. They raise Mistake, with a message for the user, if a
-    request cannot be carried out. NoSuchJob, JobFailed and Unreachable are kinds of Mistake.
+    request cannot be carried out. NoSuchJob, JobFailed and Unreachable are subclasses of Mistake.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class Client:
         `program`: the program to run. A function is sent as source code, so it must import and
         define everything that it uses. A script or folder on this machine is also sent to a
         cluster; a folder of more than 1 MiB is uploaded to a bucket. A job of this machine runs it
-        in place. Any other absolute path is a file in the image, and any other text is a module's
+        in place. Any other absolute path is a file in the image, and any other string is a module's
         name.
         `args`: the words for a script, or the keyword arguments of a function. Keyword arguments
         are sent as JSON, so a tuple arrives as a list.
@@ -363,7 +363,7 @@ class Client:
     def metrics(self, job: str | Job) -> Sequence[Mapping[str, float]]:
         """Return a row for each reported step, with `step`, `loss` and other numbers by name.
 
-        The names of numbers from the test set begin with `eval_`. Raises Mistake if the job has not
+        The names of metrics on the test set begin with `eval_`. Raises Mistake if the job has not
         reported a step or, on a cluster, if no pod is running.
         """
         from ddpjob.client.texts.metric_series import read_metrics, rows_of
@@ -379,7 +379,7 @@ class Client:
         return pandas.DataFrame(self.metrics(job)).set_index("step")
 
     def plot(self, job: str | Job, metric: str = "loss", *, output: str | PathLike[str] | None = None) -> MetricCurve:
-        """Return the curve of a metric, which a notebook shows. Dashed lines mark restarts.
+        """Return a metric's curve, which a notebook displays. Dashed lines mark restarts.
 
         `metric` is a column of `metrics`. If `output` is given, the curve is also written to this
         .svg file. Raises Mistake if fewer than two steps have the metric.
@@ -456,7 +456,7 @@ class Client:
         change(self._backend, _name(job), {"nodes": nodes})
 
     def suspend(self, job: str | Job) -> None:
-        """Suspend the job. Its pods save a checkpoint and stop; the job itself stays."""
+        """Suspend the job. Its pods save a checkpoint and stop; the job itself is kept."""
         change(self._backend, _name(job), {"runPolicy": {"suspend": True}})
 
     def resume(self, job: str | Job) -> None:
@@ -480,7 +480,7 @@ def _in_notebook() -> bool:
 
 
 class ProgressLine:
-    """A line of output that is overwritten at each change.
+    """A line of output that is overwritten on each change.
 
     If `wanted` is false, nothing is printed.
     """
@@ -524,7 +524,7 @@ def _read(follower: LogFollower, stop: threading.Event, *, named: bool) -> Itera
         for line in follower.lines():
             yield line.pod.name, line.text.decode(errors="replace")
     finally:
-        stop.set()  # A caller that stops early leaves no reader behind.
+        stop.set()  # Stop the readers even if the caller stops early.
     if not follower.seen:
         why = "\n".join(follower.notes) or (follower.why_nothing() if named else follower.missing_slots())
         if why:

@@ -35,7 +35,7 @@ def _cell(title: str, cell: str) -> str:
 
 
 def _line(points: Sequence[tuple[float, float]]) -> str:
-    """Return the loss as a line and a sentence; empty if there are fewer than two points."""
+    """Return the loss curve and its description; empty if there are fewer than two points."""
     curve = MetricCurve("loss", points)
     return f"{curve._repr_svg_()}<small>{curve.label}</small>" if len(curve.points) > 1 else ""
 
@@ -50,7 +50,7 @@ class MetricCurve:
 
     @property
     def label(self) -> str:
-        """The first and the last number of the curve, in words."""
+        """A phrase with the curve's first and last value."""
         (first, begin), (last, end) = self.points[0], self.points[-1]
         scale = ", on a logarithmic scale" if self._is_logarithmic else ""
         return f"{self._name} from {begin:.4g} to {end:.4g}, steps {first:g} to {last:g}{scale}"

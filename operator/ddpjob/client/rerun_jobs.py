@@ -14,7 +14,7 @@ cannot have been used before because its name contains a part of the old job's U
     {url: s3://b/f}                          s3://b/f          url: s3://b/f/after-1c2d3e4f
     none: the folder is lost with its pod                      none
 
-`fresh` is refused if the folder is not set in the job's own spec, but by its class or podTemplate.
+`fresh` is refused if the job's class or podTemplate sets the folder instead of storage.checkpoints.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def where_it_begins(name: str, resumes: bool) -> str:
 
 
 def checkpoints_that_stay(body: Json) -> str:
-    """Return where a deleted job's checkpoints stay on a cluster; empty if none stay."""
+    """Return where a deleted job's checkpoints are kept on a cluster; empty if they are deleted."""
     storage = (body.get("spec") or {}).get("storage") or {}
     volume = storage.get("checkpoints") or {}
     template = volume.get("claimTemplate") or {}

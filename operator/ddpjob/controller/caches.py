@@ -139,7 +139,7 @@ class Caches:
     """One `Informer` per kind, or per kind and watched namespace, and one for Kubernetes nodes.
 
     `wake` is called with each job that a change concerns, except for the operator's own writes.
-    `namespaces` lists the watched ones; if it is empty, all are watched. The caches hold only
+    `namespaces` lists the watched namespaces; if it is empty, all are watched. The caches hold only
     objects in namespaces for which `keep` is true. `on_job(before, after)` is called for each
     change to a job, regardless of what caused it.
     """

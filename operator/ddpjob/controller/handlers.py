@@ -1,8 +1,8 @@
 """Runs kopf, which watches the DDPJobs in a separate thread.
 
-Only this watch shows that a user has changed a job. It uses only `kopf.on.event`, because timers,
-daemons and change handlers would add finalizers and annotations to jobs. `job_cache.py` makes up
-for what kopf cannot do.
+Only this watch shows that a user has changed a job. The module uses only `kopf.on.event`, because
+timers, daemons and change handlers would add finalizers and annotations to jobs. `job_cache.py`
+makes up for what kopf cannot do.
 """
 
 from __future__ import annotations

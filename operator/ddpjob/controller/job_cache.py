@@ -4,20 +4,20 @@ kopf reports that a job has changed, and its new version (`handlers.py`). The jo
 read here. User data therefore never passes through kopf. The operator's own writes are not read
 again, because the response to a write already holds that version.
 
-Three things that kopf does not do are done here:
+This module adds three things that kopf does not do:
 
-- It never shows deletions during an interruption of its watch, but lists the jobs again and shows
-  the existing ones. Whenever kopf lists, and once a minute, the names of all jobs are listed
-  here. A job that is not on this list is gone.
-- It does not report the end of its first list. The cache is complete once kopf has shown all jobs
+- kopf does not report deletions that happen while its watch is interrupted. It only lists the jobs
+  again, and shows the existing ones. Whenever kopf lists, and once a minute, the names of all jobs
+  are listed here. A job that is not on this list is gone.
+- kopf does not report the end of its first list. The cache is complete once kopf has shown all jobs
   in the first list of names and each of them has been read.
-- After a restore from a backup it keeps watching from a version that the API server's store no
+- After a restore from a backup, kopf keeps watching from a version that the API server's store no
   longer has. The list of names reveals this. `restored` is then set, and kopf is restarted.
 
 Example: with 300 jobs, kopf's first list shows 300 versions, all of them new. Because more than FEW
-are due, the jobs are read in pages. A user then changes one: kopf shows its version, one GET reads
-it, and a reconcile starts. When the operator writes the job's status, kopf shows a version that is
-already known, so nothing follows.
+are due, the jobs are read in pages. A user then changes one job: kopf shows the job's version, a
+GET reads the job, and a reconcile starts. When the operator writes the job's status, kopf shows a
+version that is already known, so nothing follows.
 
 See docs/decisions/0020.
 """
@@ -47,8 +47,8 @@ AT_A_TIME = 4
 NAMES_SECONDS = 60.0
 """Seconds between lists of all names."""
 SETTLE_SECONDS = 1.0
-"""Delay in seconds before an early list of the names, because kopf shows all jobs of its own list
-at once."""
+"""Delay in seconds before an early list of the names. kopf shows many jobs at once when it lists,
+and one list of the names covers all of them."""
 RETRY = 1.0
 
 

@@ -55,8 +55,8 @@ _RECOVERIES = (0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
 _STEPS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)
 
 CREATED = Counter("ddpjob_jobs_created", "Jobs that the operator has started")
-COMPLETED = Counter("ddpjob_jobs_completed", "Jobs that became Complete")
-FAILED = Counter("ddpjob_jobs_failed", "Jobs that became Failed, by the condition's reason", ["reason"])
+COMPLETED = Counter("ddpjob_jobs_completed", "Jobs that have completed")
+FAILED = Counter("ddpjob_jobs_failed", "Jobs that have failed, by the condition's reason", ["reason"])
 RESTARTS = Counter(
     "ddpjob_restarts",
     "Restarts of jobs, by cause and by whether they count against recovery.maxRestarts (true, false)",
@@ -307,7 +307,7 @@ def _step(status: JobStatus) -> int | None:
 
 JOB_LABELS = ("namespace", "job_name")
 _TEXTS = {
-    "ddpjob_job_phase": "1 for the phase that a job is in",
+    "ddpjob_job_phase": "1 for the current phase of a job",
     "ddpjob_job_failed": "1 for a job that has failed, with the reason",
     "ddpjob_job_nodes_wanted": "Nodes requested by a job that has not ended (spec.nodes)",
     "ddpjob_job_nodes_training": "Nodes that train as one group",

@@ -340,7 +340,7 @@ class KubernetesCluster:
         if known is not None and known.uid == workload.uid:
             return replace(workload, grant=replace(grant, node=known.node, coordinator=known.coordinator))
         if known is not None and workload.uid in known.uids:
-            return workload  # `status.queue.more` keeps the fields of its share.
+            return workload  # `status.queue.more` keeps this Workload's fields.
         changes = [grant.node, grant.coordinator]
         for position, names in enumerate(workload.flavors):
             for name in names:
@@ -443,7 +443,7 @@ class KubernetesCluster:
     async def create(self, job: DDPJob, manifest: Json) -> None:
         kind, pauses = manifest["kind"], self._pauses_of(job)
         if kind == "Secret" and self._is_found(job, kind, manifest["metadata"]["name"]):
-            return  # The pod only waits until its kubelet looks for the Secret again.
+            return  # The Secret exists; the pod only waits until its kubelet retries.
         user = manifest.get("spec", {}).get("securityContext", {}).get("runAsNonRoot")
         what = f"{kind} {manifest['metadata'].get('labels', {}).get(LABEL_ROLE)} {user}"
         before = pauses.get(what)

@@ -96,7 +96,7 @@ class Leader:
     def _rank(self, key: JobKey) -> int:
         """Return a job's rank. Finished jobs come last.
 
-        At the start of a term, jobs that lack something come before jobs that seem well.
+        At the start of a term, jobs that do not run or that lack pods come first.
         """
         job = self.caches.job(key)
         if job is None:

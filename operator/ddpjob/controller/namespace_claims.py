@@ -1,8 +1,8 @@
 """Claims namespaces, so that only the first of two operators acts on the jobs of a namespace.
 
 Otherwise each operator would mistake the other's key for a change to its own key, and would restart
-jobs for it. Helm prevents most such installations, but not all of them. Two operators that may not
-hold Leases restart each job once (`slots.is_superseded`).
+jobs because of it. Helm prevents most such installations, but not all of them. Two operators that
+may not hold Leases restart each job once (`slots.is_superseded`).
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 300.0
 """Delays in seconds between attempts. The delay doubles each time, unless the receiver requests a
 different one. All attempts together take about 10 minutes."""
 WORKERS = 2
-"""Number of workers per receiver. If two namespaces use a receiver at the same time, each gets
-one."""
+"""Number of workers per receiver. If two namespaces use a receiver at the same time, each gets one
+worker."""
 LONGEST_URL = 4096
 EVERYBODY = "*"
 """Represents all namespaces in a receiver's list."""
@@ -211,6 +211,6 @@ class Notifier:
                 connector=aiohttp.TCPConnector(force_close=True),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
-                trust_env=True,  # Receivers are often behind a proxy (HTTPS_PROXY, NO_PROXY).
+                trust_env=True,  # Receivers are often reachable only through a proxy (HTTPS_PROXY).
             )
         return self._session

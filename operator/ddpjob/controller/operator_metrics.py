@@ -34,14 +34,15 @@ RESULTS = ("done", "conflict", "unavailable", "left", "failed")
 for _result in RESULTS:
     RECONCILE_SECONDS.labels(_result)
 SHARDS = Gauge("ddpjob_operator_shards", "Number of shards with which this replica was started")
-LEADING = Gauge("ddpjob_operator_leader", "Shards for which this replica acts; without shards 1 at the leader, else 0")
+LEADING = Gauge(
+    "ddpjob_operator_leader", "Shards for which this replica acts; without sharding, 1 on the leader, else 0"
+)
 QUEUE_DEPTH = Gauge("ddpjob_operator_queue_depth", "Due jobs that are waiting for a worker")
 QUEUE_AGE = Gauge("ddpjob_operator_queue_age_seconds", "Time for which the first due job has waited for a worker")
 LONGEST_TURN = Gauge(
     "ddpjob_operator_longest_loop_turn_seconds",
-    "Longest turn of the event loop within the last minute or two, during which nothing else ran, such as the"
-    " renewal "
-    "of the Lease",
+    "Longest turn of the event loop within the last minute or two; a turn blocks everything else, such as the "
+    "renewal of the Lease",
 )
 MISSING_FIELDS = Gauge(
     "ddpjob_operator_crd_missing_fields",

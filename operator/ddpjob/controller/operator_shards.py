@@ -2,14 +2,16 @@
 
 One process can reconcile only as many jobs as one CPU allows. With more jobs, several replicas act
 at the same time, but never two for the same job. Each shard has a Lease, elected as in `election`;
-the rules here only say which replica should take which Lease.
+the rules here only decide which replica should take which Lease.
 
 - A replica without a Lease takes a free one immediately. Otherwise it waits until the Lease has
   been free for PATIENCE per Lease that it holds, so that others can take it first.
-- A replica with at least two fewer shards than another one asks that one for a shard by writing its
-  own name into an annotation of the Lease. The holder stops acting for that shard and releases it.
-- The Leases' names contain the number of shards. As long as a Lease for a different number is held,
-  this replica takes none, because the two numbers put the same namespace into different shards.
+- A replica with at least two fewer shards than another replica asks that replica for a shard by
+  writing its own name into an annotation of the Lease. The holder stops acting for that shard and
+  releases it.
+- The Leases' names contain the number of shards. While a Lease for a different number is held, this
+  replica does not take a Lease, because the two numbers put the same namespace into different
+  shards.
 
 Example with 4 shards:
 
@@ -92,7 +94,7 @@ class Shards:
     async def another_number_is_held(self) -> bool:
         """Whether a replica acts with a different number of shards.
 
-        This happens while an upgrade changes the number. Raises the errors of Rest.
+        This happens while an upgrade changes the number. Raises the same errors as Rest.request.
         """
         try:
             found = (await self.rest.request("GET", self.leases[0].collection))["items"]

@@ -248,7 +248,7 @@ def _checks_changes(status: Mapping[str, Any], pod_set: str) -> PodChanges:
 def _with_topology(
     changes: PodChanges, workload: str, assignment: Mapping[str, Any], sets: Mapping[Any, Any]
 ) -> PodChanges:
-    """Return the changes, with the label and annotations that show Kueue a pod's pod set.
+    """Return the changes, with the label and annotations that tell Kueue a pod's pod set.
 
     If Kueue has assigned topology domains to the pod set, it then writes each pod's domain into its
     node selector.

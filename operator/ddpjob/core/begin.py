@@ -9,9 +9,10 @@ current generation still fits the job, and if not, how much of it must be replac
   missing pod cannot get the same runtime as its peers. The restart is planned, so it does not
   count.
 - A different spec.nodes or spec.spares resizes the generation in place. Additional nodes join
-  through a later restart by the coordinator. Fewer nodes restart the group now. A new generation is
-  needed only for a `command`, or if missing pods could not join their peers.
-- A key that another operator has replaced does not return on its own (`slots.is_superseded`).
+  through a later restart by the coordinator. If nodes are removed, the group restarts immediately.
+  A new generation is needed only for a `command`, or if missing pods could not join their peers.
+- An operator whose key another operator has replaced does not put its key back
+  (`slots.is_superseded`).
 - Nothing changes while podTemplate has faults, or if the group has already finished its work.
 - A gang that holds nodes but cannot train gives them up (`yield_room`).
 
@@ -70,7 +71,7 @@ def begin(view: View) -> Begun:
     if status.holds(ConditionType.SUSPENDED):
         before = status.condition(ConditionType.SUSPENDED)
         queued = before is not None and before.reason in QUEUED
-        reason, why = "Resumed", "the job is in no queue" if queued else "runPolicy.suspend is false"
+        reason, why = "Resumed", "the job is not in a queue" if queued else "runPolicy.suspend is false"
         if before is not None and before.reason in (CLASS_MISSING, CLASS_REFUSED):
             name = view.job.spec.class_name
             why = f"class {name} is applied" if name else "the job no longer names a class"
@@ -90,7 +91,7 @@ def begin(view: View) -> Begun:
 
 
 def explain_superseded(view: View) -> str:
-    """Explain why this operator leaves the job to a different one; empty if it does not."""
+    """Explain why this operator leaves the job to a different operator; empty if it does not."""
     if not is_superseded(view):
         return ""
     return (
@@ -141,8 +142,9 @@ def _change(view: View) -> tuple[Cause, str]:
 def _resize(view: View) -> tuple[JobStatus, list[Event]]:
     """Return the status with slots added or dropped in the current generation, and the event.
 
-    Additional nodes join through a later restart by the coordinator. Fewer nodes restart the group
-    now. Fewer spares restart it only if a dropped pod trains and cannot be kept (`keep_training`).
+    Additional nodes join through a later restart by the coordinator. If nodes are removed, the
+    group restarts immediately. If spares are removed, it restarts only if a dropped pod trains and
+    cannot be kept (`keep_training`).
     """
     job, status = view.job, view.status
     message = _new_size(view)

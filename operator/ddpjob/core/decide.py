@@ -2,8 +2,8 @@
 
 Each reconcile calls `decide` once with three values: the job, the observed world and the time. It
 returns one `Decision`, which `engine.apply` performs. An operator may die at any point, so only the
-job's status is remembered between calls. There is neither I/O nor a clock here, so a test can play
-years of any job's history in seconds.
+job's status is remembered between calls. The module uses neither I/O nor a clock, so a test can
+play years of any job's history in seconds.
 
 1. `GATES`: a finished, faulty, suspended or waiting job stops here.
 2. `begin`: plan slots for a job that is starting, is resuming or has changed.
@@ -76,8 +76,8 @@ def decide(job: DDPJob, world: World, now: datetime) -> Decision:
     uid. If an operator dies partway through, the next reconcile decides from a new observation.
 
     A job that is being deleted, or that belongs to another controller or operator, is left alone.
-    For any other job, the GATES come first and then `_run`. Notifications for the job's receiver
-    and its GPU seconds are added to either decision.
+    For any other job, the GATES come first and then `_run`. The job's GPU seconds and the
+    notifications for its receiver are added to either decision.
     """
     if job.deleting or job.spec.managed_elsewhere:
         return Decision(job.status)
@@ -145,7 +145,8 @@ def _end_of_group(followed: Followed, events: list[Event]) -> Decision | None:
     if followed.failure is not None:
         return fail(view, followed.failure, events)
     if followed.complete or (is_done(followed.ends) and _is_too_late(view)):
-        # A short training may start and finish between two reconciles. Judge its preflight here.
+        # A short training run may start and finish between two reconciles. Judge its preflight
+        # here.
         return complete(view.with_status(judge_preflight(view, (), formed=True)), events)
     return None
 
@@ -158,7 +159,10 @@ def _restart_events(followed: Followed) -> list[Event]:
 
 
 def _wake(view: View, followed: Followed, *, quiet: bool, held: datetime | None) -> float:
-    """Return the seconds until the next reconcile. `quiet` is true if this one had no actions."""
+    """Return the seconds until the next reconcile.
+
+    `quiet` is true if this reconcile had no actions.
+    """
     world = view.world
     blocked = bool(world.rejections or world.problems) or view.claim_problem is not None
     quiet = quiet and not followed.news and not followed.undecided and not _is_somebody_silent(view)

@@ -59,8 +59,8 @@ class CreateWorkload:
     least: int = 0
     """The smallest number of pods that Kueue may admit instead; 0 means all of them."""
     replaces: str = ""
-    """Name of the Workload that holds the job's quota. This Workload, which has a different number
-    of pods, replaces it when it is admitted."""
+    """Name of the Workload that currently holds the job's quota. Once the new Workload, with a
+    different number of pods, is admitted, it replaces that Workload."""
     after: int = 0
     """Number of pods for which the job already has quota. If it is not 0, this Workload asks for
     additional pods, without the coordinator's."""
@@ -196,4 +196,4 @@ class Decision:
     actions: tuple[Action, ...] = ()
     events: tuple[Event, ...] = ()
     wake: float | None = None
-    """Seconds until the next reconcile. None means that only a change causes the next one."""
+    """Seconds until the next reconcile. None means that only a change causes the next reconcile."""

@@ -15,7 +15,7 @@ Example with 2 nodes, no checkpoints, and a cluster of two machines:
     train-1-0 is drained     train-0-0 is the only pod that has trained, so it holds the state
     30 s without room        the pod stays, because no other job waits for its node
     the machine returns      train-1-1 gets the state from train-0-0, and no step is lost
-    another job waits        train-0-0 is deleted, and the event says what that costs
+    another job waits        train-0-0 is deleted, and the event states the cost
 
 A changed spec or key replaces all pods without this check, because the user or administrator chose
 to change it.
@@ -39,8 +39,8 @@ _OF_THE_POD = frozenset({"name", "emptyDir", "configMap", "secret", "projected",
 
 
 ONLY_COPY, STATE = "OnlyCopy", "the newest state"
-"""The reason, in conditions and events, for keeping a pod, and the words for the state in
-messages."""
+"""The reason that conditions and events give for keeping a pod, and the phrase that messages use
+for the state."""
 
 
 def find_holders(view: View) -> frozenset[str]:

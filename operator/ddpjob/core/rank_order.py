@@ -17,8 +17,8 @@ Example with rankOrder: [zone, rack]:
     place   z1/r1   z2/r9   z1/r2   z1/r1   z2/r9
     order   0, 3 (z1/r1), 2 (z1/r2), 1, 4 (z2/r9)
 
-Ranks follow the list, and the coordinator skips pods that are not in the round. In any part of the
-list, each place is still contiguous, so losses, spares and smaller groups do not need a new list.
+Ranks follow the list, and the coordinator skips pods that are not in the round. Even if pods are
+skipped, each place stays contiguous, so losses, spares and smaller groups do not need a new list.
 
 Why: docs/decisions/0019.
 """
@@ -94,7 +94,7 @@ def place_of(name: str, host: HostView | None, labels: Sequence[str]) -> Place:
     """Return the place of the Kubernetes node `name`; `host` is None if its labels are unknown."""
     values = (host.labels.get(label, "") if host is not None else "" for label in labels)
     known = tuple(takewhile(bool, values))
-    # Label values never begin with a slash.
+    # Label values never begin with a slash, so no label value equals this name.
     return (*known, *[f"/{name}"] * (len(labels) + 1 - len(known)))
 
 

@@ -115,7 +115,7 @@ def suspend(view: View, reason: str = "Suspended", waits: str = "", events: list
 
 
 def _send_away(view: View, leaving: list[PodView]) -> list[Action]:
-    """Return messages that tell coordinators which pods' launchers have missed their deletion.
+    """Return messages to coordinators about deleted pods whose launchers have not noticed.
 
     A coordinator of an earlier generation may still exist, so each one is notified at its own
     address.

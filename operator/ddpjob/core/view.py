@@ -80,7 +80,7 @@ class View:
 
     @cached_property
     def reported_progress(self) -> dict[str, Any]:
-        """The progress in the last report, of any generation; empty if there is no report."""
+        """The progress in the last report, whatever its generation; empty if there is no report."""
         return self.world.report.progress if self.world.report is not None else {}
 
     @cached_property
@@ -106,5 +106,5 @@ class View:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a reported value is a finite number. The values true and NaN of JSON are not."""
+    """Whether a reported value is a finite number. JSON's true and NaN are not."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")

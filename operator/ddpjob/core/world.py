@@ -25,7 +25,7 @@ CODE_CONTAINER = "ddpjob-code"
 """The init container that clones spec.code.git."""
 
 NAME_TAKEN = 409
-"""HTTP status Conflict: the `Rejection.status` if an object with the name belongs to another
+"""HTTP status Conflict: the `Rejection.status` if an object with the same name belongs to another
 owner."""
 
 OUT_OF_SERVICE_TAINT = "node.kubernetes.io/out-of-service"
@@ -149,7 +149,7 @@ class PodView:
 
 
 REMEMBERED = timedelta(hours=1)
-"""How long a deleted host is remembered. Pods do not outlive their host for that long."""
+"""How long a deleted host is remembered. Pods do not outlive their host by that long."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class HealthSignals:
     def against(self, conditions: Iterable[Mapping[str, Any]], taints: Iterable[Mapping[str, Any]]) -> str:
         """Describe the first sign of a fault; empty if there is none.
 
-        The text stays the same as long as the fault does, so timestamps and messages are left out.
+        The description must not change while the fault lasts, so it omits timestamps and messages.
         """
         for condition in conditions:
             kind, status = str(condition["type"]), str(condition.get("status"))

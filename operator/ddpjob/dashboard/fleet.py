@@ -102,7 +102,7 @@ def read_job(body: Json) -> DDPJob:
 def fleet_row(body: Json) -> FleetRow:
     """Return a job's row in the list.
 
-    A job that cannot be read gets a row too, so that it does not break the page for others.
+    A job that cannot be read gets a row too, so that it does not hide the others.
     """
     namespace, name = key_of(body)
     created = known_time(body["metadata"].get("creationTimestamp"))
@@ -266,7 +266,7 @@ class Fleet:
     def _account_restarts(self, before: FleetRow, row: FleetRow) -> None:
         """Subtract the time of repeated steps.
 
-        This is only done for a repetition that was first seen after it was over.
+        Only repetitions that were already over when they were first seen are subtracted.
         """
         again = max(0.0, row.repeated_seconds - before.repeated_seconds) * before.pods_useful
         self._useful_seconds = max(0.0, self._useful_seconds - again)

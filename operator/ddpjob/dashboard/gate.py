@@ -159,7 +159,7 @@ def own_host(header: str, names: Collection[str]) -> bool:
 
 
 def host_name(header: str) -> str:
-    """Return the name or address in a Host header in lower case; empty without one."""
+    """Return the name or address in a Host header in lower case; empty if the header is missing."""
     try:
         return (urlsplit(f"//{header}").hostname or "") if re.fullmatch(r"[\w.:\[\]-]{1,260}", header) else ""
     except ValueError:

@@ -30,7 +30,7 @@ _POINTS = 1200
 """Maximum number of points in a curve."""
 _CURVES = 16
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[^\S\n\t ]|\x1b")
-"""Terminal commands (colors, titles) and characters that move the cursor."""
+"""Terminal commands (colours, titles) and characters that move the cursor."""
 
 
 def plain(text: str) -> str:
@@ -179,7 +179,7 @@ class Timeline:
 
 
 def timeline(job: DDPJob, state: str, now: datetime) -> Timeline | None:
-    """Return a job's rounds between its restarts; None before it has begun."""
+    """Return a job's rounds between its restarts; None before the job has started."""
     status = job.status
     begin, end = status.start_time, status.completion_time or now
     if begin is None or end <= begin:
@@ -327,10 +327,9 @@ def _curve(title: str, stretches: Sequence[Points]) -> Json:
 
 
 def _thinned(pairs: Points, most: int) -> Points:
-    """Return at most about `most` points.
+    """Reduce a curve to at most about `most` points.
 
-    If there are more, the smallest and largest of each part are kept, because readers look for
-    peaks.
+    The smallest and largest value of each section are kept, because readers look for peaks.
     """
     if len(pairs) > most:
         parts, kept = most // 2, Points()

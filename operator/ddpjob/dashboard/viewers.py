@@ -171,7 +171,7 @@ class Viewers:
         raise _ask_to_sign_in(_WHOSE, 200)
 
     async def _sign_in(self, request: web.Request) -> web.StreamResponse:
-        """Open a session for a token that the API server knows.
+        """Open a session for a token that the API server accepts.
 
         Without a token, only the namespaces change.
         """
@@ -215,7 +215,7 @@ class Viewers:
     def _end(self, session: str) -> None:
         """Forget a session and the views opened with its token.
 
-        The views stay if another session has the same token.
+        The views are kept if another session has the same token.
         """
         found = self._sessions.pop(session, None)
         if found is not None and all(other.token != found.token for other in self._sessions.values()):
@@ -357,7 +357,7 @@ class Viewers:
         self._forget(closable[0])
 
     async def _look_after(self) -> None:
-        """Close unused views, and check the tokens of viewers who only read a stream.
+        """Close unused views, and check the tokens of viewers who only have a stream open.
 
         Expired sessions end even if their viewers send no more requests.
         """

@@ -85,8 +85,8 @@ _LOOK_SECONDS = 1.0
 _BODY = 32 << 10
 """Maximum size of a form in bytes."""
 _SILENCE_SECONDS = 15.0
-"""A stream without news sends a comment after this many seconds, so that a disconnected viewer is
-noticed."""
+"""A stream without changes sends a comment after this many seconds, so that a disconnected viewer
+is noticed."""
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".txt": "text/plain", ".svg": "image/svg+xml"}
 _NAME = r"{namespace:[a-z0-9][-a-z0-9.]{0,252}}/{name:[a-z0-9][-a-z0-9.]{0,252}}"
 _WORD = re.compile(r"[a-z0-9][-a-z0-9.]{0,252}")
@@ -99,7 +99,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Read:
-    """A job read at one moment, for a page.
+    """A job's data, read for one page.
 
     `faults` maps each part that could not be read to the reason.
     """
@@ -161,7 +161,7 @@ class Dashboard:
         self._closing.set()
         await self.gate.close()
 
-    # --- who may ask
+    # --- access
 
     @web.middleware
     async def _guard(
@@ -281,7 +281,7 @@ class Dashboard:
         )  # fmt: skip
 
     async def _gone(self, view: FleetView, key: Key, known: list[str]) -> tuple[list[str], str]:
-        """Return the pods that are gone but whose log is kept, and a note if there are none."""
+        """Return the deleted pods whose logs are kept, and a note if there are no such pods."""
         backend = _backend(view, key)
         try:
             kept = await view.shared.get(("kept", key), _CURVES_SECONDS, lambda: view.run(backend.kept_logs, key[1]))
@@ -383,7 +383,7 @@ class Dashboard:
         return stream.response
 
     async def log(self, request: web.Request) -> web.StreamResponse:
-        """Send a log's lines as JSON events; send `end` when there will be no more.
+        """Send a log's lines as JSON events, followed by the event `end`.
 
         Covers one pod or the whole job.
         """
@@ -504,7 +504,7 @@ class _EventStream:
         await self.response.write(text.encode())
 
     async def wait(self, seconds: float) -> None:
-        """Wait before looking for news again. After a long silence, send a comment."""
+        """Wait before checking for changes again. After a long silence, send a comment."""
         if self._silent >= _SILENCE_SECONDS:
             await self.write(": waiting\n\n")
         await asyncio.sleep(seconds)
@@ -512,7 +512,7 @@ class _EventStream:
 
 
 def _reads_gone(request: web.Request, view: FleetView) -> bool:
-    """Whether kept logs are wanted. On a cluster, reading them runs a command in a pod."""
+    """Whether kept logs are requested. On a cluster, reading them runs a command in a pod."""
     return view.past or (view.commands and request.query.get("gone") == "1")
 
 
@@ -549,7 +549,7 @@ def _copy_log(
         put(None)
 
 
-# --- small parts ------------------------------------------------------------------------------------------------
+# --- helpers ------------------------------------------------------------------------------------------------------
 
 
 async def _healthy(request: web.Request) -> web.Response:

@@ -6,8 +6,8 @@ order of the calls is therefore fixed, and every call may be made twice.
 
 1. The status, guarded by the version that was read. It holds everything that a later reconcile must
    know: attempts, counts and causes. If there is a conflict, nothing is done.
-2. Deletions, which make room in a quota. They carry the uid, so a repeated deletion cannot hit an
-   object that has since been created with the same name.
+2. Deletions, which make room in a quota. They carry the uid, so a repeated deletion cannot remove a
+   newer object with the same name.
 3. Creations. Names are deterministic, so a repeated creation finds its object and changes nothing.
 4. Messages to the coordinator, which may be lost: each reconcile sends them again until the
    coordinator's report shows that they have arrived. Then notifications.
@@ -18,7 +18,7 @@ Example: pod train-1-0 is lost, and the operator dies after each step in turn.
     after 1  the status plans slot 1 at attempt 1, and has the updated counts. The next
              reconcile finds no pod train-1-1 and creates it. Nothing is counted again
     after 3  the next reconcile finds the pod. The event is missing, which does no harm
-    the reverse order would miss the count or count twice
+    the reverse order would miss the restart or count it twice
 
 A creation that the API server rejects is not an error here. It is returned as a `Rejection`, and
 the next decision judges it.

@@ -32,8 +32,7 @@ log = logging.getLogger("ddpjob.coordinator")
 SECONDS = 2.0
 """Timeout of a request in seconds, in addition to the time for which a long poll may be held."""
 CONNECT_SECONDS = 1.5
-"""Connect timeout in seconds. It is longer than the second after which Linux retransmits a lost
-SYN."""
+"""Connect timeout in seconds. It exceeds 1 s, after which Linux retransmits a lost SYN."""
 SMALL = 64 * 1024
 """Maximum size in bytes of a response that any number of coordinators may send at the same time."""
 LARGE_ANSWERS = 64
@@ -232,7 +231,7 @@ def describe_error(what: str, error: BaseException) -> str:
 
 
 def read_report(body: bytes, received: datetime, pods: int = protocol.MAX_PODS) -> Report:
-    """Read the report in a response, with times on the local clock and without unused parts.
+    """Read the report in a response, with times on the local clock and without unused fields.
 
     Raises:
         ValueError: the report violates the contract.

@@ -42,8 +42,8 @@ async def reconcile(
     """Bring one job a step closer to its spec.
 
     Return the seconds until the next reconcile; None if only a change to the job requires one.
-    `outcome` is called with the word to count: done, conflict or unavailable. A bug in this program
-    raises an exception, which also appears in an event of the job.
+    `outcome` is called with the result to count: done, conflict or unavailable. A bug in this
+    program raises an exception, which also appears in an event of the job.
     """
     try:
         delay = await _reconcile(cluster, key, clock)

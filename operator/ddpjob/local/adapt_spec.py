@@ -370,7 +370,7 @@ def _ignored(spec: JobSpec) -> Iterator[str]:
         why = "cannot be read on this machine; this shell's variables are used instead"
         yield f"spec.envFrom[{position}].{kind}: {name} {why}"
     if spec.network.interface:
-        yield f"spec.network.interface: {spec.network.interface} is not used; nodes meet on this machine's loopback"
+        yield f"spec.network.interface: {spec.network.interface} is not used; nodes use this machine's loopback"
     pod = spec.pod_template.get("spec") or {}
     for kind in ("containers", "initContainers"):
         for position, container in enumerate(pod.get(kind) or ()):

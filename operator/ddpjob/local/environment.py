@@ -60,7 +60,8 @@ def manifest_variables(pod: Json, container: Json) -> dict[str, str]:
     """Return the variables of a container's `env`.
 
     A reference to a Secret or ConfigMap gets the value of the shell variable with the same name, if
-    there is one. The keys of the data and code buckets have a prefix here but not in the shell.
+    there is one. Credentials of the data and code buckets have a prefix in the container, but not
+    in the shell.
     """
     variables: dict[str, str] = {}
     for entry in container.get("env", ()):

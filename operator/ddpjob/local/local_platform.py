@@ -52,7 +52,8 @@ class LocalPlatform(Platform):
     def cluster(self) -> str:
         """The machine's name.
 
-        The mark of the key does not identify the machine, because each run has a different key.
+        `key_mark`, the default, would not identify the machine, because each run has a different
+        key.
         """
         return socket.gethostname()
 

@@ -35,7 +35,7 @@ def runs_folder() -> Path:
 
 
 class _Below:
-    """Descriptor for the file or folder with this name in a folder."""
+    """Descriptor that returns the path with this name in a folder."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -80,7 +80,8 @@ class ProcessCluster:
             torchrun_python=str(folder.torchrun_python),
         )
         if local_spec.code is not None:
-            for needed in (local_spec.code, local_spec.working_dir):  # Processes start before the fetch.
+            # Processes start in these folders before the code is fetched.
+            for needed in (local_spec.code, local_spec.working_dir):
                 needed.mkdir(parents=True, exist_ok=True)
         # An installed package's files may lack execute permission.
         folder.torchrun_python.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, str(WORKER)])} "$@"\n')

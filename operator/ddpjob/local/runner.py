@@ -68,7 +68,7 @@ class RunDisplay(Protocol):
         """Update the display. Called several times a second."""
 
     def note(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a line that later updates do not overwrite."""
 
     def close(self) -> None:
         """Restore the terminal."""
@@ -138,7 +138,7 @@ def _set_aside(checkpoints: Path, earlier: Path) -> None:
 
 @contextmanager
 def watched(uid: str) -> Iterator[None]:
-    """Run the watchdog, which kills the job's processes if this process is unable to."""
+    """Run the watchdog, which kills the job's processes if this process cannot."""
     command = [sys.executable, "-I", "-S", str(Path(watchdog.__file__).resolve()), uid, str(memory_folder(uid))]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("DDPJOB_")}
     process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
@@ -265,7 +265,7 @@ class Runner:
             self.cluster.scale(nodes)
         return refused
 
-    # --- what is shown and written down
+    # --- display and record
 
     def _note(self, text: str) -> None:
         self._display(lambda: self.display.note(text))

@@ -48,7 +48,7 @@ def _delete(folder: str) -> None:
 
 def _marked(mark: bytes) -> list[int]:
     found = []
-    for name in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208 - no pathlib: it starts in a few milliseconds
+    for name in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208 - without pathlib, it starts in milliseconds
         try:
             with open(f"/proc/{name}/environ", "rb") as file:  # noqa: PTH123
                 if mark in file.read().split(b"\0"):

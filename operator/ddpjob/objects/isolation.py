@@ -38,7 +38,7 @@ def policy_name(job: DDPJob, platform: Platform) -> str:
     """Return the name of the job's NetworkPolicy; empty if the job does not get one.
 
     The name contains a hash of the content. If the operator was moved or has different metrics
-    peers, it creates an additional policy, because policies add up.
+    peers, it creates an additional policy, because policies are additive.
     """
     if not job.spec.isolated or platform.operator_peer is None:
         return ""

@@ -36,8 +36,8 @@ def build_gang(job: DDPJob, status: JobStatus) -> Json:
     """Build the PodGroup of the status's generation. Raises ValueError if it has no gang.
 
     The group includes the coordinator's own pod, so that a job waiting for room does not hold
-    anything. Disruption mode and priority are read with the gate WorkloadAwarePreemption; without
-    it, the API server drops them.
+    anything. Disruption mode and priority take effect with the feature gate
+    WorkloadAwarePreemption; without it, the API server drops them.
     """
     if status.gang is None:
         raise ValueError(f"generation {status.rendezvous.generation} of {job.name} has no gang")

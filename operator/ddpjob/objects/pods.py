@@ -46,12 +46,13 @@ SECRET_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"
 """Keys of the Secret in storage.checkpoints.secretName, and variables that AWS tools read. The last
 one is optional."""
 DATA_PREFIX = "DDPJOB_DATA_"
-"""Prefix of the variables for storage.data. The launcher reads them and removes them, including the
-keys, before the workers start."""
+"""Prefix of the variables for storage.data. The launcher reads and removes them, including the
+credentials, before the workers start."""
 CODE_PREFIX = "DDPJOB_CODE_"
 """Prefix of the variables for spec.code. The launcher treats them like those of storage.data."""
 MAX_RESTARTS = 1_000_000
-"""The limit given to torchrun. The operator keeps the budget, because it sees every failure."""
+"""The restart limit that torchrun gets. The operator keeps the budget itself, because it sees every
+failure."""
 _SHUTDOWN_MARGIN = 2
 """Seconds of the grace period that torchrun in a `command` keeps for itself after its workers have
 ended."""
@@ -310,7 +311,7 @@ def _resources(job: DDPJob) -> Json:
 def rendezvous_settings(job: DDPJob, status: JobStatus, platform: Platform) -> dict[str, str]:
     """Return torchrun's options without their dashes.
 
-    The reasons are in docs/architecture.md, "Rendezvous settings".
+    The reasons are in docs/protocol.md, "Rendezvous settings".
     """
     spec = job.spec
     store = ("c10d", platform.store_host(job, status), spec.rendezvous.port, "0.1")
@@ -447,7 +448,7 @@ def _checkpoints_shared(job: DDPJob) -> bool:
 def _backend(spec: JobSpec) -> str:
     """Return a backend name for init_process_group.
 
-    Empty if `auto` does not know the job's devices.
+    Empty if `auto` has no backend for the job's devices.
     """
     if spec.backend != "auto":
         return spec.backend

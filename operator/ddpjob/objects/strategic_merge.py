@@ -25,7 +25,7 @@ def merge_into_node(pod: Json, template: Mapping[str, Any]) -> Json:
     spec = dict(template.get("spec") or {})
     if spec.get("hostNetwork") and spec.get("dnsPolicy", "ClusterFirst") == "ClusterFirst":
         # Kubernetes' default, ClusterFirst, selects the host's own name server for pods on the host
-        # network. That server does not know the job's pods.
+        # network. That server cannot resolve the names of the job's pods.
         spec["dnsPolicy"] = "ClusterFirstWithHostNet"
     if any(c["name"] == COORDINATOR_CONTAINER for c in pod["spec"]["containers"]):
         spec["containers"] = [*(spec.get("containers") or ()), *_coordinator_containers(spec)]
@@ -102,19 +102,20 @@ _FAST_NETWORKS = (
     "networking.gke.io/default-interface",
 )
 """Annotations with which Multus and GKE give a pod more interfaces. The coordinator must not get
-these devices, because GKE would take them from training pods, and SR-IOV does not set up a network
-for a pod that has not requested it.
+these interfaces, because GKE would take them from training pods, and SR-IOV does not set up a
+network for a pod that has not requested it.
 """
 _OF_A_CONTAINER = "container.apparmor.security.beta.kubernetes.io/"
 """Prefix of annotations that end with a container's name. The API server refuses a pod that lacks
 the container."""
 _OF_A_POD_SET = "kueue.x-k8s.io/podset-"
-"""Prefix of annotations that say where the nodes should be. The coordinator is another pod set, and
-Kueue refuses a pod with two topology annotations."""
+"""Prefix of annotations that determine where nodes are placed. The coordinator is a different pod
+set, and Kueue refuses a pod with two topology annotations."""
 _MACHINE_KEYS = "kubernetes.io/"
 _LOCAL_SOURCES = ("hostPath", "emptyDir", "configMap", "secret", "projected", "downwardAPI", "image")
 _DEVICES = ("CharDevice", "BlockDevice", "Socket")
-"""hostPath types that the kubelet waits for, since only a machine with the devices has them."""
+"""hostPath types that exist only on a machine with the devices. Elsewhere, the kubelet would wait
+for them."""
 
 
 def merge_into_coordinator(pod: Json, template: Mapping[str, Any]) -> Json:
@@ -182,8 +183,8 @@ def _local_volumes(spec: Mapping[str, Any]) -> list[Json]:
 def _is_of_a_training_machine(volume: Mapping[str, Any]) -> bool:
     """Whether the volume exists only on training machines.
 
-    It is a device, or huge pages, which a container must request. On other machines, a pod would
-    wait for such a volume.
+    Such a volume is a device, or huge pages, which a container must request. On other machines, a
+    pod would wait for it.
     """
     host, memory = volume.get("hostPath") or {}, (volume.get("emptyDir") or {}).get("medium") or ""
     is_device = host.get("type") in _DEVICES or f"{host.get('path', '')}/".startswith("/dev/")

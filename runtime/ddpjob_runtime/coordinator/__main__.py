@@ -159,7 +159,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))  # PID 1 has blocked it until now.
     divert_loggers(log)  # This includes asyncio's loggers.
-    raise_open_files()  # Each pod's connection needs one, and strangers need a few.
+    raise_open_files()  # Each pod's connection needs a descriptor, and strangers need a few.
     try:
         asyncio.run(run(arguments, settings, token))
     except OSError as error:

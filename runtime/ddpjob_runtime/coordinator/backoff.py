@@ -16,7 +16,7 @@ Example, initial=10 and maximum=300. The script fails at step 120 each time, aft
     failure   1   2    3    4    5     6     7     8
     waits     0  10   20   40   80   160   300   300
 
-A new checkpoint lets it reach step 121: the next failure waits 0 s again.
+Once a new checkpoint lets the script reach step 121, the next wait is 0 s again.
 
 A job without restarts waits VERDICT_SECONDS instead. Meanwhile, the operator decides whether the
 failure counts and, if so, ends the job. The operator backs off by the same rule when it replaces

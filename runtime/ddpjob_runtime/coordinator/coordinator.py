@@ -86,7 +86,7 @@ class Coordinator:
         """The report's version, which increases with every change except progress."""
         self._started_at = clock()
         self.exit_why: str | None = None
-        """Why the coordinator is no longer needed; None as long as it is needed."""
+        """Why the coordinator is no longer needed; None while it is needed."""
 
     def _bump(self, news: bool = True) -> None:
         self.news += news

@@ -8,9 +8,9 @@ reported before the error that caused it.
    communication error, and 3 for any failure after the members were asked to stop their workers.
    The higher it is, the more likely the failure is a consequence. The least suspicious failure
    counts, and among equals the earliest.
-2. If members were lost or have left, only workers' own errors compete with these losses, by time.
-   Suspicious failures are then consequences. So are deaths by signal, because a pod's workers end
-   with the pod.
+2. If members were lost or have left, the earliest of these events and of workers' own errors
+   counts. Suspicious failures are then consequences. So are deaths by signal, because a pod's
+   workers end with the pod.
 3. If only suspicious failures are known, and a worker has ended with 0 before the others, its end
    is the cause: its peers waited for it in a collective.
 

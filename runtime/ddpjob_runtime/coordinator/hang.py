@@ -1,4 +1,4 @@
-"""Decides when to look at a job that completes no steps, when to report it, and when to stop it.
+"""Decides when to check a job that completes no steps, when to report it, and when to stop it.
 
 If one rank stops, all others wait for it in a collective, and nothing fails: the job holds its GPUs
 but does nothing. From outside, that looks like a long evaluation or a slow checkpoint. So time
@@ -6,7 +6,7 @@ alone only raises a suspicion, and the ranks' activity decides:
 
 - **Suspicion.** `UsualGaps` learns the gaps between reports for each activity: the start of a
   round, training, and whatever the script reports, such as evaluating. After FACTOR times their
-  99th percentile, and at least LEAST_SECONDS, the coordinator looks at the ranks. Before LEAST_GAPS
+  99th percentile, and at least LEAST_SECONDS, the coordinator checks the ranks. Before LEAST_GAPS
   gaps are known, the minimum is longer (UNKNOWN), and at startup much longer.
 - **Proof.** If two more checks, LOOK_EVERY seconds apart, show a standstill (`standstill`), the
   round ends as a hang, unless recovery.hangs is Report. From the first of these two on, the report
@@ -44,7 +44,7 @@ UNKNOWN = {START: 600.0, TRAINING: 60.0}
 UNKNOWN_ACTIVITY = 120.0
 """Minimum number of seconds without a report while an activity's pace is unknown."""
 LEAST_AT_START = 60.0
-"""Minimum number of seconds for the start of a round, if an earlier one has completed a step."""
+"""Minimum number of seconds for the start of a round, if an earlier round has completed a step."""
 LOOK_EVERY, MOST_BETWEEN_LOOKS = 5.0, 30.0
 
 OVERDUE_SECONDS = 300.0
@@ -70,7 +70,7 @@ class UsualGaps:
             self._limits.pop(activity, None)
 
     def limit(self, activity: str) -> float:
-        """Return how many seconds without a report to wait before looking at the ranks."""
+        """Return how many seconds without a report to wait before checking the ranks."""
         if activity not in self._limits:
             self._limits[activity] = self._compute(activity)
         return self._limits[activity]
@@ -86,7 +86,7 @@ class UsualGaps:
 
 
 class HangWatch:
-    """Knows when the next step is overdue, and when to look at the ranks.
+    """Tracks when the next step is overdue, and when to check the ranks.
 
     `hang_after` is how many seconds without a step end the round as a hang; None means no limit.
     The time from a round's beginning to its first report has a separate pace, because loading data

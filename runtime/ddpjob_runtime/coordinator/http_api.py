@@ -169,7 +169,7 @@ def _shorten(report: Report) -> Report:
 
 
 def _drop_texts(report: Report) -> Report:
-    """Keep only names and numbers, because characters of strings may take six bytes in JSON."""
+    """Keep only names and numbers, because a character of a string may take six bytes in JSON."""
     last = tuple(replace(i, message="", traceback="") for i in report.incidents[-protocol.DETAILED_INCIDENTS :])
     overdue = report.overdue and replace(report.overdue, where="", traceback="")
     figures = {name: value for name, value in report.progress.items() if name != "metrics"}

@@ -12,7 +12,8 @@ from ddpjob_runtime.coordinator.members import Member
 from ddpjob_runtime.protocol import FromMember, whole_number
 
 LONGEST_AGE = 600.0
-"""Maximum number of seconds from a failure to its report. If more, a clock was adjusted."""
+"""Maximum number of seconds from a failure to its report. A longer time means that a clock was
+adjusted."""
 LONGEST_CHECK = 4 * 3600
 """Maximum time in seconds that a round may spend checking its links."""
 

@@ -15,7 +15,7 @@ parts, so that finding the cause does not delay the restart:
 Example: one of four nodes has an error in its program.
 
     0.00  node 2 reports `failed` with a ValueError: the round is BROKEN, everyone gets `restart`
-    0.03  nodes 0, 1 and 3 report connection errors, which are evidence and nothing more
+    0.03  nodes 0, 1 and 3 report connection errors, which are only evidence
     0.50  the verdict is sure: JUDGED, the operator's next reconcile finds the incident
     0.90  the last `ready`: the next round may form (`round_sequence`)
 
@@ -134,7 +134,7 @@ class Round:
     def drains(self) -> bool:
         """Whether `draining` has any members.
 
-        The member that the last search found is checked first, because every line needs this.
+        The member that the last search found is checked first, because every line needs the result.
         """
         known = self._drains
         if known is None or not self._has(known) or not self._may_have_workers(known):
@@ -245,7 +245,7 @@ class Round:
         if member.state == MemberState.LEAVING:
             return  # the member was asked to leave; its peers may still be saving
         if self.ended_planned and self._ended_at is not None and failure.time > self._ended_at + ORDER_SECONDS:
-            return  # a script ends like this when asked to; its peers may still be saving
+            return  # a script ends like this when asked to stop; its peers may still be saving
         self._break_up()
         asked = self._evidence.somebody_leaves or self.ended_planned
         if asked and failure.exit_code == EXIT_STEPPED_ASIDE:

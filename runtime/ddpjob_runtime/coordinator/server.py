@@ -10,7 +10,8 @@ checked:
   process is only suspended, and may be silent for SLOW_SECONDS. Otherwise it is lost after
   PROBE_SECONDS.
 - If most members are silent, this coordinator or its network is failing. They may be silent for
-  BLIND_SECONDS. After that, all are lost together, so that the operator replaces this coordinator.
+  BLIND_SECONDS. After that, all silent members are lost together, so that the operator replaces
+  this coordinator.
 - If a training member's connection ends after a silence, or after a suspension of this process, the
   member has RETURN_SECONDS to reconnect.
 
@@ -270,11 +271,11 @@ class Server:
                 await asyncio.sleep(RETURN_SECONDS)
             if member.send is send:  # otherwise the member is using a newer connection
                 together = self._silent_members() if judged else []
-                self._lose(member, f"{why}, as most members are" if together else why)
+                self._lose(member, f"{why}, like most members" if together else why)
                 for other in together:
                     if now() - other.heard >= SLOW_SECONDS:
                         other.give_up()
-                        self._lose(other, f"silent for {now() - other.heard:.0f} s, as most members are")
+                        self._lose(other, f"silent for {now() - other.heard:.0f} s, like most members")
             if self._connections.get(member) is writer:
                 del self._connections[member]
             await _flush(writer)
@@ -432,9 +433,8 @@ class Server:
         return is_acknowledged(writer.get_extra_info("socket"))
 
     def _silent_members(self) -> list[Member]:
-        """Return the silent members if they are the majority; otherwise an empty list.
-
-        If they are, this coordinator is the one that is partitioned.
+        """Return the silent members if they are the majority, because then this coordinator is the
+        one that is partitioned. Otherwise, return an empty list.
         """
         # A starting member imports torch, and may be silent for a long time.
         others = [other for other in self.coordinator.members if other.state != MemberState.STARTING]

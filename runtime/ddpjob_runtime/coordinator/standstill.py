@@ -9,11 +9,11 @@ same, and
   ranks wait for them, so they are the culprits;
 - or every rank is in a collective, and no rank has transferred anything.
 
-A rank that uses a GPU and stands at the same place may spend CPU time, because a wait for a
-GPU spins. A long computation on the GPU looks the same. Such a rank is not a culprit, and if there
-is one, the others must stand still for SPIN_LOOKS checks. Otherwise LEAST_LOOKS checks are enough.
-Some waits often end by themselves, and must last longer (PATIENCE): a stopped process, a system
-call on storage, a sleep. After any movement, the comparison starts again.
+A rank that uses a GPU may spend CPU time while its stack stays the same, because a wait for a GPU
+spins. A long computation on the GPU looks the same. Such a rank is not a culprit, and if there is
+such a rank, the others must stand still for SPIN_LOOKS checks. Otherwise LEAST_LOOKS checks are
+enough. Some waits often end by themselves, and must last longer (PATIENCE): a stopped process, a
+system call on storage, a sleep. After any movement, the comparison starts again.
 
 Example, 5 s between checks:
 
@@ -35,7 +35,8 @@ from ddpjob_runtime.coordinator.members import Member
 from ddpjob_runtime.protocol import RankLook, ToMember, WaitKind
 
 LEAST_MEMBERS = 3
-"""Fewer members do not show which of them waits for the other, unless one is in a collective."""
+"""Minimum number of members. With fewer, it is unclear which of them waits for the other, unless
+one is in a collective."""
 NAMED_RANKS = 8
 
 LOOK_SECONDS = 4.0
@@ -193,9 +194,9 @@ class Stacks:
     def culprit(self) -> Member | None:
         """Return the member that the others wait for; None if the stacks do not show it.
 
-        The culprit is the only member with a failed rank. If no rank has failed, it is the only
-        member outside the collective that the others are in, or the only one at places where no
-        other member's ranks are.
+        The culprit is the only member with a failed rank. If no rank has failed, the culprit is the
+        only member outside the others' collective, or the only member whose ranks' stacks differ
+        from all others.
         """
         failed = {m.index: m for r, m in self.members.items() if self.texts[r].startswith(protocol.RANK_FAILED)}
         if failed:
@@ -247,7 +248,7 @@ def _describe_place(text: str) -> str:
 
 
 def is_in_collective(text: str) -> bool:
-    """Whether the main thread waits in a collective, or in a backward pass, which ends in one."""
+    """Whether the main thread waits in a collective, or in a backward pass (which ends in one)."""
     frame = _innermost(text)
     return frame is not None and (
         COLLECTIVE_FILES.search(frame["file"]) is not None or frame["name"].strip() == BACKWARD

@@ -8,7 +8,7 @@ spare when it reconnects. So a loss is decided within a second if two witnesses 
   acknowledge a byte for 0.5 s, and has not withdrawn that report;
 - a heartbeat on this coordinator's own connection is not acknowledged within CONFIRM_SECONDS.
 
-A report makes the coordinator check all members, not only at the reported one. If most of them
+A report makes the coordinator check all members, not only the reported one. If most of them
 are silent, this coordinator is the one that is partitioned, and no member is lost. A spare counts
 only if it also acknowledges the heartbeat. There must be a spare for each lost member; otherwise
 the server's limits decide.
@@ -81,7 +81,7 @@ class Witnesses:
         self._look()
 
     def _look(self) -> None:
-        """Ask all members' kernels for an acknowledgement, if anything depends on it."""
+        """Ask all members' kernels to acknowledge, if a member is reported and a spare is ready."""
         now = self._loop.now()
         if self._looked_at is not None or now < self._rests_until:
             return

@@ -205,9 +205,9 @@ def torchrun(
     if not parsed.run_path and code is None:
         check_entry_point(parsed)
     if str(parsed.nproc_per_node).isdigit():
-        os.environ.setdefault(
-            "TORCH_ELASTIC_WORKER_IDENTICAL", "1"
-        )  # all nodes have the same number, so that a dying node cannot block an exchange
+        # All nodes have the same number of workers, so torchrun need not exchange these numbers. A
+        # dying node could block the exchange.
+        os.environ.setdefault("TORCH_ELASTIC_WORKER_IDENTICAL", "1")
     client.wait_welcome()
     if client.done:
         return

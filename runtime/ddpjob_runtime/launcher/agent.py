@@ -104,7 +104,7 @@ class CoordinatedAgent(LocalElasticAgent):
         self._remaining_restarts: int
         self._grace = RESTART_GRACE[mode]
         self._ended: dict[int, int] = {}  # exit codes, by local rank, of workers that we did not end
-        self._ending: dict[int, int] = {}  # exit codes if the program ended before its process
+        self._ending: dict[int, int] = {}  # exit codes of programs that ended before their process
         self._oom_kills = 0
         self._activity = stacks.Activity()
         shutdown.stop_workers = self._stop_for_good
@@ -228,7 +228,7 @@ class CoordinatedAgent(LocalElasticAgent):
         self._node_shutdown.block_if_begun()
         if result.state == WorkerState.FAILED:
             self._report(self._pcontext, self._round, _ranks(worker_group))
-            self._remaining_restarts = max(self._remaining_restarts, 1)  # it is the operator that counts restarts
+            self._remaining_restarts = max(self._remaining_restarts, 1)  # the operator counts restarts
         elif result.state == WorkerState.UNHEALTHY:
             self._remaining_restarts = max(self._remaining_restarts, 1)
         elif result.state == WorkerState.SUCCEEDED:

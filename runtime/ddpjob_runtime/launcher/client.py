@@ -87,13 +87,13 @@ class MemberClient:
         self._unsent: list[tuple[str, dict[str, Any]]] = []
         self._notes: dict[str, str] = {}
         """The last note of each kind. Every hello contains them, because a later coordinator does
-        not know them and a link may lose a note."""
+        not have them and a link may lose a note."""
         self._failures: list[tuple[tuple[int, int], dict[str, Any]]] = []
         """This node's failures in the current round, with the generation and attempt of the
         coordinator that they were sent to."""
         self._thread = threading.Thread(target=self._guard, args=(self._keep,), name="ddpjob-client", daemon=True)
         self._closing = False
-        self._refusal = ""  # why the connected coordinator is not the one of this pod
+        self._refusal = ""  # why the connected coordinator is not this pod's
         self._position: dict[str, Any] = {}  # round, rank, world and state; set from the first round on
         self._ready: dict[str, Any] | None = None  # the last `ready` sent, until its round begins
         self._go: dict[str, Any] | None = None
@@ -183,7 +183,7 @@ class MemberClient:
     def note(self, kind: str, why: str) -> None:
         """Give the operator a note about this pod.
 
-        The note replaces the last one of its kind. An empty note removes that one.
+        The note replaces the last one of its kind. An empty note only removes it.
         """
         why = protocol.clip(why, protocol.MAX_NOTE)
         with self._lock:
@@ -196,7 +196,7 @@ class MemberClient:
         self.send_now(FromMember.NEIGHBOUR, round=number, rank=rank, silent=silent)
 
     def send_now(self, verb: str, **fields: Any) -> None:
-        """Send a line if connected. Only for lines that are sent again after a welcome."""
+        """Send a line if connected. Use this only for lines that are sent again after a welcome."""
         with self._lock:
             if self._socket is not None and self.welcomed:
                 self._write(protocol.encode(verb, **fields))
@@ -524,7 +524,8 @@ class MemberClient:
         found = message.get("generation")
         if expected is not None and found != expected:
             text = f"this pod belongs to generation {expected}, the coordinator to {found}"
-            if isinstance(found, int) and found < expected:  # it is about to end, and another will take over its name
+            if isinstance(found, int) and found < expected:
+                # That coordinator is about to end, and its name will belong to a new one.
                 self._refusal = text
                 return False
             self._on_end(protocol.EXIT_RENDEZVOUS_LOST, "RendezvousLost", text)

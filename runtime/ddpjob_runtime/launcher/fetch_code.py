@@ -1,7 +1,7 @@
 """Fetches spec.code.archive, verifies it and unpacks it before the workers start.
 
-The bucket is shared, so anyone who may write there can replace an archive, and an archive may be
-crafted to escape from its folder, fill the disk or exhaust the memory. Three rules follow.
+The bucket is shared, so anyone who may write there can replace an archive. A crafted archive may
+escape from its folder, fill the disk or exhaust the memory. Therefore, three rules apply.
 
 1. The archive is not read until its SHA-256 is known to equal spec.code.digest.
 2. Only ordinary files and folders are unpacked, below one folder. A link, a device, a sparse file,
@@ -70,8 +70,8 @@ from ddpjob_runtime.protocol import MOST_CODE_BYTES, MOST_CODE_FILES, MOST_UNPAC
 
 _MARKER, _PART, _LOCK = OWN + "code-", OWN + "part-code", OWN + "lock"
 _LARGEST_READ = 2**20
-"""Maximum number of bytes that one read of an archive may request. Python's tarfile reads a header
-of any size at once."""
+"""Maximum number of bytes that one read of an archive may request. Python's tarfile would read a
+header of any size in one call."""
 _MALFORMED = (
     tarfile.TarError, zlib.error, gzip.BadGzipFile, EOFError, ValueError, OverflowError, RecursionError, LookupError,
     struct.error, TypeError, AttributeError,

@@ -351,7 +351,7 @@ class Fetch:
                     headers, pieces = reader.open(remote, counted)
                     sums.expect(headers)
                     with self._lock:
-                        self._problem = ""  # Reset it already, because the object may take hours.
+                        self._problem = ""  # Reset it now, because the object may take hours.
                     for piece in pieces:
                         if counted + len(piece) > remote.size:
                             reader.close()

@@ -66,8 +66,8 @@ PRELOADED = ("torch", "torch.optim", "torch.nn.parallel", "torch.utils.data")
 """Modules that every DDP script imports."""
 IDLE_SECONDS = 30.0
 """Seconds without an order after which the fork server imports torch's compiler, which some scripts
-need (see late_dynamo). An order that arrives during the import has to wait, so the server does not
-import it earlier: losses are not rare in a job's first seconds.
+need (see late_dynamo). An order that arrives during the import has to wait, so the compiler is not
+imported earlier: losses are common in a job's first seconds.
 """
 SHARED_PACKAGES = ("ddpjob_report", "ddpjob_pod", "ddpjob_runtime")
 """Packages of DDPJob that a program may import."""
@@ -382,7 +382,7 @@ def _import(modules: list[str], orders: socket.socket) -> str:
 def _import_compiler(orders: socket.socket) -> None:
     """Import the compiler while no worker is requested.
 
-    Refuse to serve if forked processes do not survive that.
+    Refuse to serve if forked processes do not survive the import.
     """
     try:
         with _remove_traces():
@@ -428,7 +428,7 @@ def _open_devices() -> bool:
 
 
 def _threads() -> str:
-    """Return the names of the threads other than the main one; empty if it is the only one."""
+    """Return the names of all threads except the main thread; empty if there are none."""
     others = sum(1 for _ in Path("/proc/self/task").iterdir()) - 1
     names = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
     return ", ".join(names) or (f"{others} of a library" if others else "")

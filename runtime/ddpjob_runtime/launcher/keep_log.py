@@ -18,9 +18,9 @@ bounded buffer and passes it on unchanged. A thread writes the buffer to a file 
   them. If the whole container is killed without warning, the output of the last second is lost;
   with a bucket, that of the last minute.
 - A pod keeps at most MAX_KEPT_LOG bytes. When it starts, it removes the oldest logs of its slot.
-  DDPJOB_LOGS_KEPT is the number of logs per slot, and 0 or unset disables all of this.
+  DDPJOB_LOGS_KEPT is the number of logs per slot. If it is 0 or unset, no logs are kept.
 
-Example: with 3, `first-1-7` starts and removes the log of `first-1-2`; those of `first-1-4` and
+Example: with 3, `first-1-7` starts and removes the log of `first-1-2`; the logs of `first-1-4` and
 `first-1-5` stay. Attempts decide which log is older, because the clocks of hosts may differ.
 
 Why: docs/decisions/0031.
@@ -125,8 +125,8 @@ class FileKeeper:
             self._lost = len(left) if len(left) <= len(data) else self._lost + len(data)
 
     def _append(self, left: bytearray) -> None:
-        """Append `left` and remove what has been written from it, because a full volume takes a
-        part.
+        """Append `left`, and remove the written bytes from it. A full volume may accept only some
+        of them.
         """
         self._folder.mkdir(exist_ok=True)
         size = self.place.lstat().st_size if self.place.exists() else 0
@@ -138,7 +138,7 @@ class FileKeeper:
 
 
 def _open_file(path: str, flags: int) -> int:
-    # The mode of checkpoints: their readers, such as a dashboard, may be different users.
+    # The same mode as checkpoints, because readers, such as a dashboard, may be other users.
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
@@ -270,7 +270,7 @@ class KeptLog:
     def _keep(self, target: int, piece: bytes) -> None:
         """Add whole lines, so that lines of the two streams do not break each other."""
         lines, newline, rest = (self._rests[target] + piece).rpartition(b"\n")
-        if len(rest) > PIECE:  # a progress bar
+        if len(rest) > PIECE:  # for example, a progress bar
             lines, newline, rest = lines + newline + rest, b"", b""
         self._rests[target] = rest
         if lines or newline:
@@ -301,7 +301,7 @@ def _read_grace(job: JobEnvironment) -> float | None:
     try:
         return job.grace
     except VariableError:
-        return None  # The launcher reports the wrong value.
+        return None  # The launcher reports the invalid value.
 
 
 def surplus(names: Iterable[str], job: JobEnvironment, kept: int) -> list[str]:

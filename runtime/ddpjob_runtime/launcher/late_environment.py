@@ -63,7 +63,7 @@ def reveal_loggers(hidden: dict[str, logging.Logger]) -> None:
             continue
         manager.loggerDict[name] = logger
         manager._fixupParents(logger)
-        if made is not None:  # It is a placeholder, for a child made by the program.
+        if made is not None:  # It is a placeholder, because the program has made a child.
             manager._fixupChildren(made, logger)
     manager._clear_cache()
 
@@ -107,7 +107,7 @@ def read_again(changed: Iterable[str]) -> None:
     for names, read in RENEWALS:
         found = names.intersection(changed)
         if found:
-            with contextlib.suppress(Exception):  # with a different torch, the variable is reported
+            with contextlib.suppress(Exception):  # if this torch lacks it, the variable is reported
                 read(sys.modules["torch"])
                 left -= found
     read_configurations(changed)

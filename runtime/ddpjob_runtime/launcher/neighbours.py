@@ -19,9 +19,9 @@ Example with 8 nodes, when the host of rank 3 loses its network:
     0.60  both report to the coordinator that rank 3 is silent
     0.95  the coordinator's own byte is not acknowledged either: rank 3 is lost
 
-A connection begins with one line from each side. It proves that the sender knows the job's token
-and is in the same round. With a copy of such a line, an attacker could only replace one of the two
-witnesses.
+A connection begins with one line from each side. Each line proves that the sender knows the job's
+token and is in the same round. With a copy of such a line, an attacker could forge only one of the
+two observations that a loss requires.
 
 Without POD_IP, as under `ddpjob run`, all nodes share a host and nothing is watched. Why:
 docs/decisions/0025.
@@ -88,7 +88,7 @@ class RingPlace:
 
     @property
     def connects(self) -> bool:
-        """Whether this node opens a connection. Two nodes need only one."""
+        """Whether this node opens a connection. Two nodes need only one connection."""
         return self.next is not None and (self.world > 2 or self.rank == 0)
 
     @classmethod
@@ -211,7 +211,7 @@ class Neighbours:
             return
         except (ConnectionResetError, BrokenPipeError):
             pass
-        except OSError:  # The kernel has given up. The neighbour remains as silent as reported.
+        except OSError:  # The kernel has given up. The last report about the neighbour stays valid.
             self._drop(link)
             return
         self._drop(link)

@@ -21,7 +21,7 @@ def oom_kills() -> int:
 
 
 def limit() -> str:
-    """Return the container's memory limit as text; empty if there is none."""
+    """Return the container's memory limit as a string; empty if there is none."""
     for text in _readable(LIMITS):
         if text.strip().isdigit() and int(text) < 1 << 60:
             return f"{int(text) / (1 << 20):.0f} MiB"

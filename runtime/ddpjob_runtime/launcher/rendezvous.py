@@ -2,9 +2,9 @@
 
 torchrun's agent calls its handler's `next_rendezvous` for the next group, and starts workers with
 the rank, world size and store that it gets. With torchrun's own handler, c10d, the agents find each
-other through a store. Each agent looks about once a second, and if there are many, they overwrite
-each other's view of the group. Here the coordinator knows which agents are ready, so an agent only
-waits for its `go`.
+other through a store. Each agent polls the store about once a second, and if there are many agents,
+they overwrite each other's view of the group. Here the coordinator knows which agents are ready, so
+an agent only waits for its `go`.
 
     agent -> coordinator   ready {host, port}      no workers here; a store would be at host:port
     coordinator -> agent   go {round 8, rank 2, world 3, members [rank 0's host and port]}

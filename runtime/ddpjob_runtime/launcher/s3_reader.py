@@ -43,9 +43,8 @@ _RENEW_SECONDS = 300.0
 _PASSING = frozenset(
     {"SlowDown", "RequestTimeout", "InternalError", "ServiceUnavailable", "OperationAborted", "RequestTimeTooSkewed"}
 )
-"""Transient error codes. The last one occurs on a node whose clock is still wrong. That should not
-fail the job.
-"""
+"""Transient error codes. The last one occurs on a node whose clock is still wrong, which should
+not fail the job."""
 _PASSING_OF_KEYS = re.compile(r"\b(Throttling|ThrottlingException|TooManyRequestsException|IDPCommunicationError)\b")
 """HTTP 400 errors that occur when many pods request keys at the same time."""
 _UNRESERVED = "-_.~"
@@ -121,9 +120,9 @@ class Keys:
 class Credentials:
     """Reads signing keys as a container's variables specify, and renews them in time.
 
-    The search begins with the keys themselves, then for a role for the service account's token
-    (IRSA), then for EKS Pod Identity. Without any of these, requests are not signed, which is
-    enough for a public bucket.
+    The variables may contain the keys themselves or name sources of keys: a role for the service
+    account's token (IRSA) or EKS Pod Identity. The first that is set counts. Without any, requests
+    are not signed, which is enough for a public bucket.
     """
 
     def __init__(self, variables: Mapping[str, str], region: str, field: str = "storage.data") -> None:
@@ -283,7 +282,7 @@ class Reader:
         stored, sent = (response.getheader(name) for name in ("x-goog-stored-content-encoding", "Content-Encoding"))
         if stored == "gzip" and not sent:
             self.close()
-            text = f"{self._place.url}/{remote.name} is stored with Content-Encoding gzip, which Google's server undoes"
+            text = f"{self._place.url}/{remote.name} is stored with Content-Encoding gzip, which the server decodes"
             raise BucketRefusal(
                 f"{text}: its content differs from the listing. Store it without gzip, or with Cache-Control "
                 f"no-transform"

@@ -127,7 +127,7 @@ class Activity:
         return switches < IDLE_SWITCHES and cpu < IDLE_SHARE * seconds
 
     def remember(self, pids: Iterable[int]) -> None:
-        """Make the next check compare with the present state.
+        """Make the next check compare with the current state.
 
         Call this after stacks are written, because that wakes up workers.
         """

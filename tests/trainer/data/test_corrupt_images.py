@@ -172,7 +172,7 @@ def test_only_a_few_of_many_unreadable_files_are_reported(folder: Path, capsys: 
     data = open_data(config.load(None, arguments(folder)).data)
     assert sum(batch.unreadable for batch in data.train_batches([list(range(24))], 0)) == 24
     reported = capsys.readouterr().err
-    assert reported.count("cannot be read (") == 5 and "further unreadable images are counted but not named" in reported
+    assert reported.count("cannot be read (") == 5 and "later unreadable images are counted but not named" in reported
 
 
 def test_a_file_that_no_longer_exists_counts_as_unreadable(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -598,7 +598,7 @@ def empty_array_of(shape: tuple[int, ...], kind: str) -> bytes:
         ({"sizes": lambda sizes: sizes + 2**30}, "an image ends beyond its shard"),
         ({"sizes": lambda sizes: -sizes}, "an image ends beyond its shard"),
         ({"labels": lambda labels: labels[1:]}, "its columns differ in length"),
-        ({"labels": lambda labels: labels.astype(float)}, "has neither integers nor text"),
+        ({"labels": lambda labels: labels.astype(float)}, "has neither integers nor strings"),
         ({"stamps": lambda stamps: stamps[1:]}, "its columns differ in length"),
     ],
 )

@@ -161,7 +161,7 @@ def test_a_healthy_group_passes_every_check(tmp_path: Path) -> None:
     """
     flown = fly(tmp_path, 3)
     all_ok(flown)
-    assert "right on 3 ranks (gloo)" in flown.results["all-reduce"]["value"]
+    assert "correct on 3 ranks (gloo)" in flown.results["all-reduce"]["value"]
     assert "all 6 directed pairs" in flown.results["reachability"]["value"]
     assert flown.seconds < 15 * slowness() and list((tmp_path / "c").iterdir()) == []
     assert flown.said[0].startswith("preflight of 3 rank(s) on 3 node(s): 14 OK") and flown.said[1:] == ["", ""]

@@ -204,13 +204,13 @@ def test_a_warning_is_shown_if_no_loss_is_finite() -> None:
     text = "\n".join([row("start", 0), row("step", 1, loss=float("nan")), row("step", 2, loss=float("inf")),
                       row("eval", 2, accuracy=0.5)])  # fmt: skip
     lines = list(curves(text, "first"))
-    assert lines[1] == "loss: not finite (NaN or infinite) at 2 steps, the last of them 2"
+    assert lines[1] == "loss: not finite (NaN or infinite) at 2 steps, most recently step 2"
     assert lines[-1] == f"{'now':>10} 50.00%, from 50.00% to 50.00%"
 
 
 def test_a_loss_that_became_nan_is_not_shown_as_the_last_finite_one() -> None:
     nan = row("step", 2, loss=float("nan"))
-    note = "loss: not finite (NaN or infinite) at 1 step, the last of them 2"
+    note = "loss: not finite (NaN or infinite) at 1 step, most recently step 2"
     assert list(curves("\n".join([row("step", 1, loss=1.0), nan]), "first"))[-1] == note
     again = "\n".join([row("step", 1, loss=1.0), nan, row("start", 1), row("step", 2, loss=0.5)])
     assert note not in list(curves(again, "first"))
@@ -221,13 +221,13 @@ def test_a_warning_is_shown_if_all_losses_are_unknown() -> None:
         [row("start", 0), row("step", 1, loss=None), row("step", 2, loss=None), row("eval", 2, accuracy=0.5)]
     )
     lines = list(curves(text, "first"))
-    assert lines[1] == "loss: not finite (NaN or infinite) at 2 steps, the last of them 2"
+    assert lines[1] == "loss: not finite (NaN or infinite) at 2 steps, most recently step 2"
     assert "test accuracy" in lines
 
 
 def test_a_script_without_a_loss_is_not_mistaken_for_one_that_diverges() -> None:
     lines = list(curves("\n".join([row("start", 0), row("step", 1, lr=0.1), row("step", 2, lr=0.1)]), "first"))
-    assert lines[1] == "loss: not reported at 2 steps, the last of them 2"
+    assert lines[1] == "loss: not reported at 2 steps, most recently step 2"
 
 
 def test_steps_without_a_loss_do_not_count_as_losses_that_are_not_finite() -> None:
@@ -235,14 +235,14 @@ def test_steps_without_a_loss_do_not_count_as_losses_that_are_not_finite() -> No
     lines = [row("start", 0), *steps]
     assert not any("reported" in line or "finite" in line for line in curves("\n".join(lines), "first"))
     lines += [row("step", step) for step in range(38, 42)]
-    note = "loss: no longer reported at 11 steps, the last of them 41"
+    note = "loss: no longer reported at 11 steps, most recently step 41"
     assert note in list(curves("\n".join(lines), "first"))
 
 
 def test_a_warning_is_shown_if_the_loss_becomes_unknown_after_finite_values(runs: Path) -> None:
     unknown = [row("step", 2, loss=None), row("step", 3, loss=None)]
     text = "\n".join([row("start", 0), row("step", 1, loss=1.0), *unknown])
-    note = "loss: not finite (NaN or infinite) at 2 steps, the last of them 3"
+    note = "loss: not finite (NaN or infinite) at 2 steps, most recently step 3"
     assert list(curves(text, "first"))[-1] == note
     assert read_metrics(f"{text}\n{row('step', 3, loss=0.5)}").after_last_loss() == ""
     assert read_metrics(f"{text}\n{row('step', 4, loss=0.5)}").after_last_loss() == ""

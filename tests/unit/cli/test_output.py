@@ -56,12 +56,12 @@ def test_an_output_template_works_as_in_kubectl(template: str, text: str) -> Non
         ("", "no path"),
         ("status.phase", "write one in braces"),
         ("{status.phase}", "{status.phase} is not a path; write it as {.status.phase}"),
-        ("{.status", "{ has no counterpart"),
+        ("{.status", "unmatched {"),
         ("{.status[}", "{.status[}: "),
         ("{range .items[*]}{.x}", "{range PATH} without {end}"),
         ("{.x}{end}", "{end} without {range PATH}"),
-        ("{'x}", "{ has no counterpart"),
-        ('{"\\q"}', "is not quoted text"),
+        ("{'x}", "unmatched {"),
+        ('{"\\q"}', "is not a quoted string"),
     ],
 )
 def test_an_invalid_template_is_refused_with_the_reason(

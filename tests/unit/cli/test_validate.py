@@ -43,7 +43,7 @@ REFUSED = {
     "nodeselector": (in_spec("nodeselector: {}"), "write it as spec.podTemplate.spec.nodeSelector"),
     "mode": (in_spec("mode: Fast"), "did you mean spec.recovery.mode?"),
     "one_pod_per_node": (in_spec("onePodPerNode: false"), "did you mean spec.scheduling.onePodPerNode?"),
-    "mpiReplicaSpecs": (in_spec("mpiReplicaSpecs: {}"), "(run `ddpjob convert -- torchrun ...` for a line)?"),
+    "mpiReplicaSpecs": (in_spec("mpiReplicaSpecs: {}"), "(run `ddpjob convert -- torchrun ...` for a command line)?"),
     "runtimeRef": (in_spec("runtimeRef: {}"), "(run `ddpjob convert FILE` to translate the manifest)?"),
     "resourcesPerNode": (in_spec("resourcesPerNode: {}"), "spec.resources, and spec.gpusPerNode for GPUs?"),
     "rdzvBackend": (in_spec("rdzvBackend: c10d"), "did you mean spec.rendezvous?"),

@@ -367,7 +367,7 @@ def test_resource_claims_are_kept() -> None:
     pod["containers"][0]["resources"] = {"limits": {"cpu": 3}, "claims": [{"name": "gpu"}]}
     spec = valid(convert(job).job)
     assert spec["resources"] == {"limits": {"cpu": 3}} and spec["gpusPerNode"] == 0
-    assert any("one process per device of resourceClaims, so write their number" in n for n in convert(job).notes)
+    assert any("one process per device of resourceClaims; write that number" in n for n in convert(job).notes)
     assert spec["podTemplate"]["spec"] == {
         "resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "h100"}],
         "containers": [{"name": "trainer", "resources": {"claims": [{"name": "gpu"}]}}],
@@ -462,7 +462,7 @@ def test_a_command_that_is_not_a_list_is_refused() -> None:
     with pytest.raises(Mistake, match=r"command: must be a list, not 'torchrun a\.py'"):
         convert(job)
     container["command"] = ["torchrun", "--nproc-per-node", 2, "a.py"]
-    with pytest.raises(Mistake, match="command: 2 is not text; put it in quotes"):
+    with pytest.raises(Mistake, match="command: 2 is not a string; put it in quotes"):
         convert(job)
 
 

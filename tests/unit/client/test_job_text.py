@@ -129,7 +129,10 @@ def test_a_training_job_with_a_missing_pod_is_explained_by_a_missing_operator() 
     pods = [PodLine("j-0-0", "node", 0, "Running"), PodLine("j-1-2", "node", 1, "Running")]
     assert "does not exist" not in "\n".join(why(body, pods, NOW))
     said = "\n".join(why(body, pods[:1], NOW))
-    assert "Pod j-1-2 of slot 1 does not exist" in said and "no operator acts on this job; run `ddpjob doctor`" in said
+    assert (
+        "Pod j-1-2 of slot 1 does not exist" in said
+        and "no operator is acting on this job; run `ddpjob doctor`" in said
+    )
     assert "does not exist" not in "\n".join(why(body, [], NOW)), "a user who may not list pods sees no pods"
 
 

@@ -52,7 +52,7 @@ def test_settings_of_a_launcher_that_a_ddpjob_lacks_are_reported() -> None:
     notes = converted("deepspeed --hostfile h --include a:0 train.py").notes
     assert [any(part in note for note in notes) for part in ("LOCAL_RANK", "set nodes", "--include")] == [True] * 3
     notes = converted("accelerate launch --num_processes 3 --num_machines 2 --fp8_format E4M3 train.py").notes
-    assert [any(part in note for note in notes) for part in ("write procsPerNode", "--fp8_format", "cpu=True")] == [
+    assert [any(part in note for note in notes) for part in ("set procsPerNode", "--fp8_format", "cpu=True")] == [
         *[True] * 3
     ]
 

@@ -154,8 +154,8 @@ def test_another_users_job_cannot_be_stopped(tmp_path: Path, monkeypatch: pytest
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr("os.kill", refused)
-    whose = rf"another user or elsewhere \(process {os.getpid()}\)"
-    with held(folder), pytest.raises(Mistake, match=f"job j is run by {whose}"):
+    whose = rf"belongs to another user or runs elsewhere \(process {os.getpid()}\)"
+    with held(folder), pytest.raises(Mistake, match=f"job j {whose}"):
         ProcessBackend().stop("j")
 
 

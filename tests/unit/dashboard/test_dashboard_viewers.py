@@ -408,7 +408,7 @@ async def test_objects_that_a_viewer_may_not_read_are_not_reported_as_missing(cl
     rbac, url = cluster
     async with opened(url, "team-a") as (visitor, _):
         _, page = await visitor.ask("/jobs/team-a/alpha", "ann")
-        assert "no pod" in page and "None; a cluster keeps them for an hour." in page
+        assert "no pod" in page and "No events. A cluster keeps them for an hour." in page
     rbac.withheld = {"pods", "events"}
     async with opened(url, "team-a") as (visitor, _):
         _, page = await visitor.ask("/jobs/team-a/alpha", "ann")

@@ -103,7 +103,7 @@ class Offered:
         return self.manifest.name.endswith(dcp.SUFFIX)
 
     def written(self) -> bytes:
-        """Return this checkpoint in text form, for the other ranks."""
+        """Return this checkpoint as a string, for the other ranks."""
         return f"{self.entry.term} ".encode() + self.manifest.written(self.entry.step)
 
     @classmethod

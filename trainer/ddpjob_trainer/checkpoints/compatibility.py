@@ -32,7 +32,7 @@ _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 def list_differences(saved: Tensors, wanted: Tensors) -> list[str]:
-    """Return the differences between a checkpoint's tensors and a model's, as text.
+    """Return descriptions of the differences between a checkpoint's tensors and a model's.
 
     The differences are in the model's order. An empty list means that the tensors fit.
     """

@@ -330,7 +330,7 @@ def _write_tensors(tensors: dict[str, Any], temporary: Path, group: Any) -> dict
     class Planner(DefaultSavePlanner):
         def resolve_data(self, write_item: Any) -> Any:
             data: Any = super().resolve_data(write_item)
-            return data.contiguous()  # The manifest says that values are in row-major order.
+            return data.contiguous()  # The manifest specifies row-major order.
 
     class PartsWriter(FileSystemWriter):
         def write_data(self, plan: Any, planner: Any) -> Any:
@@ -345,11 +345,11 @@ def _write_tensors(tensors: dict[str, Any], temporary: Path, group: Any) -> dict
                 raise _disk_error(error) or error from None
             return results
 
-    if group is None:  # With a single process, this is intended.
+    if group is None:  # torch would warn, but a single process is intended.
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-    # If some tensors are sharded, rank 0 writes the few tensors that all ranks have. If these were
-    # spread over all files, each rank would have to fetch every file at startup. If no tensor is
-    # sharded, all ranks write and read in the same way.
+    # If some tensors are sharded, rank 0 writes the few tensors that all ranks have. If those few
+    # were spread over all files, each rank would have to fetch every file at startup. If no tensor
+    # is sharded, all ranks write and read in the same way.
     planner = Planner(dedup_save_to_lowest_rank=any(map(is_sharded, tensors.values())))
     writer = PartsWriter(temporary, overwrite=True)
     # torch 2.6 lacks this argument, but detects that there is no group.
@@ -390,7 +390,7 @@ def _locate(file: IO[bytes], offset: int, length: int, size: int) -> int:
         values = [info for info in archive.infolist() if info.filename.endswith("/data/0")]
         if [(info.compress_type, info.file_size) for info in values] != [(zipfile.ZIP_STORED, size)]:
             raise CheckpointError(
-                f"torch {torch.__version__} wrote a tensor in a form that this trainer does not know; set "
+                f"torch {torch.__version__} wrote a tensor in a form that this trainer does not support; set "
                 f"checkpoint.format=torch"
             )
         view.seek(values[0].header_offset)

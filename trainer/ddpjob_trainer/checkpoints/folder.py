@@ -197,15 +197,14 @@ class CheckpointFolder:
 
     @property
     def state(self) -> SaverState:
-        """The state of this rank's writer. The ranks exchange their states with their
-        agreements."""
+        """The state of this rank's writer. The ranks exchange these states in each agreement."""
         fatal = self._writer.fatal
         return SaverState(busy=self._writer.busy, failed=fatal is not None, fenced=isinstance(fatal, FencedError))
 
     def save(self, make: Callable[[], Snapshot], step: int) -> None:
         """Copy the result of `make`, and write it to disk in the background.
 
-        The result of `make` is a dict of tensors, numbers, text, and dicts, lists and tuples of
+        The result of `make` is a dict of tensors, numbers, strings, and dicts, lists and tuples of
         these. It includes the sampler's `state_dict()` as "sampler". Raises CheckpointError for
         anything else, because a resume could not read it.
 

@@ -14,7 +14,7 @@ from ddpjob_trainer.checkpoints.retention import Entry
 from ddpjob_trainer.errors import CheckpointError
 
 NOTHING, BROKEN = -1, -2
-"""Values used instead of a step, if the folder has no checkpoint or no intact one."""
+"""Values used instead of a step, if the folder has no checkpoint or no intact checkpoint."""
 _NAME = re.compile(r"step-(\d{9})(\.pt|\.dcp)")
 
 

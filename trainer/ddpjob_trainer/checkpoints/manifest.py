@@ -11,7 +11,7 @@ A chunk records where its part of the tensor begins, the part's sizes, and the f
 which its values begin. The values are in row-major order, so their length follows from the sizes
 and dtype.
 
-`state` is the structure around the tensors. Numbers, text, true, false, null and lists stand for
+`state` is the structure around the tensors. Numbers, strings, true, false, null and lists stand for
 themselves; an object has one key, which names a type that JSON lacks: `dict` (pairs of key and
 value), `tuple`, `float` (nan, inf) or `tensor` (a name).
 
@@ -84,7 +84,7 @@ class StoredTensor:
     def written(self) -> dict[str, Any]:
         """Return the tensor in its JSON form.
 
-        Raises CheckpointError for a dtype that `read` does not know.
+        Raises CheckpointError for a dtype that `read` does not accept.
         """
         name = str(self.dtype).removeprefix("torch.")
         if name not in DTYPES:
@@ -249,7 +249,7 @@ def _no_place(value: Any, path: Path, role: str) -> CheckpointError:
     return CheckpointError(
         f"the state to save has a {type(value).__module__}.{type(value).__qualname__} as {role} at"
         f" state{''.join(f'[{key!r}]' for key in path)}, which checkpoint.format=dcp does not support; use tensors,"
-        " numbers, text, and dicts, lists and tuples of them, or set checkpoint.format=torch"
+        " numbers, strings, and dicts, lists and tuples of them, or set checkpoint.format=torch"
     )
 
 

@@ -18,7 +18,7 @@ from ddpjob_trainer.errors import CheckpointError
 from ddpjob_trainer.private_torch import layout_of
 
 Snapshot = dict[str, Any]
-"""Tensors, numbers, text, and dicts, lists and tuples of these."""
+"""Tensors, numbers, strings, and dicts, lists and tuples of these."""
 
 Path = tuple[str | int, ...]
 
@@ -71,9 +71,8 @@ def _check(tree: Any, where: str) -> None:
         kind = type(tree)
         raise CheckpointError(
             f"the state to save has a {kind.__module__}.{kind.__qualname__} at state{where}, which a resume"
-            " could not read; use tensors, numbers, text, and dicts, lists and tuples of them, such as"
-            " float(x) or"
-            " torch.as_tensor(x)"
+            " could not read; use tensors, numbers, strings, and dicts, lists and tuples of them,"
+            " such as float(x) or torch.as_tensor(x)"
         )
 
 

@@ -280,7 +280,7 @@ def _check_epoch(epoch: int, steps: list[tuple[int, list[int]]], size: int, repe
 
 
 def _check_complete(last: Incarnation, taken: dict[int, int], size: int) -> None:
-    """Raise LedgerError unless all epochs are complete, except an unfinished run's current one."""
+    """Raise LedgerError for an incomplete epoch, except an unfinished run's current epoch."""
     current = None if last.end is not None else max(taken, default=None)
     expected = range(1, last.epochs + 1) if last.end is not None else range(1, max(taken, default=0) + 1)
     for epoch in expected:
@@ -289,7 +289,7 @@ def _check_complete(last: Incarnation, taken: dict[int, int], size: int) -> None
 
 
 def table(summary: LedgerSummary) -> str:
-    """Return incarnations and epochs as text."""
+    """Return a table of incarnations and epochs."""
     lines = ["incarnation  generation  round  world  from step  to step  repeated"]
     furthest = 0
     for number, incarnation in enumerate(summary.incarnations):

@@ -63,7 +63,7 @@ must be set.
 commands:
 {commands}
 
-FILE: a YAML file, or the name of one of the package: {shipped}. Keys, with their defaults:"""
+FILE: a YAML file, or the name of a shipped one: {shipped}. Keys, with their defaults:"""
 
 
 def run(arguments: list[str]) -> int:

@@ -1,8 +1,8 @@
 """`python -m ddpjob_trainer export CHECKPOINT -o FOLDER` writes the model for other programs.
 
 `model.safetensors` has the weights in Hugging Face's format. `model.pt2` is torch.export's program,
-which runs without the model's source, on batches of any size. Both contain, as text, what a program
-needs to know about the data (`metadata`).
+which runs without the model's source, on batches of any size. Both contain the facts about the data
+that a program needs, as a string (`metadata`).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _read(path: Path) -> tuple[nn.Module, dict[str, str]]:
         raise CheckpointError(f"{path} does not have a configuration of this trainer; export one of its checkpoints")
     own = {key: value for key, value in content["config"].items() if key.startswith(("data.", "model."))}
     settings = config.load(None, [], base=own)
-    data = content.get("data") or describe(open_data(settings.data))  # The checkpoint is older.
+    data = content.get("data") or describe(open_data(settings.data))  # An older checkpoint lacks it.
     # Settings that change training only would make the program longer.
     plain = replace(settings.model, compile=False, sync_batchnorm=False, channels_last=False, drop_path=0.0, freeze=())
     model = build_model(plain, tuple(data["shape"]), data["classes"], settings.data.seed)
@@ -105,7 +105,7 @@ def save_safetensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str,
     """Write tensors in the format of https://huggingface.co/docs/safetensors.
 
     A JSON header is followed by the tensors' bytes. Tensors with large elements come first, so that
-    all are aligned. Raises TrainingError for a type of tensor that few readers know.
+    all are aligned. Raises TrainingError for a type of tensor that few readers support.
     """
     for name, tensor in tensors.items():
         if tensor.dtype not in _TYPES:

@@ -24,7 +24,7 @@ _TRAIN, _TEST, _SPEED, _RANKS, _RESTART = BLUE, "#ea580c", "#0d9488", "#7c3aed",
 _OF_RUNS = [_TRAIN, _TEST, _SPEED, _RANKS, _RESTART, "#ca8a04", "#db2777", "#475569", "#65a30d", "#0891b2"]
 _RESTARTS_NAMED = 12
 _APART = 0.03
-"""Minimum distance between labelled restarts, as a share of the axis. Closer ones would overlap."""
+"""Minimum distance between labelled restarts, as a share of the axis. Closer labels overlap."""
 _LOG_FROM = 20
 """The loss has a logarithmic scale if its largest value is this many times the smallest."""
 

@@ -116,7 +116,7 @@ def _content(snapshot: Snapshot) -> Iterator[str]:
 
 
 def _printable(text: str) -> str:
-    """Replace characters that a terminal would interpret. A checkpoint may contain any text."""
+    """Replace characters that a terminal would interpret. A checkpoint may contain any of them."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 

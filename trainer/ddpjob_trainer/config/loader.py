@@ -77,13 +77,13 @@ class _EachKeyOnce(yaml.SafeLoader):
 
 
 class _Whole(int):
-    """A whole number with its original text, because 007 is not 7 where text is expected."""
+    """A whole number with its original text, because 007 is not 7 where a string is expected."""
 
     written: str
 
 
 class _Number(float):
-    """Any other number with its original text: 1.10 is not 1.1 where text is expected."""
+    """Any other number with its original text: 1.10 is not 1.1 where a string is expected."""
 
     written: str
 
@@ -99,7 +99,7 @@ def _as_written(kind: type[_Whole] | type[_Number], read: Callable[..., Any]) ->
         text = str(node.value)
         if ":" in text:  # YAML 1.1 reads 1:30 as 90, which the author never means.
             return text
-        # YAML 1.1 reads 017 as 15, and 018 as text.
+        # YAML 1.1 reads 017 as 15, and 018 as a string.
         if kind is _Whole and _LEADING_ZERO.fullmatch(text):
             sign = "-" if text.startswith("-") else ""
             node.value = sign + (text.lstrip("+-0_") or "0")
@@ -119,7 +119,7 @@ def _as_written(kind: type[_Whole] | type[_Number], read: Callable[..., Any]) ->
 _EachKeyOnce.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(_LEADING_ZERO.pattern + "$"), list("-+0"))
 _EachKeyOnce.add_constructor("tag:yaml.org,2002:int", _as_written(_Whole, yaml.SafeLoader.construct_yaml_int))
 _EachKeyOnce.add_constructor("tag:yaml.org,2002:float", _as_written(_Number, yaml.SafeLoader.construct_yaml_float))
-# A value that looks like a date is text, because no key takes a date, but a folder's name may look
+# A value that looks like a date stays a string. No key takes a date, but a folder's name may look
 # like one.
 _EachKeyOnce.add_constructor("tag:yaml.org,2002:timestamp", lambda _, node: str(node.value))
 
@@ -336,7 +336,7 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
 def _scalar(value: Any, kind: Any) -> Any:
     """Convert `value` to `kind`, or return None if that is impossible.
 
-    Text may stand for a number, because YAML 1.1 reads 1e-3 as text.
+    A string may stand for a number, because YAML 1.1 reads 1e-3 as a string.
     """
     if kind is bool:
         text = str(value).lower()

@@ -180,8 +180,8 @@ class DataConfig:
     larger images than in training (Touvron et al., 2019); 0: data.image_size.
     """
     test_crop: float = 0.875
-    """imagefolder, shards: side of a test image as a share of the shorter side of the original,
-    from whose center it is cut.
+    """imagefolder, shards: side of the square that is cut from the center of a test image, as a
+    share of the image's shorter side.
     """
     workers: int = 2
     """imagefolder, shards, your own Datasets: processes per rank that read and decode images, plus
@@ -557,8 +557,8 @@ class CheckpointConfig:
     format: Format = Format.TORCH
     """torch: a single file that any script can read with torch.load. dcp: a folder of
     torch.distributed.checkpoint, into which each rank writes its shard, for models that are too
-    large for one rank; needs checkpoint.shared=true or checkpoint.url. A run can resume from
-    either.
+    large for one rank; needs checkpoint.shared=true or checkpoint.url. A run can resume from either
+    format.
     """
     every_steps: int = 0
     """Save every N steps; 0: not by steps."""
@@ -592,7 +592,7 @@ class CheckpointConfig:
     load: Path | None = None
     """Checkpoint with the weights to start from: a file or folder from this trainer, or any state
     dict written by torch.save. Applies only to a new run; if checkpoint.dir contains a checkpoint,
-    training resumes from that.
+    training resumes from that checkpoint.
     """
     load_average: bool = True
     """checkpoint.load: start from the moving average of the weights, if the checkpoint has one
@@ -764,16 +764,16 @@ class DdpConfig:
     comm_hook: CommHook = CommHook.NONE
     """The form in which ranks send gradients. none: whole gradients. fp16, bf16: gradients of half
     the length. powersgd: products of two narrow matrices (Vogels et al., 2019), whose error is
-    added to the next step's gradients. Results then depend on the number of ranks, because of
-    rounding or, more strongly, with powersgd. Checkpoints do not include powersgd's error memory,
-    so a restart loses it.
+    added to the next step's gradients. Results then depend on the number of ranks: slightly
+    because of rounding, and more strongly with powersgd. Checkpoints do not include powersgd's
+    error memory, so a restart loses it.
     """
     powersgd_rank: int = 1
     """powersgd: number of columns of the matrices. More columns approximate better but take longer
     to send.
     """
     powersgd_start: int = 1000
-    """powersgd: number of uncompressed steps each time after ranks have started."""
+    """powersgd: number of uncompressed steps after each start of the ranks."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -797,7 +797,7 @@ class FsdpConfig:
 
 
 class PipelineSchedule(enum.StrEnum):
-    """Names of the orders of forward and backward passes."""
+    """Names of the schedules for forward and backward passes."""
 
     GPIPE = "gpipe"
     ONE_FORWARD_ONE_BACKWARD = "1f1b"

@@ -1,4 +1,4 @@
-"""What a strategy does not support: one table, from which refusals and documentation are made.
+"""The settings that strategies do not support, as one table for both refusals and documentation.
 
 Problem: if a strategy ignored a setting, the run would not match its configuration. Such a run must
 be refused with a message that names a strategy that supports the setting. If each strategy checked

@@ -15,8 +15,8 @@ Example: of 128 images, 46 are warped by one `grid_sample`, although each has it
 
 Every pixel has the same bits as with torchvision, whose own functions fill the tables. Where its
 kernels use a fused multiply-add, the sum is computed in float64, in which it is exact, and rounded
-once. The draws are those of torch's generator, seeded per image, computed for a whole epoch. This
-was compared on CPUs, but not on a GPU.
+once. The draws equal those of a torch generator seeded for each image, and are computed for a whole
+epoch at once. Results were compared on CPUs, but not on a GPU.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class BatchAugment:
         height, width = images.shape[2:]
         magnitudes = [values(_BINS, height, width) for values, _ in augment.space.values()]
         self._sized = np.array([found is not None for found in magnitudes])
-        # A code is the number of an operation, a magnitude and a sign.
+        # A code combines the number of an operation, a magnitude and a sign.
         codes = len(magnitudes) * _BINS * 2
         self._kind, self._row = np.zeros(codes, np.int64), np.zeros(codes, np.int64)
         self._scale, self._alpha = np.zeros(codes), np.zeros(codes)

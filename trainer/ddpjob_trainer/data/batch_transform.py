@@ -1,10 +1,10 @@
 """The user's own transform of training batches on the device (`data.batch_transform`).
 
 `function(images, labels, generator)` gets one micro-batch, and returns (images, labels). The
-micro-batch's key seeds this generator and the global ones of Python, numpy and torch, so that the
-function draws the same numbers on any number of ranks. It may mix the samples of the micro-batch,
-so ranks take whole micro-batches (see `run_plan.Division`). With data.exact=false, each rank
-transforms its own share instead, and the result depends on the number of ranks.
+micro-batch's key seeds this generator and the global generators of Python, numpy and torch, so that
+the function draws the same numbers on any number of ranks. It may mix the samples of the
+micro-batch, so ranks take whole micro-batches (see `run_plan.Division`). With data.exact=false,
+each rank transforms its own share instead, and the result depends on the number of ranks.
 """
 
 from __future__ import annotations

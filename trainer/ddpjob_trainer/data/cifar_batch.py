@@ -3,7 +3,7 @@
 A pickle is a program for a stack machine. Python's machine lets the file import names, call them,
 set attributes (the opcode BUILD with a pair is `setattr`, even on a class) and choose the size of
 its memory. The machine here interprets only the opcodes that Python 2.7 to 3.13 write, in protocols
-2 to 5, for a dict of text, lists of integers and arrays from numpy 1 and 2. A name in the file
+2 to 5, for a dict of strings, lists of integers and arrays from numpy 1 and 2. A name in the file
 remains a name: nothing is imported or called, and no attribute is set. The few calls that numpy
 writes are turned into descriptions of an array:
 
@@ -49,7 +49,7 @@ class _Name:
 
 @dataclass(frozen=True)
 class _Encoded:
-    """Bytes that the file stores as text."""
+    """Bytes that the file stores as a string."""
 
     text: str
 
@@ -212,7 +212,7 @@ def _extend(kind: type[list[Any]] | type[dict[Any, Any]], items: list[Any], stac
     keys, values = items[::2], items[1::2]
     if len(keys) != len(values) or not all(isinstance(key, str) for key in keys):
         # Hashing a deeply nested tuple would overflow C's stack.
-        raise ValueError("it has a dict with a key that is not text")
+        raise ValueError("it has a dict with a key that is not a string")
     target.update(zip(keys, values, strict=True))
 
 
@@ -229,7 +229,7 @@ _NAMES = {
 
 def _name(module: Any, name: Any) -> _Name:
     if not isinstance(module, str) or not isinstance(name, str):
-        raise ValueError("it names something that is not text")
+        raise ValueError("it has a name that is not a string")
     if (module, name) not in _NAMES:
         raise ValueError(f"{module[:80]}.{name[:80]} does not belong in a CIFAR batch")
     return _Name(name)

@@ -28,7 +28,7 @@ class Warnings:
                 flush=True,
             )
         if len(self._names) == _NAMED:
-            print("warning: further unreadable images are counted but not named", file=sys.stderr, flush=True)
+            print("warning: later unreadable images are counted but not named", file=sys.stderr, flush=True)
 
 
 class CorruptCount:

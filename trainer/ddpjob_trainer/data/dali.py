@@ -29,7 +29,7 @@ Crop = tuple[tuple[int, int], tuple[int, int], int]
 
 
 class DaliDecoder:
-    """Decodes two batches ahead, in this process's threads, while training uses a third one."""
+    """Decodes two batches ahead, in this process's threads, while training uses a third batch."""
 
     def __init__(
         self,

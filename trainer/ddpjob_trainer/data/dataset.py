@@ -79,7 +79,7 @@ class Normalize:
         """Whether images are normalized later, by `apply`, as part of a compiled step."""
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """Return the normalized images, or the images themselves if this is deferred."""
+        """Return the normalized images, or the images themselves if normalization is deferred."""
         return images if self.deferred else images.float().mul_(self._factor).add_(self._offset)
 
     def apply(self, images: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ _MOST_SCANS = 500
 """Maximum number of scans in a progressive JPEG. Each scan, however short, is a pass over all
 pixels; encoders write about 10."""
 _TILE_WIDTH, _TILE_LENGTH = 322, 323  # TIFF's tags.
-# libjpeg-turbo has vector code for these. Intermediate scales cost more than they save.
+# libjpeg-turbo has vector code for these scales. Intermediate scales cost more than they save.
 _SCALES = (8, 4, 2)
 TEST_CROP = 224 / 256
 """Ratio of the center crop to a test image's shorter side (He et al., Deep residual learning,

@@ -155,7 +155,7 @@ def _read_kept(path: Path, root: Path) -> Listing | None:
 
 
 def read_arrays(file: IO[bytes]) -> dict[str, npt.NDArray[Any]]:
-    """Return copies of the number and text arrays in a numpy.savez file.
+    """Return copies of the number and string arrays in a numpy.savez file.
 
     numpy.load is not safe here. It would unpack a thousand times the file's size, or allocate the
     size that an array's header claims before looking for the content. Raises ValueError, KeyError,
@@ -178,7 +178,7 @@ def _array(content: bytes) -> npt.NDArray[Any]:
         raise ValueError(f"an array has format version {version}")
     shape, by_columns, dtype = read[version](stream)
     if dtype.kind not in "iuUS" or not dtype.itemsize:
-        raise ValueError("an array has neither integers nor text")
+        raise ValueError("an array has neither integers nor strings")
     values = np.frombuffer(content, dtype, offset=stream.tell())
     return values.reshape(shape, order="F" if by_columns else "C").copy()
 

@@ -36,7 +36,7 @@ def derive(*parts: int) -> int:
 
 
 def derive_state(*parts: int) -> int:
-    """Return the 64-bit state of `derive`, to which further parts can be added."""
+    """Return the 64-bit state of `derive`, to which more parts can be added."""
     state = 0
     for part in parts:
         z = (state ^ ((part + 1) * _GOLDEN)) & _MASK

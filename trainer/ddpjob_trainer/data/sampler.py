@@ -275,7 +275,7 @@ class Dealing:
         return -(-self.micro_batches // self.world) * self.world / self.micro_batches if self.micro_batches else 1.0
 
     def _deal_divided(self, number: int, passes: int, samples: list[int], state: SamplerState) -> Micro:
-        """Return this rank's even share of the micro-batches of pass `number`."""
+        """Return this rank's even share of the micro-batches in pass `number`."""
         count = self.micro_batches
         numbers = share(range(count), number, passes)
         begins = [_bounds(len(samples), k, count)[0] for k in numbers]

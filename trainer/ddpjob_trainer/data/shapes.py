@@ -138,7 +138,7 @@ def _draw(numbers: npt.NDArray[np.int64]) -> Bytes:
     for label, shape in enumerate(CLASSES.values()):
         own = numbers % len(CLASSES) == label
         inside[own] = shape(u[own], v[own])
-    # The colour differs from the ground by 0.3 to 0.7 on the circle 0..1, so that the shape is
+    # The colour differs from the background by 0.3 to 0.7 on the circle 0..1, so that the shape is
     # visible.
     canvas = np.where(inside[:, None], (ground + 0.3 + 0.4 * colour()) % 1.0, canvas)
     u, v = plane(between(0.0, SIDE), between(0.0, SIDE), between(1.0, 1.8))

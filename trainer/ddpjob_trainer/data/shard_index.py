@@ -229,8 +229,8 @@ def _check(index: Index) -> None:
 def _is_of(index: Index, found: _Found, *, copied: bool = False) -> bool:
     """Return whether the index was built from these shards.
 
-    With `copied`, the index may have been copied to a store together with the shards, so its stamps
-    may be missing, or may come from the place where it was built.
+    With `copied`, the index may have been copied to a store together with the shards. Its stamps
+    may then be missing, or come from the place where it was built.
     """
     names = [[name.rsplit("/", 1)[-1] for name in each.shards] for each in (index, found)]
     if names[0] != names[1] or not np.array_equal(index.lengths, found.lengths):

@@ -92,7 +92,8 @@ def open_store(group: Group, timeout_seconds: float) -> Any:
 
 
 _stores: dict[tuple[Meeting, Group, str], Any] = {}
-"""Open stores. Preflight and training share one, because a file or port can be opened only once."""
+"""Open stores. Preflight and training share a store, because a file or port can be opened only
+once."""
 
 
 def _open(where: Meeting, group: Group, incarnation: str, timeout_seconds: float) -> Any:

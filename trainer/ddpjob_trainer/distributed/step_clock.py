@@ -16,8 +16,8 @@ host has then waited for the device anyway. The time between two events includes
 and its waiting for a slow host. `wait` returns immediately, and a stream waits instead. In newer
 versions of torch, a blocking collective itself may run in the stream. So the time between events
 before and after a wait or a blocking collective counts as exchange. If a version of torch waits
-elsewhere, the ranks show equal times, and no rank is named. This has not been tested on several
-GPUs yet.
+elsewhere, the ranks show equal times, and no rank is named. The clock has not been tested on
+several GPUs yet.
 """
 
 from __future__ import annotations

@@ -84,9 +84,9 @@ class ValueAccumulator:
     """Sums up an evaluation whose targets are numbers rather than classes.
 
     The result has the loss and other numbers that are meaningful for such targets. For float
-    targets with the same shape as the scores, these are mae and rmse or, with `decisions` (targets
-    0 or 1), accuracy and f1. Sums are over values, and are divided by the number of values on all
-    ranks.
+    targets with the same shape as the scores, the other numbers are mae and rmse or, with
+    `decisions` (targets 0 or 1), accuracy and f1. Sums are over values, and are divided by the
+    number of values on all ranks.
     """
 
     def __init__(self, each: Each, *, decisions: bool = False) -> None:

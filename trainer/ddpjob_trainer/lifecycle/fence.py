@@ -142,7 +142,7 @@ class Owner:
 
     @classmethod
     def read(cls, path: Path) -> Owner | None:
-        """Return the owner named in the file; None if the file is missing or not understood."""
+        """Return the owner named in the file; None if the file is missing or cannot be parsed."""
         try:
             found = json.loads(path.read_text())
             return cls(**{f.name: found[f.name] for f in fields(cls)})

@@ -109,9 +109,9 @@ class StopRequest:
         return max(0.0, self._last_answer + self._patience() - 2 * self._slowest_step - time.monotonic())
 
     def is_due(self, certain: bool) -> bool:
-        """Count a step, and return whether the ranks agree at it, the same on every rank.
+        """Count a step, and return whether the ranks agree after it.
 
-        They always do if `certain`.
+        The result is the same on every rank, and always true with `certain`.
         """
         self._steps += 1
         self._note_step()

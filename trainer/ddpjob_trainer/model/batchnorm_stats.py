@@ -120,7 +120,7 @@ def _flattened(buffers: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _joined(flats: list[torch.Tensor]) -> torch.Tensor:
-    """Return one tensor with the device and format of the first."""
+    """Return one tensor with the device and format of the first tensor."""
     return flats[0] if len(flats) == 1 else torch.cat([flat.to(flats[0]) for flat in flats])
 
 

@@ -59,7 +59,7 @@ def to_sequential(model: nn.Module) -> list[Layer]:
     if kind in ("torchvision.models.vgg.VGG", "torchvision.models.alexnet.AlexNet"):
         return [*_layers(model, "features.*", "avgpool"), flatten, *_layers(model, "classifier.*")]
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
-        # Not named_children, which skips a module's second use, for example of an activation.
+        # named_children would skip a module's second use, for example of an activation.
         found = [Layer(name, module) for name, module in zip(model._modules, model, strict=True)]
         _check_own_weights(found)
         return found

@@ -1,8 +1,8 @@
 """Shares micro-batches between ranks: joint batch normalization and common random numbers.
 
 `data/sampler.py` divides a micro-batch between ranks if whole micro-batches would leave ranks idle.
-The result must be the same as on a single rank. Most layers treat every sample separately and need
-nothing for this. Two kinds of layers do not:
+The result must be the same as on a single rank. Most layers treat every sample separately and work
+unchanged. Two kinds of layers do not:
 
 - Batch normalization needs the mean and variance over the whole micro-batch. Each rank adds up its
   part's moments, exchanges them with the micro-batch's other holders (`Group.swap`), and adds all
@@ -126,8 +126,8 @@ class SharedParts:
             values, module.weight, module.bias, module.eps, self._parts, sizes, self._group
         )
         if module.track_running_stats:
-            # Take the mean of the micro-batches' moments, weighted by this rank's samples. Averaged
-            # over all ranks, weighted by samples, this gives the mean over the micro-batches.
+            # Take the mean of the micro-batches' moments, weighted by this rank's samples. The
+            # average over all ranks, weighted by samples, is then the mean over the micro-batches.
             move_running(module, *moments)
         return outputs
 
@@ -227,7 +227,7 @@ class _NormalizeParts(torch.autograd.Function):
 
 
 def _by_part(first: torch.Tensor, second: torch.Tensor, parts: tuple[Part, ...]) -> torch.Tensor:
-    """Sum (samples, channels) twice over each part: (parts, 2, channels)."""
+    """Sum both tensors (samples, channels) over each part: (parts, 2, channels)."""
     sizes = [part.count for part in parts]
     both = torch.stack([first, second], 1)
     return torch.stack([piece.sum(0) for piece in torch.split(both, sizes)])
@@ -236,7 +236,7 @@ def _by_part(first: torch.Tensor, second: torch.Tensor, parts: tuple[Part, ...])
 def _over_holders(
     first: torch.Tensor, second: torch.Tensor, pixels: int, parts: tuple[Part, ...], group: Group
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum means over `pixels` of each sample (samples, channels) over each whole micro-batch."""
+    """Sum both tensors, means over `pixels` (samples, channels), over each whole micro-batch."""
     return _sum_parts(_by_part(first, second, parts).mul_(pixels), parts, group)
 
 

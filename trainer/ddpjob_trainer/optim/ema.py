@@ -17,8 +17,8 @@ class MovingAverage:
     After each step, average = decay * average + (1 - decay) * weights. The average starts as the
     weights after the first step, as in torch's AveragedModel. Averages are float32 and exist on
     each rank, because the weights are the same on all ranks. If the model has a tensor under
-    several names, `others` maps the additional ones. A checkpoint includes the averages under these
-    names too, because averages replace weights by name. Raises ConfigError if `decay` is not
+    several names, `others` maps the additional names. A checkpoint includes the averages under
+    these names too, because averages replace weights by name. Raises ConfigError if `decay` is not
     between 0 and 1.
     """
 
@@ -37,7 +37,7 @@ class MovingAverage:
         self._aside: list[torch.Tensor] | None = None
 
     def update(self, skipped: bool | torch.Tensor = False) -> None:
-        """Update the averages after a step. A skipped one (precision.Update) changes nothing."""
+        """Update the averages after a step. A skipped step (precision.Update) changes nothing."""
         if isinstance(skipped, torch.Tensor) and self._updates:
             self._update_unless(skipped)
         elif not skipped:

@@ -11,8 +11,8 @@ parameters:
     copy 3                                       load  step 18 ... 40    that differs from copy 1
 
 There are two loads because 7 steps alone are a whole period of an optimizer that acts at every
-seventh step. State that acts later than step 40 is not seen. The copies see different random
-numbers, because ranks would too.
+seventh step. State that takes effect only after step 40 is not detected. The copies get different
+random numbers, as ranks would.
 """
 
 from __future__ import annotations

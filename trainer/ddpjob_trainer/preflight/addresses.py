@@ -1,4 +1,4 @@
-"""The address at which other nodes find this one, chosen in the same way as by gloo and NCCL."""
+"""The address at which other nodes reach this node, chosen in the same way as by gloo and NCCL."""
 
 from __future__ import annotations
 

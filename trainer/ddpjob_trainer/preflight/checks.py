@@ -217,7 +217,7 @@ def all_reduce(sums: dict[int, Sum], stages: dict[int, str], layout: Layout, bac
         remedy = fault if "wrong" in problem else f"{log}; check GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
         return Result(name, _FAIL, f"{problem} ({backend})", layout.ranks(wrong), remedy)
     slowest = min(sums.values(), key=lambda found: found.bandwidth)
-    value = f"right on {len(sums)} ranks ({backend}); {slowest.bandwidth:.2f} GB/s bus"
+    value = f"correct on {len(sums)} ranks ({backend}); {slowest.bandwidth:.2f} GB/s bus"
     value += f" ({gigabytes(slowest.bytes)}), {slowest.latency:.2f} ms"
     if len(layout.leaders) == 1:
         return Result(name, _OK, f"{value}; one node: no network")

@@ -62,7 +62,7 @@ def node_name() -> str:
 class Exchange:
     """This rank's access to the notes.
 
-    In a note, a dataclass becomes a dict and keys become text.
+    In a note, a dataclass becomes a dict and keys become strings.
     """
 
     def __init__(self, group: Group, join_seconds: float) -> None:
@@ -113,7 +113,7 @@ class Exchange:
         return found[key]
 
     def gather(self, key: str, ranks: Iterable[int], seconds: float) -> dict[int, Any]:
-        """Return the notes from the ranks that have left one in time."""
+        """Return the notes from the ranks that have left a note in time."""
         keys = {f"{key}/{rank}": rank for rank in sorted(ranks)}
         found = self._await(list(keys), seconds)
         return {rank: found[key] for key, rank in keys.items() if key in found}

@@ -38,7 +38,7 @@ class Callbacks:
     """The callbacks by name, in the order of the configuration."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        """Create the callbacks. For an invalid one, raises ConfigError with the remedy."""
+        """Create the callbacks. Raises ConfigError, with the remedy, for an invalid callback."""
         self._own: dict[str, Any] = {}
         for name in names:
             if ":" not in name or name in self._own:

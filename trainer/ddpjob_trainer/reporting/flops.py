@@ -77,9 +77,9 @@ def flops_per_sample(config: Config, shape: tuple[int, ...], classes: int, *, wh
     """Return the FLOPs of a forward and backward pass, from torch's counter; 0 if unknown.
 
     A multiplication and an addition count as two. Nothing is computed, because the model is created
-    without values. If a user's own model needs values, the result is 0. This must run before the
-    ranks have joined, so that a model that communicates with its peers gets an error instead of
-    waiting for ranks that do not run this.
+    without values. If a user's own model needs values, the result is 0. This function must be
+    called before the ranks have joined. A model that communicates with its peers then gets an
+    error, and does not wait for ranks that do not call it.
     """
     from torch.utils.flop_counter import FlopCounterMode
 

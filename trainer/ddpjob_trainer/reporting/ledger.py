@@ -67,7 +67,7 @@ class Ledger:
         )
 
     def left_out(self, number: int) -> None:
-        """Record that global step `number` was skipped, because loss or gradient was not finite."""
+        """Record that global step `number` was skipped: a loss or gradient was not finite."""
         self._write({"leftOut": number})
 
     def unreadable(self, number: int, images: int) -> None:

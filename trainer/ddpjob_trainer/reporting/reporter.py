@@ -459,8 +459,8 @@ def _values(status: TrainingStatus) -> dict[str, float | None]:
 
 
 def _values_of(machines: Machines | None) -> dict[str, float | None]:
-    """Return each rank's own seconds per step, for the sinks. If there are many, only the first
-    ones'.
+    """Return each rank's own seconds per step, for the sinks. If there are many ranks, only the
+    first are included.
     """
     own = machines.own[:_RANKS] if machines is not None and any(machines.own) else []
     return {f"train/rank_step_seconds/{rank}": seconds for rank, seconds in enumerate(own)}

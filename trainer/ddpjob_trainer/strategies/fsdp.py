@@ -125,7 +125,7 @@ class Fsdp(Strategy):
                     module.reshard()
 
     def layout(self, place: tuple[str | int, ...], shape: torch.Size) -> Any:
-        """Return the layout of a weight, or of a value that belongs to one; None for others."""
+        """Return the layout of a weight or a value kept for it; None for other values."""
         own = self._weights
         found = next((own[name] for name in place if name in own), None)
         return found if found is not None and is_sharded(found) and found.shape == shape else None

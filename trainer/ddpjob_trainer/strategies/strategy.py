@@ -138,7 +138,7 @@ class Strategy:
         if self.config.optim.ema_decay:
             self.average = self.moving_average()
         if mode and self.region is None:
-            # Batches of several sizes reach the network. If they differ, it is compiled for any.
+            # If batches differ in size, torch compiles the network for any size.
             self.network.compile(**compiler_options(mode, dynamic=None))
 
     def moving_average(self) -> MovingAverage:
@@ -150,7 +150,7 @@ class Strategy:
         return MovingAverage(self.config.optim.ema_decay, [*self.parameters, *running], others)
 
     def batch_statistics(self) -> BatchStatistics:
-        """Return the model's statistics, over the ranks that compute it."""
+        """Return the model's statistics, over the ranks that compute the model."""
         return BatchStatistics(self.model, self.group)
 
     def wrap(self, model: nn.Module) -> nn.Module:

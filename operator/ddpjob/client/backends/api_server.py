@@ -29,7 +29,7 @@ SECONDS = 30
 LARGEST_PAGE = 500
 LARGEST_ANSWER = 16 * 1024 * 1024
 """Maximum size in bytes of a response for viewers of a dashboard in a cluster. It is doubled for a
-job's pods or events, because a thousand pods are about 20 MB."""
+job's pods or events, because a thousand pods take about 20 MB."""
 LARGEST_PAGE_BYTES = 2 * 1024 * 1024
 """Maximum size in bytes of one page of a list for viewers of a dashboard in a cluster. A page with
 only one object may be larger. Parsed into Python objects, a page may take 30 times as much memory.
@@ -43,7 +43,7 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPALIVE": 15, "TCP_KEEPINTVL": 5, "TCP_
 TCP_KEEPIDLE is called TCP_KEEPALIVE."""
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _USER_AGENT = "ddpjob"
-"""Also appears as the manager in the managedFields of objects that a user creates or changes."""
+"""The User-Agent. Objects that a user creates or changes list it as a manager in managedFields."""
 
 
 def _with_user_agent(api: Any) -> Any:
@@ -222,7 +222,7 @@ class ApiServer:
         silence: float | None = None,
         shape: Callable[[Json], Json] = lambda event: event,
     ) -> Iterator[Json]:
-        """Yield the events of a watch, as `shape` returns them."""
+        """Yield the events of a watch, each as `shape` returns it."""
         rest = b""
         for piece in self.stream(path, query, silence):
             *whole, rest = (rest + piece).split(b"\n")
@@ -371,7 +371,7 @@ _OF_TLS = re.compile(r"\[SSL: \w+\] ")
 def _innermost_reason(error: BaseException) -> str:
     """Return the innermost reason of an error.
 
-    urllib3 wraps it several times, and the official client wraps a TLS error one more time.
+    urllib3 wraps an error several times, and the official client wraps a TLS error once more.
     """
     wrapped = error.__context__ if getattr(error, "status", None) == 0 else None
     text = _OF_TLS.sub("", str(wrapped or getattr(error, "reason", None) or error))

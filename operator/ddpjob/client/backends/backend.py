@@ -12,8 +12,8 @@ from typing import Protocol
 from ddpjob.api.job_spec import Json
 
 OUTAGE_SECONDS = 300.0
-"""`wait`, `logs -f` and others give up after this many seconds without a response from the API
-server."""
+"""Commands such as `wait` and `logs -f` give up after this many seconds without a response from the
+API server."""
 
 LINE_BYTES = 1 << 20
 """Maximum size of a log line in bytes. The rest of the line is cut off."""
@@ -22,7 +22,7 @@ SILENCE_SECONDS = 15.0
 """Seconds that a stoppable log connection waits for the next line before it is reopened."""
 
 METRICS = "run/metrics.jsonl"
-"""File with the measurements of the training, in the job's checkpoint folder."""
+"""File with the training metrics, in the job's checkpoint folder."""
 METRICS_WRITERS = "only the built-in trainer and scripts that call ddpjob_report.report(step=...) write it"
 METRICS_BYTES = 8 << 20
 
@@ -37,14 +37,14 @@ class Mistake(Exception):
     """The request cannot be carried out. The message says why and what to do."""
 
     passing = False
-    """Whether a retry a little later may succeed."""
+    """Whether a later retry may succeed."""
     denied = False
-    """Whether the caller lacks the right to read this, or is not authenticated."""
+    """Whether the caller is not allowed to read this, or is not authenticated."""
 
     def _render_traceback_(self) -> list[str]:
         """Show only the message in a notebook.
 
-        The frames of the traceback would be this package's own.
+        The traceback would show only this package's own code.
         """
         return [f"{type(self).__name__}: {self}"]
 
@@ -70,7 +70,7 @@ class NoSuchJob(Mistake):
 
 
 class OutagePatience:
-    """Lets long operations survive an API server outage of OUTAGE_SECONDS.
+    """Lets long operations survive an API server outage of up to OUTAGE_SECONDS.
 
     The API server may restart or be overloaded.
     """
@@ -133,7 +133,7 @@ class LogOptions:
     previous: bool = False
     """Read the log of the previous container, if the kubelet has restarted the pod."""
     stop: threading.Event | None = None
-    """Set by a reader that stops reading. Following the log then stops within SILENCE_SECONDS."""
+    """Set by the reader to stop following the log. The log then ends within SILENCE_SECONDS."""
     line_bytes: int = LINE_BYTES
     """Maximum size of a line in bytes; the rest is cut off."""
 
@@ -149,7 +149,7 @@ class EndedLogs(Protocol):
         """Return the pods whose log is kept, except `known` ones, ordered by slot and attempt."""
 
     def text(self, pod: str, options: LogOptions) -> bytes:
-        """Return a pod's kept log. Raises Mistake if there is none, or for unsupported options."""
+        """Return a pod's kept log. Raises Mistake if no log is kept, or for unsupported options."""
 
 
 class Backend(Protocol):
@@ -162,8 +162,8 @@ class Backend(Protocol):
     response."""
     whole: bool
     """Whether `jobs` and `changes` return the large fields of specs that the operator refuses
-    because of their size. False at first, because these fields take a hundred times the memory of
-    all other jobs."""
+    because of their size. False by default, because these fields may take a hundred times as much
+    memory as all other jobs."""
 
     @property
     def where(self) -> str:
@@ -180,8 +180,8 @@ class Backend(Protocol):
     ) -> Iterator[tuple[Json, bool]]:
         """Yield the current jobs, then every change as (object, deleted).
 
-        Stop after `seconds`; None means never. `known` are jobs that the caller already has. Those
-        that have been deleted come first. The object of a deleted job may consist of its name
+        Stop after `seconds`; None means never. `known` are jobs that the caller already has. Any of
+        them that have been deleted come first. The object of a deleted job may consist of its name
         alone, because callers keep the other fields that they need.
 
         Raises NoSuchJob if job `name` does not exist or is deleted.
@@ -212,7 +212,7 @@ class Backend(Protocol):
         """
 
     def delete(self, name: str) -> None:
-        """Delete a job and its pods. Checkpoints on volumes stay."""
+        """Delete a job and its pods. Checkpoints on volumes are kept."""
 
     def kill(self, pod: str) -> None:
         """Force-delete a pod, as if its machine were lost."""

@@ -57,8 +57,7 @@ _WAITING_TO_START = 400
 _PREPARED = ("ContainerCreating", "PodInitializing")
 """States of a pod whose containers do not report their own state yet."""
 _WARNED_PODS = 3
-"""Maximum number of pods whose events are read. The same obstacle usually stops the
-other pods."""
+"""Maximum number of pods whose events are read. The other pods usually have the same problem."""
 _EXEC_SECONDS = 60.0
 MOST_OUTPUT = 16 << 20
 """Maximum size in bytes of a command's output that is read from a pod: twice that of the metrics.
@@ -140,7 +139,9 @@ class ClusterBackend:
 
     @contextmanager
     def _explaining(self, name: str | None = None) -> Iterator[None]:
-        """Turn a refusal into its reason, such as a missing job or a cluster without the CRD."""
+        """Replace an API refusal with its reason, such as a missing job or a cluster without the
+        CRD.
+        """
         try:
             yield
         except ApiRefusal as refusal:
@@ -467,7 +468,7 @@ class ClusterBackend:
                 if any(there.get(part) != body.get(part) for part in ("data", "binaryData")) or time.monotonic() > end:
                     raise
                 if not there["metadata"].get("ownerReferences"):
-                    return  # Without an owner, it will not be deleted.
+                    return  # Without an owner, it will not be deleted, so it can be used.
             time.sleep(_RETRY_SECONDS / 2)
 
     def dry_run(self, plural: str, body: Json) -> Json:
@@ -584,12 +585,12 @@ class _ReadPosition:
 
     def __init__(self) -> None:
         self.stamp, self._lines, self._skip = b"", 0, 0
-        """The timestamp of the last line, the number of last lines that have it, and how many of
-        those are still to be skipped."""
+        """The timestamp of the last line, the number of lines that share it, and how many of those
+        are still to be skipped."""
         self._skipping = False
 
     def again(self) -> None:
-        """Expect the lines from `stamp` on again, so that lines already read can be skipped."""
+        """Expect the log to start again at `stamp` or earlier, and skip the lines already read."""
         self._skipping, self._skip = bool(self.stamp), self._lines
 
     def is_new(self, stamp: bytes) -> bool:
@@ -609,14 +610,14 @@ class _ReadPosition:
 def _order(stamp: bytes) -> tuple[bytes, bytes]:
     """Return a sort key for the timestamp of a log line.
 
-    Such a timestamp lacks trailing zeros of its fraction.
+    Timestamps omit trailing zeros of the fraction, so they are not in order as strings.
     """
     whole, _, fraction = stamp.removesuffix(b"Z").partition(b".")
     return whole, fraction.ljust(9, b"0")
 
 
 def _names_object(refusal: ApiRefusal) -> bool:
-    """Whether a 404 is about one object rather than about its whole kind."""
+    """Whether a 404 means that one object is missing, rather than its whole kind."""
     return re.search(r'"[^"]+" not found', str(refusal)) is not None
 
 
@@ -652,7 +653,7 @@ def _pod_line(view: PodView, containers: list[str]) -> PodLine:
     elif view.phase == "Pending" and view.host:
         state = view.main.waiting_reason or "ContainerCreating"
     elif failed := {name: c.exit_code for name, c in view.containers.items() if c.exit_code}:
-        # kubectl shows such a pod as 1/2 and Error, although its program is running.
+        # kubectl shows such a pod as 1/2 and Error, although its main program is still running.
         message = message or ", ".join(f"container {name} ended with exit code {code}" for name, code in failed.items())
     index = None if view.role is Role.COORDINATOR else view.index
     return PodLine(

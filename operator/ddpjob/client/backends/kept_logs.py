@@ -1,4 +1,4 @@
-"""Reads the kept logs of pods that are gone, from a folder, a pod or a bucket.
+"""Reads the kept logs of deleted pods from a folder, a pod or a bucket.
 
 The launcher keeps the end of each log (`launcher/keep_log.py`). The names and the contents come
 from the job, so they are bounded, links are not followed, and other files are ignored. A claim can
@@ -23,7 +23,7 @@ from ddpjob.api.job_spec import Json
 from ddpjob.client.backends.backend import LogOptions, Mistake, PodLine
 
 GONE = "Gone"
-"""State of a pod whose kept log is all that is left."""
+"""State of a pod of which only the kept log still exists."""
 _MARK = "kept logs:\n"
 _MOST_FILES = 10_000
 
@@ -72,7 +72,7 @@ def read_file(path: str, name: str, most: int) -> bytes:
 
 @dataclass(frozen=True)
 class KeptLogs:
-    """The kept logs of a job. `sizes` are the sizes of all files, and `read` returns a file."""
+    """The kept logs of a job. `sizes` contains each file's size, and `read` returns its content."""
 
     job: str
     uid: str
@@ -108,7 +108,7 @@ class KeptLogs:
         return [each for each in (name + OLDER, name) if each in self.sizes]
 
     def text(self, pod: str, options: LogOptions) -> bytes:
-        """Return a pod's kept log. Raises Mistake if there is none, or for unsupported options."""
+        """Return a pod's kept log. Raises Mistake if no log is kept, or for unsupported options."""
         if options.since is not None:
             raise Mistake("--since: kept logs contain no timestamps; use --tail")
         files = self._files(pod)

@@ -40,7 +40,7 @@ _SHOWN = 200
 
 @dataclass(frozen=True)
 class Line:
-    """A line about the start of a round or the end of the job, with the breaks before it."""
+    """A record of the start of a round or the end of the job, with the breaks that preceded it."""
 
     time: datetime
     generation: str

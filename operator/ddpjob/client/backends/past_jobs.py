@@ -103,7 +103,7 @@ class PastJobs:
     def _folders(self) -> list[Path]:
         """Return the folder itself, if a job has used it.
 
-        Otherwise return the used folders in it, the newest first.
+        Otherwise return its subfolders that jobs have used, the newest first.
         """
         if _stamp(self._root) or not self._root.is_dir():
             return [self._root]
@@ -125,7 +125,7 @@ class PastJobs:
     def changes(
         self, name: str | None, seconds: float | None = None, known: Iterable[Json] | None = None
     ) -> Iterator[tuple[Json, bool]]:
-        """Yield changes. A job that is still training also writes to its folder."""
+        """Yield changes, because a job that is still training writes to its folder."""
         return poll_changes(self.jobs, name, f"no job {name} in {self._root}", _LOOK_SECONDS, seconds, known)
 
     def pods(self, name: str) -> list[PodLine]:
@@ -177,7 +177,7 @@ def _stamp(folder: Path) -> tuple[float, ...]:
 
 
 def _as_job(name: str, left: LeftBehind) -> Json:
-    """Build a DDPJob with as much of its status as the record has.
+    """Build a DDPJob with the part of its status that is recorded.
 
     The number of nodes is the only recorded part of the spec.
     """

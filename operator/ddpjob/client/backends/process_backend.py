@@ -51,7 +51,7 @@ to false."""
 
 
 def has_jobs() -> bool:
-    """Whether the folder of runs holds a job.
+    """Whether the folder of runs contains a job.
 
     Other tools may also keep a status.json there.
     """
@@ -233,7 +233,7 @@ class ProcessBackend:
         folder = job_folder(max(exact or fitting, key=len))
         return folder, _record(folder) or {}
 
-    # --- acting: the runner does it
+    # --- changes, which the runner makes
 
     @_report_disk_errors
     def patch(self, name: str, spec: Json) -> None:
@@ -323,7 +323,7 @@ class ProcessBackend:
         for run in map(RunFolder, folder.path.iterdir()):
             if holds_checkpoints(run.earlier) and not (delete and run.disposable.exists()):
                 kept.append(run.earlier)
-        # The record goes last, so that a failed deletion can be repeated.
+        # The record is removed last, so that a failed deletion can be repeated.
         _empty(folder.path, kept, last=folder.status)
         if folder.checkpoints.is_dir() and not folder.has_checkpoints():
             for path in folder.checkpoints.iterdir():
@@ -369,8 +369,8 @@ class ProcessBackend:
                     raise Mistake(f"job {name} runs {elsewhere}; stop it there")
                 _end(folder, pid, [0.0, 5.0] if now else [float(grace) + STOP_MARGIN, 5.0])
             except PermissionError as error:
-                whose = f"another user or elsewhere (process {pid})"
-                raise Mistake(f"job {name} is run by {whose}; stop it there") from error
+                whose = f"belongs to another user or runs elsewhere (process {pid})"
+                raise Mistake(f"job {name} {whose}; stop it there") from error
         left = processes.end_all({UID_VARIABLE: record["metadata"]["uid"]})
         if left:
             raise Mistake(f"processes that could not be killed: {', '.join(map(str, left))}")
@@ -469,9 +469,8 @@ def _object(folder: JobFolder, record: Json, ended: bool) -> Json:
 
 
 def _interrupted(status: Json) -> Json:
-    """Return the status of a job whose run is gone, along with all its pods.
-
-    A killed run could not record that it ended.
+    """Return the status of a job whose run and pods are gone. A killed run could not record that it
+    ended.
     """
     status = {**status, "phase": INTERRUPTED}
     nodes = status.get("nodes")

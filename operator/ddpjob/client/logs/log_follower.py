@@ -1,4 +1,4 @@
-"""Follows the logs of all pods of a job at once, line by line, across pod replacements."""
+"""Follows the logs of all of a job's pods together, line by line, across pod replacements."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ process may read many such logs."""
 _POLL = 1.0
 _NOT_STARTED = ("Pending", "ContainerCreating", "PodInitializing", "Unschedulable", "ErrImagePull", "ImagePullBackOff")
 _NO_GROUP_KNOWN = ("CoordinatorUnreachable", "CoordinatorReplaced", "GroupFinished")
-"""Reasons of the Running condition with which the status does not show how many nodes the group
-has."""
+"""Reasons of the Running condition for which the status does not show the group's number of
+nodes."""
 _TAG = re.compile(rb"\[(default|rank)(\d+)\]:")
-"""Prefix of a line from a known rank. torchrun's --tee writes the local rank, PyTorch's messages
-the global one."""
+"""Prefix that shows which rank wrote a line. torchrun's --tee writes the local rank, and PyTorch's
+messages contain the global rank."""
 
 
 def ranks_per_node(body: Json) -> int:
@@ -51,7 +51,7 @@ def ranks_per_node(body: Json) -> int:
 
 
 def ranks_of_pods(pods: Sequence[PodLine], body: Json, known: Mapping[str, range] | None = None) -> dict[str, range]:
-    """Return the global ranks of each pod that trains or has trained. Spares have none.
+    """Return the global ranks of each pod that trains or has trained. Spares have no ranks.
 
     Ranks follow the slots' indices, or the order that the status shows. They change only when a new
     group has formed, according to the status in `body`. Until then, each slot keeps its ranks from
@@ -75,7 +75,7 @@ def ranks_of_pods(pods: Sequence[PodLine], body: Json, known: Mapping[str, range
 def _by_rank(nodes: list[PodLine], status: JobStatus) -> list[PodLine]:
     """Return the nodes in rank order.
 
-    They stay ordered by index if the order in the status is for different nodes.
+    If the order in the status is for different nodes, return them in index order.
     """
     places = {index: place for place, index in enumerate(status.rank_order)}
     if {pod.index for pod in nodes} != places.keys():
@@ -126,7 +126,7 @@ def rank_of_line(line: bytes, ranks: range) -> int | None:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The logs to read: one pod's, or those of training pods and possibly coordinators.
+    """The logs to read: one pod's, or those of training pods and, optionally, coordinators.
 
     By default, the logs of all training pods are read.
     """
@@ -137,7 +137,7 @@ class Chosen:
     """Global ranks. Their pods' logs are read, without lines known to come from other ranks."""
     coordinator: bool = False
     kept: EndedLogs | None = None
-    """The job's kept logs, if the pod is gone, so that its log is read from them."""
+    """The job's kept logs, from which the log is read because the pod is gone."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class LogFollower:
     """
 
     def __init__(self, backend: Backend, body: Json, options: LogOptions, chosen: Chosen = _ALL) -> None:
-        """Start with `body`, the current object of the job.
+        """Start with `body`, the job's current object.
 
         Raises Mistake if ranks are chosen but the job has none.
         """
@@ -191,11 +191,11 @@ class LogFollower:
         self._lines: queue.Queue[tuple[PodLine, bytes | None]] = queue.Queue(
             _QUEUE if options.stop is None else _QUEUE_OF_MANY
         )
-        """Pods and their lines; None marks the end of a pod's log."""
+        """Queue of (pod, line). The line is None at the end of a pod's log."""
         self._begun: set[str] = set()
         """Pods whose log is being read or has been read."""
         self._reading = 0
-        """Number of logs whose end has not been taken from the queue yet."""
+        """Number of logs whose end marker has not been taken from the queue yet."""
 
     def lines(self) -> Iterator[LogLine]:
         """Yield lines as they arrive. The lines of one pod stay in order."""
@@ -214,8 +214,8 @@ class LogFollower:
             try:
                 over, pods = self._is_over(), self._pods()
                 patience.answered()
-                # On this machine, a pod may have a log before it is listed, so list the pods twice
-                # before it counts as gone.
+                # On this machine, a pod may have a log before it is listed, so a pod counts as gone
+                # only if two lists in a row do not show it running.
                 gone = gone + 1 if self._chosen.pod in self._begun and all(pod.ended for pod in pods) else 0
             except Mistake as mistake:
                 if not self.options.follow:

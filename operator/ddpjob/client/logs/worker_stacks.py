@@ -41,7 +41,7 @@ def of_pod(pid):
 holders = {}
 for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
     with contextlib.suppress(OSError):  # it has just ended, or belongs to another user
-        for path in files(pid):  # the signal would end a process that does not hold the file open
+        for path in files(pid):  # the signal would kill a process that does not hold the file open
             if re.search(r"/ddpjob-worker-stacks-[^/]+/\\d+\\.txt$", path) and of_pod(pid):
                 holders.setdefault(path, {})[pid] = parent(pid)
 found = {}
@@ -66,7 +66,7 @@ when the group hangs."""
 
 
 _OWN_FRAME = re.compile(r'^  File "(?:[^"\n]*/ddpjob_(?:runtime|pod)/|<frozen |[^"\n]*/runpy\.py).*\n?', re.MULTILINE)
-"""A frame of the runtime, of imports or of `python -m`. Such frames say nothing about a script."""
+"""A frame of the runtime, of an import or of `python -m`, which is irrelevant to the script."""
 
 
 def stacks(backend: Backend, pods: list[PodLine]) -> list[tuple[PodLine, str]]:

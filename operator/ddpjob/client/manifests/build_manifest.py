@@ -25,7 +25,8 @@ SOURCE = "function.py"
 """File name of JobRequest.source. It must not be the name of a module, because the script's folder
 is on sys.path."""
 MOST_BYTES = 1024 * 1024 - 16 * 1024
-"""Maximum total size of the files in bytes. An object may be 1 MiB large, including its metadata.
+"""Maximum total size of the files in bytes. An object may have at most 1 MiB, including its
+metadata.
 """
 _ENTRIES = ("train.py", "main.py", "__main__.py")
 _MODULE = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
@@ -61,7 +62,7 @@ class JobRequest:
     code: str = ""
     """The s3:// folder for code that is too large for a ConfigMap.
 
-    Default: the folder `code` in the bucket of the checkpoints.
+    Default: the folder `code` in the checkpoints' bucket.
     """
     git: str = ""
     """URL or URL@REF of a git repository. The program is then a path in it, or a module."""
@@ -325,7 +326,7 @@ def _set(spec: Json, path: str, value: Any) -> None:
 
 
 def _joined(path: str, old: Any, value: Any) -> Any:
-    """Return the value, merged with the old one if that is a mapping.
+    """Return the value, merged with the old value if that is a mapping.
 
     Raises Mistake if it would replace a list from another option.
     """
@@ -337,13 +338,13 @@ def _joined(path: str, old: Any, value: Any) -> Any:
 
 
 def _plain(where: str, value: Any) -> Any:
-    """Return a copy made of JSON's lists and mappings; paths become text.
+    """Return a copy made of JSON's lists and mappings; paths become strings.
 
     Raises Mistake for types that JSON does not have.
     """
     match value:
         case int() if not -(2**63) <= value < 2**63:  # Python refuses to print very large numbers.
-            raise Mistake(f"{where}: a number of more than 64 bits; write a smaller one, or text")
+            raise Mistake(f"{where}: a number of more than 64 bits; write a smaller number, or a string")
         case None | str() | bool() | int() | float():
             return value
         case os.PathLike():
@@ -352,4 +353,4 @@ def _plain(where: str, value: Any) -> Any:
             return {key: _plain(f"{where}.{key}", below) for key, below in value.items()}
         case list() | tuple():
             return [_plain(f"{where}[{number}]", below) for number, below in enumerate(value)]
-    raise Mistake(f"{where}: {value!r:.80} is not text, a number, a list or a mapping with names as keys")
+    raise Mistake(f"{where}: {value!r:.80} must be a string, a number, a list, or a mapping with strings as keys")

@@ -55,7 +55,7 @@ this many seconds."""
 
 @dataclass(frozen=True)
 class Found:
-    """The files of a folder to send, and names of left-out files that the user may miss."""
+    """The files of a folder to send, and the names of excluded files to report."""
 
     files: Mapping[str, Path]
     """The files, by their paths in the folder, sorted."""
@@ -164,7 +164,7 @@ def _of_part(part: str) -> str:
 
 
 def find_files(folder: Path) -> Found:
-    """Find the files of a folder that are to be sent. Raises Mistake for a file that cannot be
+    """Find the files in a folder that should be sent. Raises Mistake for a file that cannot be
     read.
     """
     own = _ignore_file(folder / IGNORE_FILE)
@@ -279,7 +279,7 @@ def _write_archive(files: Mapping[str, Path], to: IO[bytes]) -> None:
         for name, path in files.items():
             with path.open("rb") as content:
                 state = os.fstat(content.fileno())
-                member = tarfile.TarInfo(name)  # Its time and owner are 0.
+                member = tarfile.TarInfo(name)  # Time and owner are 0 by default.
                 member.size, member.mode = state.st_size, 0o755 if state.st_mode & 0o100 else 0o644
                 tar.addfile(member, content)
 
@@ -308,7 +308,7 @@ def _size(size: float) -> str:
 
 @dataclass(frozen=True)
 class CodePlace:
-    """A folder of a bucket, and how this machine reaches it."""
+    """A bucket folder, and how to reach it from this machine."""
 
     url: str
     endpoint: str = ""

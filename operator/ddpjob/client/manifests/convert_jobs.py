@@ -1,4 +1,4 @@
-"""Translates PyTorchJobs, TrainJobs and torchrun commands into DDPJobs, and lists what is lost."""
+"""Translates PyTorchJobs, TrainJobs and torchrun commands into DDPJobs, and lists lost settings."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from ddpjob.objects.pod_template import OWNED_VARIABLES
 _GPUS = re.compile(
     r"(?!.*(mem|core|ratio))(.+/(.*gpu.*|xpu|npu|hpu|gaudi|mig-.+)|huawei\.com/Ascend.+|gpu\.intel\.com/(i915|xe))"
 )
-"""Resources that are counted in devices. Resources that count memory or fractions of a device, such
-as nvidia.com/gpumem, do not match."""
+"""Matches resources that are counted in whole devices, but not memory or fractions of a device,
+such as nvidia.com/gpumem."""
 _PYTHON = re.compile(r"(.*/)?python[0-9.]*")
 _OPERATORS = ("rdzv-backend", "rdzv-endpoint", "rdzv-id", "master-addr", "master-port", "node-rank",
               "standalone", "local-addr", "rdzv_backend", "is-host", "monitor-interval", "start-method",
@@ -310,7 +310,7 @@ def _train_job(manifest: Mapping[str, Any], runtime: Mapping[str, Any] | None) -
         )
         for missing, set_here in (("numNodes", "nodes"), ("resourcesPerNode", "gpusPerNode")):
             if not trainer.get(missing):
-                notes.append(f"trainer.{missing}: comes from the runtime; write {set_here}")
+                notes.append(f"trainer.{missing}: comes from the runtime; set {set_here}")
     target["nodes"] = whole.nodes or 1
     _pod(made, whole.template, whole.container)
     notes += whole.notes
@@ -320,7 +320,7 @@ def _train_job(manifest: Mapping[str, Any], runtime: Mapping[str, Any] | None) -
     policy = {key: spec[key] for key in ("suspend", "activeDeadlineSeconds") if spec.get(key)}
     if policy:
         target["runPolicy"] = policy
-    initializers = "" if runtime else "download data and models in an init container of podTemplate, or with the script"
+    initializers = "" if runtime else "download data and models in an init container of podTemplate, or in the script"
     for name, remedy in (
         ("initializer", initializers),
         ("labels", "belonged to the JobSet; write the ones that pods need in podTemplate.metadata"),
@@ -356,18 +356,18 @@ def _procs(made: Conversion, count: Any) -> None:
         if made.plain and int(text) > 1:
             notes.append(
                 f"procsPerNode: python started one process per pod, and the script itself started {text}; now "
-                f"torchrun starts {text} processes, so remove this from the script"
+                f"torchrun starts {text} processes, so remove that code from the script"
             )
     elif made.plain:
         if gpus > 1:
             spec["procsPerNode"] = 1
             notes.append("procsPerNode: 1, as before; remove it for one process per GPU")
     elif text == "cpu":
-        notes.append("nprocPerNode cpu: write procsPerNode, the number of processes")
+        notes.append("nprocPerNode cpu: set procsPerNode to the number of processes")
     elif not gpus and {"script", "module"} & spec.keys():
         claims = _pod_spec(spec).get("resourceClaims")
         each = "device of resourceClaims" if claims else "CPU"
-        notes.append(f"procsPerNode: set to 1; torchrun started one process per {each}, so write their number")
+        notes.append(f"procsPerNode: set to 1; torchrun started one process per {each}; write that number")
 
 
 def _rendezvous(made: Conversion, settings: Iterable[tuple[str, Any]]) -> None:
@@ -392,7 +392,7 @@ def _pod(made: Conversion, template: Mapping[str, Any], name: str) -> None:
     container.pop("name", None)
     target["image"] = container.pop("image", "") or "IMAGE"
     if target["image"] == "IMAGE":
-        notes.append("spec.image: the runtime's image is not in this manifest; write it")
+        notes.append("spec.image: the runtime's image is not in this manifest; set it here")
     _drop_owned(made, container)
     for field_name in ("imagePullPolicy", "env", "envFrom", "workingDir"):
         if container.get(field_name):
@@ -497,7 +497,7 @@ def _words(container: Json, name: str) -> list[str]:
     if not isinstance(words, list):
         raise Mistake(f"{name}: must be a list, not {words!r}; write each word as an item")
     if wrong := [word for word in words if not isinstance(word, str)]:
-        raise Mistake(f"{name}: {json.dumps(wrong[0])} is not text; put it in quotes")
+        raise Mistake(f"{name}: {json.dumps(wrong[0])} is not a string; put it in quotes")
     return words
 
 
@@ -561,7 +561,7 @@ def _shared_memory(made: Conversion, pod: Json, container: Json, sidecars: Seque
     else:
         made.notes.append(
             "the volume at /dev/shm has no sizeLimit; here /dev/shm has 1Gi, and a data loader that needs more is "
-            "killed by SIGBUS; write the size as spec.storage.sharedMemory"
+            "killed by SIGBUS; set spec.storage.sharedMemory to the size"
         )
 
 
@@ -719,7 +719,7 @@ def _torchrun(made: Conversion, launcher: list[str], words: list[str]) -> None:
             pairs = (setting.partition("=") for setting in value.split(","))
             _rendezvous(made, ((key, given) for key, _, given in pairs))
         elif name in ("r", "t"):
-            own += [f"-{name}", value]  # --r would be ambiguous, because several names begin with it.
+            own += [f"-{name}", value]  # --r is ambiguous, because several options begin with it.
         elif name not in _OPERATORS and (value or name in _BARE):
             own.append(f"--{name}" if name in _BARE else f"--{name}={value}")
     if position >= len(words):
@@ -744,7 +744,7 @@ def _torchrun(made: Conversion, launcher: list[str], words: list[str]) -> None:
         )
     elif nproc == "cpu":
         spec["gpusPerNode"] = 0
-        made.notes.append("--nproc-per-node=cpu: write procsPerNode, the number of processes")
+        made.notes.append("--nproc-per-node=cpu: set procsPerNode to the number of processes")
     elif nproc is not None:
         made.notes.append(
             f"--nproc-per-node={nproc}: not a number; set procsPerNode, or leave it out for one process per GPU"

@@ -70,7 +70,7 @@ def _installation(packages: Sequence[str]) -> str:
     if not packages:
         return ""
     code = Path(packages_in_pod.__file__).read_text(encoding="utf-8")
-    within = {"__name__": "packages_in_pod"}  # Keep its names apart from the function's.
+    within = {"__name__": "packages_in_pod"}  # Separate its names from the function's.
     return (
         f"    _within = {within!r}\n    exec(compile({code!r}, 'packages_in_pod.py', 'exec'), _within)\n"
         f"    _within['install_packages']({list(packages)!r}, __file__)\n"
@@ -177,16 +177,16 @@ def _arguments(function: Callable[..., Any], args: Mapping[str, Any]) -> str:
             raise Mistake(f"{name}: the argument {key} cannot be written as JSON: {error}") from error
         if others := [*_other_keys(value)]:
             raise Mistake(
-                f"{name}: the argument {key} has the key {others[0]!r}, but JSON keys must be text; "
+                f"{name}: the argument {key} has the key {others[0]!r}, but JSON keys must be strings; "
                 "pass a list of pairs, or convert the keys in the function"
             )
     return json.dumps(dict(args))
 
 
 def _other_keys(value: Any) -> Iterator[object]:
-    """Yield keys, at any depth, that are not text.
+    """Yield keys, at any depth, that are not strings.
 
-    json.dumps would turn them into text that may equal a different key.
+    json.dumps would turn them into strings, which may equal other keys.
     """
     if isinstance(value, dict):
         yield from (key for key in value if not isinstance(key, str))

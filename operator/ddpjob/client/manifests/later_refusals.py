@@ -230,7 +230,7 @@ def _pod(pod: Json, *, whole: bool) -> Iterator[Problem]:
         if not name:
             yield Problem(f"{at}.name", "missing; name the volume")
         elif not _LABEL_NAME.fullmatch(name):
-            yield Problem(f"{at}.name", f"{name!r} is not a name of lower-case letters, digits and '-'")
+            yield Problem(f"{at}.name", f"{name!r} is not a valid name; use lower-case letters, digits and '-'")
         elif name in volumes:
             yield Problem(f"{at}.name", f"{name} is already the name of a volume; choose a different name")
         volumes.add(name)
@@ -268,7 +268,7 @@ def _containers(pod: Json, volumes: set[str], *, whole: bool) -> Iterator[Proble
             if name in names:
                 yield Problem(f"{at}.name", f"{name} is already the name of a container; merge the two, or rename one")
             elif not _LABEL_NAME.fullmatch(name):
-                yield Problem(f"{at}.name", f"{name!r} is not a name of lower-case letters, digits and '-'")
+                yield Problem(f"{at}.name", f"{name!r} is not a valid name; use lower-case letters, digits and '-'")
             names.add(name)
             if name != TRAINER_CONTAINER and container.get("image"):
                 yield from _image(container["image"], f"{at}.image")

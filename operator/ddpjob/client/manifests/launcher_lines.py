@@ -108,7 +108,7 @@ def _accelerate(words: Sequence[str]) -> LauncherLine | None:
     line = _line(nodes, procs, options.rest, module=module)
     if ranks and procs is None:
         line.notes.append(
-            f"accelerate launch --num_processes {ranks}: write procsPerNode, the number of processes per node"
+            f"accelerate launch --num_processes {ranks}: set procsPerNode to the number of processes per node"
         )
     for name, variable in _ACCELERATE_VARIABLES.items():
         if (value := options.take(name)) is not None:
@@ -174,7 +174,7 @@ _RUN = "torch.distributed.run"
 
 
 def _starts(words: Sequence[str], first: str) -> bool:
-    """Whether a launcher begins here."""
+    """Whether a line starts a launcher, either as the program `first` or as a module in `words`."""
     name = first.rpartition("/")[2]
     options = list(takewhile(lambda word: word.startswith("-") and word != "-m", words[1:]))
     behind = [*words[len(options) + 1 : len(options) + 3]]

@@ -114,7 +114,7 @@ def checked(manifest: Manifest) -> Json:
 
 
 def check_made(body: Json, what: str = "the job that the options describe") -> None:
-    """Check a job that was built, for example from options, instead of read. Raises BadInput."""
+    """Check a job that was built, for example from options, rather than read. Raises BadInput."""
     from ddpjob.client.manifests.later_refusals import later_refusals
 
     faults = validate(body) or later_refusals(with_defaults(body))

@@ -3,12 +3,11 @@
 This file travels within the function's script, so it must run on Python 3.9 and import only the
 standard library.
 
-The script itself installs the packages, because only the script exists both on a cluster and on a
-laptop. An init container or a field of the job does not. The API, the operator and the launcher
-need not know about packages, and the Python that installs them is the one that imports them. An
-error from pip becomes the traceback of a rank, which status, events and `ddpjob why` already show.
-The price is that a replacement pod also installs the packages, which lengthens that recovery. For
-long jobs, build an image.
+The script itself installs the packages, because it runs both on a cluster and on a laptop, unlike
+an init container. The API, the operator and the launcher need not know about packages, and the
+Python that installs them is the one that imports them. An error from pip becomes the traceback of a
+rank, which status, events and `ddpjob why` already show. The price is that a replacement pod also
+installs the packages, which lengthens that recovery. For long jobs, build an image.
 
 pip runs twice. `--target` alone ignores the image's packages: `packages=["timm"]` would install a
 second torch and hide the one that fits the driver. So pip first only makes a plan that takes the
@@ -57,7 +56,7 @@ def install_packages(requirements: list[str], script: str) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.is_dir():
             install_missing(requirements, folder)
-    sys.path.insert(1, str(folder))  # After the script's own folder.
+    sys.path.insert(1, str(folder))  # The script's own folder is searched first.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH", "")]))
     importlib.invalidate_caches()
 

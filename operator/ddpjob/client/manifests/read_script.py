@@ -76,7 +76,7 @@ class TrainingScript:
     model: str = ""
     loader: Named | None = None
     scope: list[ast.stmt] = field(default_factory=list)
-    """The statements among which the optimizer is created."""
+    """The statements of the function (or module) that creates the optimizer."""
     loop: ast.For | ast.While | None = None
     """The epoch loop, if it is in the same scope."""
     doubts: list[str] = field(default_factory=list)
@@ -110,7 +110,7 @@ def _parse(content: bytes, path: Path) -> ast.Module:
 
 
 def _neighbours(path: Path, tree: ast.Module) -> Iterator[tuple[str, ast.Module]]:
-    """Yield the modules that the script, or a module of it, imports from the script's folder."""
+    """Yield the modules that the script imports, directly or indirectly, from its own folder."""
     seen: set[Path] = {path}
     waiting = [tree]
     while waiting:

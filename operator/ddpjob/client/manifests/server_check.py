@@ -1,4 +1,4 @@
-"""`ddpjob validate --server`: the API server's own verdict on a job and on its pods."""
+"""`ddpjob validate --server`: asks the API server whether it accepts a job and its pods."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def server_problems(backend: ClusterBackend, manifest: Json) -> Iterator[str]:
     if job.spec.rendezvous.placement is Placement.DEDICATED:
         pods.append(build_coordinator(job, status, platform))
     if job.spec.class_name and job.status.job_class is None:
-        pods = []  # Only the operator knows what the class adds to them.
+        pods = []  # Only the operator knows what the class adds to the pods.
     for pod in pods:
         yield from _refused(backend, pod)
     yield from _claims(backend, job)

@@ -89,7 +89,7 @@ def complete(manifest: Mapping[str, Any], runtime: Mapping[str, Any]) -> Complet
     made.procs = torch.get("numProcPerNode") if procs is None else procs
     made.procs = None if made.procs == "auto" else made.procs
     if torch.get("elasticPolicy"):
-        made.notes.append("mlPolicy.torch.elasticPolicy of the runtime: write spec.elastic")
+        made.notes.append("mlPolicy.torch.elasticPolicy of the runtime: set spec.elastic instead")
     if other := [name for name in policy if name not in ("numNodes", "torch")]:
         made.notes.append(
             f"mlPolicy.{other[0]} of the runtime: only torch can be converted; the command alone decides what runs"

@@ -41,7 +41,7 @@ class Row:
 
 
 def compare(bodies: Sequence[Json], now: datetime) -> list[Row]:
-    """Return the rows that at least one job has. A job may hold anything in any field."""
+    """Return the rows that at least one job has. Any field of a job may contain anything."""
     found = [dict(_properties(body, now)) for body in bodies]
     labels = list(dict.fromkeys(label for properties in found for label in properties))
     order = sorted(labels, key=lambda label: _KINDS.index(label[0]))

@@ -258,7 +258,7 @@ def _remarks(script: TrainingScript) -> Iterator[str]:
         elif isinstance(node, ast.Call) and any(
             k.arg == "download" and isinstance(k.value, ast.Constant) and k.value.value is True for k in node.keywords
         ):
-            yield f"line {node.lineno}: download the data before the job, because otherwise all ranks do so at once"
+            yield f"line {node.lineno}: download the data before the job, because otherwise all ranks download it"
 
 
 def apply_lines(text: str, lines: Sequence[AddedLine]) -> str:

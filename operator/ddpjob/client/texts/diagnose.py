@@ -1,4 +1,4 @@
-"""`ddpjob doctor`: checks whether the client, CRD, operator and rights fit together.
+"""`ddpjob doctor`: checks that client, CRD and operator match and that the user's rights suffice.
 
 It suggests a remedy for each failure.
 """

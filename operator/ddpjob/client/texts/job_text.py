@@ -84,7 +84,7 @@ def took(body: Json, now: datetime) -> str:
 
 
 def gpu_hours(seconds: int) -> str:
-    """Return GPU seconds as GPU hours; empty if there are none."""
+    """Return GPU seconds as GPU hours; empty for 0."""
     hours = seconds / 3600
     return f"{hours:,.1f}" if hours >= 10 else f"{hours:.2f}" if seconds else ""
 
@@ -252,9 +252,7 @@ def restart_counts(status: JobStatus, most: int) -> str:
 
 
 def _gpu_use(status: JobStatus) -> str:
-    """Return the GPU time that the job has used and the GPUs that it holds; empty if there are
-    none.
-    """
+    """Return the GPU time that the job has used and the GPUs that it holds; empty without GPUs."""
     held = f"{count(status.gpu_use.held, 'GPU')} held" if status.gpu_use is not None else ""
     spent = f"{gpu_hours(status.gpu_seconds)} ({status.gpu_seconds:,} GPU seconds)" if status.gpu_seconds else ""
     return ", ".join(part for part in (spent, held) if part)
@@ -270,7 +268,7 @@ def _repeated_work(status: JobStatus) -> str:
 
 
 def at_risk(status: JobStatus) -> str:
-    """Return the work that would have to be repeated after a loss now.
+    """Return the work that would have to be repeated if a node were lost now.
 
     The result is empty if that is unknown or the job has finished.
     """
@@ -279,7 +277,7 @@ def at_risk(status: JobStatus) -> str:
 
 
 def slot_lines(status: JobStatus) -> Iterator[str]:
-    """Yield a line for each run of slots in the same state."""
+    """Yield a line for each group of adjacent slots in the same state."""
     numbered = list(enumerate(status.slots))
     for alike, group in groupby(numbered, key=lambda pair: (pair[1].state, pair[1].reason, pair[1].failures)):
         members = list(group)
@@ -361,7 +359,7 @@ def why(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
     if isinstance(seen, int) and seen < meta.get("generation", 0):
         yield (
             f"This describes the job before its spec changed, because the operator has not acted on the change yet. If "
-            f"that lasts, `ddpjob events {name}` may show why; run `ddpjob doctor` to check the operator."
+            f"this persists, `ddpjob events {name}` may show why; run `ddpjob doctor` to check the operator."
         )
 
 
@@ -383,7 +381,7 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
         yield from _without_status(body, now)
         return
     if status.holds(ConditionType.COMPLETE):
-        ran = took(body, now)  # Unknown if the last step ended during a suspension.
+        ran = took(body, now)  # Unknown if the job completed while it was suspended.
         yield f"{name} is complete{f': it ran for {ran}' if ran else ''}."
         complete = status.condition(ConditionType.COMPLETE)
         doubt = complete.message.partition(", but ")[2] if complete is not None else ""
@@ -445,8 +443,8 @@ def missing_pod(status: JobStatus, name: str, pods: Sequence[PodLine]) -> Iterat
         pod = f"{name}-{index}-{slot.attempt}"
         if slot.state is SlotState.RUNNING and pod not in there:
             yield (
-                f"Pod {pod} of slot {index} does not exist, which the status does not show yet. If that lasts, no "
-                f"operator acts on this job; run `ddpjob doctor` to check it."
+                f"Pod {pod} of slot {index} does not exist, but the status does not show this yet. If this persists, "
+                f"no operator is acting on this job; run `ddpjob doctor` to find out why."
             )
             return
 
@@ -484,11 +482,11 @@ def _explained(condition: Condition) -> Iterator[str]:
 
 
 SAID = "message "
-"""Prefix of the names of remedies for messages. A message matches if it contains the rest of the
-name."""
+"""Prefix of remedies that are named after a message. A remedy applies if the message contains the
+rest of its name."""
 _STATUS = re.compile(r"^\([^)]*\) ")
-"""Matches a status such as `(True) ` at the beginning of the page's text. The page has it if the
-reason belongs to a condition that is True."""
+"""Matches a status such as `(True) ` at the beginning of a meaning. PAGE adds it to reasons of
+conditions that are True."""
 
 
 def main_condition(status: JobStatus) -> Condition | None:
@@ -512,7 +510,7 @@ def main_condition(status: JobStatus) -> Condition | None:
     restarting = status.condition(ConditionType.RESTARTING)
     if not telling and restarting is not None and restarting.status:
         return restarting
-    # Until the job has its class, the operator considers nothing else about it.
+    # Until a job's class is found, the operator checks nothing else about the job.
     lacks_class = refused if refused is not None and not refused.status else None
     return next(iter(telling or false), lacks_class)
 
@@ -527,7 +525,7 @@ def _without_status(body: Json, now: datetime) -> Iterator[str]:
     yield f"{name} has no status {duration(age)} after its creation, so no operator has reconciled it."
     if age > NO_STATUS_SECONDS:
         yield (
-            "What to do: check that the operator runs and watches this namespace (`ddpjob doctor`; the chart's "
+            "What to do: check that the operator is running and watches this namespace (`ddpjob doctor`; the chart's "
             "watchNamespaces), and read its log: kubectl -n ddpjob logs deployment/ddpjob-operator"
         )
 

@@ -5,8 +5,8 @@ Any line may be cut off, hostile or unrelated.
 A curve is drawn in stretches: no line crosses a restart, because nothing was measured during the
 outage. Each value carries the number of its start (0, 1, ...). A restart repeats steps, and the
 newest value of a step counts. An older value between newer ones is dropped, because it belongs to
-work that was thrown away. Older values after the newest step stay, as a stretch of their own, until
-they are repeated.
+discarded work. Older values after the newest step are kept, as a separate stretch, until they are
+repeated.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ddpjob.core.status.messages import count
 from ddpjob.core.view import is_number
 
 LARGEST = 1e300
-"""Maximum value in a curve. Sums of larger numbers are infinite, and integers may be too long for a
-float."""
+"""Maximum value in a curve. Sums of larger numbers could become infinite, and integers may be too
+large for a float."""
 _LAST_STEP = 2**63
 _LAST_EPOCH = 1e9
 _NAMES = 40
@@ -36,12 +36,12 @@ Points = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Origin:
-    """The origin of a step's newest values."""
+    """Where and when a step's newest values were measured."""
 
     start: int
     """The number of the start in which the values were measured."""
     time: float | None
-    """Unix seconds of the writer's clock."""
+    """Unix time in seconds, by the writer's clock."""
 
 
 @dataclass
@@ -128,9 +128,9 @@ class MetricSeries:
         return f"the curves start after step {self.starts[0]}, where training continued from a checkpoint"
 
     def after_last_loss(self) -> str:
-        """Return a note if the newest steps do not have a finite loss.
+        """Return a note if the newest steps have no finite loss.
 
-        The note is empty if they have one.
+        The note is empty if their loss is finite.
         """
         known = sorted(self.steps.get("loss", {}))
         last = known[-1] if known else -1
@@ -184,7 +184,7 @@ def _fractions(epochs: Mapping[int, float]) -> dict[int, float]:
 
 
 def _counted(steps: set[int]) -> str:
-    return f"{count(len(steps), 'step')}, the last of them {max(steps)}"
+    return f"{count(len(steps), 'step')}, most recently step {max(steps)}"
 
 
 def _is_step(value: object) -> bool:

@@ -1,8 +1,8 @@
-"""Caches of API server collections, and one that lists and watches its collection.
+"""Caches of API server collections. `Informer` is a cache that lists and watches its collection.
 
 kopf watches the jobs (`job_cache.py`). The objects that the operator makes for them are followed
-here, because kopf never shows deletions during an interruption of its watch, and does not keep
-objects to read.
+here, because kopf does not report deletions that happen while its watch is interrupted, and does
+not keep objects to read.
 
 A reconcile reads the cache without asking the API server. The cache must therefore never go back in
 time, must notice deletions while no watch was open, and must survive every kind of failure.

@@ -182,7 +182,7 @@ async def _read_at_most(most: int, response: aiohttp.ClientResponse) -> bytes:
 
 
 def _words(error: Exception) -> str:
-    """Describe an error. aiohttp's timeout for a whole request has no text of its own."""
+    """Describe an error. aiohttp's timeout for a whole request has no message of its own."""
     if isinstance(error, TimeoutError) and not str(error):
         return f"no response within {REQUEST_SECONDS} s"
     return f"{type(error).__name__}: {error}".removesuffix(": ")

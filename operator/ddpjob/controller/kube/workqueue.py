@@ -29,8 +29,8 @@ Example with 8 workers and any number of keys:
 - Fairness counts turns, not seconds, because a turn takes many times longer at the start of a
   burst.
 
-A key says which job to reconcile but never what has happened to it, so merging two changes loses
-nothing (docs/decisions/0002).
+A key names the job to reconcile but never says what has happened to it, so merging two changes
+loses nothing (docs/decisions/0002).
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Decides which Kubernetes nodes new pods avoid, from the restarts of the last hour.
 
 A broken host has free devices, so the scheduler would place the next pod there again. But most
-failures are the job's own, and each avoided host is capacity that the job cannot use. So a host is
-avoided for WINDOW after one of these signs:
+failures are the job's own fault, and each avoided host is capacity that the job cannot use. So a
+host is avoided for WINDOW after one of these signs:
 
 - one fault that is not the program's (FAULTS), such as a container that cannot start
 - LOSSES losses of the host itself
 - FAILURES counted failures, if they were all on this host. Failures on several hosts are the job's
-  own, and so are exceeded limits (_OF_LIMITS) and all failures before the first step.
+  own fault, and so are exceeded limits (_OF_LIMITS) and all failures before the first step.
 
 Example with pods on the Kubernetes nodes a and b:
 
@@ -17,7 +17,7 @@ Example with pods on the Kubernetes nodes a and b:
     or      rank 1 fails on b instead                     two hosts, so the program is at fault
 
 Pods only prefer other hosts, so they still start if there is no other room. In a cluster with one
-host, this is not judged at all.
+host, no host is avoided.
 """
 
 from __future__ import annotations

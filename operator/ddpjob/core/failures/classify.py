@@ -7,7 +7,7 @@ pod has an exit code too, and a container whose host was restarted has an arbitr
 are therefore read in a fixed order, and the first source with an answer decides (`explain_end`).
 
 1. The pod as a whole (`_by_conditions`): a lost host, a disruption, an eviction, a rejection by the
-   kubelet. These explain every exit code.
+   kubelet. These causes take precedence over every exit code.
 2. The container's state (`_by_container`): lost with its host, out of memory, cannot start.
 3. The launcher's own exit codes (`_by_launcher`), or, for a `command`, the failed rank that
    torchrun names (`_by_rank`).
@@ -262,7 +262,7 @@ def _by_container(pod: PodView, *, launcher: bool) -> End:
 
 
 def memory_limit(pod: PodView | None) -> str:
-    """Describe the memory limit that a pod has exceeded, the spec's or the namespace's default."""
+    """Describe the memory limit that a pod has exceeded: the spec's, or the namespace's default."""
     role = "spec.rendezvous.resources" if pod is not None and pod.role is Role.COORDINATOR else "spec.resources"
     if pod is None or not pod.default_memory:
         return f"{role}.limits.memory allows"
@@ -289,7 +289,7 @@ def _by_rank(pod: PodView) -> End | None:
 
 
 def _by_launcher(pod: PodView) -> End | None:
-    """Return the end that the launcher's own exit code stands for; None for any other exit code."""
+    """Return the end that the launcher's own exit code means; None for any other exit code."""
     main = pod.main
     if main.exit_code == EXIT_INIT_FAILURE:
         written = read_termination_message(main)
@@ -365,8 +365,8 @@ def _never_began(pod: PodView) -> End:
 def names_entry_point(end: End, command: tuple[str, ...]) -> bool:
     """Whether a START_ERROR means that the job's own program is missing.
 
-    For example, it does if the message is `exec: "python3": executable file not found`. Other
-    programs in a container runtime's messages, such as its GPU hooks, belong to the host.
+    An example is the message `exec: "python3": executable file not found`. Other programs in a
+    container runtime's messages, such as its GPU hooks, belong to the host.
     """
     programs = (path.rpartition("/")[2] for path in _QUOTED.findall(end.message))
     wanted = command[0].rpartition("/")[2] if command else "python"

@@ -120,8 +120,7 @@ def attribute(
        earlier incident has explained that break. Every other incident is a separate break.
 
     New breaks are numbered from `status.round + 1`. Consequences get the round of their cause and
-    never count. Ends of idle pods that do not count are not restarts, have no round and explain
-    nothing.
+    never count. Uncounted ends of idle pods are not restarts, have no round and explain nothing.
     """
     idle = [end for end in ends if end.idle and not end.contestable]
     ends = [end for end in ends if end not in idle]

@@ -3,7 +3,7 @@
 Here a node is a Kubernetes node. Health agents mark nodes that are about to fail, and a pod there
 should move before it fails (`judge_nodes`). But agents may be wrong, so there are limits:
 
-- A sign must last for LASTS, and at most SHARE of the nodes of one kind may have one.
+- A sign must last for LASTS, and at most SHARE of the nodes of one kind may show a sign.
 - A job leaves a node only once an hour, and only if a spare or another node can take over.
 - Whether that other node has room is unknown. Without a spare, the unhealthy node itself must
   therefore be able to take the pod back.
@@ -14,7 +14,7 @@ so such a pod is replaced (`judge_failing`):
 - immediately, if the failure's message shows that the container has lost its device, as happens
   after a reload of the host's systemd. A new container has the device again, even on the same node.
 - after its second failure in a row, if no other pod failed in between. An error in the program's
-  text would occur in every pod, so it does not move a pod. Neither does an error that ranks of
+  code would occur in every pod, so it does not move a pod. Neither does an error that ranks of
   other pods had in the same round. A program that fails for only one rank causes at most MAX_MOVES
   moves an hour.
 - after its third lost connection in a row, if there is a pod on a third node. With only two nodes
@@ -109,8 +109,8 @@ def judge_nodes(view: View) -> list[NodeVerdict]:
     verdicts = []
     for index, pod, host, end in found:
         if storm:
-            # The text omits the number of unhealthy nodes, because a flapping node would change the
-            # status each time.
+            # The message omits the number of unhealthy nodes, because a flapping node would change
+            # the status each time.
             reason, why = "TooManyUnhealthy", "more than a quarter of the Kubernetes nodes of its kind are unhealthy"
         elif host.name in left:
             reason, why = (
@@ -169,7 +169,7 @@ def judge_failing(view: View, failures: Sequence[Restart]) -> list[Failing]:
     within = [r for r in view.status.restarts.recent if r.time > view.now - WINDOW]
     found: list[Failing] = []
     for number, failure in enumerate(failures):
-        earlier = [*within, *failures[:number]]  # After an outage, an operator sees several failures at once.
+        earlier = [*within, *failures[:number]]  # After its own outage, an operator sees several failures at once.
         index = failure.index if view.status.slot(failure.index) is not None else None
         pod = view.pods[index] if index is not None else None
         if index is None or pod is None or pod.name != failure.pod or pod.ended or pod.deleted_at is not None:
@@ -220,7 +220,8 @@ def _link_breaks(view: View, failure: Restart, within: Sequence[Restart]) -> boo
 
 def _has_moved_too_often(view: View, within: Sequence[Restart]) -> bool:
     moves = {r.round for r in within if r.reason in MOVE_CAUSES}
-    # The list of recent restarts may be full, and avoided nodes are remembered longer.
+    # Moves may have dropped out of the full list of recent restarts, but avoided nodes show them
+    # longer.
     left = [a for a in view.status.avoided_nodes if a.reason.startswith(MOVE_CAUSES)]
     return max(len(moves), len(left)) >= MAX_MOVES
 

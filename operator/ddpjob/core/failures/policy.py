@@ -11,7 +11,7 @@ the job has ever completed a step. Users who know better write `recovery.rules`.
 3. Otherwise failures of the job itself count (COUNTED). Disruptions, lost nodes, manual deletions
    and consequences of other failures do not.
 4. Before the first step, REPEATS consecutive counted failures with the same error in the program's
-   text (`find_repeated_error`) or on several ranks at once (`find_error_everywhere`) fail the job,
+   code (`find_repeated_error`) or on several ranks at once (`find_error_everywhere`) fail the job,
    because the program would be the same in the next attempt. Network, disk and device errors are
    usually temporary, and never fail a job in this way.
 
@@ -84,7 +84,7 @@ _PROGRAM_ERROR = re.compile(
     r"|ImportError|ModuleNotFoundError|AttributeError|TypeError|NotImplementedError|RecursionError): .*)$",
     re.MULTILINE,
 )
-"""Matches errors that Python raises for a wrong program or a missing name, but hardly ever because
+"""Matches errors that Python raises for a faulty program or a missing name, but hardly ever because
 of a network or a disk."""
 _NO_GPU = re.compile(
     r"^rank .* ended with exit code 1: (\w+: (?:Found no NVIDIA driver|Torch not compiled with CUDA|No CUDA GPUs are"
@@ -197,7 +197,7 @@ def _mark(restart: Restart) -> tuple[str, str]:
 
 
 def names_program_error(message: str) -> bool:
-    """Whether a worker failed because of an error in the program's text.
+    """Whether a worker failed because of an error in the program's code.
 
     Such an error occurs in every pod.
     """

@@ -8,10 +8,11 @@ if all of these conditions hold:
 - It is reported as at least SLOWDOWN times as slow as the median rank, and each step would take at
   least COST less time if it kept pace. If a script reports no costs, its slow ranks are only
   reported.
-- It has been reported for LASTS by the operator's clock, in addition to the half minute after which
-  the training reports it. Short loads, evaluations and checkpoints are over sooner.
+- It has been reported for LASTS by the operator's clock, in addition to the half minute before the
+  training reports it. Short loads, evaluations and checkpoints are over sooner.
 - At most a quarter of the pods are slow. If more are, they are not an exception.
-- A spare is ready on a different Kubernetes node. Otherwise the rank would only lose its work.
+- A spare is ready on a different Kubernetes node. On the same node, the restart would cost work and
+  gain nothing.
 - Within the last hour, the rank was not moved, the job has not left this Kubernetes node, and there
   were fewer than MAX_MOVES moves. If a rank is slow again after a move, its work is the reason.
 - The last such move was at least APART ago. Only one pod is moved at a time.

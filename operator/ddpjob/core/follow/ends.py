@@ -213,7 +213,7 @@ def _judge_start_errors(ends: Ends) -> Ends:
 
     A start error is the job's fault if its own program is missing or, before the first step, if
     containers could not start on two hosts. An image for a different platform is the hosts' fault
-    as long as the cluster has a ready host of another platform.
+    if the cluster has a ready host of another platform.
     """
     view = ends.view
     hosts = {e.pod.host for e in ends.all if e.pod is not None and e.end.cause is Cause.START_ERROR}

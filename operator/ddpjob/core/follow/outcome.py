@@ -7,7 +7,7 @@ FINISH to exit. A `command` has no such barrier, so all of its nodes must succee
 
 Failed. A restart is pointless in these cases, in this order (`find_failure`):
 
-1. A rule, or its default, says that the cause fails the job (`failures.policy`).
+1. A rule, or the default for the cause, fails the job (`failures.policy`).
 2. The job has never run, and its image does not exist.
 3. The coordinator cannot start before the first step.
 4. More failures have been counted than recovery.maxRestarts allows.

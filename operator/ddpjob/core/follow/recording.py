@@ -5,8 +5,8 @@ operator dies in between. Three kinds of entries are added to the attributed res
 
 - A pod that is alive, but whose device or host is broken, is replaced (`judge_failing`). The entry
   is a consequence of the failure that revealed the fault.
-- The loss of the coordinator is a restart of its own. In Fast mode the group continues to train
-  without a coordinator, so the loss neither counts nor breaks the group.
+- The loss of the coordinator is recorded as a restart of its own. In Fast mode the group continues
+  to train without a coordinator, so the loss neither counts nor breaks the group.
 - Hosts that have become suspect are avoided from now on.
 
 Example: rank 3's worker fails for the second time in a row, in pod train-3-0.

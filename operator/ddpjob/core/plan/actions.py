@@ -59,7 +59,7 @@ from ddpjob.core.world import PodView, Role, coordinator_pod_name, gang_name
 
 @dataclass(frozen=True)
 class PlannedActions:
-    """The planned actions, and the view with the current round in slots that have no pod yet."""
+    """The planned actions, and a view in which slots without a pod have the current round."""
 
     view: View
     actions: tuple[Action, ...]
@@ -90,8 +90,8 @@ def plan_actions(view: View, lost: frozenset[str]) -> PlannedActions:
         actions.append(CreateRuntime())
     wants_budget = job.spec.pods > 1 and job.spec.scheduling.disruption_budget and not world.has_budget
     if wants_budget and any(pod is not None and pod.main.running for pod in view.pods):
-        # The budget is not needed earlier, because pods that are not running yet have nothing to
-        # lose.
+        # The PodDisruptionBudget is not needed earlier, because pods that are not running yet have
+        # nothing to lose.
         actions.append(CreateBudget())
     pods: list[Action] = []
     held = [_held_until(view)]
@@ -239,7 +239,7 @@ def plan_notifications(view: View, restarts: tuple[Restart, ...], lost: frozense
         actions.append(NotifyCoordinator(endpoint, Command.SIZE, {"nodes": spec.nodes, "minNodes": spec.min_nodes}))
     wanted = spec.recovery
     patience = wanted.hang_after_seconds, (wanted.backoff.initial, wanted.backoff.maximum), wanted.hangs
-    # A coordinator of an earlier version does not know `hangs`.
+    # A coordinator of an earlier version does not support `hangs`.
     if report is not None and (report.hang_after, report.backoff, report.hangs or wanted.hangs) != patience:
         body: Json = {"hangAfter": patience[0], "backoff": list(patience[1])}
         body |= {} if report.hangs is None else {"hangs": wanted.hangs}
@@ -269,7 +269,7 @@ DEAF = timedelta(seconds=4)
 
 
 def send_away_deaf(view: View, endpoint: str) -> list[Action]:
-    """Return the message that stops launchers that have missed the deletion of their pods.
+    """Return the message that stops launchers that have not noticed the deletion of their pods.
 
     SIGTERM is lost if it arrives while a container's first process starts. The launcher would then
     wait for a group until the kubelet kills it at the end of the grace period. The coordinator
@@ -294,7 +294,7 @@ def _dismissal(view: View, lost: frozenset[str]) -> list[Action]:
 
     If the generation continues, its members look for the next coordinator. Otherwise they exit. A
     coordinator of an old generation whose host is not lost gets no message, because its pods may be
-    saving. It is deleted after them.
+    saving. It is deleted after its pods.
     """
     before, after = view.job.status.rendezvous, view.status.rendezvous
     name = coordinator_pod_name(view.job, before.generation, before.attempt)

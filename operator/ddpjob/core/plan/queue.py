@@ -5,12 +5,14 @@ when it is admitted, stops when it is evicted, and releases the quota. The opera
 owner.
 
 - The job runs while one of its Workloads is admitted and holds quota for pods of this shape
-  (`_holding`). `status.queue` is the grant. Pods are built from it, so its size applies.
+  (`_holding`). `status.queue` holds the grant. Pods are built from it, so the job has the granted
+  size.
 - A different size needs a new Workload, which names the current one as its predecessor. Kueue
   admits it without stopping the job (Kueue calls this a "slice").
 - An elastic job starts with the pods that have quota, at least `minNodes` (Kueue's "partial
-  admission"). It asks for the others in additional Workloads. `status.queue.more` lists them in
-  the order of their slots. If one is evicted, the job continues without its slots and later ones.
+  admission"). It asks for the remaining pods in additional Workloads. `status.queue.more` lists
+  them in the order of their slots. If a Workload is evicted, the job continues without the
+  Workload's slots and all later slots.
 - An evicted job loses its pods first, like a suspended job. Its quota is released only after the
   pods are gone; otherwise two jobs would use it.
 
@@ -73,7 +75,7 @@ def shape_of(job: DDPJob) -> str:
 
 
 def find_request(job: DDPJob, queue: QueueStatus | None) -> CreateWorkload | None:
-    """Return the Workload that the job needs besides `queue`, its current quota.
+    """Return the Workload that the job needs in addition to `queue`, its current quota.
 
     Return None if the job needs no other quota. The name is a hash of the request.
     """
@@ -96,7 +98,7 @@ def _name(job: DDPJob, request: str) -> str:
 
 
 def _needs_one_domain(job: DDPJob) -> bool:
-    """Whether additional pods would have to be in the topology domain of the first ones.
+    """Whether additional pods would have to be in the same topology domain as the first pods.
 
     Kueue places each Workload separately.
     """
@@ -129,7 +131,7 @@ def _holding(view: View) -> WorkloadView | None:
         for w in firsts
         if w.admitted and not (w.evicted or w.leaving) and (not w.finished or (w.finished == REPLACED and pending))
         if w.shape == shape and w.grant is not None
-        # A change by the user takes effect when the job begins.
+        # A changed queue or priority takes effect only when the job begins.
         if view.status.queue is not None or w.asks == _asks(job)
     ]
     return min(usable, key=lambda w: (bool(w.finished), w.name != name), default=None)
@@ -138,8 +140,8 @@ def _holding(view: View) -> WorkloadView | None:
 def _with_more(view: View, first: QueueStatus) -> QueueStatus:
     """Return the first quota together with the additional quota that the job may use.
 
-    Slots are dropped only at the end. So the additional quota after a withdrawn or unneeded one is
-    released too.
+    Slots are dropped only at the end, so all additional quota listed after a withdrawn or unneeded
+    grant is released too.
     """
     job, shape, queue, before = view.job, shape_of(view.job), first, view.status.queue
     usable = {
@@ -254,7 +256,7 @@ def plan_queue_actions(view: View) -> list[Action]:
     for workload in world.workloads:
         held = queue is not None and workload.uid in queue.uids
         if workload.leaving or held or (replaced and not (workload.finished or workload.additional)):
-            continue  # A successor that is about to take over is judged afterwards.
+            continue  # A successor that is about to take over is judged later.
         if workload.additional and _uses_more(view):
             continue
         if workload.name != name or workload.finished or (queue is None and workload.asks != _asks(job)):

@@ -93,7 +93,7 @@ def _spec_and_key(view: View) -> str:
 
 
 def key_of(status: JobStatus) -> str:
-    """Return the mark of the operator key from which the job's token was made; empty if new."""
+    """Return the mark of the key from which the job's token was made; empty for a new job."""
     return status.template_hash.partition("-")[2].partition("-")[0]
 
 
@@ -101,16 +101,16 @@ def is_superseded(view: View) -> bool:
     """Whether a different operator has replaced this operator's key, and may still run the job.
 
     Two operators with different keys act on the same job if they may not hold Leases. Each would
-    mistake the other's key for a change of its own, and would restart the job in turn, forever. So
-    a key that was replaced once does not return on its own. Example, with keys a and b:
+    mistake the other's key for a change of its own key, and they would restart the job in turn,
+    forever. So an operator whose key was replaced does not put it back. Example, with keys a and b:
 
         a begins the job     key a
         b sees key a         key b, formerKeys [a]: one planned restart
         a sees key b         a finds its own key in formerKeys, and leaves the job alone
 
     The key may return where nothing is interrupted: when the job resumes, or when a change of its
-    spec replaces its pods. An operator that holds the namespace's Lease is alone, so its key was
-    restored by an administrator, and it acts.
+    spec replaces its pods. An operator that holds the namespace's Lease is the only one there,
+    so an administrator must have restored its key, and it acts.
     """
     status, world = view.status, view.world
     if world.is_sole_operator or key_of(status) == world.key_mark or world.key_mark not in status.former_keys:
@@ -120,7 +120,7 @@ def is_superseded(view: View) -> bool:
 
 
 def _former_keys(view: View) -> tuple[str, ...]:
-    """Return the replaced keys of a new generation, which is made with this operator's key."""
+    """Return the replaced keys to record for a new generation with this operator's key."""
     keys = dict.fromkeys((*view.status.former_keys, key_of(view.status)))
     return tuple(key for key in keys if key and key != view.world.key_mark)[-_MOST_FORMER_KEYS:]
 

@@ -6,8 +6,8 @@ due (`wind_down`), and no longer change the conditions:
 1. Running nodes of a failed job are stopped by a message through the coordinator, because a pod
    that exits on its own keeps its log. After STOP_SECONDS, or if no message can reach them, they
    are deleted.
-2. The coordinator's pod is deleted, and the other pods as runPolicy.cleanPodPolicy says. Sidecars
-   that are still running are stopped.
+2. The coordinator's pod is deleted, and the other pods as runPolicy.cleanPodPolicy requires.
+   Sidecars that are still running are stopped.
 3. The quota and the PodGroup are released once no pod of the job can be running.
 4. After runPolicy.ttlSecondsAfterFinished, the job itself is deleted.
 
@@ -96,7 +96,7 @@ def complete(view: View, events: list[Event]) -> Decision:
     message = f"all {done} nodes have finished" if done > 1 else "the node has finished"
     if not finished and least < nodes:
         # The number is unknown, because the group may have been smaller, or a suspension has
-        # removed it.
+        # removed its pods.
         message = "all nodes have finished"
     if _trained_apart(view):
         message += (

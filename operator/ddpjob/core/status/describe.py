@@ -6,8 +6,8 @@ it. Two rules apply to all of them:
 - Messages are stable. A message that changed at each reconcile would be written each time, and each
   write causes the next reconcile. So messages name times, not durations, and omit figures that
   flicker.
-- Conditions about rare trouble, such as NodesHealthy, are absent until the trouble first occurs.
-  Afterwards they stay and become true, so that users see that the trouble is over.
+- Conditions about rare problems, such as NodesHealthy, are absent until the problem first occurs.
+  Afterwards they stay and become true, so that users see that the problem is over.
 
 Example of a pod on an unhealthy Kubernetes node, with no place to go:
 
@@ -225,7 +225,9 @@ def _checkpoints_copied(view: View) -> JobStatus:
     if is_number(behind) and behind > BEHIND_SECONDS:
         newest = f"latest: step {step:.0f}" if is_number(step) else "none since this start"
         text = f"no checkpoint has reached {where} for more than 10 minutes ({newest}). Training continues, but losing"
-        return condition(False, COPIES_BEHIND, f"{text} rank 0's pod would lose the work since then; see its log")
+        return condition(
+            False, COPIES_BEHIND, f"{text} rank 0's pod would lose the work since then; see that pod's log"
+        )
     running = status.condition(ConditionType.RUNNING)
     long = running is not None and running.status and view.now - running.since >= FIRST_COPY
     if url and behind is None and step is None and long:

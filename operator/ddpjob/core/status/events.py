@@ -1,8 +1,8 @@
 """Decides which events a reconcile records: what happened, whether it counts, and what follows.
 
 Events are for people who watch a job. The status is the record, and events are derived from the
-difference between the old and the new status, so none has to be remembered. There must be few of
-them, because Kubernetes drops events of a noisy object:
+difference between the old and the new status, so no event has to be remembered. There must be few
+of them, because Kubernetes drops events of a noisy object:
 
 - Each new restart has one event. If more than SINGLE_EVENTS restarts are alike, they share one.
 - A condition that becomes false, or changes its reason, has an event (_WARNED). Reasons that occur

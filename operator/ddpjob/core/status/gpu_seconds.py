@@ -1,7 +1,7 @@
 """Counts a job's GPU seconds: how many GPUs its pods hold, multiplied by the time in seconds.
 
-Cost and fair shares are settled in GPU hours, which nobody can reconstruct once pods are gone. The
-status therefore holds the sum, the number of GPUs that are held now, and since when:
+Costs and fair shares are calculated in GPU hours, which nobody can reconstruct once pods are gone.
+The status therefore holds the sum, the number of GPUs that are held now, and since when:
 
     gpuSeconds: 28800
     gpuUse: {held: 16, since: "2026-03-01T10:30:00Z"}
@@ -26,7 +26,7 @@ Only the operator's clock is used, in whole seconds, so each change is off by le
 without a bias. Without an operator, nothing is lost or counted twice, because the next
 operator continues from the same `since`. It cannot know when pods ended or were bound in the
 meantime, so it counts those changes from its first reconcile. If its clock is behind the previous
-one's, the difference is not counted.
+operator's, the difference is not counted.
 
 Why the status holds it: docs/decisions/0002.
 """
@@ -42,7 +42,7 @@ from ddpjob.core.decision import Decision
 from ddpjob.core.world import PodView, World
 
 REFRESH = timedelta(minutes=10)
-"""Maximum age of the sum while pods hold GPUs, as long as the job is reconciled."""
+"""Maximum age of the sum while pods hold GPUs and the job is being reconciled."""
 _MOST_GPUS = 10**6
 """Maximum number of GPUs that are counted, because anyone who may create pods could claim more."""
 

@@ -1,4 +1,4 @@
-"""Counts a job's nodes that train as one group, and those on standby."""
+"""Counts a job's nodes that train as one group, and its ready spares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decides what a job's receiver is notified of, the text, and when a notification is settled.
+"""Decides when a job's receiver is notified, what is sent, and when a notification is settled.
 
 A notification must survive an operator that dies while sending it. The status therefore lists the
 notifications. An entry is written together with the event that it reports, and is Pending until its
@@ -50,8 +50,8 @@ def with_notifications(job: DDPJob, world: World, now: datetime, decision: Decis
         if event in notify.events:
             id = f"{job.uid}.{event}.{status.round}"
             if event is NotifyEvent.BUDGET_NEARLY_SPENT:
-                # Add the spec's generation, because a different limit may be nearly spent in the
-                # same round.
+                # Add the spec's generation, because a budget that the user changes may be nearly
+                # spent again in the same round.
                 id += f".{job.generation}"
             entries[event] = Notification(event=event, id=id, time=now.replace(microsecond=0))
     unusable = _unusable(job, world)

@@ -7,14 +7,14 @@ the two steps is repeated work. The last step is known if a node's memory has su
 unknown. An unknown number is never shown as 0.
 
 A restart gets its number when the report of its own round arrives. If the group takes its first
-step without such a report, the number is unknown until one arrives. The time that the repetition
+step before this report arrives, the number is unknown until then. The time that the repetition
 takes is reported later, once it is over.
 
 Example: the group has completed step 903 when a node is lost.
 
     memory of another node holds step 903        0 steps repeated (from memory)
     memory is lost, and a checkpoint has 900     an unknown number of steps repeated
-    the script does not report its start         the restart says nothing about repeated steps
+    the script does not report its start         the number of repeated steps is not shown
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def current_restart(status: JobStatus) -> Restart | None:
 def makes_new_steps(status: JobStatus) -> bool:
     """Whether a running group is taking steps that no earlier round took, as far as is known.
 
-    It is not before its first step, or while it repeats steps.
+    The result is False before the group's first step, and while it repeats steps.
     """
     restart = current_restart(status)
     if restart is None:

@@ -137,7 +137,7 @@ def judge_fast_recovery(view: View) -> JobStatus:
 
 
 def judge_preflight(view: View, restarts: tuple[Restart, ...], *, formed: bool) -> JobStatus:
-    """Return the status with PreflightPassed: a failed pod, or the result once the group `formed`.
+    """Return the status with PreflightPassed, after a pod failed or once the group has `formed`.
 
     `restarts` are the restarts of this reconcile. A coordinator that has just taken over has no
     notes from its pods yet. The condition stays unchanged until they reconnect.

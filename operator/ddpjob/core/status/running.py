@@ -212,7 +212,7 @@ def _without_steps(view: View, overdue: Overdue, training: int) -> str:
     since = known if known is not None and abs(known - overdue.since) < _SAME_STEP else overdue.since
     said = f", while the script reports: {overdue.activity}" if overdue.activity else ""
     ends = view.job.spec.recovery.hangs is Hangs.END
-    remedy = "it restarts once nothing moves" if ends else "it is left alone, because recovery.hangs is Report"
+    remedy = "it restarts once no rank is active" if ends else "it is left alone, because recovery.hangs is Report"
     text = (
         f"the group of {count(training, 'node')} has {_NO_STEP} {format_time(since)}, far longer than its usual gap "
         f"between steps{said}: {overdue.where}. If it hangs, {remedy}; recovery.hangAfterSeconds sets a fixed limit"

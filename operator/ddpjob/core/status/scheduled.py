@@ -205,8 +205,8 @@ def _spread_hint(view: View, pod: PodView) -> str:
         return f" (pod {leaving.name} is still terminating and keeps its Kubernetes node until {until} at the latest)"
     if scheduling.same_topology and "pod affinity" in pod.unschedulable:
         return (
-            f" (all pods must be in the same {scheduling.same_topology}; if the one with the placed pods has no room, "
-            "set runPolicy.suspend to true and back to false, so that the job chooses again)"
+            f" (all pods must be in the same {scheduling.same_topology}; if there is no room where the "
+            "placed pods are, set runPolicy.suspend to true and back to false, so that the job chooses again)"
         )
     if scheduling.one_pod_per_node and "anti-affinity" in pod.unschedulable:
         wanted = "spec.nodes and spec.spares" if view.job.spec.spares else "spec.nodes"

@@ -8,7 +8,7 @@ const ddpjobCharts = (() => {
     if (size >= 1e4) return Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 2 }).format(value);
     return size !== 0 && size < 1e-3 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
   };
-  // Each quantity has the same unit everywhere: an accuracy is in percent, as in the list and in the terminal.
+  // Each quantity has the same unit everywhere. Accuracy is in percent, as in the list and in the terminal.
   const figure = (title, value) => (title.endsWith("accuracy") && value !== null && value !== undefined && Math.abs(value) <= 1
     ? `${(100 * value).toFixed(2)}%` : short(value));
   const seconds = (value) => (value < 120 ? `${short(value)} s` : value < 7200 ? `${short(value / 60)} min` : `${short(value / 3600)} h`);
@@ -23,7 +23,7 @@ const ddpjobCharts = (() => {
   });
   const isSteep = (title, values) => title.includes("loss") && Math.min(...values) > 0 && Math.max(...values) > 20 * Math.min(...values);
 
-  // Vertical lines where training began again after a restart, and the stretches of steps that it repeated.
+  // Draws vertical lines where training continued after a restart, and shades the repeated steps.
   const restarts = (starts, repeated) => (plot) => {
     const { ctx } = plot, { left, top, width, height } = plot.bbox;
     const inside = (x) => Math.min(Math.max(x, left), left + width);

@@ -12,7 +12,7 @@
   const boxes = new Map();
   let inPods = false, busy = false, again = false, last = 0;
 
-  // A moving average in which the newest values weigh most, without a bias to the first value (as in TensorBoard).
+  // An exponential moving average without a bias towards the first value, as in TensorBoard.
   function smoothed(values, weight) {
     let mean = 0, sum = 0;
     return values.map((value) => {
@@ -38,7 +38,7 @@
       if (!found.curves.length) return `${name}: no curves${found.note ? `: ${found.note}` : ""}`;
       return found.note ? `${name}: ${found.note}` : "";
     }).filter(Boolean);
-    note.textContent = notes.length ? `${notes.join(". ")}.` : "Dashed vertical lines: training began again after a restart.";
+    note.textContent = notes.length ? `${notes.join(". ")}.` : "Dashed vertical lines mark where training continued after a restart.";
     more.hidden = !inPods && !jobs.some(({ found }) => found?.more);
   }
 
@@ -63,7 +63,7 @@
     });
     const each = weight ? 2 : 1;
     head.firstChild.textContent = title + (logarithmic ? ", logarithmic scale" : "");
-    // The newest value of each job at or before the cursor, or at the end.
+    // Shows each job's last value at or before the cursor or, without a cursor, its last value.
     const show = (index, data) => {
       head.lastChild.textContent = index === null ? "" : place(by.value, data[0][index]);
       values.replaceChildren(...curves.map(({ job, curve }, number) => {

@@ -6,7 +6,8 @@
   const rest = document.getElementById("curves-rest"), restPlace = document.getElementById("charts-rest");
   const FIRST = 6;  // curves that are always shown
   const plots = new Map();
-  let wanted = false, kept = false, said = "", busy = false, last = 0;  // of the pods: to be read, drawn, their answer
+  // `wanted`: read the pods' curves next; `kept`: they are drawn; `said`: the note that came with them.
+  let wanted = false, kept = false, said = "", busy = false, last = 0;
 
   const { colour, figure, place: at, finite, isSteep, chart } = ddpjobCharts;
 
@@ -60,7 +61,7 @@
       more.hidden = !found.more && !kept;
       more.textContent = kept ? "Read the steps from the pods again" : "Read earlier steps from the pods";
       const why = found.note || said;
-      const lines = found.starts.length ? " Dashed lines: training began again after a restart; shaded: the steps that it repeated." : "";
+      const lines = found.starts.length ? " Dashed lines mark where training continued after a restart; shaded steps were repeated." : "";
       note.textContent = found.curves.length
         ? `Over steps, from ${found.source}.${lines} ${why}`
         : `No curves: ${why || "this job has reported no steps"}.`;

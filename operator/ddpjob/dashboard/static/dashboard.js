@@ -26,7 +26,7 @@
     olds.slice(news.length).forEach((node) => node.remove());
   }
 
-  // The state of each job on the page, by the id of its row; of a job's own page, by its title.
+  // Maps each row's id to the name and state of its job. On a job's own page, the key is "title".
   function states() {
     const rows = [...document.querySelectorAll("tr[id] .state, h1 .state")].map((state) => {
       const row = state.closest("tr");

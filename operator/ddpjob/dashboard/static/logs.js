@@ -9,7 +9,7 @@
   const fits = (text) => !words || text.toLowerCase().includes(words);
   function count() {
     const lines = log.childElementCount;
-    state.textContent = `${words ? `${matching} of ` : ""}${lines} line${lines === 1 ? "" : "s"}` + (lines >= MOST ? ", the last ones" : "")
+    state.textContent = `${words ? `${matching} of ` : ""}${lines} line${lines === 1 ? "" : "s"}` + (lines >= MOST ? ", the newest" : "")
       + (ended ? "; the log has ended" : "");
   }
   function add(lines) {
@@ -52,7 +52,7 @@
   document.getElementById("pod").addEventListener("change", () => document.getElementById("log-form").requestSubmit());
   document.getElementById("wrap").addEventListener("change", (event) => log.classList.toggle("wrap", event.target.checked));
   follow.addEventListener("change", () => { if (follow.checked) log.scrollTop = log.scrollHeight; });
-  // A user who scrolls up wants to read.
+  // Scrolling up stops following, and scrolling to the end resumes it.
   log.addEventListener("scroll", () => {
     const atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 30;
     if (follow.checked !== atEnd) follow.checked = atEnd;

@@ -161,7 +161,7 @@ class DeepSpeed(Strategy):
 
     @property
     def _fragments(self) -> ModuleType:
-        """DeepSpeed's functions that gather a weight's vectors from all ranks or distribute it."""
+        """DeepSpeed's functions to gather a weight's vectors from all ranks, or distribute them."""
         from deepspeed import utils
 
         module: ModuleType = utils
@@ -256,7 +256,7 @@ class DeepSpeed(Strategy):
 
 
 class _ByEngine(Precision):
-    """Lets DeepSpeed's engine run backward passes, because it moves gradients after a pass."""
+    """Runs backward passes through DeepSpeed's engine, which moves gradients after each pass."""
 
     engine: Any = None
 
