@@ -18,7 +18,7 @@ import pytest
 import torch
 from ddpjob_trainer import config
 from ddpjob_trainer.commands.check_ledger import read, verify
-from ddpjob_trainer.config.sections import DataConfig, OptimConfig
+from ddpjob_trainer.config.sections import DataConfig, Flip, OptimConfig, Padding
 from ddpjob_trainer.data import own
 from ddpjob_trainer.data.augment import CropAndFlip
 from ddpjob_trainer.data.batch_transform import BatchTransform
@@ -444,8 +444,18 @@ def test_a_mistake_in_a_data_worker_is_reported_like_one_in_the_rank() -> None:
 
 
 @pytest.mark.parametrize("name", ["pictures", "pixels"])
-@pytest.mark.parametrize(("shift", "flip"), [(2, True), (0, True), (3, False)])
-def test_bytes_are_shifted_mirrored_and_normalized_like_cifar_images(name: str, shift: int, flip: bool) -> None:
+@pytest.mark.parametrize(
+    ("shift", "flip", "padding"),
+    [
+        (2, True, Padding.ZEROS),
+        (0, True, Padding.ZEROS),
+        (3, False, Padding.REFLECT),
+        (1, Flip.ALTERNATING, Padding.REFLECT),
+    ],
+)
+def test_bytes_are_shifted_mirrored_and_normalized_like_cifar_images(
+    name: str, shift: int, flip: bool | Flip, padding: Padding
+) -> None:
     """They stay bytes until they have been cropped on the device, whether they are in memory or
     read by workers.
     """
@@ -453,12 +463,20 @@ def test_bytes_are_shifted_mirrored_and_normalized_like_cifar_images(name: str, 
 
     mean, std, numbers = (0.1, 0.2, 0.3), (0.5, 0.6, 0.7), [5, 88, 0, 91]
     keys = DataConfig(
-        name=f"somebodys_data:{name}", shift=shift, flip=flip, mean=mean, std=std, workers=1, seed=3, repeats=2
+        name=f"somebodys_data:{name}",
+        shift=shift,
+        padding=padding,
+        flip=flip,
+        mean=mean,
+        std=std,
+        workers=1,
+        seed=3,
+        repeats=2,
     )
     data = open_data(keys)
     assert (data.shape, data.whole_numbers, data.train_size) == ((3, 12, 16), False, 90)
     normalize = Normalize(255.0, mean, std, torch.device("cpu"))
-    of_cifar = CropAndFlip(somebodys_data.PIXELS[:90], 3, padding=shift, flip=flip, repeats=2)
+    of_cifar = CropAndFlip(somebodys_data.PIXELS[:90], 3, padding=shift, flip=flip, repeats=2, border=padding)
     for epoch in range(2):
         batch = next(data.train_batches([numbers], epoch))
         assert torch.equal(batch.images, normalize(of_cifar(torch.tensor(numbers), epoch)))
@@ -480,6 +498,7 @@ def test_grey_images_without_a_channel_dimension_get_one() -> None:
         ({"name": "regression", "flip": True}, r"data.flip needs uint8 images, but the inputs .* are torch.float32"),
         ({"name": "pixels", "mean": (0.5,)}, r"data.mean=\[0.5\], .* have 3 channels; set a finite mean"),
         ({"name": "pixels", "std": (1.0, 0.0, 1.0)}, r"and a std above 0 for each of them"),
+        ({"name": "pixels", "padding": Padding.REFLECT}, r"data.padding has no effect .* without data.shift; leave"),
         ({"name": "pixels", "shift": 12}, r"data.shift=12: must be from 0 to 11 pixels"),
     ],
 )

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ddpjob_trainer.checkpoints.snapshot import Snapshot
+from ddpjob_trainer.config import patterns
 from ddpjob_trainer.config.config import Config
 from ddpjob_trainer.config.sections import AmpDtype, AmpLevel, Metric, StrategyName
 from ddpjob_trainer.config.strategy_limits import INTEGERS
@@ -117,7 +118,7 @@ def check_fit(config: Config, data: DataSet, strategy: Strategy) -> None:
 
 
 def check_optimizer(group: Group, config: Config, data: DataSet, model: nn.Module) -> list[str]:
-    """Return notes on optim.groups and on the user's own schedule.
+    """Return notes on optim.groups and on the user's own schedule, and check optim.muon_except.
 
     Raises ConfigError if they do not suit the model or the steps of the training. All ranks must
     call this together.
@@ -126,6 +127,8 @@ def check_optimizer(group: Group, config: Config, data: DataSet, model: nn.Modul
     if optim.groups:
         trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
         notes.append(check_rules(optim, trained, config.model.name))
+    for pattern in optim.muon_except:
+        patterns.select("optim.muon_except", pattern, [name for name, _ in model.named_parameters()], config.model.name)
     if ":" in optim.schedule:
         starts = [epoch * size + taken for epoch in range(config.train.epochs) for taken in range(0, size, batch)]
         notes.append(

@@ -37,9 +37,11 @@ from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.distributed.step_clock import OWN, StepPhase, peak_memory
 from ddpjob_trainer.errors import CheckpointError, TrainingError
 from ddpjob_trainer.evaluation.evaluate import evaluate
+from ddpjob_trainer.evaluation.views import over_views
 from ddpjob_trainer.lifecycle.fence import agree_on_incarnation
 from ddpjob_trainer.lifecycle.signals import EXIT_STEPPED_ASIDE, Agreement, Due, StopRequest
 from ddpjob_trainer.lifecycle.stack_dumps import StackDumps
+from ddpjob_trainer.model.airbench import whiten
 from ddpjob_trainer.model.models import build_model, choose_layout, is_own, is_tied_to_micro_batches
 from ddpjob_trainer.optim.nonfinite import NonFiniteGuard
 from ddpjob_trainer.optim.optimizers import Position, learning_rate
@@ -135,11 +137,13 @@ class Trainer:
         amp, self._float32_for = agree_on_amp(config.amp, device, group)
         self.strategy = open_strategy(replace(config, amp=amp), group, device)
         run_plan.check_fit(config, data, self.strategy)
+        self._scores = over_views(self.strategy.logits, config.eval.tta, data.shape)
         layout = choose_layout(config.model, amp, data.shape, device)
         model = build_model(layout, data.shape, data.classes, config.data.seed, device)
         self._notes = run_plan.check_optimizer(group, config, data, model)
         if is_own(config.model):  # It may draw from generators that have not been seeded.
             group.broadcast_tensors([*model.parameters(), *model.buffers()])
+        whiten(model, data, group)
         parameters = sum(weight.numel() for weight in model.parameters())
         self._erasers = build_erasers(config.data, data.shape)
         own = config.data.batch_transform
@@ -438,7 +442,7 @@ class Trainer:
         strategy.train_mode(False)
         with self.reporter.during("evaluating"):
             result = evaluate(
-                strategy.logits,
+                self._scores,
                 strategy.data_share,
                 self.data,
                 self.config.train.eval_batch,

@@ -253,7 +253,9 @@ def test_missing_configuration_files_are_reported() -> None:
         ConfigError, match=f"nothing.yaml does not exist in {re.escape(str(Path.cwd()))}; pass an existing file"
     ):
         config.load("nothing.yaml", [])
-    with pytest.raises(ConfigError, match="use a path or one of cifar10, cifar10-96, cifar10-fast, digits, imagenet"):
+    with pytest.raises(
+        ConfigError, match="use a path or one of cifar10, cifar10-94, cifar10-96, cifar10-fast, digits, imagenet"
+    ):
         config.load("digit", [])
 
 

@@ -18,6 +18,7 @@ SET = {
     "ddp.comm_hook": "fp16",
     "train.accumulate": "2",
     "amp.level": "O2",
+    "optim.name": "muon",
 }
 """A value of each setting that is not supported everywhere."""
 

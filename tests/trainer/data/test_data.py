@@ -14,12 +14,14 @@ import time
 from pathlib import Path
 from typing import Any, cast
 
+import jordan
 import numpy as np
 import pytest
 import torch
 from datasets import IMAGES, RANDOM, write_cifar_binary, write_cifar_python, write_image_folder
 from ddpjob_trainer import config, train
 from ddpjob_trainer.commands.check_ledger import read, verify
+from ddpjob_trainer.config.sections import Flip, Padding
 from ddpjob_trainer.data.augment import CropAndFlip, resized_crop_box
 from ddpjob_trainer.data.catalog import open_data
 from ddpjob_trainer.data.dataset import DataSet
@@ -191,6 +193,56 @@ def test_crop_and_flip_uses_the_random_numbers_drawn_for_each_sample() -> None:
         assert torch.equal(shown, functional.hflip(crop) if draws[number, 2] < 0.5 else crop)
 
 
+def test_reflected_borders_and_alternating_flips_are_airbenchs() -> None:
+    """airbench mirrors half of the images in the first epoch, then all of them in odd epochs."""
+    from ddpjob_trainer.data.randomness import uniform
+
+    images, numbers = torch.from_numpy(IMAGES.reshape(-1, 3, 32, 32)), torch.arange(60)
+    ours = CropAndFlip(images, 3, padding=2, flip=Flip.ALTERNATING, border=Padding.REFLECT)
+    once = torch.where(
+        torch.from_numpy(uniform(3, 0, np.arange(60), 3)[:, 2] < 0.5).view(-1, 1, 1, 1), images.flip(-1), images
+    )
+    padded = torch.nn.functional.pad(images.float(), (2,) * 4, "reflect").byte()
+    for epoch in (0, 1, 2, 5):
+        shifts = torch.from_numpy(uniform(3, epoch, np.arange(60), 3)[:, :2] * 5).long() - 2
+        crops = jordan.batch_crop(padded, shifts, 32)
+        mirrored = (once == images).flatten(1).all(1) == bool(epoch % 2)
+        wanted = torch.where(mirrored.view(-1, 1, 1, 1), crops.flip(-1), crops)
+        assert torch.equal(ours(numbers, epoch), wanted), epoch
+        every_epoch = CropAndFlip(images, 3, padding=2, flip=True, border=Padding.REFLECT)(numbers, epoch)
+        assert torch.equal(every_epoch, wanted) is (epoch == 0)
+    zeros = CropAndFlip(images, 3, padding=2, flip=Flip.ALTERNATING)(numbers, 0)
+    assert 40 < (zeros != ours(numbers, 0)).flatten(1).any(1).sum() < 60, "24 of 25 shifts show the border"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["data.name=digits", "data.flip=alternating"], r"data.flip has no effect on data.name=digits; leave it out"),
+        (["data.name=shapes", "data.flip=true"], r"data.flip has no effect on data.name=shapes; leave it out"),
+        (["data.name=synthetic", "data.padding=reflect"], r"data.padding has no effect on data.name=synthetic; leave"),
+        (["data.shift=2", "data.augment=false"], r"data.shift has no effect on data.name=digits with data.augment=fa"),
+        (["data.shift=8"], r"data.shift=8: must be from 0 to 7 pixels"),
+        (["data.shift=-1"], r"data.shift=-1: must be from 0 to 7 pixels"),
+    ],
+)
+def test_shifts_and_flips_without_effect_are_refused(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        opened(*arguments)
+
+
+def test_the_generated_and_small_sets_are_shifted_as_configured() -> None:
+    for name, side, flip in (("digits", 8, "false"), ("shapes", 16, "alternating")):
+        keys = [f"data.name={name}", "data.size=40"]
+        data = opened(*keys, "data.shift=3", "data.padding=reflect", f"data.flip={flip}")
+        plain = opened(*keys, "data.augment=false")
+        shown, images = (next(each.train_batches([list(range(40))], 1)).images for each in (data, plain))
+        padded = torch.nn.functional.pad(images, (3,) * 4, "reflect")
+        crops = [padded[..., y : y + side, x : x + side] for y in range(7) for x in range(7)]
+        crops += [crop.flip(-1) for crop in crops] if flip != "false" else []
+        assert torch.stack([(shown == crop).flatten(1).all(1) for crop in crops]).any(0).all()
+
+
 @pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (3, 2), (2**31, 10**6)])
 def test_numbers_drawn_on_a_device_and_on_the_host_are_bit_identical(seed: int, epoch: int) -> None:
     from ddpjob_trainer.data.randomness import uniform, uniform_for_all
@@ -248,7 +300,7 @@ def test_damaged_files_of_a_data_set_are_reported(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data_batch_3.bin is truncated"):
         opened("data.name=cifar10", f"data.dir={tmp_path}")
     path.write_bytes(b"\xff" + whole[1:])
-    with pytest.raises(DataError, match=r"label 255, outside 0\.\.9"):
+    with pytest.raises(DataError, match=r"label 255 is outside 0\.\.9"):
         opened("data.name=cifar10", f"data.dir={tmp_path}")
     path.unlink()
     with pytest.raises(DataError, match=r"lacks data_batch_3.bin"):

@@ -58,8 +58,8 @@ def test_the_cosine_schedule_matches_torch() -> None:
 
 
 def test_the_linear_schedule_matches_torch() -> None:
-    config = OptimConfig(lr=0.4, schedule=ScheduleName.LINEAR)
-    assert rates(config) == pytest.approx(reference(lambda o: LinearLR(o, 1.0, 0.0, total_iters=TOTAL)))
+    fall = reference(lambda o: LinearLR(o, start_factor=1, end_factor=0, total_iters=TOTAL))
+    assert rates(OptimConfig(lr=0.4, schedule=ScheduleName.LINEAR)) == pytest.approx(fall)
 
 
 def test_the_step_schedule_matches_torch() -> None:
@@ -358,8 +358,8 @@ def test_the_recipe_with_lamb_clips_like_timm(scale: float) -> None:
         torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", [OptimizerName.LARS, OptimizerName.LAMB])
-def test_the_state_of_lars_and_lamb_can_be_saved_and_loaded(name: OptimizerName) -> None:
+@pytest.mark.parametrize("name", [OptimizerName.LARS, OptimizerName.LAMB, OptimizerName.MUON])
+def test_the_state_of_the_trainers_optimizers_can_be_saved_and_loaded(name: OptimizerName) -> None:
     config = OptimConfig(name=name)
 
     def go(optimizer: torch.optim.Optimizer, weights: list[nn.Parameter], steps: range) -> None:

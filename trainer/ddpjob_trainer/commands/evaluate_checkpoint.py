@@ -29,6 +29,7 @@ from ddpjob_trainer.errors import CheckpointError
 from ddpjob_trainer.evaluation.accumulate import Evaluation, open_accumulator
 from ddpjob_trainer.evaluation.evaluate import evaluate
 from ddpjob_trainer.evaluation.result_files import FOLDER, EvaluationFiles
+from ddpjob_trainer.evaluation.views import over_views
 from ddpjob_trainer.lifecycle.signals import StopRequest
 from ddpjob_trainer.model.models import build_model, explain_image_size
 from ddpjob_trainer.optim.loss import Loss
@@ -147,7 +148,8 @@ def _evaluate(
     side, key = settings.data.size_tested, settings.data.size_key
     shape, key = ((3, side, side), "data.test_image_size") if side else (data.shape, key)
     with explain_image_size(settings.model, shape, data.classes, key):
-        result = evaluate(network, own, data, settings.train.eval_batch, group, stop, adding=adding)
+        scores = over_views(network, settings.eval.tta, data.shape)
+        result = evaluate(scores, own, data, settings.train.eval_batch, group, stop, adding=adding)
     assert result is not None
     check_test_images(result.unreadable, data.test_size, settings.data)
     return result

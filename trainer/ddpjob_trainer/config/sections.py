@@ -47,6 +47,19 @@ class Corrupt(enum.StrEnum):
     STOP = "stop"
 
 
+class Flip(enum.StrEnum):
+    """A rule for mirroring that differs from a draw in each epoch."""
+
+    ALTERNATING = "alternating"
+
+
+class Padding(enum.StrEnum):
+    """Contents of the border that a shift moves into an image."""
+
+    ZEROS = "zeros"
+    REFLECT = "reflect"
+
+
 class Decoder(enum.StrEnum):
     """Decoders of training images."""
 
@@ -118,11 +131,15 @@ class DataConfig:
     own data sets augment their samples themselves, or set data.shift and data.flip.
     """
     shift: int = 0
-    """Your own uint8 images: shift training images by up to this number of pixels at random, filled
-    with zeros; usually 4 for images of 32x32 pixels.
+    """CIFAR, digits, shapes, your own uint8 images: shift training images by up to this number of
+    pixels at random. 0: 4 for CIFAR, 2 for shapes, 1 for digits, no shift for your own images.
     """
-    flip: bool = False
-    """Your own uint8 images: mirror half of the training images at random."""
+    padding: Padding = Padding.ZEROS
+    """The border that a shift moves into an image. reflect: the image's own pixels, mirrored."""
+    flip: bool | Flip = False
+    """true: mirror half of your own uint8 training images at random in each epoch. alternating
+    (also CIFAR and shapes): draw only once for each image, and mirror it in every other epoch.
+    """
     mean: tuple[float, ...] = ()
     """Your own uint8 images: mean of each channel, from 0 to 1, which is subtracted on the device.
     Default: ImageNet's means for 3 channels, otherwise 0.5.
@@ -252,11 +269,13 @@ class ModelConfig:
     """The network."""
 
     name: str = "small_cnn"
-    """small_cnn, resnet18_cifar, torchvision:NAME for any classification model of torchvision (such
-    as torchvision:resnet50), timm:NAME (pip install timm), or your own package.module:function. The
-    function is called with the shape of an image (channels, height, width) and the number of
-    classes, and returns a torch.nn.Module that maps images (n, channels, height, width) to scores
-    (n, classes). To start from trained weights, set model.pretrained or checkpoint.load.
+    """small_cnn, resnet18_cifar, airbench_cifar (a small network whose first layer is computed from
+    the training images; Jordan, 2024), torchvision:NAME for any classification model of torchvision
+    (such as torchvision:resnet50), timm:NAME (pip install timm), or your own
+    package.module:function. The function is called with the shape of an image (channels, height,
+    width) and the number of classes, and returns a torch.nn.Module that maps images (n, channels,
+    height, width) to scores (n, classes). To start from trained weights, set model.pretrained or
+    checkpoint.load.
     """
     pretrained: str = ""
     """Weights to start from in a new run. torchvision:NAME, timm:NAME: default, or a name of the
@@ -265,7 +284,7 @@ class ModelConfig:
     differs; all other tensors must fit.
     """
     width: int = 32
-    """small_cnn: channels of the first layer."""
+    """small_cnn: channels of the first layer; airbench_cifar: channels of the first group."""
     norm: NormName = NormName.GROUP
     """small_cnn: group normalizes each sample separately, batch each micro-batch."""
     dropout: float = 0.0
@@ -308,6 +327,7 @@ class OptimizerName(enum.StrEnum):
     ADAMW = "adamw"
     LARS = "lars"
     LAMB = "lamb"
+    MUON = "muon"
 
 
 class ScheduleName(enum.StrEnum):
@@ -326,7 +346,9 @@ class OptimConfig:
 
     name: OptimizerName | str = OptimizerName.SGD
     """sgd (with momentum) or adamw; for large batches, lars (based on sgd) or lamb (based on adam),
-    which scale each layer's learning rate by the norm of its weights. package.module:name: your own
+    which scale each layer's learning rate by the norm of its weights. muon (Jordan et al., 2024)
+    orthogonalizes the updates of matrices and convolutions, and updates other parameters as sgd
+    does with Nesterov momentum. package.module:name: your own
     class or function, such as torch.optim:RMSprop, which is called with (groups, lr=optim.lr,
     weight_decay=optim.weight_decay) and returns a torch.optim.Optimizer. It cannot change when a
     run resumes.
@@ -334,15 +356,29 @@ class OptimConfig:
     lr: float = 0.1
     """Peak learning rate."""
     momentum: float = 0.9
-    """sgd, lars: momentum."""
+    """sgd, lars: momentum; muon: momentum of the parameters that it updates as sgd does."""
     nesterov: bool = False
     """sgd: Nesterov momentum."""
     betas: tuple[float, ...] = (0.9, 0.999)
     """adamw, lamb: decay rates of the moving averages of gradients and of their squares."""
     trust_coefficient: float = 0.001
     """lars: length of a step as a share of the weights' norm, at a learning rate of 1."""
+    muon_momentum: float = 0.95
+    """muon: Nesterov momentum of matrices and convolutions."""
+    muon_steps: int = 5
+    """muon: Newton-Schulz iterations per update. They run in float32 with amp.level=O0, otherwise
+    in bfloat16.
+    """
+    muon_except: tuple[str, ...] = ()
+    """muon: names of matrices (with * and ?) to update as sgd does, usually the last layer and
+    embeddings, such as head.*.
+    """
+    muon_fixed_norm: bool = False
+    """muon: before each update, scale a matrix to the norm sqrt(rows), instead of weight decay."""
     weight_decay: float = 5e-4
-    """sgd, lars: L2 penalty; adamw, lamb: decoupled decay."""
+    """sgd, lars: L2 penalty; adamw, lamb: decoupled decay; muon: decoupled for matrices, otherwise
+    an L2 penalty.
+    """
     groups: tuple[str, ...] = ()
     """Learning rates of some parameters: PATTERN=RATE, or PATTERN=RATE/DECAY to set their weight
     decay too, such as head.*=10,*.bias=2/0. PATTERN matches names (with * and ?), and the first
@@ -641,6 +677,14 @@ class CheckpointConfig:
             raise ConfigError(f"checkpoint.{key}={getattr(self, key)}: must be at least {least}")
 
 
+class Views(enum.StrEnum):
+    """The versions of a test image whose scores are averaged."""
+
+    NONE = "none"
+    MIRROR = "mirror"
+    MIRROR_TRANSLATE = "mirror_translate"
+
+
 class PrKind(enum.StrEnum):
     """The ways to compute precision-recall curves."""
 
@@ -653,6 +697,11 @@ class PrKind(enum.StrEnum):
 class EvalConfig:
     """The numbers that an evaluation reports in addition to loss, top-1, top-5 and MAE."""
 
+    tta: Views = Views.NONE
+    """Test-time augmentation: average a test image's scores over several versions of it. mirror:
+    the image and its mirror image. mirror_translate: half of the weight goes to these two, and half
+    to both of them shifted by a pixel up and left, and down and right.
+    """
     pr: PrKind = PrKind.NONE
     """Precision-recall curve and average precision per class, macro and micro, as in scikit-learn.
     exact: all scores are gathered on rank 0, which needs about 35 bytes per test sample and class.

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
-from ddpjob_trainer.config.sections import AmpLevel, CommHook, StrategyName
+from ddpjob_trainer.config.sections import AmpLevel, CommHook, OptimizerName, StrategyName
 from ddpjob_trainer.errors import ConfigError
 
 _SINGLE, _DP, _FSDP, _PIPELINE = StrategyName.SINGLE, StrategyName.DP, StrategyName.FSDP, StrategyName.PIPELINE
@@ -87,6 +87,12 @@ LIMITS = (
         {_DEEPSPEED: "keeps weights in float32"},
         lambda level: level in (AmpLevel.O2, AmpLevel.O3),
         "O2, O3",
+    ),
+    Limit(
+        "optim.name",
+        {_FSDP: "shards the matrices that muon orthogonalizes as a whole"},
+        lambda name: name == OptimizerName.MUON,
+        "muon",
     ),
     INTEGERS,
 )

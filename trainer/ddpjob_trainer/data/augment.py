@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ddpjob_trainer.config.sections import DataConfig
+from ddpjob_trainer.config.sections import DataConfig, Flip, Padding
 from ddpjob_trainer.data.decode import Box
 from ddpjob_trainer.data.randomness import derive, uniform, uniform_for_all
 from ddpjob_trainer.errors import ConfigError
@@ -18,24 +18,61 @@ RANDAUGMENT = 0x52414E44
 _ERASING, _CUTOUT = 0x45524153, 0x43555420
 
 
+def pad(images: torch.Tensor, width: int, padding: Padding) -> torch.Tensor:
+    """Return images (n, channels, height, width) of any type with a border of `width` pixels.
+
+    torch reflects only floats.
+    """
+    if padding is Padding.ZEROS:
+        return torch.nn.functional.pad(images, (width,) * 4)
+    for axis in (2, 3):
+        last = images.shape[axis] - 1
+        places = torch.arange(-width, last + 1 + width, device=images.device).abs()
+        images = images.index_select(axis, last - (last - places).abs())
+    return images
+
+
 class CropAndFlip:
     """Shifts each image in a set by up to `padding` pixels and, if `flip`, mirrors some.
 
-    Shifts fill with zeros, and an image is mirrored with probability one half. He et al., Deep
-    residual learning, 2015, section 4.2, use padding 4 for CIFAR. Every crop is a view of the
+    Shifts fill with `border`, and an image is mirrored with probability one half. With
+    `alternating`, this is drawn for epoch 0 only, and odd epochs mirror the other images, so two
+    consecutive epochs show both sides (Jordan, 94% on CIFAR-10 in 3.29 seconds, 2024). He et al.,
+    Deep residual learning, 2015, section 4.2, use padding 4 for CIFAR. Every crop is a view of the
     padded set, so a batch is one gather operation on the device that holds the set.
     """
 
-    def __init__(self, images: torch.Tensor, seed: int, *, padding: int, flip: bool, repeats: int = 1) -> None:
+    def __init__(
+        self,
+        images: torch.Tensor,
+        seed: int,
+        *,
+        padding: int,
+        flip: bool | Flip,
+        repeats: int = 1,
+        border: Padding = Padding.ZEROS,
+    ) -> None:
         """Take `images` (n, channels, height, width) uint8, each with `repeats` versions."""
         count, channels, height, width = images.shape
-        padded = torch.nn.functional.pad(images, (padding,) * 4)
+        padded = pad(images, padding, border)
         plane, row = padded.stride(1), padded.stride(2)
         self._shifts = 2 * padding + 1
         size = (count, self._shifts, self._shifts, channels, height, width)
         self._crops = padded.as_strided(size, (padded.stride(0), row, 1, plane, row, 1))
         self._seed, self._flip, self._versions = seed, flip, count * repeats
         self._epoch = -1
+
+    @classmethod
+    def of(cls, config: DataConfig, images: torch.Tensor, padding: int, *, flip: bool = True) -> CropAndFlip:
+        """Return the configured augmentation; `padding` is the default of data.shift.
+
+        Raises ConfigError.
+        """
+        padding, most = config.shift or padding, min(images.shape[2:]) - 1
+        if not 0 <= padding <= most:
+            raise ConfigError(f"data.shift={config.shift}: must be from 0 to {most} pixels")
+        flips = config.flip or flip
+        return cls(images, config.seed, padding=padding, flip=flips, repeats=config.repeats, border=config.padding)
 
     def __call__(self, numbers: torch.Tensor, epoch: int) -> torch.Tensor:
         """Return images with this epoch's augmentation: (n, channels, height, width) uint8.
@@ -55,8 +92,18 @@ class CropAndFlip:
         """
         draws = uniform_for_all(self._seed, epoch, self._versions, 3, self._crops.device)
         self._top, self._left = ((draws[:, i] * self._shifts).long() for i in (0, 1))
-        self._mirrored = (draws[:, 2] < 0.5).view(-1, 1, 1, 1)
+        if self._flip is Flip.ALTERNATING:
+            draws = uniform_for_all(self._seed, 0, self._versions, 3, self._crops.device)
+        self._mirrored = is_mirrored(draws[:, 2], self._flip, epoch).view(-1, 1, 1, 1)
         self._epoch = epoch
+
+
+def is_mirrored(draws: torch.Tensor, flip: bool | Flip, epoch: int) -> torch.Tensor:
+    """Return which images an epoch mirrors, from `draws` for that epoch.
+
+    With `alternating`, the draws are those for epoch 0.
+    """
+    return (draws < 0.5) ^ (flip is Flip.ALTERNATING and epoch % 2 == 1)
 
 
 class RandAugment:

@@ -7,9 +7,12 @@ import os
 
 import torch
 
-from ddpjob_trainer.config.sections import DataConfig, DataName
+from ddpjob_trainer.config.sections import DataConfig, DataName, Flip, Padding
 from ddpjob_trainer.data.dataset import DataSet
 from ddpjob_trainer.errors import ConfigError, DataError
+
+_SHIFTED = (DataName.CIFAR10, DataName.CIFAR100, DataName.SHAPES, DataName.DIGITS)
+"""Data sets whose images are shifted at random."""
 
 
 def open_data(config: DataConfig, device: torch.device | None = None) -> DataSet:
@@ -44,13 +47,11 @@ def open_data(config: DataConfig, device: torch.device | None = None) -> DataSet
             raise ConfigError(
                 f"data.{key}={alpha}: must be a finite number of at least 0, for example 0.2, or 0 for none"
             )
-    for key in ("shift", "flip", "mean", "std"):
-        if ":" not in config.name and getattr(config, key):
-            raise ConfigError(f"data.{key} has no effect on data.name={config.name}; it is for your own uint8 images")
     if config.early_sizes and not config.size_key:
         raise ConfigError(
             f"data.early_sizes has no effect on data.name={config.name}; it is for imagefolder and shards"
         )
+    _check_shift_and_flip(config)
     try:
         return _open(config, device or torch.device("cpu"))
     except OSError as error:
@@ -58,6 +59,18 @@ def open_data(config: DataConfig, device: torch.device | None = None) -> DataSet
             f"{error.filename or config.dir} cannot be read ({error.strerror or error}); make all of data.dir"
             f" readable for uid {os.geteuid()}, and check that its volume responds"
         ) from error
+
+
+def _check_shift_and_flip(config: DataConfig) -> None:
+    """Raise ConfigError for keys of uint8 images that have no effect on the data set."""
+    own, shifted = ":" in config.name, config.augment and config.name in _SHIFTED
+    sided = shifted and config.name != DataName.DIGITS and config.flip is Flip.ALTERNATING
+    bordered = bool(own and config.shift) or shifted
+    used = {"shift": own or shifted, "padding": bordered, "flip": own or sided, "mean": own, "std": own}
+    for key, is_used in used.items():
+        if getattr(config, key) not in (0, (), Padding.ZEROS) and not is_used:
+            off = " with data.augment=false" * (not config.augment) or " without data.shift" * own
+            raise ConfigError(f"data.{key} has no effect on data.name={config.name}{off}; leave it out")
 
 
 def _open(config: DataConfig, device: torch.device) -> DataSet:

@@ -108,7 +108,7 @@ def open_cifar(config: DataConfig, device: torch.device) -> MemoryData:
 
 def _augmentation(config: DataConfig, images: torch.Tensor) -> Augment:
     """Return crop and flip, followed by RandAugment if configured."""
-    crop_and_flip = CropAndFlip(images, config.seed, padding=4, flip=True, repeats=config.repeats)
+    crop_and_flip = CropAndFlip.of(config, images, 4)
     if (randaugment := RandAugment.of(config)) is None:
         return crop_and_flip
     return BatchAugment(crop_and_flip, images, randaugment, config.seed, len(images) * config.repeats)

@@ -36,11 +36,7 @@ def open_digits(config: DataConfig, device: torch.device) -> MemoryData:
         (images[test].to(device), labels[test].to(device)),
         classes=10,
         normalize=Normalize(16.0, (0.3053,), (0.3761,), device),
-        augment=(
-            CropAndFlip(train_images, config.seed, padding=1, flip=False, repeats=config.repeats)
-            if config.augment
-            else None
-        ),
+        augment=CropAndFlip.of(config, train_images, 1, flip=False) if config.augment else None,
     )
 
 

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
-from ddpjob_trainer.config.sections import DataConfig
+from ddpjob_trainer.config.sections import DataConfig, Flip
+from ddpjob_trainer.data.augment import is_mirrored, pad
 from ddpjob_trainer.data.dataset import IMAGENET_MEAN, IMAGENET_STD, Batch, DataSet, Normalize, Targets, fingerprint
 from ddpjob_trainer.data.pool import Pool, Request
 from ddpjob_trainer.data.randomness import derive, seed_draws, uniform
@@ -300,7 +301,10 @@ class OwnData(DataSet):
         if request.epoch is not None and config.augment and (config.shift or config.flip) and request.numbers:
             numbers = np.array(request.numbers, dtype=np.int64)
             draws = torch.from_numpy(uniform(config.seed, request.epoch, numbers, 3))
-            inputs = _shift_and_flip(inputs, draws, config.shift, flip=config.flip)
+            drawn_in = 0 if config.flip is Flip.ALTERNATING else request.epoch
+            sides = torch.from_numpy(uniform(config.seed, drawn_in, numbers, 3))[:, 2]
+            mirrored = is_mirrored(sides, config.flip, request.epoch) & bool(config.flip)
+            inputs = _shift_and_flip(inputs, draws, mirrored, config)
         return Batch(self.normalize(inputs), targets)
 
     def _on_device(self, each: Any) -> Pair | None:
@@ -361,20 +365,21 @@ def _channels_first(pixels: torch.Tensor, first: int) -> torch.Tensor | None:
     return pixels if shape[0] in (1, 3, 4) else pixels.movedim(-1, first).contiguous()
 
 
-def _shift_and_flip(images: torch.Tensor, draws: torch.Tensor, most: int, *, flip: bool) -> torch.Tensor:
-    """Shift images (n, channels, height, width) by up to `most` pixels, and mirror some.
+def _shift_and_flip(
+    images: torch.Tensor, draws: torch.Tensor, mirrored: torch.Tensor, config: DataConfig
+) -> torch.Tensor:
+    """Shift images (n, channels, height, width), and mirror those that are `mirrored`, (n,).
 
     `draws` are (n, 3) uniform numbers. The result equals that of `CropAndFlip`, which needs the
     whole set in memory.
     """
-    height, width = images.shape[2:]
+    most, (height, width) = config.shift, images.shape[2:]
     top, left = ((draws[:, axis] * (2 * most + 1)).long()[:, None] for axis in (0, 1))
     rows, columns = top + torch.arange(height), left + torch.arange(width)
-    if flip:
-        columns = torch.where(draws[:, 2:] < 0.5, columns.flip(1), columns)
+    columns = torch.where(mirrored[:, None], columns.flip(1), columns)
     each = torch.arange(len(images))[:, None, None]
     places = [part.to(images.device, non_blocking=True) for part in (each, rows[:, :, None], columns[:, None, :])]
-    padded = torch.nn.functional.pad(images, (most,) * 4).permute(0, 2, 3, 1)
+    padded = pad(images, most, config.padding).permute(0, 2, 3, 1)
     return padded[places[0], places[1], places[2]].permute(0, 3, 1, 2).contiguous()
 
 

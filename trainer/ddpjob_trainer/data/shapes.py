@@ -78,7 +78,7 @@ def open_shapes(config: DataConfig, device: torch.device) -> MemoryData:
     images = torch.from_numpy(train[0]).to(device)
     augment: Augment | None = None
     if config.augment:
-        augment = CropAndFlip(images, config.seed, padding=2, flip=True, repeats=config.repeats)
+        augment = CropAndFlip.of(config, images, 2)
     return MemoryData(
         (images, torch.from_numpy(train[1]).to(device)),
         (torch.from_numpy(test[0]).to(device), torch.from_numpy(test[1]).to(device)),

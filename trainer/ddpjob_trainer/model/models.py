@@ -23,6 +23,7 @@ from ddpjob_trainer.config import patterns
 from ddpjob_trainer.config.sections import AmpConfig, AmpLevel, MemoryLayout, ModelConfig, NormName
 from ddpjob_trainer.data.randomness import seed_draws
 from ddpjob_trainer.errors import ConfigError, TrainerError, first_line
+from ddpjob_trainer.model.airbench import Airbench
 from ddpjob_trainer.own_functions import load_function
 
 
@@ -175,6 +176,8 @@ def _network(config: ModelConfig, shape: tuple[int, ...], classes: int) -> nn.Mo
         return SmallCnn(shape, classes, config)
     if config.name == "resnet18_cifar":
         return ResNet18Cifar(shape[0], classes)
+    if config.name == "airbench_cifar":
+        return Airbench(shape, classes, config.width)
     if kind == "torchvision" and name:
         return _torchvision_model(name, shape, classes)
     if kind == "timm" and name:
@@ -182,12 +185,12 @@ def _network(config: ModelConfig, shape: tuple[int, ...], classes: int) -> nn.Mo
     if name:
         return _own_model(config.name, shape, classes)
     near = difflib.get_close_matches(
-        config.name, ["small_cnn", "resnet18_cifar", "torchvision:resnet50"], n=1, cutoff=0.4
+        config.name, ["small_cnn", "resnet18_cifar", "airbench_cifar", "torchvision:resnet50"], n=1, cutoff=0.4
     )
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(
-        f"model.name: {config.name!r} is unknown; use small_cnn, resnet18_cifar, torchvision:NAME, timm:NAME or"
-        f" package.module:function{hint}"
+        f"model.name: {config.name!r} is unknown; use small_cnn, resnet18_cifar, airbench_cifar, torchvision:NAME,"
+        f" timm:NAME or package.module:function{hint}"
     )
 
 

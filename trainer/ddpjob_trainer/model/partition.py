@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.model.airbench import Airbench
 from ddpjob_trainer.model.models import ResNet18Cifar, SmallCnn
 
 _FLOPS_PER_ELEMENT = 20
@@ -52,6 +53,8 @@ def to_sequential(model: nn.Module) -> list[Layer]:
         return [*_layers(model, "features.*", "pool", "dropout"), flatten, *_layers(model, "head")]
     if isinstance(model, ResNet18Cifar):
         return [*_layers(model, "stem.*", "blocks.*"), Layer("mean", Mean()), *_layers(model, "head")]
+    if isinstance(model, Airbench):
+        return [*_layers(model, "whiten", "features.*"), flatten, *_layers(model, "head")]
     kind = f"{type(model).__module__}.{type(model).__name__}"
     if kind == "torchvision.models.resnet.ResNet":
         layers = ("conv1", "bn1", "relu", "maxpool", "layer1.*", "layer2.*", "layer3.*", "layer4.*", "avgpool")
@@ -65,11 +68,8 @@ def to_sequential(model: nn.Module) -> list[Layer]:
         return found
     raise ConfigError(
         f"a {type(model).__name__} cannot be split into stages, because its modules are not a sequence; set"
-        " model.name "
-        f"to"
-        " small_cnn, resnet18_cifar, or a ResNet, VGG or AlexNet of torchvision; or set strategy=fsdp, which"
-        " shards any"
-        " model"
+        " model.name to small_cnn, resnet18_cifar, airbench_cifar, or a ResNet, VGG or AlexNet of torchvision; or set"
+        " strategy=fsdp, which shards any model"
     )
 
 

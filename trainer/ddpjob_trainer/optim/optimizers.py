@@ -20,11 +20,13 @@ def build_optimizer(
     config: OptimConfig,
     parameters: Iterable[tuple[str, torch.nn.Parameter]],
     depths: Mapping[str, int] | None = None,
+    computed_in: torch.dtype = torch.float32,
 ) -> torch.optim.Optimizer:
     """Return the configured optimizer for named parameters.
 
     `depths` covers all the model's parameters (`model.depths`), including frozen ones, for
-    optim.layer_decay; see `parameter_groups`. Raises ConfigError for values out of range.
+    optim.layer_decay; see `parameter_groups`. The model computes in the format `computed_in`.
+    Raises ConfigError for values out of range.
     """
     check(config)
     named = list(parameters)
@@ -51,6 +53,14 @@ def build_optimizer(
             from ddpjob_trainer.optim.lamb import Lamb
 
             return Lamb(groups, rate, (config.betas[0], config.betas[1]), decay)
+        case OptimizerName.MUON:
+            from ddpjob_trainer.optim.muon import Muon
+
+            # A sum in a different order changes how bfloat16 rounds, so float32 stays exact.
+            short = computed_in if computed_in is torch.float32 else torch.bfloat16
+            return Muon(
+                groups, rate, config.muon_momentum, decay, config.muon_steps, short, fixed_norm=config.muon_fixed_norm
+            )
         case OptimizerName.SGD:
             return torch.optim.SGD(
                 groups, lr=rate, momentum=config.momentum, nesterov=config.nesterov, weight_decay=decay, **kernels
@@ -67,6 +77,7 @@ def check(config: OptimConfig) -> None:
         "lr",
         "weight_decay",
         "momentum",
+        "muon_momentum",
         "trust_coefficient",
         "clip_norm",
         "warmup_epochs",
@@ -77,6 +88,8 @@ def check(config: OptimConfig) -> None:
             raise ConfigError(f"optim.{key}={value}: must be a finite number of at least 0")
     if config.nesterov and config.momentum == 0:
         raise ConfigError("optim.nesterov needs optim.momentum above 0; set it to 0.9, or leave optim.nesterov out")
+    if config.muon_steps < 1:
+        raise ConfigError(f"optim.muon_steps={config.muon_steps}: must be at least 1; 5 is usual")
     if len(config.betas) != 2 or not all(0 <= beta < 1 for beta in config.betas):
         raise ConfigError(
             f"optim.betas={list(config.betas)}: must be two numbers that are at least 0 and below 1, for example"

@@ -1,9 +1,9 @@
 """Divides a model's parameters into groups with their own learning rate and weight decay.
 
-Three properties decide a parameter's group: whether it is decayed (`optim.decay_norm_and_bias`),
-its depth (`optim.layer_decay`), and the first pattern of `optim.groups` that its name matches. The
-learning rate of a group is a share of the schedule's rate: the product of the shares of the depth
-and the pattern.
+Four properties decide a parameter's group: whether it is decayed (`optim.decay_norm_and_bias`),
+whether muon updates it as sgd does (`optim.muon_except`), its depth (`optim.layer_decay`), and the
+first pattern of `optim.groups` that its name matches. The learning rate of a group is a share of
+the schedule's rate: the product of the shares of the depth and the pattern.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NEVER_DECAYED = frozenset(
     | {"layer_scale"}
 )
 """Final components of tensor names that torchvision's and timm's recipes exclude from weight decay,
-in addition to biases and normalization.
+in addition to biases and normalization. They are not matrices, so muon does not orthogonalize them.
 """
 _SCALE = "lr_scale"
 """A parameter group's key for its share of the schedule's learning rate. timm uses the same key."""
@@ -90,17 +90,21 @@ def divide(
     names = frozenset[str]() if config.decay_norm_and_bias else _NEVER_DECAYED
     if config.name == OptimizerName.LARS:
         own["adapt"] = False
+    muon, plainly = config.name == OptimizerName.MUON, {"orthogonal": False, "momentum": config.momentum}
     rules = [GroupRule.read(text) for text in config.groups]
     by_depth = depths if depths is not None and config.layer_decay != 1 else {}
     deepest = max(by_depth.values(), default=0)
-    members: dict[tuple[bool, int, int], list[torch.nn.Parameter]] = {}
+    members: dict[tuple[bool, bool, int, int], list[torch.nn.Parameter]] = {}
     for name, weight in named:
-        apart = bool(own) and (weight.ndim <= 1 or name.rpartition(".")[2] in names)
+        last = name.rpartition(".")[2]
+        apart = bool(own) and (weight.ndim <= 1 or last in names)
         rule = next((number for number, it in enumerate(rules) if fnmatchcase(name, it.pattern)), len(rules))
-        members.setdefault((apart, by_depth.get(name, 0), rule), []).append(weight)
+        vector = weight.ndim <= 1 or last in _NEVER_DECAYED
+        plain = muon and (vector or any(fnmatchcase(name, pattern) for pattern in config.muon_except))
+        members.setdefault((apart, plain, by_depth.get(name, 0), rule), []).append(weight)
     groups = []
-    for (apart, depth, number), weights in sorted(members.items(), key=lambda item: item[0]):
-        group: dict[str, Any] = {"params": weights, **(own if apart else {})}
+    for (apart, plain, depth, number), weights in sorted(members.items(), key=lambda item: item[0]):
+        group: dict[str, Any] = {"params": weights, **(own if apart else {}), **(plainly if plain else {})}
         if by_depth or rules:
             group[_SCALE] = config.layer_decay ** (deepest - depth) if by_depth else 1.0
         if number < len(rules):

@@ -134,7 +134,7 @@ class Strategy:
         self.statistics = self.batch_statistics()
         own = dict(self.model.named_parameters())
         self.parameters = [pair for pair in self.precision.parameters(self.model) if own[pair[0]].requires_grad]
-        self.optimizer = build_optimizer(self.config.optim, self.parameters, self.depths)
+        self.optimizer = build_optimizer(self.config.optim, self.parameters, self.depths, self.precision.dtype)
         if self.config.optim.ema_decay:
             self.average = self.moving_average()
         if mode and self.region is None:
