@@ -91,7 +91,7 @@ def test_lines_are_counted_from_the_beginning_of_the_file() -> None:
         ("a: \x00", "line 1: not YAML: the character 0x00"),
         ("a: &x [*x]", "an alias refers to a value that contains it"),
         ("a: !secret b", "the tag !secret is not supported"),
-        ("? [a]\n: b", "a field name must be text"),
+        ("? [a]\n: b", "a field name must be a string"),
         ("a: .nan", "quote it if it is text"),
         ("a:\n\tb: c\n", "line 2: not YAML: found character '\\t' that cannot start any token; indent with spaces"),
         ("a: b\nc: 'd\ne: f\n", "line 2: not YAML: a quote opened on this line is not closed"),
