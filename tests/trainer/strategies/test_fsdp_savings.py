@@ -1,4 +1,4 @@
-"""fsdp gathers weights in 16 bits and repeats forward passes, if configured, with the same results."""
+"""With fsdp, gathering weights in 16 bits and repeating forward passes do not change the results."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def watched(folder: Path) -> Callable[[int], None]:
 
 
 def test_weights_are_gathered_in_16_bits_and_forward_passes_repeated(tmp_path: Path) -> None:
-    """Convolutions are in a block; the last layer is not, so only it is computed once. Normalization
-    layers keep float32 weights.
+    """Convolutions are in a block. The last layer is not, so only it is computed once.
+    Normalization layers keep float32 weights.
     """
     good(1, [*O1, "strategy=single", f"checkpoint.dir={tmp_path / 'alone'}"])
     curve = final_losses(tmp_path / "alone" / "run")

@@ -1,5 +1,6 @@
-"""`python -m ddpjob_trainer shards FOLDER OUT [--size 256MB] [--max-side 500]` packs an image folder
-(train/CLASS, val/CLASS) into tar shards, with large images scaled down if `--max-side` is given.
+"""`python -m ddpjob_trainer shards FOLDER OUT [--size 256MB] [--max-side 500]` packs an image
+folder (train/CLASS, val/CLASS) into tar shards, with large images scaled down if `--max-side` is
+given.
 
 The assignment of images to shards is decided before the first byte is written, and each shard is
 written under a temporary name and renamed. An interrupted run therefore continues where it stopped,
