@@ -81,6 +81,8 @@ def check_fit(config: Config, data: DataSet, strategy: Strategy) -> None:
     # Otherwise the error would occur only after an epoch of training.
     if side := keys.size_tested:
         check_image_size(config.model, (3, side, side), data.classes, "data.test_image_size")
+    if keys.early_sizes:
+        check_image_size(config.model, data.shape_in(0), data.classes, "data.early_sizes to [], or data.image_size")
     inputs = f"of data.name={keys.name}"
     _refuse(
         (
@@ -270,7 +272,7 @@ class Division:
 
         if not parts or not (short := single(batch)) or config.model.sync_batchnorm or not self.steps_left(state):
             return
-        if not needs_two_samples(config.model, self.data.shape, self.data.classes):
+        if not needs_two_samples(config.model, self.data.shape, self.data.classes, self.data.shape_in(state.epoch)):
             return
         fitting = next((other for other in range(batch, 1, -1) if not single(other)), None)
         remedy = f"data.batch={fitting}" if fitting else "a smaller data.micro_batches"

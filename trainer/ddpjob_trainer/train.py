@@ -406,7 +406,9 @@ class Trainer:
         share = {phase.value: seconds / steps for phase, seconds in phases.items()}
         peak = sum(self._peaks) if all(self._peaks) else 0.0
         stages = self.strategy.stages
-        return summed, Machines(own_seconds, even_seconds, data, memory, share, self._flops, peak, stages)
+        # A convolution's FLOPs grow with the pixels (data.early_sizes).
+        size = math.prod(self.data.shape_in(self.sampler.state.epoch)) / max(1, math.prod(self.data.shape))
+        return summed, Machines(own_seconds, even_seconds, data, memory, share, self._flops * size, peak, stages)
 
     def _exchange_peaks(self) -> list[float]:
         """Return the FLOP/s of each rank's devices, which may differ; 0 means unknown.

@@ -27,10 +27,11 @@ from datasets import write_image_folder
 from ddpjob_pod import file_lock
 from ddpjob_trainer import __main__, config
 from ddpjob_trainer.commands import pack_shards
-from ddpjob_trainer.data import imagefolder, shard_index
+from ddpjob_trainer.data import decode, imagefolder, shard_index
 from ddpjob_trainer.data.catalog import open_data
 from ddpjob_trainer.data.dataset import DataSet
 from ddpjob_trainer.errors import ConfigError, DataError
+from PIL import Image
 from ranks import final_losses, good
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -86,6 +87,50 @@ def test_shards_keep_their_size_and_are_plain_webdataset_tars(packed: Path) -> N
             )
             labels += [int(archive.extractfile(name).read()) for name in names[1::2]]  # type: ignore[union-attr]
     assert sorted(labels) == [0] * 8 + [1] * 8 and labels != sorted(labels), "mixed"
+
+
+def test_large_images_are_scaled_and_the_others_are_packed_unchanged(folder: Path, tmp_path: Path) -> None:
+    """The images are 50 pixels wide and 40, 43, ... 61 pixels high, and one of them is broken. The
+    bytes are the same each time.
+    """
+    broken = folder / "train" / "n01440764" / "n01440764_7.JPEG"
+    broken.write_bytes(broken.read_bytes()[:400])
+    originals = {path.read_bytes() for path in (folder / "train").rglob("*.JPEG")}
+    outs = [tmp_path / "first", tmp_path / "second"]
+    for out in outs:
+        assert pack_shards.main([str(folder), str(out), "--size", "20kB", "--max-side", "52"]) == 0
+    kept, sides = set(), list[int]()
+    for shard in sorted((outs[0] / "train").glob("*.tar")):
+        assert shard.read_bytes() == (outs[1] / "train" / shard.name).read_bytes()
+        with tarfile.open(shard) as archive:
+            for member in archive:
+                content = archive.extractfile(member).read()  # type: ignore[union-attr]
+                if member.name.endswith(".jpeg"):
+                    kept.add(content)
+                elif member.name.endswith(".jpg"):
+                    sides.append(max(decode.size_of(content)))
+    assert sides == [52] * 5 and len(kept) == 11 and kept <= originals and broken.read_bytes() in kept
+    data = opened(f"data.dir={outs[0]}", "data.corrupt_limit=0.5")
+    assert (data.train_size, data.test_size, data.classes) == (16, 16, 2)
+    (batch,) = data.train_batches([list(range(16))], 0)
+    assert batch.unreadable == 1 and sorted(batch.labels.tolist()) == [-100, *[0] * 7, *[1] * 8]
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_a_scaled_image_looks_like_the_original(kind: str) -> None:
+    from sklearn.datasets import load_sample_image
+    from torchvision.transforms import v2
+
+    pixels = load_sample_image("china.jpg")
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, kind, **({"quality": 95} if kind == "JPEG" else {}))
+    content = buffer.getvalue()
+    found, small = (decode.shrink(content, 320, quality) for quality in (90, 50))
+    assert found is not None and small is not None and len(small) < len(found) < len(content)
+    wanted = v2.Resize((214, 320), antialias=True)(torch.from_numpy(pixels.copy()).permute(2, 0, 1))
+    scaled = torch.from_numpy(np.array(Image.open(io.BytesIO(found)))).permute(2, 0, 1)
+    assert scaled.shape == wanted.shape and (scaled.float() - wanted.float()).abs().mean() < 4
+    assert decode.shrink(content, 640, 90) is None and decode.shrink(found, 320, 90) is None
 
 
 def test_an_index_built_from_the_tars_equals_the_one_that_packing_wrote(packed: Path) -> None:
@@ -453,17 +498,17 @@ def test_packing_continues_where_it_was_interrupted(
     pack_shards.pack(folder, whole, 20_000)
     write, written = pack_shards._write, list[Path]()
 
-    def dies_at_the_third(path: Path, shard: list[pack_shards.PackedImage]) -> Path:
+    def dies_at_the_third(path: Path, shard: list[pack_shards.PackedImage], scaling: Any) -> Path:
         if len(written) == 2:
             (path.parent / f".{path.name}.1.tmp").write_bytes(b"half")
             raise KeyboardInterrupt
         written.append(path)
-        return write(path, shard)
+        return write(path, shard, scaling)
 
     monkeypatch.setattr(pack_shards, "_write", dies_at_the_third)
     with pytest.raises(KeyboardInterrupt):
         pack_shards.pack(folder, out, 20_000)
-    monkeypatch.setattr(pack_shards, "_write", lambda path, shard: written.append(path) or write(path, shard))
+    monkeypatch.setattr(pack_shards, "_write", lambda path, *rest: written.append(path) or write(path, *rest))
     before = {path: path.stat().st_ino for path in out.rglob("*.tar")}
     assert len(before) == 2
     pack_shards.pack(folder, out, 20_000)
@@ -476,8 +521,17 @@ def test_packing_continues_where_it_was_interrupted(
 
 
 def test_packing_refuses_a_folder_with_different_shards_and_invalid_sizes(folder: Path, packed: Path) -> None:
-    with pytest.raises(DataError, match=r"contains shards of other images or with a different --size; remove it"):
+    with pytest.raises(DataError, match=r"contains shards of other images, or with a different --size, --max-side"):
         pack_shards.pack(folder, packed, 50_000)
+    with pytest.raises(DataError, match=r"or --quality; remove it, or choose a different folder"):
+        pack_shards.pack(folder, packed, 20_000, pack_shards.Scaling(50, 90))
+    for more, message in (
+        (["--quality", "90"], r"--quality=90: applies only to scaled images; set --max-side=500"),
+        (["--max-side", "0"], r"--max-side=0: must be at least 1"),
+        (["--max-side", "500", "--quality", "101"], r"--quality=101: must be from 1 to 100; 90 is usual"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            pack_shards.main([str(folder), str(packed), *more])
     with pytest.raises(ConfigError, match=r"--size: 'big' is not a size, such as 256MB"):
         pack_shards.main([str(folder), str(packed), "--size", "big"])
     assert [pack_shards._bytes(text) for text in ("256MB", "1.5 GiB", "4096", "2k")] == [

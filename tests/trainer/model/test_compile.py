@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from datasets import write_image_folder
 from ddpjob_trainer import config, train
 from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import ConfigError
@@ -64,16 +65,16 @@ def test_a_compiled_run_has_the_same_loss_curve(tmp_path: Path) -> None:
     assert saved.keys() == build_model(config.load(None, keys).model, (1, 8, 8), 10, 0).state_dict().keys()
 
 
-def counted(folder: Path) -> Callable[[int], None]:
+def counted(folder: Path, *, again: bool = False) -> Callable[[int], None]:
     """Return a hook that makes a rank compile without generating code, fail if anything is compiled
-    again, and record the number of graphs.
+    again (unless `again`), and record the number of graphs.
     """
 
     import torch._dynamo as dynamo  # Do this here, before ranks are forked, because it takes seconds.
 
     def prepare(rank: int) -> None:
         step_region.BACKEND = "eager"
-        dynamo.config.error_on_recompile = True
+        dynamo.config.error_on_recompile = not again
         training = train.Trainer.train
 
         def trained(self: train.Trainer) -> int:
@@ -128,6 +129,20 @@ def test_a_whole_run_compiles_one_graph_for_steps_and_one_for_evaluations(
     )
     assert final_losses(tmp_path / "compiled" / "run") == final_losses(tmp_path / "plain" / "run")
     assert [(tmp_path / f"graphs-{rank}").read_text() for rank in range(world)] == ["2"] * world
+
+
+def test_each_image_size_is_compiled_once(tmp_path: Path) -> None:
+    """Each of two sizes lasts two epochs, with full and smaller batches. A third graph is for
+    evaluations.
+    """
+    write_image_folder(tmp_path / "images", 10)
+    keys = [*TINY, "data.name=imagefolder", f"data.dir={tmp_path / 'images'}", "data.workers=0", "train.epochs=4"]
+    keys += ["data.batch=8", "data.image_size=16", "data.early_sizes=12:2", "model.norm=batch", "train.eval_batch=12"]
+    good(1, [*keys, f"checkpoint.dir={tmp_path / 'plain'}"])
+    compiled = [*keys, "model.compile=true", f"checkpoint.dir={tmp_path / 'compiled'}"]
+    good(1, compiled, prepare=counted(tmp_path, again=True))
+    assert final_losses(tmp_path / "compiled" / "run") == final_losses(tmp_path / "plain" / "run")
+    assert (tmp_path / "graphs-0").read_text() == "3"
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from ddpjob_trainer.config import load
 from ddpjob_trainer.config.sections import OptimConfig, OptimizerName, ScheduleName
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.optim.loss import loss_sum
 from ddpjob_trainer.optim.optimizers import Position, build_optimizer, learning_rate
 from ddpjob_trainer.optim.parameter_groups import set_learning_rate
+from ddpjob_trainer.optim.precision import Precision
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -103,6 +105,7 @@ SCHEDULES = [
     OptimConfig(lr=0.4, warmup_epochs=2.5),
     OptimConfig(lr=0.4, schedule=ScheduleName.STEP, milestones=(3.0, 8.5), gamma=0.2, warmup_epochs=1),
     OptimConfig(lr=0.4, schedule=ScheduleName.CONSTANT, warmup_epochs=1),
+    OptimConfig(lr=0.4, schedule=ScheduleName.LINEAR, warmup_epochs=2),
     OptimConfig(lr=0.4, schedule=ScheduleName.ONE_CYCLE),
 ]
 
@@ -138,7 +141,7 @@ def test_the_learning_rate_follows_the_samples_for_any_batch_sizes(
         consumed += min(batch, size - consumed % size)
 
 
-@pytest.mark.parametrize("config", SCHEDULES[:4], ids=lambda config: f"{config.schedule}-{config.warmup_epochs}")
+@pytest.mark.parametrize("config", SCHEDULES[:5], ids=lambda config: f"{config.schedule}-{config.warmup_epochs}")
 @given(consumed=st.integers(0, 2687), batches=st.tuples(st.integers(1, 224), st.integers(1, 224)))
 def test_after_the_warmup_the_rate_does_not_depend_on_the_batch_size(
     config: OptimConfig, consumed: int, batches: tuple[int, int]
@@ -328,6 +331,30 @@ def test_lamb_matches_timm() -> None:
     ours = trained(lambda model: build_optimizer(config, model.named_parameters()))
     theirs = trained(lambda model: lamb(split(model, 0.2), lr=1, max_grad_norm=None))
     for own, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [0.01, 100.0])
+def test_the_recipe_with_lamb_clips_like_timm(scale: float) -> None:
+    """timm's LAMB clips the norm of all gradients to 1 by default. At the smaller scale, it does not
+    clip the first step.
+    """
+    lamb = pytest.importorskip("timm.optim").Lamb
+    config = load("imagenet-lamb", []).optim
+    ours, theirs = network(), network()
+    optimizer = build_optimizer(config, ours.named_parameters())
+    reference = lamb(split(theirs, config.weight_decay), lr=config.lr)
+    precision = Precision(clip_norm=config.clip_norm)
+    for step in range(1, 6):
+        # The size of gradients changes, because LAMB's first step does not depend on it.
+        factor = scale * step**3
+        for place, pair in enumerate(zip(ours.parameters(), theirs.parameters(), strict=True)):
+            drawn = torch.Generator().manual_seed(10 * step + place)
+            gradient = factor * torch.randn(pair[0].shape, generator=drawn)
+            pair[0].grad, pair[1].grad = gradient.clone(), gradient
+        precision.step(optimizer, ours.parameters())
+        reference.step()
+    for own, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
 
 

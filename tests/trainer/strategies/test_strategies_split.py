@@ -68,6 +68,7 @@ CASES = {
     "dp": (1, [], True),
     "fsdp": (2, [], False),
     "fsdp, 4 micro-batches on 3 ranks": (3, ["fsdp.reshard=false"], False),
+    "fsdp, recomputed on 3 ranks": (3, ["fsdp.recompute=true"], False),
     "ddp_mp": (2, ["ddp_mp.devices=3"], False),
     "pipeline of 2 stages": (2, [], True),
     "pipeline of 3 stages, gpipe": (3, ["pipeline.schedule=gpipe"], True),
@@ -237,6 +238,11 @@ def test_the_comparison_detects_each_common_mistake(
         (1, ["strategy=ddp_mp", "ddp_mp.devices=0"], "ddp_mp.devices=0: must be at least 1"),
         (1, ["strategy=ddp_mp", "ddp.ordered=true"], "ddp.ordered: strategy=ddp_mp has no device that holds"),
         (2, ["strategy=fsdp", "ddp.ordered=true"], "ddp.ordered: strategy=fsdp adds gradients up"),
+        (
+            2,
+            ["strategy=fsdp", "fsdp.recompute=true", "model.sync_batchnorm=true", "data.micro_batches=0"],
+            "fsdp.recompute: model.sync_batchnorm exchanges statistics in the forward pass",
+        ),
     ],
 )
 def test_settings_that_a_split_strategy_does_not_support_are_refused(

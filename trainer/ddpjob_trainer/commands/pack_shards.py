@@ -1,9 +1,11 @@
-"""`python -m ddpjob_trainer shards FOLDER OUT [--size 256MB]` packs an image folder (train/CLASS,
-val/CLASS) into tar shards.
+"""`python -m ddpjob_trainer shards FOLDER OUT [--size 256MB] [--max-side 500]` packs an image
+folder (train/CLASS, val/CLASS) into tar shards, with large images scaled down if `--max-side` is
+given.
 
 The assignment of images to shards is decided before the first byte is written, and each shard is
 written under a temporary name and renamed. An interrupted run therefore continues where it stopped,
-and any existing shard is complete.
+and any existing shard is complete. The assignment uses the sizes of the original files, so shards
+of scaled images are usually smaller than `--size`.
 """
 
 from __future__ import annotations
@@ -22,15 +24,25 @@ from typing import cast
 import numpy as np
 
 from ddpjob_trainer.atomic_files import replacing, write_atomically
+from ddpjob_trainer.data.decode import UnreadableImage, shrink
 from ddpjob_trainer.data.imagefolder import Folder, open_folders
 from ddpjob_trainer.data.randomness import derive
-from ddpjob_trainer.data.shard_index import FILE, Index, save, stamp_of
+from ddpjob_trainer.data.shard_index import FILE, Index, cached_index, save, stamp_of
 from ddpjob_trainer.data.shards import CLASSES, classes_file
 from ddpjob_trainer.errors import ConfigError, DataError
 
 _PLAN = "plan.json"
 _BLOCK = tarfile.BLOCKSIZE
+_QUALITY = 90
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """The maximum side of packed images in pixels, and the JPEG quality of scaled ones."""
+
+    side: int
+    quality: int
 
 
 @dataclass(frozen=True)
@@ -45,7 +57,7 @@ class PackedImage:
 
     @property
     def image_name(self) -> str:
-        """The image's name in the tar."""
+        """The name in the tar of an image that is not scaled."""
         return f"{self.key}{Path(self.path).suffix.lower()}"
 
 
@@ -58,19 +70,46 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("folder", type=Path, help="contains train/ and val/ with one folder of images per class")
     parser.add_argument("out", type=Path, help="receives train/ and val/ with tar files, their index, and classes.txt")
     parser.add_argument("--size", default="256MB", help="maximum size of a shard (default 256MB)")
+    parser.add_argument(
+        "--max-side",
+        type=int,
+        metavar="N",
+        help="scale larger images down to N pixels on their longer side, such as 500, and save them as JPEG;"
+        " all other images are packed unchanged",
+    )
+    parser.add_argument(
+        "--quality", type=int, metavar="Q", help=f"JPEG quality of scaled images, 1 to 100 (default {_QUALITY})"
+    )
     options = parser.parse_args(arguments)
-    pack(options.folder, options.out, _bytes(options.size))
+    pack(options.folder, options.out, _bytes(options.size), _scaling(options.max_side, options.quality))
     return 0
 
 
-def pack(folder: Path, out: Path, size: int) -> None:
-    """Pack both sets of an image folder into shards of at most `size` bytes. Raises DataError."""
+def _scaling(side: int | None, quality: int | None) -> Scaling | None:
+    if side is None:
+        if quality is not None:
+            raise ConfigError(
+                f"--quality={quality}: applies only to scaled images; set --max-side=500, or leave out --quality"
+            )
+        return None
+    if side < 1:
+        raise ConfigError(f"--max-side={side}: must be at least 1; write a number of pixels such as 500")
+    if not 1 <= (chosen := _QUALITY if quality is None else quality) <= 100:
+        raise ConfigError(f"--quality={quality}: must be from 1 to 100; {_QUALITY} is usual")
+    return Scaling(side, chosen)
+
+
+def pack(folder: Path, out: Path, size: int, scaling: Scaling | None = None) -> None:
+    """Pack both sets of an image folder into shards of at most `size` bytes. Raises DataError.
+
+    `size` counts the images before scaling.
+    """
     train, test = open_folders(folder)
     classes = classes_file(train.classes)
     try:
         for part, images in (("train", train), ("val", test)):
             (out / part).mkdir(parents=True, exist_ok=True)
-            _pack_set(images, out / part, size)
+            _pack_set(images, out / part, size, scaling)
         write_atomically(out / CLASSES, classes)
     except OSError as error:
         raise DataError(
@@ -79,18 +118,21 @@ def pack(folder: Path, out: Path, size: int) -> None:
         ) from error
 
 
-def _pack_set(images: Folder, out: Path, size: int) -> None:
+def _pack_set(images: Folder, out: Path, size: int, scaling: Scaling | None) -> None:
     planned = plan(images, size)
-    _keep_plan(out / _PLAN, planned)
+    _keep_plan(out / _PLAN, planned, scaling)
     for leftover in out.glob(".shard-*.tmp"):
         leftover.unlink()
     names = [f"shard-{number:06d}.tar" for number in range(len(planned))]
     waiting = [(out / name, shard) for name, shard in zip(names, planned, strict=True) if not (out / name).exists()]
     print(f"{out}: {len(images.labels)} images in {len(planned)} shards, {len(waiting)} to write", flush=True)
     with ThreadPoolExecutor(4) as threads:
-        for done, path in enumerate(threads.map(lambda pair: _write(*pair), waiting), 1):
+        for done, path in enumerate(threads.map(lambda pair: _write(pair[0], pair[1], scaling), waiting), 1):
             print(f"{path} ({done} of {len(waiting)})", flush=True)
-    save(_index(out, names, planned), out / FILE)
+    if scaling is None:
+        save(_index(out, names, planned), out / FILE)
+    else:
+        cached_index(str(out), None, "run the command again")  # Offsets are known only from the shards.
 
 
 def plan(images: Folder, size: int) -> list[list[PackedImage]]:
@@ -113,17 +155,18 @@ def plan(images: Folder, size: int) -> list[list[PackedImage]]:
     return shards
 
 
-def _keep_plan(path: Path, planned: list[list[PackedImage]]) -> None:
+def _keep_plan(path: Path, planned: list[list[PackedImage]], scaling: Scaling | None) -> None:
     """Record the plan. Raises DataError if the folder holds shards from a different plan.
 
-    Plans differ if the images differ, or the size of shards.
+    Plans differ if the images differ, the size of shards, or how images are scaled.
     """
     text = json.dumps([[(entry.path, entry.size, entry.label) for entry in shard] for shard in planned])
+    text += "" if scaling is None else json.dumps([scaling.side, scaling.quality])
     digest = hashlib.sha256(text.encode()).hexdigest()
     if path.exists() and _digest_in(path) != digest:
         raise DataError(
-            f"{path.parent} contains shards of other images or with a different --size; remove it, or choose a"
-            " different folder"
+            f"{path.parent} contains shards of other images, or with a different --size, --max-side or --quality;"
+            " remove it, or choose a different folder"
         )
     write_atomically(path, json.dumps({"sha256": digest}).encode())
 
@@ -139,7 +182,7 @@ def _digest_in(path: Path) -> str:
         ) from error
 
 
-def _write(path: Path, shard: list[PackedImage]) -> Path:
+def _write(path: Path, shard: list[PackedImage], scaling: Scaling | None) -> Path:
     with replacing(path) as raw:
         file = io.BufferedWriter(cast(io.RawIOBase, raw), 1 << 20)
         with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as archive:
@@ -147,11 +190,23 @@ def _write(path: Path, shard: list[PackedImage]) -> Path:
                 content = Path(entry.path).read_bytes()
                 if len(content) != entry.size:
                     raise DataError(f"{entry.path} changed while it was packed; run the command again")
-                _add(archive, entry.image_name, content)
+                scaled = None if scaling is None else _scaled(content, scaling)
+                _add(archive, *((entry.image_name, content) if scaled is None else (f"{entry.key}.jpg", scaled)))
                 _add(archive, f"{entry.key}.cls", str(entry.label).encode())
         file.flush()
         file.detach()
     return path
+
+
+def _scaled(content: bytes, scaling: Scaling) -> bytes | None:
+    """Return the scaled image, or None if the image is packed unchanged.
+
+    An unreadable image is packed unchanged, so that training reports it (data.corrupt).
+    """
+    try:
+        return shrink(content, scaling.side, scaling.quality)
+    except UnreadableImage:
+        return None
 
 
 def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:

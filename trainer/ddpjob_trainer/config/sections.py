@@ -187,6 +187,11 @@ class DataConfig:
     """Download CIFAR into data.dir if it is missing (needs internet access)."""
     image_size: int = 224
     """imagefolder, shards: side of the square images that the model sees, in pixels."""
+    early_sizes: tuple[str, ...] = ()
+    """imagefolder, shards: smaller sides of training images in early epochs, for speed (progressive
+    resizing). SIDE:EPOCHS, such as 128:6,160:12, means 128 pixels in the first 6 epochs, then 160
+    until the 12th epoch ends, and then data.image_size. May change when a run resumes.
+    """
     test_image_size: int = 0
     """imagefolder, shards: side of test images, for models that accept any size and are tested on
     larger images than in training (Touvron et al., 2019); 0: data.image_size.
@@ -827,6 +832,16 @@ class FsdpConfig:
     reshard: bool = True
     """Free a block's weights after its forward pass, and gather them again for the backward pass.
     This saves memory but adds half as much traffic again.
+    """
+    short_gathers: bool = False
+    """Gather weights in the 16 bits of amp.level=O1 instead of float32, which halves this traffic.
+    Each rank keeps its shard in float32, and gradients are added up in float32. Normalization
+    layers stay in float32. No effect at other levels.
+    """
+    recompute: bool = False
+    """Free activations inside a block after its forward pass, and compute them again in the
+    backward pass (activation checkpointing). This saves memory, but adds a third of the work. Ranks
+    take whole micro-batches.
     """
 
 

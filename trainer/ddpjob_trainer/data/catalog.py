@@ -47,6 +47,10 @@ def open_data(config: DataConfig, device: torch.device | None = None) -> DataSet
             raise ConfigError(
                 f"data.{key}={alpha}: must be a finite number of at least 0, for example 0.2, or 0 for none"
             )
+    if config.early_sizes and not config.size_key:
+        raise ConfigError(
+            f"data.early_sizes has no effect on data.name={config.name}; it is for imagefolder and shards"
+        )
     _check_shift_and_flip(config)
     try:
         return _open(config, device or torch.device("cpu"))

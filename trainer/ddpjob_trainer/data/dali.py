@@ -37,7 +37,6 @@ class DaliDecoder:
         choose: Callable[[Request, int], tuple[Callable[[int, int], Box], bool]],
         fallback: Callable[[Request], Chunk],
         *,
-        size: int,
         workers: int,
         device: torch.device,
     ) -> None:
@@ -47,7 +46,7 @@ class DaliDecoder:
         whether the image is mirrored. `fallback` decodes a request without DALI.
         """
         self._read, self._choose, self._fallback = read, choose, fallback
-        self._size, self._threads, self._device = size, max(1, workers), device
+        self._threads, self._device = max(1, workers), device
         try:
             self._dali = importlib.import_module("nvidia.dali")
         except ImportError as error:
@@ -57,7 +56,7 @@ class DaliDecoder:
             ) from error
         self._readers = ThreadPoolExecutor(self._threads, thread_name_prefix="read")
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="dali")
-        self._pipelines: dict[int, Any] = {}
+        self._pipelines: dict[tuple[int, int], Any] = {}
 
     def run(self, requests: Iterator[Request]) -> Iterator[list[Chunk]]:
         """Yield the pixels of each request, in order, like `Pool.run`."""
@@ -77,16 +76,16 @@ class DaliDecoder:
             contents[first :: self._threads] = part
         try:
             crops = [self._crop(request, index, content) for index, content in enumerate(contents)]
-            return Chunk(self._pixels(contents, crops), []) if crops else self._fallback(request)
+            return Chunk(self._pixels(contents, crops, request.side), []) if crops else self._fallback(request)
         except UnreadableImage:
             return self._fallback(request)
         except RuntimeError:  # DALI's decoder refused an image, which makes its pipeline unusable.
-            self._pipelines.pop(size, None)
+            self._pipelines.pop((size, request.side), None)
             return self._fallback(request)
 
-    def _pixels(self, contents: Contents, crops: list[Crop]) -> torch.Tensor:
-        """Return a copy (n, 3, size, size) uint8, because DALI reuses its memory."""
-        pipeline = self._pipelines.get(len(crops)) or self._build(len(crops))
+    def _pixels(self, contents: Contents, crops: list[Crop], side: int) -> torch.Tensor:
+        """Return a copy (n, 3, side, side) uint8, because DALI reuses its memory."""
+        pipeline = self._pipelines.get((len(crops), side)) or self._build(len(crops), side)
         pipeline.feed_input(
             "contents", [np.frombuffer(content, dtype=np.uint8) for content in contents if isinstance(content, bytes)]
         )
@@ -108,7 +107,7 @@ class DaliDecoder:
         box = choose(*size_of(content))
         return (box.top, box.left), (box.height, box.width), int(mirrored)
 
-    def _build(self, size: int) -> Any:
+    def _build(self, size: int, side: int) -> Any:
         fn, types = importlib.import_module("nvidia.dali.fn"), importlib.import_module("nvidia.dali.types")
         on_gpu = self._device.type == "cuda"
         pipeline = self._dali.Pipeline(
@@ -126,8 +125,8 @@ class DaliDecoder:
             images = fn.decoders.image_slice(
                 contents, corners, sizes, axes=[0, 1], device="mixed" if on_gpu else "cpu", output_type=types.RGB
             )
-            images = fn.resize(images, size=[self._size] * 2, interp_type=types.INTERP_LINEAR, antialias=True)
+            images = fn.resize(images, size=[side] * 2, interp_type=types.INTERP_LINEAR, antialias=True)
             pipeline.set_outputs(fn.flip(images, horizontal=mirrored))
         pipeline.build()
-        self._pipelines[size] = pipeline
+        self._pipelines[size, side] = pipeline
         return pipeline

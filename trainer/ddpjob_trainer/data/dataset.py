@@ -117,6 +117,10 @@ class DataSet(Protocol):
         is slow.
         """
 
+    def shape_in(self, epoch: int) -> tuple[int, ...]:
+        """Return the shape of training images in an epoch (from 0); by default, it is `shape`."""
+        return self.shape
+
     def train_batches(self, parts: Iterable[list[int]], epoch: int) -> Iterator[Batch]:
         """Yield the batches of `train_stream` for a single epoch."""
         return self.train_stream((epoch, part) for part in parts)

@@ -78,6 +78,22 @@ def middle(content: bytes, size: int, share: float = TEST_CROP) -> torch.Tensor:
     return resized[:, top : top + size, left : left + size]
 
 
+def shrink(content: bytes, side: int, quality: int) -> bytes | None:
+    """Return an image as a JPEG whose longer side is `side`. Return None if it is not longer.
+
+    Colours have half the resolution (4:2:0), as in most JPEGs. Raises UnreadableImage.
+    """
+    if max(size_of(content)) <= side:
+        return None
+    import simplejpeg
+
+    pixels, _ = _decode(content, lambda height, width: Box(0, 0, height, width), None)
+    height, width = (max(1, round(length * side / max(pixels.shape[1:]))) for length in pixels.shape[1:])
+    scaled = _resize(pixels, height, width).permute(1, 2, 0).contiguous().numpy()
+    encoded: bytes = simplejpeg.encode_jpeg(scaled, quality, colorsubsampling="420")
+    return encoded
+
+
 def size_of(content: bytes) -> tuple[int, int]:
     """Return (height, width) from the header of an encoded image. Raises UnreadableImage."""
     _check_scans(content)

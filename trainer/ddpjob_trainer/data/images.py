@@ -6,11 +6,13 @@ A pool of processes reads and decodes images, and the device normalizes them.
 from __future__ import annotations
 
 import errno
+import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
-from itertools import tee
+from itertools import pairwise, tee
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,6 +30,8 @@ from ddpjob_trainer.data.randomness import uniform
 from ddpjob_trainer.errors import ConfigError, DataError
 
 _DRAWS = 41
+_MOST_EARLY_SIZES = 3
+"""torch.compile gives up after 8 shapes, and ranks may have micro-batches of two sizes."""
 # These are errors of the machine, not of an image. EIO may be due to a single bad sector, so it
 # counts as a corrupt image. If the mount is failing, data.corrupt_limit ends the training.
 _FILES, _MACHINE = (errno.EMFILE, errno.ENFILE), (errno.ESTALE, errno.ENOMEM)
@@ -77,6 +81,7 @@ class ImageData(DataSet):
         self._config, self._device, self._train, self._test = config, device, train, test
         self.classes, self.class_names = classes, class_names
         self.shape = (3, config.image_size, config.image_size)
+        self._early = _early_sizes(config)
         self._test_size = config.test_image_size or config.image_size
         self.train_size, self.test_size = len(train.labels), len(test.labels)
         # On the stream that trains, a copy would wait for earlier steps. Not run on a GPU yet.
@@ -92,12 +97,19 @@ class ImageData(DataSet):
     def train_stream(self, parts: Iterable[tuple[int, list[int]]]) -> Iterator[Batch]:
         """Yield one augmented batch per (epoch, sample numbers)."""
         augment = self._config.augment
-        requests = (Request(False, epoch if augment else None, part) for epoch, part in parts)
+        requests = (Request(False, epoch if augment else None, part, self.shape_in(epoch)[-1]) for epoch, part in parts)
         return self._load(self._train, requests, self._pool.run if self._dali is None else self._dali.run)
+
+    def shape_in(self, epoch: int) -> tuple[int, int, int]:
+        """Return the shape of training images in an epoch (data.early_sizes)."""
+        side = next((side for side, epochs in self._early if epoch < epochs), self._config.image_size)
+        return 3, side, side
 
     def test_batches(self, parts: Iterable[list[int]]) -> Iterator[Batch]:
         """Yield one batch per list of test sample numbers."""
-        return self._load(self._test, (Request(True, None, part) for part in parts), self._test_pool.run)
+        return self._load(
+            self._test, (Request(True, None, part, self._test_size) for part in parts), self._test_pool.run
+        )
 
     def fingerprint(self) -> int:
         """Return a hash of all labels and of the names of files and classes."""
@@ -115,16 +127,17 @@ class ImageData(DataSet):
     ) -> Iterator[Batch]:
         asked, answered = tee(requests)
         for chunks in run(asked):
-            yield self._batch(source, next(answered).numbers, chunks)
+            yield self._batch(source, next(answered), chunks)
 
-    def _batch(self, source: Encoded, numbers: list[int], chunks: list[Chunk]) -> Batch:
+    def _batch(self, source: Encoded, request: Request, chunks: list[Chunk]) -> Batch:
+        numbers, side = request.numbers, request.side
         samples = _samples(source, numbers)
         labels = torch.from_numpy(source.labels[samples])
         done, bad = 0, list[int]()
         # DALI's chunks are on the GPU already, in memory of the stream that trains.
         apart = self._copies if all(chunk.pixels.device.type == "cpu" for chunk in chunks) else None
         with torch.cuda.stream(apart) if apart else nullcontext():
-            pixels = torch.empty(len(numbers), *self._shape_of(source), dtype=torch.uint8, device=self._device)
+            pixels = torch.empty(len(numbers), 3, side, side, dtype=torch.uint8, device=self._device)
             for chunk in chunks:
                 pixels[done : done + len(chunk.pixels)].copy_(chunk.pixels, non_blocking=True)
                 for index, reason in chunk.unreadable:
@@ -140,10 +153,6 @@ class ImageData(DataSet):
             pixels[bad] = 0 if whole is None else pixels[whole].clone()
             labels[bad] = UNREADABLE
         return Batch(self.normalize(pixels), labels.to(self._device, non_blocking=True), len(bad))
-
-    def _shape_of(self, source: Encoded) -> tuple[int, int, int]:
-        size = self._config.image_size if source is self._train else self._test_size
-        return 3, size, size
 
     def _report(self, name: str, reason: str) -> None:
         if self._config.corrupt is Corrupt.STOP:
@@ -161,18 +170,16 @@ class ImageData(DataSet):
             draws = uniform(self._config.seed, request.epoch, np.array(request.numbers[index : index + 1]), _DRAWS)[0]
             return partial(resized_crop_box, draws[:40].reshape(10, 4)), bool(draws[40] < 0.5)
 
-        size, workers = self._config.image_size, self._config.workers
-
         def read(numbers: list[int]) -> list[bytes | OSError]:
             return self._train.read(_samples(self._train, numbers))
 
-        return DaliDecoder(read, choose, self._read, size=size, workers=workers, device=self._device)
+        return DaliDecoder(read, choose, self._read, workers=self._config.workers, device=self._device)
 
     # ------------------------------------------------------------ in a worker
 
     def _read(self, request: Request) -> Chunk:
         source = self._test if request.test else self._train
-        pixels = torch.empty(len(request.numbers), *self._shape_of(source), dtype=torch.uint8)
+        pixels = torch.empty(len(request.numbers), 3, request.side, request.side, dtype=torch.uint8)
         unreadable: list[tuple[int, str]] = []
         numbers = np.array(request.numbers, dtype=np.int64)
         samples = _samples(source, request.numbers)
@@ -182,20 +189,42 @@ class ImageData(DataSet):
                 if isinstance(content, OSError):
                     _refuse_machine(content, source.name(samples[index]))
                     raise UnreadableImage(str(content.strerror or content))
-                if request.epoch is None or draws is None:
-                    pixels[index] = middle(content, pixels.shape[-1], self._config.test_crop)
+                if draws is None:
+                    pixels[index] = middle(content, request.side, self._config.test_crop)
                 else:
-                    pixels[index] = self._augment_batch(content, draws[index], request.epoch, request.numbers[index])
+                    pixels[index] = self._augment_image(content, draws[index], request, index)
             except UnreadableImage as error:
                 unreadable.append((index, str(error)))
         return Chunk(pixels, unreadable)
 
-    def _augment_batch(self, content: bytes, draws: npt.NDArray[np.float64], epoch: int, number: int) -> torch.Tensor:
+    def _augment_image(
+        self, content: bytes, draws: npt.NDArray[np.float64], request: Request, index: int
+    ) -> torch.Tensor:
         boxes = draws[:40].reshape(10, 4)
-        pixels = crop(content, lambda height, width: resized_crop_box(boxes, height, width), self._config.image_size)
+        pixels = crop(content, lambda height, width: resized_crop_box(boxes, height, width), request.side)
         if draws[40] < 0.5:
             pixels = pixels.flip(-1)
-        return self._randaugment(pixels, self._config.seed, epoch, number) if self._randaugment else pixels
+        if self._randaugment is None or request.epoch is None:
+            return pixels
+        return self._randaugment(pixels, self._config.seed, request.epoch, request.numbers[index])
+
+
+def _early_sizes(config: DataConfig) -> list[tuple[int, float]]:
+    """Return (side, epochs) for each of data.early_sizes, in order. Raises ConfigError."""
+    text = f"data.early_sizes={','.join(config.early_sizes)}"
+    pairs = [re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", size) for size in config.early_sizes]
+    sizes: list[tuple[int, float]] = [(int(pair[1]), int(pair[2])) for pair in pairs if pair]
+    if len(sizes) < len(pairs):
+        raise ConfigError(f"{text}: each size must be SIDE:EPOCHS; write, for example, 128:6,160:12")
+    for (side, epochs), (larger, later) in pairwise([(0, 0.0), *sizes, (config.image_size, math.inf)]):
+        if side >= larger or epochs >= later:
+            raise ConfigError(
+                f"{text}: sides and epochs must rise, and all sides must be below data.image_size={config.image_size};"
+                " write, for example, 128:6,160:12"
+            )
+    if len(sizes) > _MOST_EARLY_SIZES:
+        raise ConfigError(f"{text}: must be at most {_MOST_EARLY_SIZES} sizes, because each is compiled separately")
+    return sizes
 
 
 def _samples(source: Encoded, numbers: list[int]) -> list[int]:

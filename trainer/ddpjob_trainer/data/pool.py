@@ -23,11 +23,15 @@ _GROUP_SIGNALS = {signal.SIGTERM, signal.SIGINT}
 
 
 class Request(NamedTuple):
-    """Samples from one set that are read together. If `epoch` is None, they are not augmented."""
+    """Samples from one set that are read together. If `epoch` is None, they are not augmented.
+
+    `side` is the side of decoded images in pixels.
+    """
 
     test: bool
     epoch: int | None
     numbers: list[int]
+    side: int = 0
 
 
 class Chunk(NamedTuple):

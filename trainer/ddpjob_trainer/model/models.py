@@ -224,11 +224,14 @@ def ties_samples(module: nn.Module) -> bool:
     return any(isinstance(share := getattr(module, name, 0), float) and share > 0 for name in random)
 
 
-def needs_two_samples(config: ModelConfig, shape: tuple[int, ...], classes: int) -> bool:
+def needs_two_samples(
+    config: ModelConfig, shape: tuple[int, ...], classes: int, early: tuple[int, ...] | None = None
+) -> bool:
     """Return whether training fails on a micro-batch of one sample.
 
-    Training fails if a normalization would see one value per channel, because its maps have shrunk
-    to one pixel. This check does not compute any values.
+    `early` is the shape of images in this epoch, if it will grow to `shape`. Training fails if a
+    normalization would see one value per channel, because its maps have shrunk to one pixel. This
+    check does not compute any values.
     """
     from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -236,7 +239,7 @@ def needs_two_samples(config: ModelConfig, shape: tuple[int, ...], classes: int)
         try:
             model = _network(config, shape, classes).train()
             if any(isinstance(module, _BatchNorm) for module in model.modules()):
-                model(torch.empty(1, *shape))
+                model(torch.empty(1, *(early or shape)))
         except Exception as error:  # The model may need values, which meta tensors do not have.
             return "more than 1 value per channel" in str(error)
     return False

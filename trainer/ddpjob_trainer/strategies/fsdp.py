@@ -6,9 +6,9 @@ For computation, blocks are gathered one at a time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from ddpjob_trainer.config.config import Config
 from ddpjob_trainer.config.sections import AmpLevel
 from ddpjob_trainer.distributed.dtensors import is_sharded, spread
 from ddpjob_trainer.distributed.process_group import Group
+from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.optim.precision import Precision
 from ddpjob_trainer.strategies.strategy import State, Strategy, refuse_scalars, require_torch
 
@@ -34,6 +35,14 @@ class Fsdp(Strategy):
 
     def __init__(self, config: Config, group: Group, device: torch.device) -> None:
         super().__init__(config, group, device)
+        if config.fsdp.recompute:
+            # The backward pass would compute a part of a micro-batch as if it were a whole one.
+            self.divides = False
+            if config.model.sync_batchnorm:
+                raise ConfigError(
+                    "fsdp.recompute: model.sync_batchnorm exchanges statistics in the forward pass, which cannot be"
+                    " repeated; leave out one of the two"
+                )
         if group.world > 1:
             if device.type == "cpu":
                 # Before torch 2.7, FSDP2 requires events from every stream.
@@ -47,6 +56,9 @@ class Fsdp(Strategy):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the same module after converting its parameters to DTensors."""
+        if self.config.fsdp.recompute:
+            for block in blocks(model):
+                block.forward = partial(_recomputed, block.forward)
         if self.group.world == 1:
             return model
         from torch.distributed.device_mesh import init_device_mesh
@@ -59,7 +71,13 @@ class Fsdp(Strategy):
             parameter.data = parameter.data.contiguous()
         mesh = init_device_mesh(self.device.type, (self.group.world,))
         gathered = MixedPrecisionPolicy()
+        # Layers that compute with float32 weights.
+        whole: tuple[type[nn.Module], ...] = ()
         if self.config.amp.level is AmpLevel.O2:
+            whole = (_BatchNorm,)
+        elif self.config.amp.level is AmpLevel.O1 and self.config.fsdp.short_gathers:
+            whole = (_BatchNorm, nn.GroupNorm, nn.LayerNorm)
+        if whole:
             gathered = MixedPrecisionPolicy(param_dtype=self.precision.dtype, reduce_dtype=torch.float32)
         plain = MixedPrecisionPolicy(cast_forward_inputs=False)
         places = Counter(weight for _, weight in model.named_parameters(remove_duplicate=False))
@@ -71,11 +89,9 @@ class Fsdp(Strategy):
         for block in [*apart, model]:
             reshard = self.config.fsdp.reshard and block is not model
             norms: list[nn.Module] = [
-                module
-                for module in block.modules()
-                if isinstance(module, _BatchNorm) and not hasattr(module, "reshard")
+                module for module in block.modules() if isinstance(module, whole) and not hasattr(module, "reshard")
             ]
-            if norms and self.config.amp.level is AmpLevel.O2:
+            if norms:
                 fully_shard(norms, mesh=mesh, reshard_after_forward=reshard, mp_policy=plain)
             fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=gathered)
         return model
@@ -142,6 +158,17 @@ class _Precision(Precision):
     def convert(self, model: nn.Module) -> nn.Module:
         """Return the model, which at O2 is not converted."""
         return model if self.config.level is AmpLevel.O2 else super().convert(model)
+
+
+def _recomputed(forward: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
+    """Run a block's forward pass, and again in the backward pass.
+
+    The second pass does not stop early, because fully_shard counts the layers that have run.
+    """
+    from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+    with set_checkpoint_early_stop(False):
+        return checkpoint(forward, *inputs, use_reentrant=False, **more)
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
