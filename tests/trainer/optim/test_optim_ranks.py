@@ -48,3 +48,15 @@ def test_every_strategy_has_the_loss_curve_of_one_process(
     evaluated = [metrics(folder, "eval")[-1]["loss"] for folder in (tmp_path / "run", alone)]
     same = np.allclose(*curves, rtol=1e-4) and evaluated[0] == pytest.approx(evaluated[1], rel=1e-4)
     assert same is (defect is None), (curves, evaluated)
+
+
+def test_muon_has_the_curve_of_one_process_if_ranks_or_stages_share_it(tmp_path: Path) -> None:
+    """Its iterations enlarge the rounding of sums in a different order."""
+    keys = [*TINY, "train.epochs=1", "optim.name=muon", "optim.lr=0.02", "optim.momentum=0.9"]
+    keys += ["optim.muon_except=head.*", "optim.groups=head.*=5"]
+    for strategy, world in (("single", 1), ("ddp", 3), ("pipeline", 2)):
+        good(world, [*keys, f"strategy={strategy}", f"checkpoint.dir={tmp_path / strategy}"])
+    alone, *others = (final_losses(tmp_path / strategy / "run") for strategy in ("single", "ddp", "pipeline"))
+    assert alone[-1] < alone[0] - 0.1
+    for curve in others:
+        np.testing.assert_allclose(curve, alone, rtol=1e-3)
