@@ -39,9 +39,7 @@ class Result:
     @property
     def row(self) -> str:
         runs = len(self.seconds) + len(self.problems)
-        result = (
-            "nothing hurt" if not self.problems else f"{len(self.problems)} of {runs} runs: {self.problems[0][:200]}"
-        )
+        result = "passed" if not self.problems else f"{len(self.problems)} of {runs} runs: {self.problems[0][:200]}"
         took = f"{median(self.seconds):.1f}" if self.seconds else ""
         took += f" (at most {max(self.seconds):.1f})" if len(self.seconds) > 1 else ""
         return f"| {self.fault.name} | {runs} | {result} | {took} |"

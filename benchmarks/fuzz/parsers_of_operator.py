@@ -1,4 +1,4 @@
-"""The parsers of the operator and CLI: coordinators' reports, tenants' jobs and users' files.
+"""The operator's and CLI's parsers for coordinators' reports, tenants' jobs and users' files.
 
 Each `make` imports what it calls, so that a process pays only for its own parser.
 """

@@ -1,4 +1,4 @@
-"""The parsers of the runtime: the coordinator's port, buckets, and other programs' indexes."""
+"""The runtime's parsers for the coordinator's port, buckets, and other programs' indexes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parsers of the trainer: checkpoints that anyone may have written, and data sets."""
+"""The trainer's parsers for untrusted checkpoints and for data sets."""
 
 from __future__ import annotations
 

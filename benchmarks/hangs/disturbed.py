@@ -29,7 +29,7 @@ def evaluate() -> None:
 
 
 def write_slowly() -> None:
-    """Write to a pipe that is read as slowly as a bad disk writes."""
+    """Simulate a failing disk: write to a pipe that is drained slowly."""
     reading, writing = os.pipe()
 
     def drain() -> None:

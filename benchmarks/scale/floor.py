@@ -1,5 +1,5 @@
-"""Measures the storm without an operator: how fast this machine's API server can replace the same
-number of pods.
+"""Measures the lower bound of the storm of losses: how fast the same number of pods can be replaced
+through this machine's API server, without an operator.
 """
 
 from __future__ import annotations

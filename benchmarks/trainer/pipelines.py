@@ -110,7 +110,7 @@ def trained(case: Case, data: Path, workers: int, folder: Path) -> float:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Return the environment of a measured process, which can import this package."""
+    """Return the environment for a measured process, so that it can import this package."""
     paths = [str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])]
     kept = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     return {**kept, "PYTHONPATH": os.pathsep.join(paths), **more}

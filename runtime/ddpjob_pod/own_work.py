@@ -302,7 +302,7 @@ def count_tail(backward: Callable[..., Any], clock: WorkClock, torch: Any) -> Ca
                 handle.remove()
             if ends:
                 began, known = ends[0]
-                del clock._waits[known:]  # This wait includes them.
+                del clock._waits[known:]  # The wait recorded next covers these.
                 clock.waited(began, clock.mark())
 
     return counted

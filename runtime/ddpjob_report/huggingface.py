@@ -133,10 +133,10 @@ class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def last_checkpoint(folder: str | Path) -> str | None:
-    """Return the newest state, for `resume_from_checkpoint`; None if there is none.
+    """Return the newest state's path, for `resume_from_checkpoint`; None if there is none.
 
-    This is the newest whole checkpoint in the Trainer's output folder, or a newer checkpoint made
-    from the state in the nodes' memory. All ranks must call this.
+    This is the newest complete checkpoint in the Trainer's output folder, or a newer checkpoint
+    made from the state in the nodes' memory. All ranks must call this.
 
     Raises OSError if the state in memory cannot be written to a file.
     """

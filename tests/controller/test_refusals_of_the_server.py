@@ -415,8 +415,8 @@ async def test_a_refused_deletion_of_a_queued_jobs_group_is_retried(c: Case) -> 
 
 @in_case(serves_queues=True)
 async def test_quota_is_not_released_if_kueue_has_admitted_the_job_again(c: Case) -> None:
-    """The job was evicted when the decision was made, and is admitted again when it is carried
-    out.
+    """The job was evicted when the decision was made, but has been readmitted by the time the
+    decision is carried out.
     """
     put_into_queue(c)
     await seen()

@@ -115,7 +115,7 @@ def test_the_built_in_trainer_takes_the_bucket_from_the_manifest(
     run = machine.run(job, seconds=240)
     assert run.process.returncode == 0, run.everything()
     assert any(f"resuming after step {left} of" in run.log(pod) for pod in run.pods()), run.everything()
-    assert final_losses(tmp_path / "b") == final_losses(tmp_path / "a"), "to the bit"
+    assert final_losses(tmp_path / "b") == final_losses(tmp_path / "a"), "bit-identical"
     ledger = [sys.executable, "-m", "ddpjob_trainer", "ledger", str(tmp_path / "b")]
     assert subprocess.run(ledger, capture_output=True, check=False).returncode == 0
     entries = copies(server).entries()
@@ -152,7 +152,7 @@ def test_a_job_survives_the_loss_of_a_node_that_has_its_ranks_parts(
     records = disks / "job-0-0" / "run"
     begun = [row["step"] for row in metrics(records, "start")]
     assert len(begun) == 2 and begun[1] >= 4, run.everything()
-    assert final_losses(records) == final_losses(tmp_path / "plain"), "to the bit"
+    assert final_losses(records) == final_losses(tmp_path / "plain"), "bit-identical"
     entries = copies(server).entries()
     assert len(entries) == 2 and entries[0].step == 48, (
         "checkpoint.keep holds, and the final checkpoint is in the bucket"

@@ -258,7 +258,7 @@ def test_training_continues_while_files_cannot_be_written(machine: Machine) -> N
 
 
 @pytest.mark.parametrize(("code", "state"), [(0, "Complete"), (3, "Failed")])
-def test_a_folder_that_is_removed_during_the_run_does_not_end_the_job(machine: Machine, code: int, state: str) -> None:
+def test_removing_the_folder_during_the_run_does_not_end_the_job(machine: Machine, code: int, state: str) -> None:
     ends = ["bash", "-c", f"while [ ! -e go ]; do sleep 0.1; done; exit {code}"]
     run = machine.start(manifest(command=ends, nodes=1, recovery={"maxRestarts": 0}))
     run.until(lambda r: r.status.get("phase") == "Running")

@@ -51,7 +51,7 @@ def closed(*workers: SlowlyDying) -> Any:
     pids = {rank: 2**22 + worker.pid for rank, worker in enumerate(workers)}  # higher than any process id
 
     def close(death_sig: object, timeout: float) -> None:
-        """Stand in for torch's own close, which waits without a limit in some versions."""
+        """Stand in for torch's own close, which waits indefinitely in some versions."""
         assert all(worker.poll() is not None for worker in workers), (
             "torch's close runs only after all workers have ended"
         )

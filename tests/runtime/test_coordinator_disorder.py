@@ -129,7 +129,7 @@ class Disorder:
             self.members.append(member)
 
     def group(self) -> None:
-        """Make all members ready. Most often they then join, and sometimes also finish."""
+        """Make all members ready. They usually then join, and sometimes also finish."""
         coordinator = self.world.coordinator
         for member in list(coordinator.members):
             if member.state != MemberState.LOST:

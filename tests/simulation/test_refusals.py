@@ -83,8 +83,8 @@ async def test_a_quota_is_reported_once_and_the_job_starts_when_it_is_raised() -
 
 
 async def test_pods_that_wait_for_refused_pods_are_reported_and_can_be_released() -> None:
-    """The pods are kept, because two jobs that each released and retried could keep each other from
-    starting forever.
+    """The pods are kept, because two jobs that each released and retried could block each other
+    forever.
     """
     s = Refusing({"nodes": 4, "gpusPerNode": 8}, pods_allowed=3)
     messages = []

@@ -290,8 +290,8 @@ class Division:
             return ""
         if (idle := self.parts - min(self.micro_batches or batch, batch)) > 0:
             return (
-                f"{idle} rank(s) are idle, because the global batch has fewer micro-batches or samples than ranks"
-                " (data.micro_batches, data.batch)"
+                f"{idle} rank(s) are idle, because there are fewer micro-batches or samples in the global batch"
+                " than ranks (data.micro_batches, data.batch)"
             )
         if dealing.busiest > _WORTH_A_NOTE:
             return (

@@ -63,9 +63,9 @@ class Place:
 
 _OPTIONS = (
     click.option("-n", "--namespace", metavar="NAMESPACE", help="Namespace on the cluster; default: the context's."),
-    click.option("--context", metavar="CONTEXT", help="Context of the kubeconfig."),
+    click.option("--context", metavar="CONTEXT", help="The kubeconfig context to use."),
     click.option("--kubeconfig", metavar="FILE", help="Default: $KUBECONFIG, else ~/.kube/config."),
-    click.option("--local/--cluster", "local", default=None, help="Use jobs on this machine or on the cluster."),
+    click.option("--local/--cluster", "local", default=None, help="Work with jobs on this machine or on the cluster."),
 )
 
 

@@ -10,7 +10,8 @@ current generation still fits the job, and if not, how much of it must be replac
   count.
 - A different spec.nodes or spec.spares resizes the generation in place. Additional nodes join
   through a later restart by the coordinator. If nodes are removed, the group restarts immediately.
-  A new generation is needed only for a `command`, or if missing pods could not join their peers.
+  A new generation is needed only if the job uses `command`, or if missing pods could not join
+  their peers.
 - An operator whose key another operator has replaced does not put its key back
   (`slots.is_superseded`).
 - Nothing changes while podTemplate has faults, or if the group has already finished its work.

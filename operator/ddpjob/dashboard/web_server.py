@@ -111,7 +111,9 @@ class Read:
 
 
 class Dashboard:
-    """The pages. The gate gives each request a view, which determines the visible jobs."""
+    """The dashboard's pages. Each request gets a view from the gate; the view determines which jobs
+    are visible.
+    """
 
     def __init__(self, gate: Gate) -> None:
         self.gate = gate

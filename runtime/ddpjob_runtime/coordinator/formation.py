@@ -106,9 +106,9 @@ def choose(ready: list[Member], nodes: int, last: int) -> list[Member]:
 
 
 def resizes_at(world: int, since: float | None, ready: int, size: Size) -> float | None:
-    """Return when to restart a round of `world` nodes for a different size, or None.
+    """Return when to restart a round of `world` nodes to change its size; None if it should not be.
 
-    `since` is when it began to run.
+    `since` is when the round began to run.
     """
     if since is None:
         return None

@@ -12,7 +12,7 @@ everything there. A pod that starts again with the same folder downloads only wh
   has the recorded size and time. Recorded files that the bucket no longer has are deleted.
 - THREADS threads download the missing objects, and continue partial downloads from this boot.
 - A part is renamed only if its size and checksums match. After WRONG_TRIES, the job fails.
-- During outages of the bucket, requests are retried without a limit. A full disk makes the node
+- During outages of the bucket, requests are retried indefinitely. A full disk makes the node
   unfit, so that the operator can use a different node. If the bucket changes during the fetch, it
   is listed again.
 

@@ -76,7 +76,7 @@ SHARED_RUNTIME = ("ddpjob_runtime", "ddpjob_runtime.protocol")
 POLL_SECONDS = 0.002
 PRELOAD_SECONDS = 300.0
 """Time limit in seconds for importing the modules in DDPJOB_PRELOAD. Cold workers import them
-without a limit.
+without a time limit.
 """
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 TORCH_PATHS: list[str] = []

@@ -126,7 +126,7 @@ def test_a_kill_during_an_upload_over_a_slow_connection_loses_no_complete_copy(
     output = (tmp_path / "out.txt").read_text()
     assert f"resuming after step {left[0].step} of" in output, output[-3000:]
     assert every_sample_once(tmp_path)
-    assert final_losses(tmp_path / "run") == undisturbed, "to the bit"
+    assert final_losses(tmp_path / "run") == undisturbed, "bit-identical"
     assert Bucket.open(URL).entries()[0].step == len(undisturbed), "the final checkpoint exists too"
     assert len(Bucket.open(URL).entries()) == 2, "checkpoint.keep"
     line.close()
@@ -222,7 +222,7 @@ def test_after_a_node_is_lost_during_its_upload_training_continues_exactly(serve
     alone = tmp_path / "alone"
     ends = finish(start_ranks(1, [*PARTS, "strategy=ddp", f"checkpoint.dir={alone}"], clean=True), 240)
     assert [end.code for end in ends] == [0], ends
-    assert final_losses(tmp_path / "node0" / "run") == final_losses(alone / "run"), "to the bit"
+    assert final_losses(tmp_path / "node0" / "run") == final_losses(alone / "run"), "bit-identical"
     assert len(complete(server)) == 2 and complete(server)[0] == 16, (
         "checkpoint.keep holds, and the final checkpoint is in the bucket"
     )

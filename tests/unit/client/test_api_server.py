@@ -104,7 +104,7 @@ def test_an_html_page_is_not_taken_for_an_empty_list_of_jobs(
     for words in (["get"], ["get", "j"]):
         opened(f"http://127.0.0.1:{served(page)}", tmp_path)
         assert main(["--kubeconfig", str(tmp_path / "config"), *words]) == 3
-        assert "(context c) is not an API server, because its response is not a JSON" in capsys.readouterr().err
+        assert "(context c) does not seem to be an API server: its response is not a JSON" in capsys.readouterr().err
 
 
 def test_a_json_error_that_is_not_a_status_is_reported_in_one_line(
@@ -124,7 +124,7 @@ def test_a_json_error_that_is_not_a_status_is_reported_in_one_line(
 
 def test_a_json_list_is_not_taken_for_an_empty_list_of_jobs(tmp_path: Path) -> None:
     answer = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]"
-    with pytest.raises(Unreachable, match="is not an API server, because its response is not a JSON object"):
+    with pytest.raises(Unreachable, match="does not seem to be an API server: its response is not a JSON object"):
         opened(f"http://127.0.0.1:{served(answer)}", tmp_path).request("GET", "/a")
 
 
@@ -234,7 +234,7 @@ def test_only_the_needed_fields_of_each_object_are_kept(large_objects: tuple[str
     assert found == [{"n": n} for n in range(40)] and max(alive) <= 3
 
 
-def test_a_dashboard_reads_objects_of_one_job_up_to_a_size(large_objects: tuple[str, list[int]]) -> None:
+def test_a_dashboard_limits_the_total_size_of_one_jobs_objects(large_objects: tuple[str, list[int]]) -> None:
     """The owner of a job can create large pods and events in any number, while other users view the
     same dashboard.
     """

@@ -118,7 +118,7 @@ def test_an_uncertain_suggestion_is_marked_and_uses_the_general_form(
     assert text != MAIN
     printed = advised(tmp_path, text)
     if said:
-        assert "not certain, because it" in printed and said in printed and "without shuffle" in printed
+        assert "unclear, because it" in printed and said in printed and "without shuffle" in printed
     else:  # The only DataLoader left is used.
         assert "checked = DataLoader(test_set, sampler=" in printed
 

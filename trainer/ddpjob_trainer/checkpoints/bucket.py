@@ -176,9 +176,9 @@ class Copies:
     def fetch_newer(self, folder: Path, step: int) -> Offered | None:
         """Return the newest complete checkpoint if it is newer than `step`.
 
-        A file is downloaded, but a checkpoint in parts is not. If a checkpoint is broken, a warning
-        names it, and the next older one is tried. Raises CheckpointError if all newer checkpoints
-        are broken, and FetchError.
+        A single-file checkpoint is downloaded; a checkpoint in parts is not. If a checkpoint is
+        broken, a warning names it, and the next older one is tried. If all newer checkpoints are
+        broken, returns None, or raises CheckpointError if `step` is negative. Raises FetchError.
         """
         entries = _patiently(self._bucket.entries)
         newer = [entry for entry in entries if entry.step > step]
@@ -202,9 +202,9 @@ class Copies:
         return None
 
     def _fetch(self, entry: Stored, folder: Path) -> Offered:
-        """Return a checkpoint in the bucket, after fetching it into the folder if it is a file.
+        """Return a checkpoint in the bucket, after downloading a single-file one into the folder.
 
-        Raises CheckpointError if the checkpoint is broken, and FetchError.
+        Raises FetchError. Raises CheckpointError if the checkpoint is broken.
         """
         offered = Offered(entry, _patiently(lambda: self._bucket.manifest(entry)))
         name = offered.manifest.name

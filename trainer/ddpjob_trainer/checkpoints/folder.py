@@ -205,8 +205,8 @@ class CheckpointFolder:
         """Copy the result of `make`, and write it to disk in the background.
 
         The result of `make` is a dict of tensors, numbers, strings, and dicts, lists and tuples of
-        these. It includes the sampler's `state_dict()` as "sampler". Raises CheckpointError for
-        anything else, because a resume could not read it.
+        these. It must include the sampler's `state_dict()` under the key "sampler". Raises
+        CheckpointError for anything else, because a resume could not read it.
 
         This waits for any save in progress, and does nothing if the state after `step` steps has
         already been saved. `completed` and `finish` report success; `state` reports a failure. All
@@ -238,9 +238,10 @@ class CheckpointFolder:
     def finish(self, seconds: float | None = None) -> None:
         """Wait until every save is on disk, on every rank. All ranks must call this together.
 
-        Also waits up to `seconds` for the last copy to checkpoint.url. None means
-        checkpoint.url_wait_seconds; the copy is then required, unless checkpoint.shared is set.
-        Raises CheckpointError on all ranks if one rank failed.
+        Also waits up to `seconds` for the last upload to checkpoint.url. If `seconds` is None,
+        waits checkpoint.url_wait_seconds, and raises CheckpointError if the upload is still
+        incomplete, unless checkpoint.shared is set. Raises CheckpointError on all ranks if one rank
+        failed.
         """
         began = time.monotonic()
         self._wait_for_the_disk()

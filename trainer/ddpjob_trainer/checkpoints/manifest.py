@@ -125,7 +125,7 @@ def read(data: bytes) -> CheckpointManifest:
 def _recorded(data: bytes) -> dict[str, Any]:
     """Return a manifest's JSON. Only the checksum is verified. Raises CheckpointError."""
     if len(data) > LARGEST:
-        raise _corrupt(f"it has {len(data)} bytes, more than {LARGEST}")
+        raise _corrupt(f"it has {len(data)} bytes; the limit is {LARGEST}")
     try:
         recorded = json.loads(data)
         matches = isinstance(recorded, dict) and _digest(recorded) == recorded.pop("sha256", None)

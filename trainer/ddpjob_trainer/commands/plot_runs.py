@@ -1,4 +1,5 @@
-"""`python -m ddpjob_trainer plot RUN [RUN ...]` draws runs with their restarts.
+"""`python -m ddpjob_trainer plot RUN [RUN ...]` plots the curves of one or more runs,
+with their restarts.
 
 The plot shows the loss, accuracy, speed and number of ranks.
 """

@@ -122,7 +122,7 @@ def _values(found: Any, key: str) -> npt.NDArray[Any]:
 def _run(content: bytes) -> Any:
     """Interpret the pickle and return its object. Raises ValueError, IndexError, KeyError."""
     if len(content) > MOST_BYTES:
-        raise ValueError(f"it has {len(content):,} bytes, more than {MOST_BYTES:,}")
+        raise ValueError(f"it has {len(content):,} bytes; the limit is {MOST_BYTES:,}")
     machine = _Machine()
     for number, (opcode, argument, _) in enumerate(pickletools.genops(content)):
         if opcode.name == "STOP":

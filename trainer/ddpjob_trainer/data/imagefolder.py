@@ -66,7 +66,7 @@ def _content(path: str) -> bytes | OSError:
         if not stat.S_ISREG(found.st_mode):
             return OSError(errno.EINVAL, "it is not a regular file")
         if found.st_size > MOST_BYTES:
-            return OSError(errno.EFBIG, f"it has {found.st_size:,} bytes, more than {MOST_BYTES:,}")
+            return OSError(errno.EFBIG, f"it has {found.st_size:,} bytes; the limit is {MOST_BYTES:,}")
         return Path(path).read_bytes()
     except OSError as error:
         return error

@@ -134,7 +134,7 @@ class OwnData(DataSet):
             if names is not None:
                 raise ConfigError(
                     f"{self._what} returned classes {names!r:.60}, but train[0] has a float target; return"
-                    " (train, test), or integer targets"
+                    " (train, test), or use integer targets"
                 )
             return max(1, self._first[1].numel()), None
         if not isinstance(names, bool) and (number := _whole(names)) > 0:
@@ -143,9 +143,8 @@ class OwnData(DataSet):
             return len(names), list(names)
         raise ConfigError(
             f"{self._what} returned {'no classes' if names is None else f'{names!r:.60} as classes'}, but"
-            " train[0] has an integer target; return (train, test, classes) with the number of classes or a"
-            " list of"
-            " their names, or float targets"
+            " train[0] has an integer target; return (train, test, classes), where classes is the number of"
+            " classes or a list of their names, or use float targets"
         )
 
     def _check_classes(self, name: str, targets: torch.Tensor) -> None:

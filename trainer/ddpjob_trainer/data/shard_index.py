@@ -240,7 +240,9 @@ def _is_of(index: Index, found: _Found, *, copied: bool = False) -> bool:
 
 
 def _cache_path(url: str, folder: Path | None) -> Path:
-    """Return the path of an index that is not stored next to the shards."""
+    """Return where to cache an index: in `folder` if it is given; otherwise next to the shards if
+    their folder is writable, or in the user's cache.
+    """
     if folder is None and "://" not in url and os.access(url, os.W_OK):
         return Path(url) / FILE
     path = (folder or user_cache()) / f"{hashlib.sha256(url.encode()).hexdigest()[:16]}-{FILE}"
@@ -281,7 +283,7 @@ class _Member(tarfile.TarInfo):
 
     def _proc_member(self, archive: tarfile.TarFile) -> Any:
         if self.type in _EXTENDED and self.size > _MOST_HEADER:
-            raise tarfile.ReadError(f"an extended header has {self.size:,} bytes, more than {_MOST_HEADER:,}")
+            raise tarfile.ReadError(f"an extended header has {self.size:,} bytes; the limit is {_MOST_HEADER:,}")
         return super()._proc_member(archive)  # type: ignore[misc]
 
 
@@ -299,7 +301,7 @@ def _samples(file: IO[bytes], shard: str, remedy: str) -> Iterator[tuple[int, in
                 dotted[key] = member.name
             if member.isfile() and extension.lower() in _IMAGES:
                 if member.size > MOST_BYTES:
-                    raise DataError(f"{shard}: {member.name} has {member.size:,} bytes, more than {MOST_BYTES:,}")
+                    raise DataError(f"{shard}: {member.name} has {member.size:,} bytes; the limit is {MOST_BYTES:,}")
                 images[key] = (member.offset_data, member.size)
             elif member.isfile() and extension.lower() == "cls":
                 content = archive.extractfile(member)

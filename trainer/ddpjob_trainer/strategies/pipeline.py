@@ -186,7 +186,7 @@ class Pipeline(Strategy):
     def _pass(self, values: torch.Tensor) -> torch.Tensor:
         """Run one micro-batch through this stage.
 
-        If only one stage draws random numbers, these are the same as in the whole model.
+        If only one stage draws random numbers, it draws the same ones as the undivided model.
         """
         assert self._running is not None
         micro = self._running.enter()

@@ -266,7 +266,7 @@ class ApiServer:
         if answer is None:
             if response.status < 400:
                 raise Unreachable(
-                    f"the server at {self._where} is not an API server, because its response is not a JSON object"
+                    f"the server at {self._where} does not seem to be an API server: its response is not a JSON object"
                 )
             answer = {}
         if response.status >= 400:

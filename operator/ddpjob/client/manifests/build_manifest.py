@@ -338,7 +338,7 @@ def _joined(path: str, old: Any, value: Any) -> Any:
 
 
 def _plain(where: str, value: Any) -> Any:
-    """Return a copy made of JSON's lists and mappings; paths become strings.
+    """Return a copy that contains only JSON types; paths become strings.
 
     Raises Mistake for types that JSON does not have.
     """

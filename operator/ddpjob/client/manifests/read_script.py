@@ -106,7 +106,7 @@ def _parse(content: bytes, path: Path) -> ast.Module:
         at = f", line {error.lineno}" if error.lineno else ""
         raise UnreadableScript(f"{path}{at}: {error.msg}") from error
     except (ValueError, RecursionError, MemoryError) as error:
-        raise UnreadableScript(f"{path}: not the text of a Python script") from error
+        raise UnreadableScript(f"{path}: cannot be parsed as a Python script") from error
 
 
 def _neighbours(path: Path, tree: ast.Module) -> Iterator[tuple[str, ast.Module]]:

@@ -81,14 +81,14 @@ def advice(script: TrainingScript, path: Path) -> Iterator[str]:
         yield "To resume and to show its loss: docs/own-scripts.md"
         return
     if not script.trains:
-        yield f"{path}: no training loop was found, so it is not certain that its ranks form a group."
+        yield f"{path}: no training loop was found, so its ranks may not form a group."
         yield f"If they do not, add these lines ({TUTORIAL}):"
         yield from general_form()
         return
     yield f"{path} is written for one process. In a job, each rank would train a separate model."
     lines = added_lines(script)
     if not lines:
-        yield f"It needs these lines ({TUTORIAL}). Their places are not certain, because {' and '.join(script.doubts)}:"
+        yield f"It needs these lines ({TUTORIAL}). Where they belong is unclear, because {' and '.join(script.doubts)}:"
         yield from general_form(script)
         return
     yield f"With these lines the ranks train one model ({TUTORIAL}):"
@@ -129,7 +129,7 @@ def _shown(lines: Sequence[AddedLine]) -> Iterator[str]:
 
 
 def added_lines(script: TrainingScript) -> list[AddedLine]:
-    """Return the lines in script order; empty if their places are not certain."""
+    """Return the lines in script order; empty if it is unclear where they belong."""
     optimizer, loader, loop = script.optimizer, script.loader, script.loop
     if optimizer is None or loader is None or loop is None or script.doubts:
         return []

@@ -2,7 +2,7 @@
 
 kopf watches the jobs (`job_cache.py`). The objects that the operator makes for them are followed
 here, because kopf does not report deletions that happen while its watch is interrupted, and does
-not keep objects to read.
+not keep a copy of the objects for reading.
 
 A reconcile reads the cache without asking the API server. The cache must therefore never go back in
 time, must notice deletions while no watch was open, and must survive every kind of failure.
@@ -12,7 +12,8 @@ time, must notice deletions while no watch was open, and must survive every kind
 - Each object has its own version, and the later of two versions is kept. The operator's own
   writes enter the cache with their responses (`take`), so the next reconcile sees them even
   if the watch is late; the watch's older event is then ignored.
-- Versions are compared as numbers. Kubernetes has guaranteed this since 1.35, and etcd always has.
+- Versions are compared as numbers. Kubernetes has guaranteed since 1.35 that this works; with etcd,
+  it always has.
 
 Example of changes to a Workload that overtake the watch:
 
@@ -24,9 +25,9 @@ Example of changes to a Workload that overtake the watch:
 
 A watch ends after WATCH_SECONDS, and the next one continues from there. If a version has expired
 (410 Gone), everything is listed again. If a watch breaks, the store may have been restored from a
-backup. Versions have then gone back, and a watch from the old version would be silent for a long
-time, so the store's version is checked before the next watch. While the API server is unavailable,
-the known state is kept.
+backup. In that case, versions have gone backwards, and a watch from the old version would be silent
+for a long time, so the store's version is checked before the next watch. While the API server is
+unavailable, the known state is kept.
 
 Memory is bounded: all informers together parse one page at a time, a page larger than PAGE_BYTES is
 requested again as smaller pages, and only views of objects are kept.

@@ -61,7 +61,7 @@ def awaits_cause(ends: Ends) -> bool:
 
 @dataclass(frozen=True)
 class Attribution:
-    """The ends and new incidents, each classified as a cause or a consequence."""
+    """The ends of pods and the new incidents, each classified as a cause or a consequence."""
 
     ends: Ends
     incidents: NewIncidents

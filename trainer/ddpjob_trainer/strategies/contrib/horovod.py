@@ -105,7 +105,7 @@ def enter() -> None:
     if os.environ.get("HOROVOD_ELASTIC") == "1":
         raise ConfigError(
             "strategy=horovod: elastic horovodrun does not keep the trainer's state; start it with only -np N,"
-            " or use torchrun --nnodes MIN:MAX or a DDPJob, whose ranks may change with this strategy"
+            " or use torchrun --nnodes MIN:MAX or a DDPJob, where the number of ranks can change with strategy=horovod"
         )
     hvd = _import_horovod()
     hvd.init()
