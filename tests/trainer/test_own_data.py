@@ -539,7 +539,7 @@ def test_ranks_with_different_data_are_refused(tmp_path: Path) -> None:
             "somebodys_data:uneven",
             r"train is a pair of tensors of shapes \(5, 6\) and \(4, 2\); provide as many targets",
         ),
-        ("somebodys_data:unnamed", r"returned no classes, .*; return \(train, test, classes\) with the number"),
+        ("somebodys_data:unnamed", r"returned no classes, .*; return \(train, test, classes\), where classes is"),
         ("somebodys_data:flags", r"returned array\(\[ True, False\]\) as classes, .*; return \(train, test, classes\)"),
         ("somebodys_data:outside", r"the target of train\[100\] is outside 0..99; correct it"),
         ("somebodys_data:bytes_", r"the input of a sample of train is torch.uint8; use .* for images uint8 of shape"),
