@@ -162,5 +162,5 @@ def test_invalid_json_or_a_missing_checksum_is_refused(content: bytes) -> None:
 
 def test_a_manifest_that_would_fill_the_memory_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifest, "LARGEST", 1000)
-    with pytest.raises(CheckpointError, match="more than 1000"):
+    with pytest.raises(CheckpointError, match="the limit is 1000"):
         manifest.read(b"[" * 1001)

@@ -48,8 +48,9 @@ def test_training_uses_images_only_after_their_copies_are_complete(
     write_image_folder(tmp_path, 8)
     data = open_data(DataConfig(name="imagefolder", dir=tmp_path, image_size=8, workers=0), torch.device("cpu"))
     assert isinstance(data, ImageData)
-    chunks = [data._read(Request(False, 0, part)) for part in ([0, 1], [2])]
-    plain = data._batch(data._train, [0, 1, 2], chunks)
+    chunks = [data._read(Request(False, 0, part, 8)) for part in ([0, 1], [2])]
+    whole = Request(False, 0, [0, 1, 2], 8)
+    plain = data._batch(data._train, whole, chunks)
     events: list[str] = []
     current = ["training"]
 
@@ -64,7 +65,7 @@ def test_training_uses_images_only_after_their_copies_are_complete(
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, chosen: events.append(KEEP))
     data._copies = StreamStandIn("copies", events)
     with Operations(events, current):
-        batch = data._batch(data._train, [0, 1, 2], chunks)
+        batch = data._batch(data._train, whole, chunks)
     assert torch.equal(batch.images, plain.images) and torch.equal(batch.labels, plain.labels)
     ready = events.index(WAIT)
     before, after = events[:ready], events[ready + 2 :]

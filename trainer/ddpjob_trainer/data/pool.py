@@ -25,7 +25,7 @@ _GROUP_SIGNALS = {signal.SIGTERM, signal.SIGINT}
 class Request(NamedTuple):
     """Samples from one set that are read together. If `epoch` is None, they are not augmented.
 
-    `side` is the side of decoded images in pixels.
+    `side` is the side of decoded images in pixels; 0 for the user's own data.
     """
 
     test: bool
