@@ -109,11 +109,11 @@ def trained(case: Case, data: Path, workers: int, folder: Path) -> float:
     return (case.steps - case.warm) * case.batch / (times[case.steps] - times[case.warm])
 
 
-def environment(**more: str) -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Return the environment for a measured process, so that it can import this package."""
     paths = [str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])]
     kept = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    return {**kept, "PYTHONPATH": os.pathsep.join(paths), **more}
+    return {**kept, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _run(command: list[str]) -> str:

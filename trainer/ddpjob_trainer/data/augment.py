@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,12 @@ def pad(images: torch.Tensor, width: int, padding: Padding) -> torch.Tensor:
         places = torch.arange(-width, last + 1 + width, device=images.device).abs()
         images = images.index_select(axis, last - (last - places).abs())
     return images
+
+
+def check_shift(shift: int, shape: Sequence[int]) -> None:
+    """Raise ConfigError if images of `shape` (channels, height, width) cannot be shifted so far."""
+    if not 0 <= shift < min(shape[1:]):
+        raise ConfigError(f"data.shift={shift}: must be from 0 to {min(shape[1:]) - 1} pixels")
 
 
 class CropAndFlip:
@@ -68,10 +74,8 @@ class CropAndFlip:
 
         Raises ConfigError.
         """
-        padding, most = config.shift or padding, min(images.shape[2:]) - 1
-        if not 0 <= padding <= most:
-            raise ConfigError(f"data.shift={config.shift}: must be from 0 to {most} pixels")
-        flips = config.flip or flip
+        padding, flips = config.shift or padding, config.flip or flip
+        check_shift(padding, images.shape[1:])
         return cls(images, config.seed, padding=padding, flip=flips, repeats=config.repeats, border=config.padding)
 
     def __call__(self, numbers: torch.Tensor, epoch: int) -> torch.Tensor:

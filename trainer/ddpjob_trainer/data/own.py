@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from ddpjob_trainer.config.sections import DataConfig, Flip
-from ddpjob_trainer.data.augment import is_mirrored, pad
+from ddpjob_trainer.data.augment import check_shift, is_mirrored, pad
 from ddpjob_trainer.data.dataset import IMAGENET_MEAN, IMAGENET_STD, Batch, DataSet, Normalize, Targets, fingerprint
 from ddpjob_trainer.data.pool import Pool, Request
 from ddpjob_trainer.data.randomness import derive, seed_draws, uniform
@@ -182,8 +182,7 @@ class OwnData(DataSet):
                 f"data.mean={list(mean)}, data.std={list(std)}: {what} have {channels} channels; set a finite mean and"
                 " a std above 0 for each of them"
             )
-        if not 0 <= config.shift < min(self.shape[1:]):
-            raise ConfigError(f"data.shift={config.shift}: must be from 0 to {min(self.shape[1:]) - 1} pixels")
+        check_shift(config.shift, self.shape)
         return Normalize(255.0, mean, std, self._device)
 
     def _convert(self, name: str, what: str, value: Any, *, whole: bool = False) -> torch.Tensor:
@@ -300,9 +299,10 @@ class OwnData(DataSet):
         if request.epoch is not None and config.augment and (config.shift or config.flip) and request.numbers:
             numbers = np.array(request.numbers, dtype=np.int64)
             draws = torch.from_numpy(uniform(config.seed, request.epoch, numbers, 3))
-            drawn_in = 0 if config.flip is Flip.ALTERNATING else request.epoch
-            sides = torch.from_numpy(uniform(config.seed, drawn_in, numbers, 3))[:, 2]
-            mirrored = is_mirrored(sides, config.flip, request.epoch) & bool(config.flip)
+            sides = draws
+            if config.flip is Flip.ALTERNATING:
+                sides = torch.from_numpy(uniform(config.seed, 0, numbers, 3))
+            mirrored = is_mirrored(sides[:, 2], config.flip, request.epoch) & bool(config.flip)
             inputs = _shift_and_flip(inputs, draws, mirrored, config)
         return Batch(self.normalize(inputs), targets)
 
