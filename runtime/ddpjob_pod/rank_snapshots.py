@@ -18,7 +18,7 @@ Otherwise, and with a sharded state, the step waits for the exchange.
 
 **Interval** (`Cadence`). With "auto", the ranks agree at each copy on the interval at which copies
 take at most a hundredth of the time. After a loss, at most that number of steps is repeated. A
-copy's cost is its duration or the time by which it lengthens a step, whichever is longer. The step
+copy's cost is its duration or the time that it adds to a step, whichever is longer. The step
 may take longer because a copy also evicts caches, wakes threads, and delays the other ranks. The
 interval is at least 2 until that time is known, because it is found by comparison with steps that
 have no copy. A single slow step changes nothing, because medians count, and the interval grows at
@@ -154,7 +154,7 @@ class Cost(NamedTuple):
     needed: float = 0.0
     """Bytes that this rank's node would need for two states; 0 if they fit."""
     longer: float = _UNKNOWN
-    """Time by which the copy lengthened a step; NaN if no step without a copy is known."""
+    """Time that the copy added to a step; NaN if no step without a copy is known."""
 
 
 class TorchExchange:
@@ -285,7 +285,7 @@ class Cadence:
     due: int = 0
     """The next step to copy with AUTO."""
     recent: list[tuple[float, float, float]] = field(default_factory=list)
-    """(seconds of a copy, seconds by which it lengthened a step or NaN, seconds of a step without
+    """(seconds of a copy, seconds that it added to a step or NaN, seconds of a step without
     it), for the last copies. A single copy may be an outlier."""
     _interval: int = 1
 

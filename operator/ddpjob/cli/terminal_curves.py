@@ -1,7 +1,7 @@
 """Training curves in a terminal, and as a picture made with the trainer's own plots.
 
 Curves of several jobs are drawn in one chart. Each has its own letter as well as its own colour, so
-that they can be told apart in a file without colours.
+that the curves are distinguishable in a file without colours.
 """
 
 from __future__ import annotations

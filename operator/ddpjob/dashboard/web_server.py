@@ -283,7 +283,7 @@ class Dashboard:
         )  # fmt: skip
 
     async def _gone(self, view: FleetView, key: Key, known: list[str]) -> tuple[list[str], str]:
-        """Return the deleted pods whose logs are kept, and a note if there are no such pods."""
+        """Return the deleted pods whose logs are kept, and a note if there are none."""
         backend = _backend(view, key)
         try:
             kept = await view.shared.get(("kept", key), _CURVES_SECONDS, lambda: view.run(backend.kept_logs, key[1]))

@@ -23,7 +23,7 @@ from ddpjob.api.job_spec import Json
 from ddpjob.client.backends.backend import LogOptions, Mistake, PodLine
 
 GONE = "Gone"
-"""State of a pod of which only the kept log still exists."""
+"""State of a pod that no longer exists, but whose log was kept."""
 _MARK = "kept logs:\n"
 _MOST_FILES = 10_000
 

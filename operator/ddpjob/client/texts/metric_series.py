@@ -36,7 +36,7 @@ Points = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Origin:
-    """Where and when a step's newest values were measured."""
+    """When a step's newest values were measured, and after which start of the job."""
 
     start: int
     """The number of the start in which the values were measured."""
