@@ -134,16 +134,17 @@ def test_a_moved_folder_of_runs_keeps_its_logs_and_events(tmp_path: Path, monkey
     monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path / "before"))
     job = job_folder("j")
     run = prepare(job, fresh=False, now=datetime(2026, 1, 1, tzinfo=UTC))
-    pods = [{"name": "j-0-0", "role": "node", "state": "Completed", "logs": []}]
-    local = {"run": run.name, "folder": str(run.path), "pods": pods}
+    pod = {"name": "j-0-0", "role": "node", "state": "Completed", "created": "2026-01-01T00:00:00Z", "logs": []}
+    local = {"run": run.name, "folder": str(run.path), "pods": [pod]}
     write_record(job, {"metadata": {"name": "j"}, "spec": {}, "status": {}, "local": local})
     run.log("j-0-0", "trainer").write_text("step 1\n")
     run.events.write_text('{"time": "2026-01-01T00:00:00Z", "warning": false, "reason": "Running", "message": "m"}\n')
     (tmp_path / "before").rename(tmp_path / "after")
     monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path / "after"))
     backend = ProcessBackend()
-    [pod] = backend.pods("j")
-    assert b"".join(backend.log(pod, LogOptions())) == b"step 1\n"
+    [found] = backend.pods("j")
+    assert found.created == datetime(2026, 1, 1, tzinfo=UTC)
+    assert b"".join(backend.log(found, LogOptions())) == b"step 1\n"
     assert [event.reason for event in backend.events("j")] == ["Running"]
 
 
@@ -175,7 +176,7 @@ def test_a_request_to_a_run_that_is_ending_is_refused_immediately(
 
 
 def test_a_progress_bar_counts_as_one_of_the_last_lines_of_a_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path))
     job = job_folder("j")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import BinaryIO, ParamSpec, TypeVar
 
 from ddpjob.api.job_spec import Json, WhenDeleted
-from ddpjob.api.job_status import JobStatus, SlotState, parse_time
+from ddpjob.api.job_status import JobStatus, SlotState, known_time, parse_time
 from ddpjob.api.reader import validate, with_defaults
 from ddpjob.client.backends.backend import (
     INTERRUPTED,
@@ -152,6 +152,7 @@ class ProcessBackend:
             # The runner has stopped all pods, but may have been killed before it could record that.
             states = {pod: "Ended" if state in _ALIVE else state for pod, state in states.items()}
         roles = {pod["name"]: str(pod.get("role", "node")) for pod in record["local"]["pods"]}
+        created = {pod["name"]: known_time(pod.get("created")) for pod in record["local"]["pods"]}
         for log in sorted(folder.glob("*.log"), key=lambda path: path.stat().st_mtime):
             states.setdefault(log.stem, "Ended")
         for pod, state in states.items():
@@ -160,7 +161,8 @@ class ProcessBackend:
             second = index is None or pod.endswith(f".{COORDINATOR_CONTAINER}")
             role = "coordinator" if second else roles.get(pod, "node")
             ended = state not in _ALIVE
-            lines.append(PodLine(pod, role, None if role == "coordinator" else index, state, "local", ended=ended))
+            slot = None if role == "coordinator" else index
+            lines.append(PodLine(pod, role, slot, state, "local", created=created.get(pod), ended=ended))
         return sorted(lines, key=lambda pod: (-1 if pod.index is None else pod.index, pod.name))
 
     @_report_disk_errors
