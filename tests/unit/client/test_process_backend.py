@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ddpjob.cli.main import main
 from ddpjob.client.backends import process_backend
 from ddpjob.client.backends.backend import LogOptions, Mistake
 from ddpjob.client.backends.process_backend import ProcessBackend
@@ -188,6 +189,12 @@ def test_a_progress_bar_counts_as_one_of_the_last_lines_of_a_log(
     backend = ProcessBackend()
     [pod] = backend.pods("j")
     assert b"".join(backend.log(pod, LogOptions(tail=3))) == b"warning\n" + bar + b"\ndone\n"
+
+    # The command prints only the last state of a bar, unless it prints a pod's log as it is.
+    assert main(["--local", "logs", "j", "--tail", "2"]) == 0
+    assert main(["--local", "logs", "j-0-0", "--tail", "2"]) == 0
+    mark = b"[0-0 rank 0] "
+    assert capfdbinary.readouterr().out == mark + b"step 89/90\n" + mark + b"done\n" + bar + b"\ndone\n"
 
 
 def test_a_job_of_another_machine_or_container_is_not_killed_by_its_process_id(
