@@ -22,6 +22,7 @@ from ddpjob.client.texts.job_text import why
 from ddpjob.local.paths import JobFolder, job_folder
 from ddpjob.local.record import held, write_record
 from ddpjob.local.runner import prepare
+from machine import slowness
 
 DONE = {
     "type": "Complete",
@@ -147,6 +148,20 @@ def test_a_moved_folder_of_runs_keeps_its_logs_and_events(tmp_path: Path, monkey
     assert found.created == datetime(2026, 1, 1, tzinfo=UTC)
     assert b"".join(backend.log(found, LogOptions())) == b"step 1\n"
     assert [event.reason for event in backend.events("j")] == ["Running"]
+
+
+def test_a_run_that_does_not_start_in_time_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise, a second submission with this name would meet the first job."""
+    monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path / "runs"))
+    slow = tmp_path / "slow"
+    slow.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 600\n")
+    slow.chmod(0o700)
+    monkeypatch.setattr(process_backend.sys, "executable", str(slow))
+    monkeypatch.setattr(process_backend, "_STARTED_SECONDS", 3.0 * slowness())
+    job = {"apiVersion": "ddpjob.io/v1alpha1", "kind": "DDPJob", "metadata": {"name": "j"}}
+    with pytest.raises(Mistake, match="was stopped, because it wrote no record within"):
+        ProcessBackend().create([{**job, "spec": {"image": "i", "script": "s.py"}}])
+    assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
 
 
 def test_another_users_job_cannot_be_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,8 +43,9 @@ from ddpjob.local.record import RequestRefused, ask, holds, read_record, runner,
 STOP_MARGIN = 15.0
 """How much longer than the pods' grace period `stop` waits for the runner, in seconds."""
 _POLL = 0.3
-_STARTED_SECONDS = 30.0
-"""Maximum time in seconds until a new `ddpjob run` has written its record."""
+_STARTED_SECONDS = 120.0
+"""Maximum time in seconds until a new `ddpjob run` has written its record. Starting Python takes
+half a minute on a very busy machine."""
 _STOPPED = "the job's `ddpjob run` was stopped; run the job again to resume"
 """Message of the condition Suspended of an interrupted job, whose runPolicy.suspend cannot be set
 to false."""
@@ -297,7 +298,11 @@ class ProcessBackend:
                     output.read_text(errors="replace").strip() or f"`ddpjob run` exited with code {run.returncode}"
                 )
             if time.monotonic() > deadline:
-                raise Mistake(f"`ddpjob run` (process {run.pid}) did not write a record; see {output}")
+                run.kill()  # Otherwise, the job might start after its submission has been reported as failed.
+                run.wait()
+                raise Mistake(
+                    f"`ddpjob run` was stopped, because it wrote no record within {_STARTED_SECONDS:g} s; see {output}"
+                )
             time.sleep(0.1)
 
     @_report_disk_errors
