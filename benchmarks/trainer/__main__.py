@@ -5,8 +5,8 @@
 
 cifar, jpeg: images per second, compared with plain loops as in the official examples. ranks: images
 per second and processor time on two ranks, compared with a plain DDP loop. bookkeeping: CPU time of
-the parts of a step, compared with a bare loop's. elasticity: throughput after a change in the number
-of ranks. The last three run only if selected. --gpu: see gpu.py.
+the parts of a step, compared with a bare loop's. elasticity: throughput after a change in the
+number of ranks. The last three run only if selected. --gpu: see gpu.py.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ The crops are the same as in the workers. Test images, and every batch that DALI
 always decoded by workers, which report the broken image. decoders.image_slice decodes only the
 crop: https://docs.nvidia.com/deeplearning/dali.
 
-Pixels are copied on a CUDA stream of this module, so a batch that is decoded ahead does not wait for
-the training's kernels. This has not been run on a GPU.
+Pixels are copied on a CUDA stream of this module, so a batch that is decoded ahead does not wait
+for the training's kernels. This has not been run on a GPU.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ follows.
 Example: a patch of 2x2 pixels in 3 colours has 12 values, hence 12 eigenvectors and 24 filters.
 
 The filters are a buffer, not a parameter, so every strategy keeps them fixed. Checkpoints contain
-them, so only a new run computes them. Rank 0 does so from the first samples of epoch 0 and sends them
-to all ranks, so the number of ranks does not change them. `whiten` does the same for a `Whitening`
-that is the first layer of the user's own model.
+them, so only a new run computes them. Rank 0 does so from the first samples of epoch 0 and sends
+them to all ranks, so the number of ranks does not change them. `whiten` does the same for a
+`Whitening` that is the first layer of the user's own model.
 """
 
 from __future__ import annotations
