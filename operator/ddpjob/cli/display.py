@@ -35,7 +35,7 @@ PHASE_COLOURS = {
 def open_display() -> RunDisplay:
     """Return the live panel if standard output is a terminal, otherwise plain lines."""
     console = Console()
-    # Jupyter sets FORCE_COLOR. This asks for colours, but a file of cursor movements cannot be read.
+    # Jupyter sets FORCE_COLOR, which asks for colours. Cursor movements make a file unreadable.
     live = console.is_terminal and not console.is_dumb_terminal and console.file.isatty()
     return LivePanel(console) if live else PlainLines()
 
