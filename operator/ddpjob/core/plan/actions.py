@@ -239,10 +239,8 @@ def plan_notifications(view: View, restarts: tuple[Restart, ...], lost: frozense
         actions.append(NotifyCoordinator(endpoint, Command.SIZE, {"nodes": spec.nodes, "minNodes": spec.min_nodes}))
     wanted = spec.recovery
     patience = wanted.hang_after_seconds, (wanted.backoff.initial, wanted.backoff.maximum), wanted.hangs
-    # A coordinator of an earlier version does not support `hangs`.
-    if report is not None and (report.hang_after, report.backoff, report.hangs or wanted.hangs) != patience:
-        body: Json = {"hangAfter": patience[0], "backoff": list(patience[1])}
-        body |= {} if report.hangs is None else {"hangs": wanted.hangs}
+    if report is not None and (report.hang_after, report.backoff, report.hangs) != patience:
+        body: Json = {"hangAfter": patience[0], "backoff": list(patience[1]), "hangs": wanted.hangs}
         actions.append(NotifyCoordinator(endpoint, Command.PATIENCE, body))
     ordered = order_pods(view)
     if report is not None and report.order != order_mark(ordered):
