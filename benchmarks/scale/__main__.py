@@ -43,6 +43,7 @@ from benchmarks.scale.hostile import HostileParts
 from benchmarks.scale.measure import Figure, Meter, Operator
 from benchmarks.scale.onlooker import Onlooker
 from benchmarks.scale.parts import BenchmarkError, Options, Parts, prepare
+from benchmarks.scale.timeline import write_timelines
 from benchmarks.testbed import KEY, Cluster, OperatorProcess, install_crd, prerequisites
 
 TEAMS = 10
@@ -143,6 +144,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--hostile", type=int, default=150, help="number of hostile coordinators (default 150)")
     made.add_argument("--csv", type=Path, metavar="FILE", help="write the figures to this file")
     made.add_argument("--chart", type=Path, metavar="FILE", help="draw the figures to this file")
+    made.add_argument(
+        "--timeline", type=Path, metavar="FILE", help="write when each pod of the storm was lost and replaced, as CSV"
+    )
     add_table_option(made, "scale")
     return made
 
@@ -163,6 +167,8 @@ def main() -> int:
             print(f"{parts.error}. The end of the operator's log:", *log.read_text().splitlines()[-20:], sep="\n")
     if given.csv is not None:
         write_csv(given.csv, parts.figures)
+    if given.timeline is not None and parts.timelines:
+        write_timelines(given.timeline, parts.timelines)
     if parts.error:
         return 1
     if given.chart is not None and not is_hostile:

@@ -14,7 +14,7 @@ from typing import Any
 from ddpjob.api.job_spec import Json
 from ddpjob.controller.kube.rest import Rest
 from ddpjob.controller.main import CONNECTIONS
-from ddpjob.core.world import LABEL_ATTEMPT, LABEL_MANAGED, LABEL_ROLE, Role
+from ddpjob.core.world import LABEL_ATTEMPT, LABEL_INDEX, LABEL_JOB, LABEL_MANAGED, LABEL_ROLE, Role
 from ddpjob.engine.ports import Unavailable
 
 from benchmarks.scale.hollow import Hollow, Pod
@@ -48,7 +48,9 @@ class BareClient:
         meta["labels"] = {**meta["labels"], LABEL_MANAGED: BARE, LABEL_ROLE: Role.NODE, LABEL_ATTEMPT: str(attempt)}
         key = meta["namespace"], meta["name"]
         self._manifests[key] = manifest
+        labels = meta["labels"]
         async with self._gate:
+            self.hollow.timeline.mark("planned", (key[0], labels[LABEL_JOB], int(labels.get(LABEL_INDEX, -1))), attempt)
             while True:
                 try:
                     await self.rest.request("POST", f"/api/v1/namespaces/{key[0]}/pods", body=body)

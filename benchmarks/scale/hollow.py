@@ -42,6 +42,8 @@ from ddpjob_runtime.protocol import (
     Report,
 )
 
+from benchmarks.scale.timeline import Id, Timeline
+
 PORT = 29400
 """The jobs' rendezvous port, which is the default port. Coordinators serve their reports on the
 next port.
@@ -79,6 +81,10 @@ class Pod:
     """(name, image) of each container."""
     runs: bool
 
+    @property
+    def id(self) -> Id:
+        return self.namespace, self.job, self.index
+
     @classmethod
     def read(cls, body: Json) -> Pod:
         meta, labels = body["metadata"], body["metadata"]["labels"]
@@ -99,6 +105,8 @@ class Group:
     """The number of nodes; 0 until the job watch has shown it."""
     token: str = ""
     phase: str = ""
+    versions: int = 0
+    """How many versions of the job its watch has shown, which is one for each status write."""
     generation: int = 0
     members: dict[str, Member] = field(default_factory=dict)
     lost: dict[int, LostMember] = field(default_factory=dict)
@@ -174,6 +182,8 @@ class Hollow:
         """Called with each pod when a watch first shows it."""
         self.on_gone: Callable[[Pod], None] = lambda pod: None
         """Called with each pod when the watch shows that it is gone."""
+        self.timeline = Timeline()
+        """Receives the steps of lost pods."""
         self.kubelets_run = True
         """Whether kubelets run; otherwise pods remain as they were created."""
         self._servers: dict[str, asyncio.Server] = {}
@@ -211,8 +221,12 @@ class Hollow:
         if not group.nodes:
             job = DDPJob.read(body)
             group.name, group.nodes, group.token = job.name, job.spec.nodes, self._platform.token(job)
-        if body["metadata"]["namespace"] in self._namespaces:
+        namespace = body["metadata"]["namespace"]
+        if namespace in self._namespaces:
             group.phase = phase
+            group.versions += 1
+            for index, slot in enumerate(body.get("status", {}).get("slots", ())):
+                self.timeline.mark("planned", (namespace, group.name, index), slot.get("attempt", 0))
         return uid, phase
 
     def _job_changed(self, before: tuple[str, str] | None, after: tuple[str, str] | None) -> None:
@@ -228,7 +242,10 @@ class Hollow:
             return
         self.pods[after.namespace, after.name] = after
         if before is None:
+            self.timeline.mark("replaced", after.id, after.attempt)
             self.on_pod(after)
+        if after.runs:
+            self.timeline.mark("runs", after.id, after.attempt)
         if self.kubelets_run and before is None and not after.runs and not after.job.startswith(ENDED):
             task = asyncio.create_task(self._start(after))
             self._work.add(task)
@@ -236,6 +253,7 @@ class Hollow:
 
     def _gone(self, pod: Pod) -> None:
         self.pods.pop((pod.namespace, pod.name), None)
+        self.timeline.mark("gone", pod.id, pod.attempt)
         if pod.uid in self._servers:
             self._servers.pop(pod.uid).close()
         group = self.groups.get(pod.job_uid)

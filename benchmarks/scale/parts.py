@@ -33,6 +33,7 @@ from benchmarks.scale.floor import BARE, BareClient
 from benchmarks.scale.hollow import ENDED, HOSTILE, PORT, Hollow, Pod, pods_of
 from benchmarks.scale.measure import Figure, Meter, Operator, Usage, requests
 from benchmarks.scale.onlooker import Onlooker
+from benchmarks.scale.timeline import Timeline, gap_table
 
 NO_SCHEDULER = "nobody"
 TIMEOUT = 600.0
@@ -42,6 +43,9 @@ LOOK = 0.02
 ENDED_PODS = 2
 """Number of succeeded pods of each finished job."""
 PROBES = 5
+BARE_PAUSE = 0.5
+"""Seconds between two pairs of pods that a bare client creates during a storm, with or without the
+operator."""
 WRITES = ("PUT", "PATCH", "POST", "DELETE", "APPLY")
 
 
@@ -117,6 +121,8 @@ class Parts:
         self.teams, self.other = namespaces[:-1], namespaces[-1]
         self.figures: list[Figure] = []
         self.series = Series()
+        self.timelines: dict[str, Timeline] = {}
+        """The storm's timelines by client."""
         self.error = ""
         """Why a part did not finish."""
         self.jobs: list[str] = []
@@ -378,27 +384,32 @@ class Parts:
         jobs = self.jobs[: max(1, self.options.storm // self.options.nodes)]
         victims = [p for job in jobs for p in pods_of(self.hollow, job) if p.index >= 0 and p.attempt == 0]
         part, probe = f"storm: {len(victims)} pods", await self._bare_probe_pods()
-        await self._floor(part, victims, probe)
-        known, before, began = set(self._first_seen), self.meter.read(), time.monotonic()
-
-        def replacements() -> list[float]:
-            new = [pod for pod in self.hollow.pods.values() if pod.uid not in known and pod.index >= 0]
-            return [self._first_seen[pod.uid] - began for pod in new if pod.namespace != self.other]
-
+        floor = await self._floor(part, victims, probe)
+        groups = [self.hollow.groups[uid] for uid in {pod.job_uid for pod in victims}]
+        counts, versions = await requests(self.rest), sum(group.versions for group in groups)
+        before, began = self.meter.read(), time.monotonic()
+        ours = self.hollow.timeline = Timeline(pod.id for pod in victims)
         bare: list[tuple[float, float]] = []
         async with (
             self._probing(began, self._probe, self.series.probes),
-            self._probing(began, lambda: self._bare_probe(probe), bare),
+            self._probing(began, lambda: self._bare_probe(probe), bare, BARE_PAUSE),
         ):
             await self._delete_nodes_of(jobs)
             deleted = time.monotonic() - began
-            await self._until("every lost pod is replaced", lambda: len(replacements()) >= len(victims))
-        usage = self.meter.read() - before
-        self.series.storm = sorted(replacements())
+            await self._until("every lost pod is replaced", lambda: ours.count("replaced") >= len(victims))
+        usage, counts = self.meter.read() - before, await requests(self.rest) - counts
+        self.series.storm = ours.gaps("", "replaced")
         await self._until("every job is Running again", lambda: self._running() >= len(self.jobs))
+        versions = sum(group.versions for group in groups) - versions
+        await self._until("every replacement runs", lambda: ours.count("runs") >= len(victims))
         self._note(part, "time until all are deleted", deleted, "s", "", "by the benchmark")
-        self._note(part, "time until all are replaced", max(self.series.storm), "s", "<= 10", usage)
+        self._note(part, "time until all are replaced", ours.last("replaced"), "s", "<= 10", usage)
         self._note(part, "the operator's CPU time until then", usage.operator, "s")
+        for step, what, aim in (("replaced", "are replaced", "<= 1.5"), ("runs", "run again", "")):
+            ratio = ours.last(step) / floor.last(step)
+            self._note(part, f"time until all {what}, relative to the bare client", ratio, "", aim)
+        self._note(part, "requests until all are replaced", counts.total(), "", "", _listed(counts))
+        self._note(part, "status writes per job until it is Running again", versions / len(groups), "")
         self._note_waits(part, "wait of another team's new job", self.series.probes, "<= 1",
                          f"without the storm {statistics.median(quiet):.2f}")  # fmt: skip
         self._note_waits(part, "wait for two pods of a bare client, created one pair after another", bare)
@@ -408,40 +419,46 @@ class Parts:
         )
         self._note(part, "time until all jobs are Running again", time.monotonic() - began, "s")
         await self._sweep_bare([self.other])
+        self.timelines = {"operator": ours, "bare client": floor}
+        print(gap_table(self.timelines), flush=True)
 
     def _note_waits(
         self, part: str, what: str, waits: list[tuple[float, float]], aim: str = "", beside: str = ""
     ) -> None:
         self._note(part, f"{what} (worst of {len(waits)})", max(wait for _, wait in waits), "s", aim, beside)
 
-    async def _floor(self, part: str, victims: list[Pod], probe: list[Json]) -> None:
+    async def _floor(self, part: str, victims: list[Pod], probe: list[Json]) -> Timeline:
         """Measure an equal storm of pods without a job, which a bare client replaces.
 
-        The jobs are at rest during the measurement.
+        The jobs are at rest during the measurement. Return the storm's timeline.
         """
         manifests = await together(self._bare(pod) for pod in victims)
         await together((self.bare.create(manifest) for manifest in manifests), CONNECTIONS)
         await self._until("the bare client's pods run", lambda: self.bare.running() >= len(victims))
-        known, before, began = set(self.bare.seen), self.meter.read(), time.monotonic()
+        counts, before, began = await requests(self.rest), self.meter.read(), time.monotonic()
+        timeline = self.bare.hollow.timeline = Timeline(pod.id for pod in victims)
         self.bare.replace_from_now_on()
-
-        def replacements() -> list[float]:
-            return [at - began for key, at in self.bare.seen.items() if key not in known and key[0] != self.other]
-
         waits: list[tuple[float, float]] = []
-        async with self._probing(began, lambda: self._bare_probe(probe), waits, pause=0.5):
+        async with self._probing(began, lambda: self._bare_probe(probe), waits, BARE_PAUSE):
             await together(
                 self._delete_all(_PODS.format(team), labelSelector=f"{LABEL_MANAGED}={BARE},{LABEL_ATTEMPT}=0")
                 for team in self.teams
             )
             deleted = time.monotonic() - began
-            await self._until("the bare client has replaced every pod", lambda: len(replacements()) >= len(victims))
-        usage = self.meter.read() - before
+            await self._until(
+                "the bare client has replaced every pod", lambda: timeline.count("replaced") >= len(victims)
+            )
+        usage, counts = self.meter.read() - before, await requests(self.rest) - counts
+        await self._until("the bare client's new pods run", lambda: timeline.count("runs") >= len(victims))
         self.bare.stop()
         self._note(part, "a bare client alone: time until all are deleted", deleted, "s", "", "by the benchmark")
-        self._note(part, "a bare client alone: time until all are replaced", max(replacements()), "s", "", usage)
+        self._note(part, "a bare client alone: time until all are replaced", timeline.last("replaced"), "s", "", usage)
+        self._note(
+            part, "a bare client alone: requests until all are replaced", counts.total(), "", "", _listed(counts)
+        )
         self._note_waits(part, "a bare client alone: wait for two more pods, created during the storm", waits)
         await self._sweep_bare([*self.teams, self.other])
+        return timeline
 
     async def _sweep_bare(self, namespaces: list[str]) -> None:
         ours = f"{LABEL_MANAGED}={BARE}"

@@ -57,9 +57,10 @@ def test_a_log_without_the_expected_step_is_reported(jobs: Jobs, tmp_path: Path)
 
 def test_the_scale_benchmark_measures_many_jobs_which_cost_no_reads_at_rest(other: Cluster, tmp_path: Path) -> None:
     """The short form of benchmarks.scale runs on its own API server."""
-    figures, chart = tmp_path / "figures.csv", tmp_path / "chart.png"
+    figures, chart, timeline = tmp_path / "figures.csv", tmp_path / "chart.png", tmp_path / "timeline.csv"
     sizes = ["--sizes", "4", "10", "--nodes", "2", "--burst", "4", "--rounds", "1", "--rest", "5", "--settle", "2"]
     parts = ["--ended", "4", "--storm", "10", "--hostile", "5", "--csv", str(figures), "--chart", str(chart)]
+    parts += ["--timeline", str(timeline)]
     environment = {**os.environ, "DDPJOB_CLUSTER_SLOT": str(other.settings.slot)}
     command = [sys.executable, "-m", "benchmarks.scale", *sizes, *parts]
     limit = 240 * slowness()
@@ -73,5 +74,8 @@ def test_the_scale_benchmark_measures_many_jobs_which_cost_no_reads_at_rest(othe
         assert float(rows[part, "other requests per job and minute"]["value"]) == 0
     assert {part for part, _ in rows} >= {"creation", "+ 4 ended", "storm: 10 pods", "restart", "5 hostile", "all"}
     assert float(rows["restart", "other pods that were replaced"]["value"]) == 0
+    assert float(rows["storm: 10 pods", "status writes per job until it is Running again"]["value"]) >= 2
+    pods = [list(row.values()) for row in csv.DictReader(timeline.open())]
+    assert len(pods) == 20 and all(map(all, pods)), "every step of each pod is known, for both clients"
     assert chart.stat().st_size > 10_000
     assert other.state() is None, "the benchmark has stopped the API server that it started"
