@@ -1,11 +1,12 @@
 """Measures how fast the trainer feeds a model, and the cost of its bookkeeping.
 
-    python -m benchmarks.trainer [cifar|jpeg|bookkeeping|elasticity] [--rounds N] [--csv FILE] [--table FILE]
+    python -m benchmarks.trainer [cifar|jpeg|ranks|bookkeeping|elasticity] [--rounds N] [--csv FILE] [--table FILE]
     python -m benchmarks.trainer --gpu [--minutes 5] [--json FILE] [--table FILE]
 
-cifar, jpeg: images per second, compared with plain loops as in the official examples. bookkeeping:
-CPU time of the parts of a step, compared with a bare loop's. elasticity: throughput after a change
-in the number of ranks. bookkeeping and elasticity run only if selected. --gpu: see gpu.py.
+cifar, jpeg: images per second, compared with plain loops as in the official examples. ranks: images
+per second and processor time on two ranks, compared with a plain DDP loop. bookkeeping: CPU time of
+the parts of a step, compared with a bare loop's. elasticity: throughput after a change in the
+number of ranks. The last three run only if selected. --gpu: see gpu.py.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def main() -> int:
     parser.add_argument(
         "what",
         nargs="*",
-        choices=["cifar", "jpeg", "bookkeeping", "elasticity", []],
+        choices=["cifar", "jpeg", "ranks", "bookkeeping", "elasticity", []],
         help="default: the first two",
     )
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each case (default 5)")
@@ -37,7 +38,7 @@ def main() -> int:
         "--workers",
         type=int,
         default=os.cpu_count() or 1,
-        help="worker processes of both loaders (default: number of cores)",
+        help="worker processes of both loaders, on all ranks together (default: number of cores)",
     )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write every measurement to this file")
     add_table_option(parser, "speed")
@@ -59,13 +60,22 @@ def main() -> int:
         return gpu.main(given)
     what = given.what or ["cifar", "jpeg"]
     wanted = given.cases.split(",") if given.cases else names
-    cases = [case for case in pipelines.CASES if case.kind in what and case.name in wanted]
-    rows: list[tuple[str, int, float, float]] = []
+    marks: dict[str, list[pipelines.Case]] = {"speed": [], "speed of ranks": []}
+    for case in pipelines.CASES:
+        if ("ranks" if case.ranks > 1 else case.kind) in what and case.name in wanted:
+            marks["speed of ranks" if case.ranks > 1 else "speed"].append(case)
+    rows: list[tuple[str | int | float, ...]] = []
     tables: list[str] = []
-    if cases:
+    for mark, cases in marks.items():
+        if not cases:
+            continue
         found = pipelines.measure(cases, given.rounds, given.workers)
-        rows += [(case, number, *pair) for case, pairs in found.items() for number, pair in enumerate(pairs, 1)]
+        for case_name, pairs in found.items():
+            for number, (plain, trainer) in enumerate(pairs, 1):
+                rows.append((case_name, number, plain.images, trainer.images, plain.processor, trainer.processor))
         tables.append(pipelines.table(cases, found, given.workers))
+        if given.table:
+            write_between(given.table, mark, tables[-1])
     if "elasticity" in what:
         found_costs = elasticity.measure(given.rounds)
         both = {"elasticity": elasticity.table(found_costs), "elasticity by arithmetic": elasticity.by_arithmetic()}
@@ -81,10 +91,8 @@ def main() -> int:
             write_between(given.bookkeeping, "bookkeeping", tables[-1])
     if given.csv:
         with given.csv.open("w", newline="") as file:
-            csv.writer(file).writerows([("case", "round", "plain", "trainer"), *rows])
+            csv.writer(file).writerows([("case", "round", "plain", "trainer", "plain ms", "trainer ms"), *rows])
     print("\n\n".join(tables))
-    if given.table and cases:
-        write_between(given.table, "speed", tables[0])
     return 0
 
 

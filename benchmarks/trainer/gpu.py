@@ -101,9 +101,6 @@ class Row:
 
 def plan(given: argparse.Namespace, scratch: Path, why_not: str) -> Iterator[Row]:
     """Yield the rows. `why_not` is the reason why no process can be measured, if there is one."""
-    from benchmarks.trainer import step_timer
-
-    keys = (f"train.callbacks={step_timer.__name__}:callback", "train.eval_every=0", "checkpoint.every_epochs=0")
     found = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.dali")
     small = given.device == "cpu"
     cases = {case.name: replace(case, meaning=f"{case.name}, tiny", **SMALL) if small else case for case in CASES}
@@ -112,11 +109,10 @@ def plan(given: argparse.Namespace, scratch: Path, why_not: str) -> Iterator[Row
             yield from plan_airbench(given, scratch, seconds, "needs a GPU" if small else why_not)
             continue
         case, data, full = cases[name], scratch / name, f"{name}-{mode}"
-        timer = f"{step_timer.STEPS}={case.warm},{case.steps - case.warm},{case.recorded},{case.batch}"
-        start = ("env", timer, *(["CUDA_VISIBLE_DEVICES="] if small else []))
+        start = ("env", "CUDA_VISIBLE_DEVICES=") if small else ()
         plain = (*start, *plain_command(case, data, given.workers))
         trained, dali = (
-            (*start, *trainer_command(case, data, given.workers, scratch / f"{full}-{by}"), *keys)
+            (*start, *trainer_command(case, data, given.workers, scratch / f"{full}-{by}"))
             for by in ("trainer", "dali")
         )
         meaning, prepare = f"{case.meaning}, {case.batch} per step, {mode}", functools.partial(make_data, case, data)

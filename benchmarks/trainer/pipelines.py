@@ -1,4 +1,8 @@
-"""Compares the trainer's images per second with a plain loop's: same model, batch and precision."""
+"""Compares the trainer with a plain loop of the same model, batch and precision.
+
+With several ranks, torchrun starts both, and the plain loop is a plain DDP loop. Processor time is
+that of all ranks and of their data workers.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import CHECKOUT
+from benchmarks.processes import kill_all
 
 
 @dataclass(frozen=True)
@@ -21,8 +27,7 @@ class Case:
 
     On a GPU, `recorded` more steps show the device's busy share.
 
-    `target` is the trainer's speed relative to the plain loop's. `keys` contains the trainer's keys
-    in addition to those determined by the case.
+    `target` is the trainer's speed relative to the plain loop's. `batch` is the global batch.
     """
 
     name: str
@@ -33,8 +38,8 @@ class Case:
     steps: int
     target: float | None
     meaning: str
-    keys: tuple[str, ...] = ()
     recorded: int = 0
+    ranks: int = 1
 
 
 CASES = (
@@ -52,10 +57,26 @@ CASES = (
         "JPEGs, ResNet-18 at 224: dominated by arithmetic on a CPU",
     ),
     Case("jpeg-input", "jpeg", "tiny", 64, 5, 45, 1.5, "JPEGs, tiny network: reading and decoding alone"),
+    Case("cifar-resnet18-2", "cifar", "resnet18_cifar", 128, 2, 10, 1.0, "CIFAR-10, ResNet-18, 2 ranks", ranks=2),
+    Case("cifar-small-2", "cifar", "small_cnn:8", 128, 20, 220, 1.0, "CIFAR-10, a small network, 2 ranks", ranks=2),
 )  # fmt: skip
 
 
 _DATA = {"cifar": "cifar10", "jpeg": "imagefolder", "bare": "synthetic"}
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Images per second, and milliseconds of processor time per step."""
+
+    images: float
+    processor: float
+
+
+def _start(case: Case) -> list[str]:
+    """Return the start of a command that runs a module on each rank."""
+    ranks = ["torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}", "-m"]
+    return [sys.executable, "-m", *(ranks if case.ranks > 1 else [])]
 
 
 def plain_command(case: Case, data: Path, workers: int) -> list[str]:
@@ -63,12 +84,12 @@ def plain_command(case: Case, data: Path, workers: int) -> list[str]:
     script = {"cifar": "plain_cifar", "jpeg": "plain_imagenet", "bare": "bare_loop"}[case.kind]
     sizes = {"batch": case.batch, "warm": case.warm, "steps": case.steps, "recorded": case.recorded, "workers": workers}
     options = [f"--{name}={value}" for name, value in {**sizes, "model": case.model}.items()]
-    return [sys.executable, "-m", f"benchmarks.trainer.{script}", str(data), *options]
+    return [*_start(case), f"benchmarks.trainer.{script}", str(data), *options]
 
 
 def trainer_command(case: Case, data: Path, workers: int, folder: Path) -> list[str]:
     """Return the trainer's command, which writes into `folder`."""
-    from benchmarks.trainer import models_of_cases
+    from benchmarks.trainer import models_of_cases, step_timer
 
     generated = [f"data.size={(case.steps + case.recorded) * case.batch}", "data.shape=[3,224,224]"]
     arguments = [
@@ -79,12 +100,13 @@ def trainer_command(case: Case, data: Path, workers: int, folder: Path) -> list[
         *models_of_cases.trainer_arguments(case.model),
         "optim.lr=0.01",
         "optim.weight_decay=1e-4",
-        "train.epochs=1",
+        *("train.epochs=1", "train.eval_every=0", "checkpoint.every_epochs=0"),
         f"train.log_every={math.gcd(case.warm, case.steps, case.recorded)}",
+        f"train.callbacks={step_timer.__name__}:callback",
         f"checkpoint.dir={folder}",
-        *case.keys,
     ]
-    return [sys.executable, "-m", "benchmarks.trainer.trained", case.model, *arguments]
+    timer = f"{step_timer.STEPS}={case.warm},{case.steps - case.warm},{case.recorded},{case.batch}"
+    return ["env", timer, *_start(case), "benchmarks.trainer.trained", case.model, *arguments]
 
 
 def make_data(case: Case, folder: Path) -> None:
@@ -96,17 +118,12 @@ def make_data(case: Case, folder: Path) -> None:
         make(folder, (case.steps + case.recorded) * case.batch)
 
 
-def plain(case: Case, data: Path, workers: int) -> float:
-    """Return the plain loop's images per second."""
-    return float(json.loads(_run(plain_command(case, data, workers)).splitlines()[-1])["images_per_second"])
-
-
-def trained(case: Case, data: Path, workers: int, folder: Path) -> float:
-    """Return the trainer's images per second, from the times in its metrics.jsonl."""
-    _run(trainer_command(case, data, workers, folder))
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    times = {line["step"]: line["time"] for line in lines if line["event"] == "step"}
-    return (case.steps - case.warm) * case.batch / (times[case.steps] - times[case.warm])
+def read_speed(output: str, ranks: int) -> Speed:
+    """Return the speed of the slowest rank, and the processor time of all ranks."""
+    found = [json.loads(line) for line in output.splitlines() if line.startswith('{"images_per_second"')]
+    if len(found) != ranks:
+        raise ValueError(f"{len(found)} of {ranks} ranks printed figures")
+    return Speed(min(one["images_per_second"] for one in found), sum(one["processor_ms"] for one in found))
 
 
 def environment() -> dict[str, str]:
@@ -117,50 +134,64 @@ def environment() -> dict[str, str]:
 
 
 def _run(command: list[str]) -> str:
-    done = subprocess.run(command, cwd=CHECKOUT, env=environment(), capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(
-            f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-        )
-    return done.stdout
+    process = subprocess.Popen(command, cwd=CHECKOUT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        out, err = (stream.decode(errors="replace") for stream in process.communicate())
+    finally:
+        if process.poll() is None:
+            kill_all(process)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {process.returncode}:\n{out[-2000:]}\n{err[-4000:]}")
+    return out
 
 
-def measure(cases: list[Case], rounds: int, workers: int) -> dict[str, list[tuple[float, float]]]:
-    """Return (plain loop, trainer) in images per second, one pair per case and round.
+def measure(cases: list[Case], rounds: int, workers: int) -> dict[str, list[tuple[Speed, Speed]]]:
+    """Return (plain loop, trainer), one pair per case and round. The two alternate in going first.
 
-    The two alternate in going first.
+    The ranks of a case share the `workers`.
     """
-    found: dict[str, list[tuple[float, float]]] = {case.name: [] for case in cases}
+    found: dict[str, list[tuple[Speed, Speed]]] = {case.name: [] for case in cases}
     with tempfile.TemporaryDirectory(prefix="trainer-benchmark-") as scratch:
         for case in cases:
             make_data(case, Path(scratch) / case.name)
         for round_ in range(rounds):
             for case in cases:
                 data, run = Path(scratch) / case.name, Path(scratch) / f"run-{case.name}-{round_}"
-                speeds: dict[str, float] = {}
-                for who in ("plain", "trainer") if round_ % 2 == 0 else ("trainer", "plain"):
-                    speeds[who] = plain(case, data, workers) if who == "plain" else trained(case, data, workers, run)
-                found[case.name].append((speeds["plain"], speeds["trainer"]))
-                ratio = speeds["trainer"] / speeds["plain"]
-                text = f"plain {speeds['plain']:.1f}, trainer {speeds['trainer']:.1f} images/s: {ratio:.2f}"
+                each = -(-workers // case.ranks)
+                commands = {
+                    "plain": plain_command(case, data, each),
+                    "trainer": trainer_command(case, data, each, run),
+                }
+                order = list(commands) if round_ % 2 == 0 else list(commands)[::-1]
+                speeds = {who: read_speed(_run(commands[who]), case.ranks) for who in order}
+                plain, trainer = speeds["plain"], speeds["trainer"]
+                found[case.name].append((plain, trainer))
+                text = f"plain {plain.images:.1f}, trainer {trainer.images:.1f} images/s:"
+                text += f" {trainer.images / plain.images:.2f}; {plain.processor:.1f}, {trainer.processor:.1f} ms"
                 print(f"{round_ + 1:>3} {case.name:<16} {text}", file=sys.stderr, flush=True)
     return found
 
 
-def table(cases: list[Case], found: dict[str, list[tuple[float, float]]], workers: int) -> str:
+def table(cases: list[Case], found: Mapping[str, list[tuple[Speed, Speed]]], workers: int) -> str:
     """Return a table of medians, and of the median ratio within a round."""
     lines = [
-        "| case | plain loop images/s | trainer images/s | ratio (range) | target |",
-        "| --- | --- | --- | --- | --- |",
+        "| case | plain loop images/s | trainer images/s | ratio (range) | target"
+        " | plain loop, processor time per step | trainer | ratio (range) |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for case in cases:
         pairs = found[case.name]
-        ratios = sorted(trainer / plain for plain, trainer in pairs)
-        slow, fast = (statistics.median(pair[side] for pair in pairs) for side in (0, 1))
-        times = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
-        lines.append(
-            f"| {case.meaning}, {case.batch} per step | {slow:.0f} | {fast:.0f} | {times} | {case.target or ''} |"
-        )
+        images = [(plain.images, trainer.images) for plain, trainer in pairs]
+        spent = [(plain.processor, trainer.processor) for plain, trainer in pairs]
+        (slow, fast), (more, less) = (map(statistics.median, zip(*values, strict=True)) for values in (images, spent))
+        cells = [f"{case.meaning}, {case.batch} per step", f"{slow:.0f}", f"{fast:.0f}", _ratio(images)]
+        cells += [str(case.target or ""), f"{more:.0f} ms", f"{less:.0f} ms", _ratio(spent)]
+        lines.append(f"| {' | '.join(cells)} |")
     rounds = len(next(iter(found.values())))
     load = f"load average {os.getloadavg()[0]:.1f}"
     return "\n".join([*lines, "", f"{rounds} rounds, interleaved; {workers} workers; {os.cpu_count()} cores; {load}."])
+
+
+def _ratio(pairs: list[tuple[float, float]]) -> str:
+    ratios = sorted(trainer / plain for plain, trainer in pairs)
+    return f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"

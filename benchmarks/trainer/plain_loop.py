@@ -1,8 +1,13 @@
-"""The official examples' loop with their meters, on a GPU if available. It prints its speed."""
+"""The official examples' loop with their meters, on a GPU if available. It prints its speed.
+
+If torchrun starts several ranks, they use DDP and a DistributedSampler, as in PyTorch's tutorials,
+on the CPU.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,7 +17,8 @@ from torch import nn
 
 from benchmarks.trainer.step_timer import StepTimer
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+RANKS = int(os.environ.get("WORLD_SIZE", "1"))
+DEVICE = torch.device("cuda" if torch.cuda.is_available() and RANKS == 1 else "cpu")
 
 Batches = Iterable[tuple[torch.Tensor, torch.Tensor]]
 
@@ -30,15 +36,19 @@ def options() -> argparse.Namespace:
     parser.add_argument(
         "--compile", default="false", metavar="MODE", help="compile the model with this mode of torch.compile"
     )
+    if RANKS > 1:
+        torch.distributed.init_process_group("gloo")
     return parser.parse_args()
 
 
 def loader(data: torch.utils.data.Dataset[Any], given: argparse.Namespace) -> Iterable[Any]:
     """Return a loader for the training set, as in the official examples."""
+    sampler = torch.utils.data.DistributedSampler(data) if RANKS > 1 else None
     return torch.utils.data.DataLoader(
         data,
-        batch_size=given.batch,
-        shuffle=True,
+        batch_size=given.batch // RANKS,
+        shuffle=sampler is None,
+        sampler=sampler,
         num_workers=given.workers,
         pin_memory=DEVICE.type == "cuda",
     )
@@ -66,6 +76,8 @@ def train(model: nn.Module, loader: Batches, given: argparse.Namespace, meters: 
     losses = 0.0
     model.train()
     compute = torch.compile(model, mode=given.compile) if given.compile != "false" else model
+    if RANKS > 1:
+        compute = nn.parallel.DistributedDataParallel(model)
     timer = StepTimer(given.warm, given.steps - given.warm, given.recorded, given.batch)
     for step, (images, target) in enumerate(loader, 1):
         images = images.to(DEVICE, non_blocking=True, memory_format=layout)

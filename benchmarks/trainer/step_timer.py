@@ -4,7 +4,7 @@ The wall clock is read while the device is idle, after the warm-up and after the
 torch's profiler then records a few more steps. The busy share is the time per recorded step in
 which the device works, divided by the time of a counted step, because recording slows down the
 host, but not the device. Without a GPU, the busy share is the process's CPU time in the counted
-steps, divided by that of all cores.
+steps, divided by that of all cores. Processor time includes the process's data workers.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.processes import descendants, processor_seconds
+
 STEPS = "BENCHMARK_STEPS"
 """Environment variable with the arguments of StepTimer."""
 WORK = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -32,7 +34,7 @@ class StepTimer:
 
     def __init__(self, warm: int, counted: int, recorded: int, batch: int) -> None:
         self._warm, self._end, self._last = warm, warm + counted, warm + counted + recorded
-        self._batch, self._began, self._profiler = batch, (0.0, 0.0), None
+        self._batch, self._began, self._workers, self._profiler = batch, (0.0, 0.0), 0.0, None
         self.figures: dict[str, float | None] = {}
 
     def on_step(self, step: int, _loss: float = 0.0) -> None:
@@ -43,12 +45,19 @@ class StepTimer:
             torch.cuda.synchronize()
         now = time.perf_counter(), time.process_time()
         if step == self._warm:
-            self._began = now
+            self._workers = sum(map(processor_seconds, descendants(os.getpid())))
+            self._began = time.perf_counter(), time.process_time()  # Searching /proc takes time, too.
         elif step == self._end:
-            wall, processor = (after - before for after, before in zip(now, self._began, strict=True))
-            each = wall / (self._end - self._warm)
-            busy = None if on_gpu else processor / wall / len(os.sched_getaffinity(0))
-            self.figures = {"images_per_second": self._batch / each, "step_ms": 1000 * each, "busy": busy}
+            wall, own = (after - before for after, before in zip(now, self._began, strict=True))
+            steps = self._end - self._warm
+            busy = None if on_gpu else own / wall / len(os.sched_getaffinity(0))
+            self.figures = {
+                "images_per_second": self._batch * steps / wall,
+                "step_ms": 1000 * wall / steps,
+                "busy": busy,
+            }
+            workers = sum(map(processor_seconds, descendants(os.getpid()))) - self._workers
+            self.figures["processor_ms"] = 1000 * (own + workers) / steps
         elif self._profiler is not None:
             self._profiler.stop()
             with tempfile.NamedTemporaryFile(suffix=".json") as trace:
@@ -58,7 +67,8 @@ class StepTimer:
             share = 1000 * worked / (self._last - self._end) / self.figures["step_ms"]
             self.figures["busy"] = share if worked else None
         if self.figures:
-            print(json.dumps(self.figures), flush=True)
+            # A line in one write, because torchrun's ranks share an output and do not buffer it.
+            print(json.dumps(self.figures) + "\n", end="", flush=True)
         if on_gpu and step == self._end < self._last:
             self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
             self._profiler.start()

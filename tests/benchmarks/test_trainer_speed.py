@@ -4,6 +4,9 @@ few steps.
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,20 +14,55 @@ from pathlib import Path
 import pytest
 from machine import slowness
 
-from benchmarks.trainer import bookkeeping, bookkeeping_rank, elasticity, made_data, pipelines
+from benchmarks.trainer import bookkeeping, bookkeeping_rank, elasticity, made_data, pipelines, step_timer
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["cifar-input", "jpeg-input"])
+@pytest.mark.parametrize("name", ["cifar-small-2", "jpeg-input"])
 def test_each_case_measures_both_the_plain_loop_and_the_trainer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(made_data, "DIFFERENT", 8)
     case = replace(next(case for case in pipelines.CASES if case.name == name), batch=8, warm=1, steps=4)
-    found = pipelines.measure([case], 1, 1)
+    found = pipelines.measure([case], 1, 2)
     ((plain, trained),) = found[name]
-    assert plain > 0 and trained > 0
-    assert f"| {case.meaning}, 8 per step | {plain:.0f} | {trained:.0f} | {trained / plain:.2f} (" in pipelines.table(
-        [case], found, 1
-    )
+    assert min(plain.images, plain.processor, trained.images, trained.processor) > 0
+    text = pipelines.table([case], found, 2)
+    ratio, spent = trained.images / plain.images, trained.processor / plain.processor
+    assert f"| {case.meaning}, 8 per step | {plain.images:.0f} | {trained.images:.0f} | {ratio:.2f} (" in text
+    assert f"| {plain.processor:.0f} ms | {trained.processor:.0f} ms | {spent:.2f} (" in text
+
+
+def test_the_slowest_ranks_speed_and_all_ranks_processor_time_count() -> None:
+    lines = [json.dumps({"images_per_second": speed, "processor_ms": spent}) for speed, spent in ((80, 30), (90, 20))]
+    output = "\n".join(["epoch 1", *lines])
+    assert pipelines.read_speed(output, 2) == pipelines.Speed(80, 50)
+    with pytest.raises(ValueError, match="2 of 3 ranks printed figures"):
+        pipelines.read_speed(output, 3)
+
+
+WORKER = """
+import time
+for end in (0.3, 0.6):
+    input()
+    while time.process_time() < end:
+        pass
+    print(flush=True)
+input()
+"""
+
+
+def test_processor_time_includes_the_data_workers(capsys: pytest.CaptureFixture[str]) -> None:
+    """The worker works for 0.3 s before the counted step, and for 0.3 s in it."""
+    timer = step_timer.StepTimer(1, 1, 0, batch=8)
+    with subprocess.Popen([sys.executable, "-c", WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
+        assert worker.stdin and worker.stdout
+        for step in (1, 2):
+            worker.stdin.write(b"\n")
+            worker.stdin.flush()
+            worker.stdout.readline()
+            timer.on_step(step)
+        worker.kill()
+    assert timer.figures["processor_ms"] == pytest.approx(300, abs=100)
+    assert pipelines.read_speed(capsys.readouterr().out, 1).processor == timer.figures["processor_ms"]
 
 
 def test_generated_jpegs_are_as_large_as_imagenets(tmp_path: Path) -> None:

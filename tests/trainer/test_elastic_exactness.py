@@ -312,12 +312,17 @@ def test_repeated_augmentation_is_the_same_on_any_number_of_ranks(tmp_path: Path
 def test_without_exactness_each_sample_is_still_taken_once_and_nothing_is_exchanged(
     alone: Path, tmp_path: Path
 ) -> None:
+    """strategy=fsdp divides like ddp, even if it computes activations twice."""
+
     def no_exchange(rank: int) -> None:
         del Group.swap
 
-    good(3, [*TIED, "data.exact=false", f"checkpoint.dir={tmp_path}"], prepare=no_exchange)
-    assert verify(read([tmp_path / "run"])).epochs == {1: 1438, 2: 1438}
-    assert distance(alone, tmp_path) > 10 * TOLERANCE
+    folders = tmp_path / "ddp", tmp_path / "fsdp"
+    for folder, keys in zip(folders, ([], ["strategy=fsdp", "fsdp.recompute=true"]), strict=True):
+        good(3, [*TIED, *keys, "data.exact=false", f"checkpoint.dir={folder}"], prepare=no_exchange)
+        assert verify(read([folder / "run"])).epochs == {1: 1438, 2: 1438}
+        assert distance(alone, folder) > 10 * TOLERANCE
+    assert distance(*folders) < TOLERANCE
     per_rank = [len(step.mine) for step in all_dealt(3, sampler.Dividing.LOCAL)]
     assert max(per_rank) - min(per_rank) <= 2, "an even share, in two passes"
 

@@ -182,8 +182,10 @@ class Division:
         # Sums over parts differ from sums over whole micro-batches in the last bits.
         if config.ddp.ordered or not strategy.divides:
             return cls(config, data, strategy, micro_batches, Dividing.NO)
-        exact = Dividing.EXACT if can_be_shared(model) and not config.data.batch_transform else Dividing.NO
-        return cls(config, data, strategy, micro_batches, exact if config.data.exact else Dividing.LOCAL)
+        if not config.data.exact:
+            return cls(config, data, strategy, micro_batches, Dividing.LOCAL)
+        shared = can_be_shared(model) and not (config.data.batch_transform or strategy.recomputes)
+        return cls(config, data, strategy, micro_batches, Dividing.EXACT if shared else Dividing.NO)
 
     def resume(self, snapshot: Snapshot) -> Division:
         """Return the division with which training continues from a checkpoint.
@@ -323,6 +325,9 @@ def note_choices(
             f"amp.dtype={config.amp.dtype.value} has no effect on this device with amp.level=auto; set amp.level=O1"
             " to compute in it"
         )
+    if not config.data.exact and (config.ddp.ordered or not strategy.divides):
+        cause = "ddp.ordered=true" if config.ddp.ordered else f"strategy={config.strategy.value}"
+        notes.append(f"data.exact=false has no effect with {cause}, because ranks take whole micro-batches")
     if strategy.depths is not None:
         notes.append(describe_shares(strategy.depths, config.optim.layer_decay))
     profiled = config.report.profile_steps

@@ -41,7 +41,7 @@ from ddpjob_trainer.evaluation.views import over_views
 from ddpjob_trainer.lifecycle.fence import agree_on_incarnation
 from ddpjob_trainer.lifecycle.signals import EXIT_STEPPED_ASIDE, Agreement, Due, StopRequest
 from ddpjob_trainer.lifecycle.stack_dumps import StackDumps
-from ddpjob_trainer.model.airbench import whiten
+from ddpjob_trainer.model.airbench import find_filters, whiten
 from ddpjob_trainer.model.models import build_model, choose_layout, is_own, is_tied_to_micro_batches
 from ddpjob_trainer.optim.nonfinite import NonFiniteGuard
 from ddpjob_trainer.optim.optimizers import Position, learning_rate
@@ -143,7 +143,7 @@ class Trainer:
         self._notes = run_plan.check_optimizer(group, config, data, model)
         if is_own(config.model):  # It may draw from generators that have not been seeded.
             group.broadcast_tensors([*model.parameters(), *model.buffers()])
-        whiten(model, data, group)
+        self._filters = find_filters(model, data)
         parameters = sum(weight.numel() for weight in model.parameters())
         self._erasers = build_erasers(config.data, data.shape)
         own = config.data.batch_transform
@@ -559,7 +559,10 @@ class Trainer:
         self.division.check_smallest_micro_batch(self.sampler.state)
 
     def _load_weights(self) -> None:
-        """Start from the weights in checkpoint.load or model.pretrained, if set."""
+        """Start with computed filters, and the weights in checkpoint.load or model.pretrained."""
+        if self._filters:
+            state = self.strategy.state()
+            self.strategy.load({**state, "model": whiten(state["model"], self._filters, self.data, self.group)})
         if (path := self.config.checkpoint.load) is not None:
             state = self.strategy.state()
             keys = self.config.checkpoint

@@ -8,13 +8,17 @@ import gc
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ddpjob_trainer import config
 from ddpjob_trainer.data import dali
 from ddpjob_trainer.data.catalog import open_data
 from ddpjob_trainer.data.dataset import DataSet
+from ddpjob_trainer.data.decode import Box
+from ddpjob_trainer.data.pool import Request
 from ddpjob_trainer.errors import ConfigError
 from PIL import Image
 
@@ -99,6 +103,80 @@ def test_a_broken_image_is_reported_and_dali_decodes_the_others(
         f"image {path} cannot be read (" in reported
         and "flower.jpg/2.jpg cannot be read (not a known image format)" in reported
     )
+
+
+class OnGpu(torch.Tensor):
+    """A CPU tensor that claims to be on a GPU and notes the calls that matter for its memory."""
+
+    events: list[str] = []  # noqa: RUF012
+    is_cuda = True
+
+    def clone(self, **_: Any) -> torch.Tensor:  # type: ignore[override]
+        self.events.append("copy")
+        return super().clone()
+
+    def record_stream(self, stream: Any) -> None:
+        self.events.append(f"used by {stream}")
+
+
+class Stream:
+    """A stand-in for DALI's own CUDA stream."""
+
+    def __init__(self, _: torch.device) -> None:
+        OnGpu.events.clear()
+
+    def __enter__(self) -> None:
+        OnGpu.events.append("enter")
+
+    def __exit__(self, *_: object) -> None:
+        OnGpu.events.append("leave")
+
+    def synchronize(self) -> None:
+        OnGpu.events.append("wait")
+
+
+class Pipeline:
+    """A stand-in for DALI's pipeline, which writes each run's pixels into the same memory."""
+
+    def __init__(self) -> None:
+        self.pixels, self.runs = np.zeros((2, 5, 5, 3), dtype=np.uint8), 0
+
+    def feed_input(self, *_: Any) -> None:
+        pass
+
+    def run(self) -> tuple[Pipeline]:
+        self.runs += 1
+        self.pixels[:] = self.runs
+        return (self,)
+
+    def as_tensor(self) -> np.ndarray[Any, Any]:
+        return self.pixels
+
+
+def test_pixels_are_copied_on_a_stream_of_their_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy is complete before DALI runs again, and its memory is kept for the stream that
+    trains. There is no GPU here, so stand-ins note what happens.
+    """
+    monkeypatch.setattr(dali.importlib, "import_module", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "training")
+    monkeypatch.setattr(dali, "from_dlpack", lambda dense: torch.from_numpy(dense).as_subclass(OnGpu))
+    pipeline, content = Pipeline(), (folder / "train" / "china.jpg" / "0.jpg").read_bytes()
+    monkeypatch.setattr(dali.DaliDecoder, "_build", lambda self, size, side: pipeline)
+    decoder = dali.DaliDecoder(
+        lambda numbers: [content] * len(numbers),
+        lambda request, index: (lambda height, width: Box(0, 0, 5, 5), False),
+        lambda request: pytest.fail("nothing is unreadable"),
+        workers=1,
+        device=torch.device("cuda"),
+    )
+    requests = iter([Request(False, 0, [0, 1], 5), Request(False, 0, [2, 3], 5)])
+    chunks = [chunk for (chunk,) in decoder.run(requests)]
+    assert [int(chunk.pixels.max()) for chunk in chunks] == [1, 2]
+    copied = ["enter", "copy", "leave", "wait"]
+    assert [event for event in OnGpu.events if "used" not in event] == 2 * copied
+    assert OnGpu.events.count("used by training") == 2
 
 
 def test_without_dali_the_error_names_the_package_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

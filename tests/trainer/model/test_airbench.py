@@ -17,7 +17,8 @@ from ddpjob_trainer.data.dataset import Normalize
 from ddpjob_trainer.data.in_memory import MemoryData
 from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.model.airbench import Airbench, Whitening, filters, whiten
+from ddpjob_trainer.model import airbench
+from ddpjob_trainer.model.airbench import Airbench, Whitening, filters, find_filters, whiten
 from ddpjob_trainer.model.models import build_model
 from ddpjob_trainer.model.partition import to_sequential
 from ddpjob_trainer.optim.loss import loss_sum
@@ -108,7 +109,7 @@ def test_the_filters_are_airbenchs_and_make_the_patches_uncorrelated() -> None:
 
     model = Airbench((3, 32, 32), 10, WIDTH)
     before = model.whiten.weight.clone()
-    whiten(model, data, Group())
+    model.load_state_dict(whiten(model.state_dict(), find_filters(model, data), data, Group()))
     assert not torch.equal(model.whiten.weight, before) and torch.equal(model.whiten.weight, filters(data, 2).float())
     images = next(data.train_batches([list(range(150))], 0)).images
     maps = model.whiten(images) - model.whiten.bias[:, None, None]
@@ -122,8 +123,9 @@ def test_the_filters_are_airbenchs_and_make_the_patches_uncorrelated() -> None:
 def test_a_layer_that_does_not_fit_the_images_is_refused() -> None:
     data = open_data(config.load(None, ["data.name=digits"]).data)
     with pytest.raises(ConfigError, match=r"takes 3 channels, but the data's images have 1; use it as the first layer"):
-        whiten(nn.Sequential(Whitening(3)), data, Group())
-    whiten(nn.Sequential(nn.Linear(1, 1)), data, Group())
+        find_filters(nn.Sequential(Whitening(3)), data)
+    assert find_filters(nn.Sequential(nn.Linear(1, 1)), data) == ""
+    assert find_filters(Whitening(1), data) == "weight"
 
 
 @pytest.mark.parametrize("wrong", [None, "optim__muon_momentum", "optim__momentum", "optim__groups"])
@@ -216,16 +218,39 @@ def outcome(folder: Path) -> tuple[dict[str, torch.Tensor], list[float], float]:
     return weights, final_losses(folder / "run"), metrics(folder / "run", "eval")[-1]["loss"]
 
 
+def noting_filters(path: Path, then: Any = lambda rank: None) -> Any:
+    """Return a hook that appends to `path` whenever a rank computes filters."""
+
+    def prepare(rank: int) -> None:
+        then(rank)
+        compute = airbench.filters
+
+        def noted(*given: Any) -> torch.Tensor:
+            with path.open("a") as file:
+                file.write(f"{rank}")
+            return compute(*given)
+
+        airbench.filters = noted
+
+    path.write_text("")
+    return prepare
+
+
 def test_a_run_of_the_recipe_is_exact_on_other_ranks_and_after_a_resume(tmp_path: Path) -> None:
-    """Two ranks differ from one by rounding at most, and a resume does not differ at all."""
+    """Two ranks differ from one by rounding at most, and a resume does not differ at all. Only rank
+    0 of a new run computes filters, because a checkpoint contains them.
+    """
     write_cifar_binary(tmp_path)
+    computed = tmp_path / "computed"
     folders = [tmp_path / name for name in ("one", "two", "resumed")]
     good(1, arguments(tmp_path, folders[0]))
     # Without ddp.ordered, DDP would send rank 0's filters to all ranks by itself.
-    good(2, arguments(tmp_path, folders[1], ddp__ordered="true"))
-    stopped = run(1, arguments(tmp_path, folders[2]), prepare=stop_at(5))
-    assert [end.code for end in stopped] == [75]
-    good(1, arguments(tmp_path, folders[2]))
+    good(2, arguments(tmp_path, folders[1], ddp__ordered="true"), prepare=noting_filters(computed))
+    assert computed.read_text() == "0"
+    stopped = run(1, arguments(tmp_path, folders[2]), prepare=noting_filters(computed, stop_at(5)))
+    assert [end.code for end in stopped] == [75] and computed.read_text() == "0"
+    good(1, arguments(tmp_path, folders[2]), prepare=noting_filters(computed))
+    assert computed.read_text() == "", "a resume computes no filters"
     (one, losses, tested), (two, *of_two), (resumed, *of_resumed) = map(outcome, folders)
     assert of_resumed == [losses, tested] and all(torch.equal(one[name], resumed[name]) for name in one)
     np.testing.assert_allclose(of_two[0], losses, rtol=0, atol=1e-6)

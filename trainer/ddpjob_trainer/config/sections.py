@@ -841,7 +841,7 @@ class FsdpConfig:
     recompute: bool = False
     """Free activations inside a block after its forward pass, and compute them again in the
     backward pass (activation checkpointing). This saves memory, but adds a third of the work. Ranks
-    take whole micro-batches.
+    take whole micro-batches unless data.exact is false.
     """
 
 

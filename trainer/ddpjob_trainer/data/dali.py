@@ -3,6 +3,9 @@
 The crops are the same as in the workers. Test images, and every batch that DALI cannot decode, are
 always decoded by workers, which report the broken image. decoders.image_slice decodes only the
 crop: https://docs.nvidia.com/deeplearning/dali.
+
+Pixels are copied on a CUDA stream of this module, so a batch that is decoded ahead does not wait
+for the training's kernels. This has not been run on a GPU.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import importlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -47,6 +51,7 @@ class DaliDecoder:
         """
         self._read, self._choose, self._fallback = read, choose, fallback
         self._threads, self._device = max(1, workers), device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         try:
             self._dali = importlib.import_module("nvidia.dali")
         except ImportError as error:
@@ -64,9 +69,16 @@ class DaliDecoder:
         for request in requests:
             waiting.append(self._ahead.submit(self._decode, request))
             if len(waiting) > _AHEAD:
-                yield [waiting.popleft().result()]
+                yield [self._hand_over(waiting.popleft().result())]
         while waiting:
-            yield [waiting.popleft().result()]
+            yield [self._hand_over(waiting.popleft().result())]
+
+    def _hand_over(self, chunk: Chunk) -> Chunk:
+        """Return a chunk for use on the current stream of the calling thread, which trains."""
+        if chunk.pixels.is_cuda:
+            # Otherwise a later copy could reuse the memory before the training has read it.
+            chunk.pixels.record_stream(torch.cuda.current_stream(chunk.pixels.device))
+        return chunk
 
     def _decode(self, request: Request) -> Chunk:
         size = len(request.numbers)
@@ -93,11 +105,12 @@ class DaliDecoder:
             pipeline.feed_input(name, [np.array(value, dtype=np.int32) for value in column])
         (images,) = pipeline.run()
         dense = images.as_tensor()
-        found = from_dlpack(dense) if self._device.type == "cuda" else torch.from_numpy(np.array(dense))
-        copied = found.permute(0, 3, 1, 2).clone(memory_format=torch.contiguous_format)
+        with torch.cuda.stream(self._stream) if self._stream else nullcontext():
+            found = from_dlpack(dense) if self._stream else torch.from_numpy(np.array(dense))
+            copied = found.permute(0, 3, 1, 2).clone(memory_format=torch.contiguous_format)
         # The copy is asynchronous, so DALI's next run could overwrite its source.
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(copied.device).synchronize()
+        if self._stream:
+            self._stream.synchronize()
         return copied
 
     def _crop(self, request: Request, index: int, content: bytes | OSError) -> Crop:

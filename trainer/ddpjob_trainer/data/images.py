@@ -134,7 +134,7 @@ class ImageData(DataSet):
         samples = _samples(source, numbers)
         labels = torch.from_numpy(source.labels[samples])
         done, bad = 0, list[int]()
-        # DALI's chunks are on the GPU already, in memory of the stream that trains.
+        # DALI's chunks are on the GPU already, and ready for the stream that trains.
         apart = self._copies if all(chunk.pixels.device.type == "cpu" for chunk in chunks) else None
         with torch.cuda.stream(apart) if apart else nullcontext():
             pixels = torch.empty(len(numbers), 3, side, side, dtype=torch.uint8, device=self._device)

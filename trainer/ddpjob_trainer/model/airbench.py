@@ -11,10 +11,10 @@ follows.
 
 Example: a patch of 2x2 pixels in 3 colours has 12 values, hence 12 eigenvectors and 24 filters.
 
-The filters are a buffer, not a parameter, so every strategy keeps them fixed and checkpoints
-contain them. Rank 0 computes them from the first samples of epoch 0 and sends them to all ranks, so
-the number of ranks does not change them. `whiten` does the same for a `Whitening` that is the first
-layer of the user's own model.
+The filters are a buffer, not a parameter, so every strategy keeps them fixed. Checkpoints contain
+them, so only a new run computes them. Rank 0 does so from the first samples of epoch 0 and sends
+them to all ranks, so the number of ranks does not change them. `whiten` does the same for a
+`Whitening` that is the first layer of the user's own model.
 """
 
 from __future__ import annotations
@@ -51,22 +51,29 @@ class Whitening(nn.Module):
         return nn.functional.conv2d(images, self.weight, self.bias)
 
 
-def whiten(model: nn.Module, data: DataSet, group: Group) -> None:
-    """Compute the filters of the model's Whitening, if it has one. All ranks must call this.
+def find_filters(model: nn.Module, data: DataSet) -> str:
+    """Return the name of the filters of the model's Whitening; empty if it has none.
 
     Raises ConfigError if the layer does not fit the images.
     """
-    layer = next((module for module in model.modules() if isinstance(module, Whitening)), None)
-    if layer is None:
-        return
-    if layer.weight.shape[1] != data.shape[0]:
-        raise ConfigError(
-            f"a Whitening of the model takes {layer.weight.shape[1]} channels, but the data's images have"
-            f" {data.shape[0]}; use it as the first layer"
-        )
+    for name, layer in model.named_modules():
+        if isinstance(layer, Whitening):
+            if layer.weight.shape[1] != data.shape[0]:
+                raise ConfigError(
+                    f"a Whitening of the model takes {layer.weight.shape[1]} channels, but the data's images have"
+                    f" {data.shape[0]}; use it as the first layer"
+                )
+            return f"{name}.weight" if name else "weight"
+    return ""
+
+
+def whiten(weights: dict[str, torch.Tensor], name: str, data: DataSet, group: Group) -> dict[str, torch.Tensor]:
+    """Return a model's state dict with computed filters under `name`. All ranks must call this."""
+    computed = torch.empty(weights[name].shape)
     if group.rank == 0:
-        layer.weight.copy_(filters(data, layer.weight.shape[2]))
-    group.broadcast_tensors([layer.weight])
+        computed.copy_(filters(data, computed.shape[2]))
+    group.broadcast_tensors([computed])
+    return {**weights, name: computed}
 
 
 @torch.no_grad()

@@ -35,14 +35,12 @@ class Fsdp(Strategy):
 
     def __init__(self, config: Config, group: Group, device: torch.device) -> None:
         super().__init__(config, group, device)
-        if config.fsdp.recompute:
-            # The backward pass would compute a part of a micro-batch as if it were a whole one.
-            self.divides = False
-            if config.model.sync_batchnorm:
-                raise ConfigError(
-                    "fsdp.recompute: model.sync_batchnorm exchanges statistics in the forward pass, which cannot be"
-                    " repeated; leave out one of the two"
-                )
+        self.recomputes = config.fsdp.recompute
+        if self.recomputes and config.model.sync_batchnorm:
+            raise ConfigError(
+                "fsdp.recompute: model.sync_batchnorm exchanges statistics in the forward pass, which cannot be"
+                " repeated; leave out one of the two"
+            )
         if group.world > 1:
             if device.type == "cpu":
                 # Before torch 2.7, FSDP2 requires events from every stream.
@@ -56,7 +54,7 @@ class Fsdp(Strategy):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the same module after converting its parameters to DTensors."""
-        if self.config.fsdp.recompute:
+        if self.recomputes:
             for block in blocks(model):
                 block.forward = partial(_recomputed, block.forward)
         if self.group.world == 1:

@@ -74,7 +74,10 @@ class Strategy:
     """Whether all ranks need the same number of micro-batches because a forward pass is a
     collective."""
     divides = False
-    """Whether ranks may share micro-batches (see `sampler.Part`)."""
+    """Whether micro-batches may be divided differently among a changed number of ranks."""
+    recomputes = False
+    """Whether the backward pass repeats the forward pass, in which ranks then cannot exchange
+    statistics of shared micro-batches (see `sampler.Part`)."""
     parts: SharedParts | None = None
     stages = 1
     """Ranks r, r + stages, r + 2 * stages, ... do the same work; other ranks do different work."""
