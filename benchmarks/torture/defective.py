@@ -69,14 +69,16 @@ def mark_first():
 def prefer_older():
     """Continue from the highest step in memory instead of the newest incarnation's."""
 
-    def choose(held, parts):
-        found = {}
-        for state in (state for states in held.values() for state in states):
-            found.setdefault(state.moment, set()).add(state.part)
-        whole = [moment for moment, has in found.items() if has >= set(parts)]
-        return max(whole, key=lambda moment: (moment.step, [-n for n in moment.order]), default=None)
+    choose = rank_snapshots.choose
 
-    rank_snapshots.choose = choose
+    def highest(held, world):
+        whole = []
+        for moment in {state.moment for states in held.values() for state in states}:
+            alone = {holder: [state for state in states if state.moment == moment] for holder, states in held.items()}
+            whole += [found] if (found := choose(alone, world)) else []
+        return max(whole, key=lambda found: (found[0].step, [-n for n in found[0].order]), default=None)
+
+    rank_snapshots.choose = highest
 
 
 def leave_out_momentum():

@@ -30,6 +30,10 @@ and the highest incarnation, because a pod that was replaced after a change to t
 different values. A rank's private state, such as its random generators, goes to every node with
 each copy, because its own node may be lost.
 
+**Another group size** (`_Regrouping`). An elastic job may continue with fewer or more ranks than
+wrote a sharded state. Each rank then reads all old parts, one after another, and takes its own rows
+from each of them. So it never holds more than one old part in addition to its own.
+
 **Failures.** A node without a large enough volume keeps nothing, and its ranks receive the state
 into their own memory. All ranks learn this at the next copy, and report how much memory is needed.
 With replicated state, the other nodes continue. A sharded state would never be complete, so copying
@@ -58,7 +62,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Optional, Protocol
 
 from ddpjob_runtime import protocol
 
@@ -77,6 +81,7 @@ from ddpjob_pod.snapshot_store import (
     decode,
     encode,
     part_of,
+    parts_of,
     transfers,
 )
 
@@ -109,6 +114,10 @@ _AUTO_CODE, _NONE_CODE = 0, 2**64 - 1
 
 Rebuild = Callable[[tuple[Any, ...], Any, "tuple[int, ...]"], Any]
 """Makes the tensor to restore, given (path, this rank's shard, shape of the whole tensor)."""
+Rows = Callable[[tuple[Any, ...], "tuple[int, ...]"], Optional[range]]
+"""Returns the rows that form this rank's shard, given (path, shape of the whole tensor); None if
+the rank needs the whole tensor.
+"""
 
 
 class RankExchange(Protocol):
@@ -530,13 +539,17 @@ class RankSnapshots:
         self.settle()
         self._exchange = exchange
 
-    def restore(self, rebuild: Rebuild | None = None, *, views: bool = False) -> Restored | None:
+    def restore(
+        self, rebuild: Rebuild | None = None, rows: Rows | None = None, *, views: bool = False
+    ) -> Restored | None:
         """Return the newest state whose parts all exist on some node; None if there is none.
 
-        Afterwards, every node has that state.
+        Afterwards, every node has that state, unless a group of a different size wrote it.
 
         Args:
             rebuild: function that makes a sharded tensor from this rank's part of it.
+            rows: function that returns this rank's rows. Without it, only states from groups of
+                the same size count.
             views: whether the tensors are views of the node's memory, which are valid until the
                 next copy; otherwise they are copies in CPU memory.
 
@@ -550,13 +563,17 @@ class RankSnapshots:
         held = {rank: states for rank, (states, _) in nodes.items()}
         made = self._made = max((m for _, m in nodes.values() if m is not None), default=None)
         world = range(self._exchange.world)
-        parts = {part_of(rank, len(world)) for rank in world} if self._sharded else {ALL}
-        moment = self._base = choose(held, parts)
-        if moment is None:
+        own_parts = len(world) if self._sharded else 0
+        chosen = choose(held, own_parts if rows is None else None)
+        if chosen is None:
             return None
+        moment, number_of_parts = chosen
+        self._base = moment
+        if rows is not None and number_of_parts != own_parts:
+            return self._regroup(moment, number_of_parts, held, _Regrouping(rows, rebuild))
         size = max(h.size for states in held.values() for h in states if h.moment == moment)
         crowded = {rank for rank, (room, _) in said.items() if room < 2 * (size + HEADER_BYTES)}
-        node_of = {rank: max(speaker for speaker in said if speaker <= rank) for rank in world}
+        node_of = self._nodes(held)
         if self._sharded:
             wanted = {rank: (node_of[rank], part_of(rank, len(world))) for rank in world}
         else:
@@ -575,6 +592,27 @@ class RankSnapshots:
         tree, owns, recent = _read(content, rebuild, views=views)
         self.interval = self.cadence.resume(moment.step, recent)
         return Restored(moment, tree, owns, made)
+
+    def _nodes(self, speakers: Iterable[int]) -> dict[int, int]:
+        """Return the rank that speaks for each rank's node."""
+        return {rank: max(s for s in speakers if s <= rank) for rank in range(self._exchange.world)}
+
+    def _regroup(
+        self, moment: Moment, number_of_parts: int, held: dict[int, list[Held]], regrouping: _Regrouping
+    ) -> Restored | None:
+        """Return this rank's part of a state that a group of a different size wrote."""
+        owns: dict[int, bytes] = {}
+        recent: list[tuple[float, float, float]] = []
+        for part in parts_of(number_of_parts):
+            wanted = {rank: (node, part) for rank, node in self._nodes(held).items()}
+            content = None
+            for transfer in transfers(held, wanted, moment):
+                content = self._transfer(transfer, moment, alone=True) or content
+            owns, recent = regrouping.add(content or self._store.read(self._find(part, moment)))
+        self._exchange.gather_bytes(b"")  # Until here, other ranks may read this node's parts.
+        tree = regrouping.complete()
+        self.interval = self.cadence.resume(moment.step, recent)
+        return Restored(moment, tree, owns, self._made)
 
     def _part_before(self, rank: int) -> str:
         """Return the part of which a rank's node keeps a copy for the previous node."""
@@ -989,27 +1027,103 @@ def _read(
 
     With `views`, tensors that are not sharded use the slot's memory.
     """
-    length, base, tail, tail_length = _SIZES.unpack_from(data, 0)
-    skeleton, pickled_places, recent = pickle.loads(data[_SIZES.size : _SIZES.size + length])
-    owns = pickle.loads(data[tail : tail + tail_length]) if tail_length else {}
-    places = pickle.loads(pickled_places)
+    skeleton, places, tensors, owns, recent = _open(data)
 
-    def put_together(node: Any, path: tuple[Any, ...]) -> Any:
-        if isinstance(node, dict):
-            return {key: put_together(value, (*path, key)) for key, value in node.items()}
-        if type(node) in (list, tuple):
-            return type(node)(put_together(value, (*path, index)) for index, value in enumerate(node))
-        if not isinstance(node, _Tensor):
-            return node
-        place = places[node.number]
-        tensor = _view(data[base:], place)
+    def read(path: tuple[Any, ...], number: int) -> Any:
+        place, tensor = places[number], tensors(number)
         if place.whole is None:
             return tensor if views else tensor.clone()
         if rebuild is None:
             raise TypeError(f"the state has a sharded tensor at {path}, but the caller cannot rebuild sharded tensors")
         return rebuild(path, tensor.clone(), place.whole)
 
-    return put_together(skeleton, ()), owns, recent
+    return _put_together(skeleton, read), owns, recent
+
+
+def _open(data: memoryview) -> tuple[Any, list[_Place], Callable[[int], Any], dict[int, bytes], list[Any]]:
+    """Return a slot's skeleton, its tensors' places, a function that returns a tensor as a view of
+    the slot, the ranks' private states, and the cadence's figures.
+    """
+    length, base, tail, tail_length = _SIZES.unpack_from(data, 0)
+    skeleton, pickled_places, recent = pickle.loads(data[_SIZES.size : _SIZES.size + length])
+    owns = pickle.loads(data[tail : tail + tail_length]) if tail_length else {}
+    places = pickle.loads(pickled_places)
+    return skeleton, places, lambda number: _view(data[base:], places[number]), owns, recent
+
+
+def _put_together(node: Any, read: Callable[[tuple[Any, ...], int], Any], path: tuple[Any, ...] = ()) -> Any:
+    """Return a skeleton with its tensors, which `read` returns for a path and a tensor's number."""
+    if isinstance(node, dict):
+        return {key: _put_together(value, read, (*path, key)) for key, value in node.items()}
+    if type(node) in (list, tuple):
+        return type(node)(_put_together(value, read, (*path, index)) for index, value in enumerate(node))
+    return read(path, node.number) if isinstance(node, _Tensor) else node
+
+
+class _Regrouping:
+    """Puts one rank's part of a state together from the parts of a group of a different size.
+
+    Sharded tensors are divided by rows (dimension 0), as FSDP divides them. Everything else is
+    equal in all parts, and comes from the first one.
+    """
+
+    def __init__(self, rows: Rows, rebuild: Rebuild | None) -> None:
+        self._rows, self._rebuild = rows, rebuild
+        self._tree: Any = None
+        self._shards: dict[tuple[Any, ...], _Shard] = {}
+
+    def add(self, data: memoryview) -> tuple[dict[int, bytes], list[Any]]:
+        """Add the next part, in rank order, and return its private states and cadence figures."""
+        skeleton, places, tensors, owns, recent = _open(data)
+        is_first = self._tree is None
+
+        def read(path: tuple[Any, ...], number: int) -> Any:
+            tensor, whole = tensors(number), places[number].whole
+            shape = tuple(tensor.shape) if whole is None else whole
+            rows = self._rows(path, shape) if is_first else None
+            if is_first and (whole is not None or rows is not None):
+                self._shards[path] = _Shard(tensor, shape, rows)
+            if path in self._shards:
+                self._shards[path].add(tensor)
+                return _Tensor(number)
+            return tensor.clone() if is_first else None
+
+        tree = _put_together(skeleton, read)
+        if is_first:
+            self._tree = tree
+        return owns, recent
+
+    def complete(self) -> Any:
+        """Return the tree. Raises RuntimeError if rows are missing."""
+
+        def read(path: tuple[Any, ...], number: int) -> Any:
+            shard = self._shards[path]
+            if shard.seen != shard.whole[0]:
+                raise RuntimeError(f"the state in memory has {shard.seen} of {shard.whole[0]} rows at {path}")
+            if shard.rows is None or self._rebuild is None:
+                return shard.tensor
+            return self._rebuild(path, shard.tensor, shard.whole)
+
+        return _put_together(self._tree, read)
+
+
+class _Shard:
+    """The rows of one tensor that a rank needs."""
+
+    def __init__(self, like: Any, whole: tuple[int, ...], rows: range | None) -> None:
+        self.whole, self.rows, self.seen, self._is_complete = whole, rows, 0, False
+        self._wanted = range(whole[0]) if rows is None else rows
+        self.tensor = like.new_empty((len(self._wanted), *whole[1:]))
+
+    def add(self, shard: Any) -> None:
+        """Copy the common rows of the next old shard, unless all rows were in the first one."""
+        if self._is_complete:
+            return
+        first, self.seen = self.seen, self.seen + len(shard)
+        start, end = max(first, self._wanted.start), min(self.seen, self._wanted.stop)
+        if start < end:
+            self.tensor[start - self._wanted.start : end - self._wanted.start] = shard[start - first : end - first]
+        self._is_complete = first == 0 and self.seen == self.whole[0]
 
 
 def _copy_to(data: memoryview, tensor: Any, place: _Place) -> None:

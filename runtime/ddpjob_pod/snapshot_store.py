@@ -30,7 +30,7 @@ earlier step, and only that history counts (`choose`).
 
 With replicated state (DDP), a node has one part, `ALL`, written by its first rank. Any node's copy
 is enough for all. With sharded state, each rank has its own part, and the next node keeps a copy of
-it. Why: docs/decisions/0023.
+it. All parts of a moment come from the same number of ranks. Why: docs/decisions/0023.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ _SHARED = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0x8000 if sys.platform
 takes five times as long as copying into it. Python 3.9 lacks MAP_POPULATE.
 """
 _SLOT = re.compile(r"(all|[0-9]{1,6}of[0-9]{1,6})\.([01])")
+_PART = re.compile(r"([0-9]+)of([0-9]+)")
 _HELD = struct.Struct("<QQQQ16s")
 
 Order = tuple[int, int]
@@ -313,17 +314,28 @@ def _numbers(text: str) -> dict[str, int]:
     return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdigit()}
 
 
-def choose(held: Mapping[int, Iterable[Held]], parts: Iterable[str]) -> Moment | None:
-    """Return the newest moment for which all parts are held; None if there is none.
+def parts_of(world: int) -> list[str]:
+    """Return the names of a state's parts, in rank order; `world` is 0 for a replicated state."""
+    return [part_of(rank, world) for rank in range(world)] or [ALL]
 
-    `held` maps each holder to its states.
+
+def choose(held: Mapping[int, Iterable[Held]], world: int | None) -> tuple[Moment, int] | None:
+    """Return the newest moment for which all parts are held, and the number of its parts.
+
+    Args:
+        held: each holder's states.
+        world: the number of parts, 0 for a replicated state; None for any number.
+
+    The result is None if there is no such moment.
     """
-    moments: dict[Moment, set[str]] = {}
+    found: dict[tuple[Moment, int], set[int]] = {}
     for states in held.values():
         for state in states:
-            moments.setdefault(state.moment, set()).add(state.part)
-    wanted = set(parts)
-    return max((moment for moment, found in moments.items() if found >= wanted), default=None)
+            match = _PART.fullmatch(state.part)
+            rank, of = (int(match[1]), int(match[2])) if match else (0, 0)
+            if world in (None, of) and (rank < of or match is None):
+                found.setdefault((state.moment, of), set()).add(rank)
+    return max((key for key, ranks in found.items() if len(ranks) == max(1, key[1])), default=None)
 
 
 @dataclass(frozen=True)

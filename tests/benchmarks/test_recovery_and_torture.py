@@ -23,7 +23,6 @@ from benchmarks.recovery import phases
 from benchmarks.recovery.step_log import Incarnation, StepLog
 from benchmarks.recovery.tables import CsvFile, Sample, markdown, read_csv
 from benchmarks.torture.arena import Processes
-from benchmarks.torture.jobs import KINDS_OF_SNAPSHOTS
 from benchmarks.torture.replay import replay, segments
 from benchmarks.torture.standstill import set_clock
 
@@ -60,11 +59,6 @@ def log_rows(folder: Path, incarnation: int, world: int, rank: int, times: list[
         for i, t in enumerate(times)
     ]
     (folder / f"steps-n{rank}-{incarnation}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def test_jobs_that_keep_states_in_memory_have_a_fixed_size() -> None:
-    """A group of another size cannot use sharded states, so a kill would repeat many steps."""
-    assert [kind.name for kind in KINDS_OF_SNAPSHOTS if kind.elastic] == []
 
 
 def test_recovery_ends_with_the_first_step_of_all_ranks_of_a_new_incarnation(tmp_path: Path) -> None:

@@ -52,7 +52,8 @@ def pytest_runtest_makereport(
     return report
 
 
-def _refuse(why: str) -> None:
+def refuse(why: str) -> None:
+    """Skip the test, or fail it if CI=true, because this machine cannot run it."""
     if os.environ.get("CI", "").lower() in ("true", "1"):
         pytest.fail(f"CI=true, and this machine cannot run the test cluster: {why}", pytrace=False)
     pytest.skip(f"this machine cannot run the test cluster: {why}")
@@ -92,7 +93,7 @@ def cluster_machine() -> Settings:
         borrowed.skip("is about the cluster that the tests build")
     settings = _settings()
     if found := prerequisites.reasons(settings):
-        _refuse("; ".join(found))
+        refuse("; ".join(found))
     prerequisites.install()
     return settings
 
@@ -251,7 +252,7 @@ def image_tools(request: pytest.FixtureRequest) -> Settings:
         borrowed.skip("loads images into the nodes")
     cluster_machine: Settings = request.getfixturevalue("cluster_machine")
     if found := prerequisites.reasons(cluster_machine, images=True):
-        _refuse("; ".join(found))
+        refuse("; ".join(found))
     prerequisites.install(images=True)
     return cluster_machine
 

@@ -516,12 +516,139 @@ def test_parts_with_outdated_rank_numbers_are_dropped_after_a_complete_state(nod
     assert Group(3).run(again) == [None] * 3
 
 
-def test_a_sharded_state_of_a_different_number_of_ranks_is_not_restored(nodes: Callable[[int], Path]) -> None:
+class Shard(torch.Tensor):
+    """A whole tensor that is sharded by rows, like a DTensor of FSDP."""
+
+    rows = range(0)
+
+    def full_tensor(self) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+    def to_local(self) -> torch.Tensor:
+        return self.full_tensor()[self.rows.start : self.rows.stop].clone()
+
+    def detach(self) -> Shard:
+        return self
+
+
+def rows_of(rank: int, world: int, count: int) -> range:
+    """Return a rank's rows of a tensor, as FSDP divides it."""
+    size = -(-count // world)
+    return range(min(count, rank * size), min(count, (rank + 1) * size))
+
+
+ROWS = {"weights": 7, "bias": 2, "moments": 5}
+"""The number of rows of each sharded tensor. Some ranks have no rows of some of them."""
+
+
+def whole_state(step: int, rank: int, world: int) -> dict[str, Any]:
+    """Return a state with the rank's shards of ROWS, or with whole tensors if there is one rank."""
+
+    def shard(name: str) -> torch.Tensor:
+        whole = torch.arange(3.0 * ROWS[name]).reshape(-1, 3) + 100 * step
+        if world == 1:
+            return whole
+        part = whole.as_subclass(Shard)
+        part.rows = rows_of(rank, world, ROWS[name])
+        return part
+
+    model = {"weights": shard("weights"), "bias": shard("bias"), "mean": torch.full((4,), float(step))}
+    return {"step": step, "model": model, "optimizer": [shard("moments"), torch.tensor(float(step))]}
+
+
+def regrouped(rank: Rank, folder: Path, round_: int) -> RankSnapshots:
+    """Restore a state of any group size, check this rank's part of it, and return the snapshots."""
+    kept = opened(rank, folder, (0, round_), sharded=rank.world > 1)
+
+    def rows(path: tuple[Any, ...], whole: tuple[int, ...]) -> range | None:
+        is_sharded = len(whole) == 2 and rank.world > 1
+        return rows_of(rank.rank, rank.world, whole[0]) if is_sharded else None
+
+    found = kept.restore(lambda path, shard, whole: (shard, whole), rows)
+    assert found is not None
+    step = found.tree["step"]
+    wanted = whole_state(step, rank.rank, rank.world)
+    places = [("model", "weights"), ("model", "bias"), ("optimizer", 0)]
+    for group, name in places:
+        want, has = wanted[group][name], found.tree[group][name]
+        if rank.world > 1:
+            assert torch.equal(has[0], want.to_local()) and has[1] == tuple(want.shape)
+        else:
+            assert torch.equal(has, want)
+    assert torch.equal(found.tree["model"]["mean"], wanted["model"]["mean"])
+    assert torch.equal(found.tree["optimizer"][1], wanted["optimizer"][1])
+    kept.begin(step, protocol.MEMORY)
+    return kept
+
+
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_a_sharded_state_is_restored_by_a_group_of_any_size(per_node: int, nodes: Callable[[int], Path]) -> None:
+    def start(rank: Rank) -> None:
+        kept = opened(rank, nodes(rank.node), sharded=True)
+        assert kept.restore() is None
+        kept.begin(0, protocol.SCRATCH)
+        kept.take(1, lambda: whole_state(1, rank.rank, rank.world))
+
+    def again(rank: Rank, round_: int, copies: int) -> int:
+        kept = regrouped(rank, nodes(rank.node), round_)
+        first = kept.start["step"]
+        for step in range(first + 1, first + 1 + copies):
+            kept.take(step, lambda step=step: whole_state(step, rank.rank, rank.world))
+        return first
+
+    assert Group(4 * per_node, per_node).run(start) == [None] * 4 * per_node
+    newest = 1
+    # (number of nodes, the node that is then lost, copies); without copies, the same state is regrouped twice
+    for round_, (count, lost, copies) in enumerate(
+        [
+            (4, 3, 1),
+            (3, 2, 1),
+            (2, None, 1),
+            (4, None, 0),
+            (3, None, 2),
+            (2, 1, 2),
+            (1, None, 2),
+            (3, 0, 1),
+            (4, None, 0),
+        ],
+        1,
+    ):
+        group = Group(count * per_node, per_node)
+        found = group.run(lambda rank, round_=round_, copies=copies: again(rank, round_, copies))
+        assert found == [newest] * count * per_node, f"round {round_}"
+        newest += copies
+        if lost is not None:
+            shutil.rmtree(nodes(lost))
+
+
+def test_without_rows_a_sharded_state_of_another_group_size_is_not_restored(nodes: Callable[[int], Path]) -> None:
     Group(3).run(lambda rank: trained(nodes(rank.node), rank, [1, 2], sharded=True))
     found = Group(2).run(lambda rank: opened(rank, nodes(rank.node), (0, 1), sharded=True).restore())
     assert found == [None, None]
     Group(2).run(lambda rank: trained(nodes(rank.node), rank, [1, 2], 1, sharded=True))
     assert {held.part for held in SnapshotStore(nodes(0)).held()} == {"0of2", "1of2"}, "and the state is removed"
+
+
+@pytest.mark.parametrize(("shards", "rows"), [((0, 2, 2), 5), ((0, 1, 0), 9)])
+def test_missing_or_repeated_rows_of_a_regrouped_state_are_an_error(
+    shards: tuple[int, ...], rows: int, nodes: Callable[[int], Path]
+) -> None:
+    def start(rank: Rank) -> None:
+        kept = opened(rank, nodes(rank.node), sharded=True)
+        kept.restore()
+        kept.begin(0, protocol.SCRATCH)
+        kept.take(1, lambda: whole_state(1, shards[rank.rank], rank.world))
+
+    Group(3).run(start)
+    found = Group(2).run(lambda rank: regrouped(rank, nodes(rank.node), 1))
+    assert [str(error) for error in found] == [f"the state in memory has {rows} of 7 rows at ('model', 'weights')"] * 2
+
+
+def test_names_of_parts_that_no_rank_writes_do_not_count(nodes: Callable[[int], Path]) -> None:
+    moment = Moment((0, 0), 1)
+    odd = [snapshot_store.Held(part, moment, 10) for part in ("0of0", "5of2", "1of2", "0of999999")]
+    assert snapshot_store.choose({0: odd}, None) is None
+    assert snapshot_store.choose({0: [*odd, snapshot_store.Held("0of2", moment, 10)]}, None) == (moment, 2)
 
 
 @pytest.mark.parametrize(("first", "other"), [(AUTO, 3), (3, AUTO), (NONE, 1), (1, NONE), (AUTO, NONE)])

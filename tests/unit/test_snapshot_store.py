@@ -230,28 +230,29 @@ NODES = st.dictionaries(st.integers(0, 5), st.lists(HELD, max_size=2, unique=Tru
 @given(NODES)
 def test_the_newest_incarnation_takes_precedence_over_the_highest_step(nodes: dict[int, list[Held]]) -> None:
     every = [held.moment for states in nodes.values() for held in states]
-    chosen = choose(nodes, [ALL])
+    found = choose(nodes, 0)
     if not every:
-        assert chosen is None
+        assert found is None
         return
     newest = max(moment.order for moment in every)
-    assert chosen is not None and chosen.order == newest
+    assert found is not None
+    chosen, number_of_parts = found
+    assert chosen.order == newest and number_of_parts == 0
     assert chosen.step == max(moment.step for moment in every if moment.order == newest)
 
 
 def test_a_higher_step_of_an_older_round_is_ignored() -> None:
     cut_off, others = Held(ALL, Moment((0, 5), 900), 9), Held(ALL, Moment((0, 6), 850), 9)
-    assert choose({0: [cut_off], 1: [others]}, [ALL]) == others.moment
+    assert choose({0: [cut_off], 1: [others]}, 0) == (others.moment, 0)
 
 
 def test_a_sharded_state_is_complete_only_if_all_its_parts_exist() -> None:
     def part(rank: int, step: int) -> Held:
         return Held(f"{rank}of2", Moment((0, 0), step), 9)
 
-    parts = ["0of2", "1of2"]
-    assert choose({0: [part(0, 7), part(0, 8)], 1: [part(1, 7)]}, parts) == Moment((0, 0), 7)
-    assert choose({0: [part(0, 8)], 1: [part(1, 7)]}, parts) is None
-    assert choose({0: [part(0, 8), part(1, 8)]}, parts) == Moment((0, 0), 8), (
+    assert choose({0: [part(0, 7), part(0, 8)], 1: [part(1, 7)]}, 2) == (Moment((0, 0), 7), 2)
+    assert choose({0: [part(0, 8)], 1: [part(1, 7)]}, 2) is None
+    assert choose({0: [part(0, 8), part(1, 8)]}, 2) == (Moment((0, 0), 8), 2), (
         "the neighbour has a copy of the missing part"
     )
 
@@ -260,17 +261,17 @@ def test_parts_of_the_same_step_from_different_incarnations_do_not_combine() -> 
     def part(rank: int, step: int, round_: int) -> Held:
         return Held(f"{rank}of2", Moment((0, round_), step), 9)
 
-    parts = ["0of2", "1of2"]
-    assert choose({0: [part(0, 8, 5)], 1: [part(1, 8, 6)]}, parts) is None
+    assert choose({0: [part(0, 8, 5)], 1: [part(1, 8, 6)]}, 2) is None
     older = {0: [part(0, 8, 5), part(0, 7, 6)], 1: [part(1, 8, 5), part(1, 7, 6)]}
-    assert choose(older, parts) == Moment((0, 6), 7)
+    assert choose(older, 2) == (Moment((0, 6), 7), 2)
 
 
 @given(NODES)
 def test_only_nodes_that_lack_the_state_receive_it(nodes: dict[int, list[Held]]) -> None:
-    moment = choose(nodes, [ALL])
-    if moment is None:
+    found = choose(nodes, 0)
+    if found is None:
         return
+    moment, _ = found
     has = {node for node, states in nodes.items() if any(held.moment == moment for held in states)}
     found = transfers(nodes, {node: (node, ALL) for node in nodes}, moment)
     assert sorted(t.to for t in found) == sorted(nodes.keys() - has)

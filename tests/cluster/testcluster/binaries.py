@@ -125,7 +125,7 @@ def _build_oldest(settings: Settings) -> Path:
             module = Path(temporary) / "module"
             shutil.copytree(OLDEST_MODULE, module)
             print(f"building Kubernetes {OLDEST_VERSION} (only once, into {folder}) ...", file=sys.stderr, flush=True)
-            _go_build(flags, module / "bin", [f"{_KUBERNETES}/{name}" for name in OLDEST], module)
+            go_build(flags, module / "bin", [f"{_KUBERNETES}/{name}" for name in OLDEST], module)
             (module / "bin").rename(folder)
     return folder
 
@@ -140,13 +140,13 @@ def _build(folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".building-") as temporary:
         target = Path(temporary) / "bin"
         target.mkdir()
-        _go_build(FLAGS, target, PACKAGES.values(), MODULE)
+        go_build(FLAGS, target, PACKAGES.values(), MODULE)
         (target / "server").rename(target / "etcd")  # Go names a program after its package
         target.rename(folder)
     print(f"  {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
 
 
-def _go_build(flags: Iterable[str], target: Path, packages: Iterable[str], module: Path) -> None:
+def go_build(flags: Iterable[str], target: Path, packages: Iterable[str], module: Path) -> None:
     """Build programs of a module into the folder `target`."""
     go = shutil.which("go")
     if go is None:

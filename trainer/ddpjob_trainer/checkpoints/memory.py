@@ -17,6 +17,7 @@ from ddpjob_pod.rank_snapshots import NONE, RankSnapshots, TorchExchange
 from ddpjob_pod.snapshot_store import Order, SnapshotStore
 
 from ddpjob_trainer.checkpoints.snapshot import Layout, Snapshot, with_local
+from ddpjob_trainer.distributed.dtensors import local
 from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import CheckpointError
 
@@ -29,7 +30,7 @@ class NodeMemory:
 
     def __init__(self, group: Group, order: Order, layout: Layout, *, sharded: bool) -> None:
         job = JobEnvironment.read()
-        self._layout = layout
+        self._layout, self._rank, self._world = layout, group.rank, group.world
         self._snapshots: RankSnapshots | None = None
         if job.may_have_snapshots:
             several = dist if group.world > 1 else None
@@ -44,7 +45,7 @@ class NodeMemory:
         """Return the newest state that the nodes together have in memory, or None."""
         if self._snapshots is None:
             return None
-        found = self._snapshots.restore(self._rebuild)
+        found = self._snapshots.restore(self._rebuild, self._rows)
         if self._snapshots.is_off:
             self._snapshots = None
         return None if found is None else found.tree
@@ -79,6 +80,14 @@ class NodeMemory:
         """Complete the transfers in progress."""
         if self._snapshots is not None:
             self._snapshots.close()
+
+    def _rows(self, path: tuple[Any, ...], whole: tuple[int, ...]) -> range | None:
+        """Return the rows of a tensor in this rank's shard; None if it needs the whole tensor."""
+        like = self._layout(path, torch.Size(whole))
+        if like is None:
+            return None
+        first = min(whole[0], self._rank * -(-whole[0] // self._world))
+        return range(first, first + len(local(like)))
 
     def _rebuild(self, path: tuple[Any, ...], shard: torch.Tensor, whole: tuple[int, ...]) -> Any:
         like = self._layout(path, torch.Size(whole))
