@@ -24,6 +24,7 @@ from typing import Any
 import aiohttp
 from ddpjob.api.job_status import format_time
 from ddpjob.client.backends.process_backend import ProcessBackend
+from ddpjob.core.status.messages import count, put_cause_first
 from ddpjob.dashboard.fleet import Fleet
 from ddpjob.dashboard.gate import FleetView, OneSession
 from ddpjob.dashboard.web_server import serve
@@ -31,7 +32,7 @@ from ddpjob.local.paths import RUNS_VARIABLE, JobFolder
 from ddpjob.local.record import write_record
 
 TRACEBACK = """\
-rank 3 of pod {pod}: ValueError: loss is NaN at step 4121
+rank 3 in pod {pod} ended with exit code 1: ValueError: loss is NaN at step 4121
 Traceback (most recent call last):
   File "/app/train.py", line 88, in main
     trainer.fit(model)
@@ -93,7 +94,21 @@ def record(number: int, now: datetime) -> dict[str, Any]:
                 "rank": 3,
             }
         )
+    if state == "Failed":
+        last = TRACEBACK.format(pod=f"{name}-0-4")
+        recent.append(
+            {
+                "time": moment(min(300, age / 3)),
+                "pod": f"{name}-0-4",
+                "index": 0,
+                "reason": "WorkerFailed",
+                "message": last,
+                "counted": True,
+                "rank": 3,
+            }
+        )
     counted = sum(restart["counted"] for restart in recent)
+    limit = max(0, counted - 1) if state == "Failed" else 10
     percent = 100 if state == "Complete" else number * 37 % 97
     running = state == "Running"
     conditions = [
@@ -125,7 +140,8 @@ def record(number: int, now: datetime) -> dict[str, Any]:
         recent[-1].pop("seconds", None)
         conditions.append(condition("Restarting", True, recent[-1]["reason"], recent[-1]["message"], 20))
     if state == "Failed":
-        message = f"{counted} restarts counted; the last one:\n" + TRACEBACK.format(pod=f"{name}-0-4")
+        spent = f"{count(counted, 'failure')}, but recovery.maxRestarts is {limit}"
+        message = f"WorkerFailed: {put_cause_first(last, spent)}"
         conditions.append(condition("Failed", True, "RestartBudgetSpent", message))
     if state == "Complete":
         conditions.append(condition("Complete", True, "Finished", f"all {nodes} nodes have finished"))
@@ -170,8 +186,8 @@ def record(number: int, now: datetime) -> dict[str, Any]:
             "uncounted": len(recent) - counted,
             "total": len(recent),
             "recent": recent,
-            "max": 10,
-            "display": f"{counted}/10" + (f" +{len(recent) - counted}" if len(recent) > counted else ""),
+            "max": limit,
+            "display": f"{counted}/{limit}" + (f" +{len(recent) - counted}" if len(recent) > counted else ""),
         },
     }
     if state != "Pending":
@@ -193,7 +209,7 @@ def record(number: int, now: datetime) -> dict[str, Any]:
             "script": "train.py",
             "nodes": nodes,
             "gpusPerNode": 8,
-            "recovery": {"mode": "Standard", "maxRestarts": 10},
+            "recovery": {"mode": "Standard", "maxRestarts": limit},
         },
         "status": status,
         "local": {"run": "1", "folder": "", "pods": pods, "stallSeconds": []},

@@ -77,7 +77,8 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
             RuntimeError: each rank trains its own model, for example without `strategy="ddp"` and
                 `num_nodes`.
         """
-        given = 'num_nodes=int(os.environ["GROUP_WORLD_SIZE"]), devices=int(os.environ["LOCAL_WORLD_SIZE"])'
+        sizes = {"num_nodes": "GROUP_WORLD_SIZE", "devices": "LOCAL_WORLD_SIZE"}
+        given = ", ".join(f'{name}=int(os.environ.get("{variable}", 1))' for name, variable in sizes.items())
         check_group("Lightning", trainer.world_size, f'set Trainer(strategy="ddp", {given})')
         self._step = self._taken = trainer.global_step
         if sharding := _sharding(trainer):

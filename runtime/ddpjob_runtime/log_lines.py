@@ -33,7 +33,7 @@ class Log:
 
     def __call__(self, text: str) -> None:
         """Write one line, or lose it."""
-        self.write(f"{protocol.iso(protocol.time_of(time.time()))} {self._who}: {text}\n")
+        self.write(f"{protocol.log_line(protocol.time_of(time.time()), self._who, text)}\n")
 
     def write(self, line: str) -> None:
         """Write a complete line, or lose it."""

@@ -476,6 +476,16 @@ def iso(moment: datetime) -> str:
     return f"{moment:%Y-%m-%dT%H:%M:%S}.{moment.microsecond // 1000:03d}Z"
 
 
+def log_line(moment: datetime, who: str, text: str) -> str:
+    """Format a line that the launcher ("ddpjob") or the coordinator logs."""
+    return f"{iso(moment)} {who}: {text}"
+
+
+OWN_LOG_LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (?:ddpjob|coordinator): (?!ends with [1-9])")
+"""Matches the beginning of a line that `log_line` has made about an earlier event. The launcher's
+last line, `ends with CODE`, is about its own end."""
+
+
 def largest_report(pods: int) -> int:
     """Return the maximum size in bytes of a report for a job with `pods` pods, including spares.
 
@@ -917,10 +927,7 @@ class Report(Record):
     mode: Mode = Mode.STANDARD
     attempt: int = 0
     hang_after: Optional[float] = None
-    hangs: Optional[Hangs] = None
-    """None if the coordinator has an earlier version, which does not end hangs without
-    `hang_after`.
-    """
+    hangs: Hangs = Hangs.END
     world: Optional[int] = None
     """Number of members in the current round."""
     round: int = 0

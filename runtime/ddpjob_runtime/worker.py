@@ -705,6 +705,17 @@ def collectives() -> int:
         return 0
 
 
+def ignores_group() -> bool:
+    """Whether Accelerate, which also drives Hugging Face's Trainer, forms a group but trains alone.
+
+    Without a GPU, it calls init_process_group and then counts itself as the only process, unless it
+    was given `cpu=True`. A script may also use parts of Accelerate and exchange data itself.
+    """
+    state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
+    shared = getattr(state, "_shared_state", None)
+    return isinstance(shared, dict) and shared.get("num_processes") == 1 and not collectives()
+
+
 def exchanges_otherwise() -> bool:
     """Whether the program may communicate with other ranks without a process group."""
     rpc = sys.modules.get("torch.distributed.rpc.api")
@@ -763,7 +774,7 @@ class StepCounter:
                 self.start()
             key = id(optimizer)
             counts[key] = counts.get(key, 0) + 1
-            self.grouped = self.grouped or group_exists()
+            self.grouped = self.grouped or (group_exists() and not ignores_group())
             if counts[key] <= STEPS_OF_EXCHANGE and key == next(iter(counts)):
                 made = collectives()
                 self.exchanged = self.exchanged + 1 if made > self.made and counts[key] > 1 else 0
@@ -878,9 +889,12 @@ class StepCounter:
         alone = self.world > 1 and steps >= least and not self.grouped and not exchanges_otherwise()
         if alone and not self.said:
             self.said = True
+            why = "torch.distributed is not initialized"
+            if group_exists():
+                why = "without a GPU, Accelerate needs cpu=True, and the Trainer needs use_cpu=True"
             sys.stderr.write(
-                f"ddpjob: rank 0 has made {steps} steps without a process group (torch.distributed is not "
-                f"initialized), so each of the {self.world} ranks trains a separate model\n"
+                f"ddpjob: rank 0 has made {steps} steps without a process group ({why}), so each of the "
+                f"{self.world} ranks trains a separate model\n"
             )
         return alone
 

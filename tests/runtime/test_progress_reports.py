@@ -415,10 +415,39 @@ def test_a_program_that_steps_without_a_group_is_reported_until_it_forms_one(
     assert counted("2", 3, last=True) == [False, True], "a program that ends will form no group"
     assert counted("2", 12, last=True) == [True, True]
     monkeypatch.setattr(worker, "group_exists", lambda: True)
+    monkeypatch.setattr(worker, "ignores_group", lambda: False)  # Another test may have used Accelerate.
     assert counted("2", 20, 1) == [False, False]
     monkeypatch.setattr(worker, "group_exists", lambda: False)
     monkeypatch.setattr(worker, "exchanges_otherwise", lambda: True)
     assert counted("2", 20) == [False]
+
+
+@pytest.mark.parametrize(
+    ("processes", "collectives", "alone"), [(1, 0, True), (1, 3, False), (2, 0, False), (None, 0, False)]
+)
+def test_a_group_that_accelerate_forms_without_using_it_is_reported(
+    processes: int | None,
+    collectives: int,
+    alone: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shared = {} if processes is None else {"num_processes": processes}
+    state = SimpleNamespace(PartialState=SimpleNamespace(_shared_state=shared))
+    monkeypatch.setitem(sys.modules, "accelerate.state", state)
+    monkeypatch.setitem(sys.modules, "torch", torch_without_gpu())
+    for variable, value in {"DDPJOB_COORDINATOR": "127.0.0.1:1", "DDPJOB_TOKEN": TOKEN, "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(worker, "group_exists", lambda: True)
+    monkeypatch.setattr(worker, "collectives", lambda: collectives)
+    monkeypatch.setattr(worker, "exchanges_otherwise", lambda: False)
+    hooks: list[Any] = []
+    counter = worker.StepCounter(SimpleNamespace(register_optimizer_step_post_hook=hooks.append))
+    monkeypatch.setattr(counter, "start", lambda: None)
+    for _ in range(20):
+        hooks[0]("optimizer", (), {})
+    assert counter.trains_alone(20, 10) is alone
+    assert ("Accelerate needs cpu=True" in capsys.readouterr().err) is alone
 
 
 @pytest.mark.parametrize("kind", ["link", "curves"])

@@ -51,6 +51,38 @@ def test_an_update_in_the_corpus_is_accepted_or_refused_as_expected(case: Case) 
         assert text in message
 
 
+# --- every field is used ----------------------------------------------------------------------------------------
+
+OF_KUBERNETES = ("podTemplate", "env", "envFrom")
+"""Parts of the spec with fields that Kubernetes defines."""
+
+
+def _fields(schema: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    for key, child in schema.get("properties", {}).items():
+        yield f"{path}{key}"
+        yield from _fields(child, f"{path}{key}.") if key not in OF_KUBERNETES else ()
+    if isinstance(schema.get("items"), Mapping):
+        yield from _fields(schema["items"], path)
+
+
+def _used(value: Any, path: str = "") -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for key, child in value.items():
+            yield f"{path}{key}"
+            yield from _used(child, f"{path}{key}.")
+    elif isinstance(value, list):
+        for child in value:
+            yield from _used(child, path)
+
+
+def test_every_field_of_the_spec_is_used_by_a_valid_case() -> None:
+    """A real API server reads these cases, so it must accept and keep the field."""
+    used = {path for case in cases("valid") for body in case.documents() for path in _used(body.get("spec"))}
+    unused = sorted(set(_fields(object_schema()["properties"]["spec"])) - used)
+    where = "tests/corpus/valid/everything.yaml (CONTRIBUTING.md, A field of the spec, step 4)"
+    assert unused == [], f"use these fields in {where}"
+
+
 # --- every rule is needed ---------------------------------------------------------------------------------------
 
 

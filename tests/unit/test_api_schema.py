@@ -175,7 +175,7 @@ def _declared(model: Any, schema: Mapping[str, Any]) -> Iterator[tuple[Mapping[s
     """Yield each field of the CRD that a dataclass has, at any depth, with its declaration."""
     for name, child in schema["properties"].items():
         yield from ((child, f) for f in fields(model) if f.name == _attribute(name))
-        inner = getattr(model, _attribute(name))
+        inner = getattr(model, _attribute(name), None)  # test_every_field_of_spec_is_read finds missing fields.
         yield from _declared(inner, child) if is_dataclass(inner) else ()
 
 

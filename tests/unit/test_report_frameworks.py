@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from ddpjob_report import Snapshots, link, node_memory
-from ddpjob_runtime import protocol
+from ddpjob_runtime import protocol, worker
 
 torch = pytest.importorskip("torch")
 
@@ -225,6 +225,12 @@ def test_lightning_reports_the_loss_even_if_an_epoch_ends_before_its_first_log(m
     )  # fmt: skip
     trainer.fit(Module(), loader_of("plain"))
     assert [figures["step"] for figures in posted if "loss" in figures] == [1, 8, 9, 16]
+
+
+def test_accelerate_keeps_its_number_of_processes_where_the_step_counter_reads_it() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.Accelerator(cpu=True)
+    assert worker.ignores_group()
 
 
 def test_accelerate_continues_from_memory(

@@ -35,7 +35,9 @@ PHASE_COLOURS = {
 def open_display() -> RunDisplay:
     """Return the live panel if standard output is a terminal, otherwise plain lines."""
     console = Console()
-    return LivePanel(console) if console.is_terminal and not console.is_dumb_terminal else PlainLines()
+    # Jupyter sets FORCE_COLOR, which asks for colours. Cursor movements make a file unreadable.
+    live = console.is_terminal and not console.is_dumb_terminal and console.file.isatty()
+    return LivePanel(console) if live else PlainLines()
 
 
 def summary(job: DDPJob, status: JobStatus) -> str:

@@ -315,8 +315,8 @@ def logs(
     """Print the logs of a job's pods, or of one pod.
 
     For a whole job, each line starts with its pod and the pod's current ranks, such as [1-0 rank 1]
-    or [1-0 ranks 8-15]. If a POD is gone, the end of its log may be in storage.checkpoints
-    (runPolicy.logsKept).
+    or [1-0 ranks 8-15], and a progress bar is reduced to its last state. If a POD is gone, the end
+    of its log may be in storage.checkpoints (runPolicy.logsKept).
 
     \b
     Example: ddpjob logs first -f
@@ -324,7 +324,7 @@ def logs(
              ddpjob logs first-1-0
              ddpjob logs first --ended
     """
-    from ddpjob.client.logs.log_follower import Chosen, LogFollower
+    from ddpjob.client.logs.log_follower import Chosen, LogFollower, last_state
 
     length = None if since is None else int(since) if since.isdigit() else seconds(since)
     if since is not None and not length:
@@ -346,7 +346,7 @@ def logs(
         ranks, by = line.ranks, line.rank
         words = f" rank {by}" if by is not None else f" ranks {ranks[0]}-{ranks[-1]}" if ranks else ""
         mark = f"[{line.pod.name.removeprefix(name + '-')}{words}] ".encode() if printed else b""
-        click.echo(mark + line.text)
+        click.echo(mark + last_state(line.text) if printed else line.text)
     for note in follower.notes:
         print_note(note)
     if nothing := follower.why_nothing():

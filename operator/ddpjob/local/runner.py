@@ -293,7 +293,13 @@ class Runner:
 
     def _record(self) -> None:
         pods = [
-            {"name": pod.name, "role": str(pod.role), "state": _state(pod), "logs": [str(log) for log in pod.logs()]}
+            {
+                "name": pod.name,
+                "role": str(pod.role),
+                "state": _state(pod),
+                "created": format_time(pod.created),
+                "logs": [str(log) for log in pod.logs()],
+            }
             for pod in self.cluster.pods.values()
         ]
         local = {"run": self.run_folder.name, "folder": str(self.run_folder.path), "pods": pods}

@@ -196,6 +196,19 @@ train.evaluate, Writer.wait = evaluates, waits
     assert "saving a checkpoint" in activities
 
 
+def test_a_job_with_nothing_left_to_train_shows_its_last_epoch(
+    coordinator: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port, posts, _ = coordinator
+    monkeypatch.setenv("DDPJOB_COORDINATOR", f"127.0.0.1:{port}")
+    monkeypatch.setenv("DDPJOB_TOKEN", "secret")
+    good(1, [*TINY, f"checkpoint.dir={tmp_path}"])
+    posts.clear()
+    good(1, [*TINY, f"checkpoint.dir={tmp_path}"])
+    [shown] = [post[2] for post in posts if "step" in post[2]]
+    assert [shown[name] for name in ("epoch", "epochs", "step", "steps")] == [2, 2, 16, 16]
+
+
 def test_the_first_name_lookup_happens_in_the_main_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """glibc reads the environment during the lookup. getenv in a thread crashes the process if
     another thread sets a variable.

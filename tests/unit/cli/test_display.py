@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_status import JobStatus, Phase, Restart, Restarts
-from ddpjob.cli.display import PlainLines, panel, recoveries
+from ddpjob.cli.display import PlainLines, open_display, panel, recoveries
 from ddpjob.core.decision import Event
 from ddpjob.local.process_cluster import TimedEvent
 from ddpjob.local.runner import Shown, ShownPod, new_body
@@ -124,3 +124,11 @@ def test_at_80_columns_no_line_of_the_panel_wraps() -> None:
     lines = console.export_text().rstrip("\n").split("\n")
     assert len(lines) == 2 + 1 + 2 and all(len(line) <= 80 for line in lines)
     assert "epoch 119/120 99 %" in lines[1] and ".log" not in "".join(lines)
+
+
+def test_a_file_gets_lines_without_cursor_movements_even_if_colours_are_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jupyter's kernel sets FORCE_COLOR, and the log of a submitted job grew by 70 MB a day."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert isinstance(open_display(), PlainLines)

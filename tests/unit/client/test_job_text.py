@@ -255,7 +255,7 @@ def test_suspended_complete_running_and_interrupted_jobs_are_described() -> None
         assert ("This has not changed for 2m00s.\nRun `ddpjob stacks j` to see" in text(running)) == quiet
     running["status"]["progress"] = {**again, "resumed": "no"}
     assert "After the last restart the script seems to have started again from step 0, because" in text(running)
-    assert "run it again" in text(job(phase="Interrupted")), "a job of this machine"
+    assert "run it again, for example with `ddpjob rerun j`" in text(job(phase="Interrupted")), "a job of this machine"
     last = {"time": "2026-01-01T00:00:00Z", "pod": "j-0-0", "index": 0, "reason": "WorkerFailed", "counted": True}
     failed = text(job(phase="Interrupted", restarts={"recent": [{**last, "message": "ValueError: x"}]}))
     assert "Last restart: " in failed and "ValueError: x" in failed, (

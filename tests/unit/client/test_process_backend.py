@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ddpjob.cli.main import main
 from ddpjob.client.backends import process_backend
 from ddpjob.client.backends.backend import LogOptions, Mistake
 from ddpjob.client.backends.process_backend import ProcessBackend
@@ -21,6 +22,7 @@ from ddpjob.client.texts.job_text import why
 from ddpjob.local.paths import JobFolder, job_folder
 from ddpjob.local.record import held, write_record
 from ddpjob.local.runner import prepare
+from machine import slowness
 
 DONE = {
     "type": "Complete",
@@ -134,17 +136,32 @@ def test_a_moved_folder_of_runs_keeps_its_logs_and_events(tmp_path: Path, monkey
     monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path / "before"))
     job = job_folder("j")
     run = prepare(job, fresh=False, now=datetime(2026, 1, 1, tzinfo=UTC))
-    pods = [{"name": "j-0-0", "role": "node", "state": "Completed", "logs": []}]
-    local = {"run": run.name, "folder": str(run.path), "pods": pods}
+    pod = {"name": "j-0-0", "role": "node", "state": "Completed", "created": "2026-01-01T00:00:00Z", "logs": []}
+    local = {"run": run.name, "folder": str(run.path), "pods": [pod]}
     write_record(job, {"metadata": {"name": "j"}, "spec": {}, "status": {}, "local": local})
     run.log("j-0-0", "trainer").write_text("step 1\n")
     run.events.write_text('{"time": "2026-01-01T00:00:00Z", "warning": false, "reason": "Running", "message": "m"}\n')
     (tmp_path / "before").rename(tmp_path / "after")
     monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path / "after"))
     backend = ProcessBackend()
-    [pod] = backend.pods("j")
-    assert b"".join(backend.log(pod, LogOptions())) == b"step 1\n"
+    [found] = backend.pods("j")
+    assert found.created == datetime(2026, 1, 1, tzinfo=UTC)
+    assert b"".join(backend.log(found, LogOptions())) == b"step 1\n"
     assert [event.reason for event in backend.events("j")] == ["Running"]
+
+
+def test_a_run_that_does_not_start_in_time_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise, a second submission with this name would meet the first job."""
+    monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path / "runs"))
+    slow = tmp_path / "slow"
+    slow.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 600\n")
+    slow.chmod(0o700)
+    monkeypatch.setattr(process_backend.sys, "executable", str(slow))
+    monkeypatch.setattr(process_backend, "_STARTED_SECONDS", 3.0 * slowness())
+    job = {"apiVersion": "ddpjob.io/v1alpha1", "kind": "DDPJob", "metadata": {"name": "j"}}
+    with pytest.raises(Mistake, match="was stopped, because it wrote no record within"):
+        ProcessBackend().create([{**job, "spec": {"image": "i", "script": "s.py"}}])
+    assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
 
 
 def test_another_users_job_cannot_be_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +192,7 @@ def test_a_request_to_a_run_that_is_ending_is_refused_immediately(
 
 
 def test_a_progress_bar_counts_as_one_of_the_last_lines_of_a_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     monkeypatch.setenv("DDPJOB_RUNS", str(tmp_path))
     job = job_folder("j")
@@ -187,6 +204,12 @@ def test_a_progress_bar_counts_as_one_of_the_last_lines_of_a_log(
     backend = ProcessBackend()
     [pod] = backend.pods("j")
     assert b"".join(backend.log(pod, LogOptions(tail=3))) == b"warning\n" + bar + b"\ndone\n"
+
+    # The command prints only the last state of a bar, unless it prints a pod's log as it is.
+    assert main(["--local", "logs", "j", "--tail", "2"]) == 0
+    assert main(["--local", "logs", "j-0-0", "--tail", "2"]) == 0
+    mark = b"[0-0 rank 0] "
+    assert capfdbinary.readouterr().out == mark + b"step 89/90\n" + mark + b"done\n" + bar + b"\ndone\n"
 
 
 def test_a_job_of_another_machine_or_container_is_not_killed_by_its_process_id(

@@ -5,6 +5,7 @@ apply to the script.
 from __future__ import annotations
 
 import ast
+import os
 import re
 from pathlib import Path
 
@@ -141,6 +142,45 @@ def test_an_uncertain_suggestion_is_marked_and_uses_the_general_form(
 )  # fmt: skip
 def test_the_place_where_the_group_is_formed_is_read_from_the_script(text: str, said: str, tmp_path: Path) -> None:
     assert said in advised(tmp_path, text)
+
+
+HUGGING_FACE = """from ddpjob_report.huggingface import DDPJobCallback, last_checkpoint
+from transformers import Trainer, TrainingArguments
+Trainer(model=m, args=TrainingArguments(use_cpu=True), callbacks=[DDPJobCallback()]).train(last_checkpoint("."))
+"""
+ACCELERATE = """from accelerate import Accelerator
+from ddpjob_report.accelerate import DDPJobTracker, resume
+accelerator = Accelerator(cpu=True, log_with=DDPJobTracker())
+accelerator.init_trackers("job")
+accelerator.log({"loss": 1}, step=resume(accelerator))
+"""
+
+
+@pytest.mark.parametrize(
+    "text, part, said",
+    [
+        (HUGGING_FACE, "use_cpu", "without GPUs: TrainingArguments(use_cpu=True)"),
+        (HUGGING_FACE, "DDPJobCallback", "line 3: add callbacks=["),
+        (HUGGING_FACE, "last_checkpoint", "To make it resume: docs/own-scripts.md#hugging-faces-trainer"),
+        (ACCELERATE, "cpu=True", "without GPUs: Accelerator(cpu=True)"),
+        (ACCELERATE, "init_trackers", "after it: accelerator.init_trackers"),
+        (ACCELERATE, "accelerator.log", "after each step: accelerator.log("),
+        (ACCELERATE, "resume", "To make it resume: docs/own-scripts.md#accelerate"),
+    ],
+)
+def test_only_the_missing_lines_of_a_framework_are_suggested(text: str, part: str, said: str, tmp_path: Path) -> None:
+    whole = advised(tmp_path, text)
+    assert "nothing is missing" in whole and said not in whole and "resume" not in whole
+    partial = advised(tmp_path, text.replace(part, "other"))
+    assert said in partial and ("nothing is missing" in partial) is said.startswith("To make")
+
+
+def test_the_line_for_lightning_works_without_torchrun_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    said = advised(tmp_path, "import lightning as L\n\nL.Trainer(max_epochs=2).fit(m)\n")
+    arguments = said.partition("line 3: add ")[2].partition("\n")[0]
+    assert eval(f"dict({arguments})", {"os": os}) == {"strategy": "ddp", "num_nodes": 1, "devices": 1}
 
 
 def test_a_module_next_to_the_script_may_form_the_group(tmp_path: Path) -> None:

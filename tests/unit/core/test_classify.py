@@ -20,6 +20,7 @@ from ddpjob.core.failures.classify import (
 from ddpjob.core.failures.policy import evaluate_rules
 from ddpjob.core.status.messages import event_text
 from ddpjob.core.world import ContainerView, HostView, PodView, Role
+from ddpjob_runtime.protocol import log_line
 
 TOLD = json.dumps({"kind": "Error", "message": "ValueError: lunch", "traceback": "Traceback\nValueError: lunch"})
 
@@ -155,6 +156,27 @@ def test_messages_of_the_launcher_are_parsed() -> None:
     assert "last words" in explain_end(pod(ended(3, message="first\nlast words"))).message, (
         "the line may come from any program"
     )
+
+
+def launcher_line(text: str) -> str:
+    return log_line(datetime(2026, 11, 30, tzinfo=UTC), "ddpjob", text)
+
+
+@pytest.mark.parametrize(
+    ("log", "said", "traceback"),
+    [
+        (["ValueError: early", launcher_line("restarting workers: rank 1 failed: ValueError: early")], "Error", ""),
+        ([launcher_line("restarting workers: rank 1 failed"), "loading", "loss 0.5"], "loss 0.5", "loading\nloss 0.5"),
+        ([launcher_line("restarting workers: rank 1 failed"), "Killed"], "Killed", ""),
+        ([launcher_line("ends with 78 (InitFailure): a.py is missing")], "ddpjob: ends with 78 (InitFailure)", ""),
+        (["2026-11-30 epoch 3", "2026-11-30T00:00:00.000Z other: fatal"], "other: fatal", "2026-11-30 epoch 3"),
+    ],
+)
+def test_the_launchers_report_of_an_earlier_failure_is_not_the_cause(log: list[str], said: str, traceback: str) -> None:
+    end = explain_end(pod(ended(137, message="\n".join(log))))
+    assert end.message.startswith("pod job-0-0 ended with exit code 137 (128 + SIGKILL): ")
+    assert said in end.message and "early" not in end.message
+    assert end.traceback.startswith(traceback) and bool(traceback) is bool(end.traceback)
 
 
 @pytest.mark.parametrize(

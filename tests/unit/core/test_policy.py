@@ -173,7 +173,12 @@ def test_an_error_that_repeats_everywhere_fails_the_job(failures: list[Restart],
     [
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB", True),
         ("AssertionError: batch size must be divisible by 3", True),
-        ("FileNotFoundError: [Errno 2] No such file or directory: '/data/labels.csv'", False),
+        ("FileNotFoundError: [Errno 2] No such file or directory: '/data/network/labels.csv'", True),
+        ("PermissionError: [Errno 13] Permission denied: '/data/labels.csv'", True),
+        ("FileNotFoundError: [Errno 2] No such file or directory", False),
+        ("FileNotFoundError: [Errno 2] No such file or directory: 's3://data/labels.csv'", False),
+        ("FileNotFoundError: [Errno 2] No such file or directory: '/a' (after TimeoutError: timed out)", False),
+        ("OSError: [Errno 116] Stale file handle: '/data/labels.csv'", False),
         ("OSError: [Errno 28] No space left on device", False),
         ("requests.exceptions.ConnectionError: HTTPSConnectionPool", False),
         ("RuntimeError: server returned 503 Service Unavailable", False),
@@ -185,3 +190,10 @@ def test_an_error_that_repeats_everywhere_fails_the_job(failures: list[Restart],
 def test_errors_of_networks_disks_and_devices_are_considered_temporary(message: str, ends: bool) -> None:
     failures = [error(at, message) for at in (0, 11, 22)]
     assert bool(find_error_everywhere(spec(), failures)) is ends
+
+
+def test_the_message_of_a_job_with_one_rank_does_not_name_several() -> None:
+    failures = [error(at) for at in (0, 11, 22)]
+    one, two = (JobSpec.read({"image": "i", "script": "s", "nodes": nodes, "gpusPerNode": 0}) for nodes in (1, 2))
+    assert find_error_everywhere(one, failures) == "the same error 3 times before the first step"
+    assert find_error_everywhere(two, failures) == "the same error in several ranks 3 times before the first step"

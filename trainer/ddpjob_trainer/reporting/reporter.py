@@ -380,6 +380,10 @@ class Reporter:
         self._display.note(
             f"done: {self._plan.epochs} epochs, {step} steps{found}, {duration(seconds)} in this incarnation"
         )
+        if self._last is None and self._link is not None:
+            # Nothing was left to train, so the job would show neither epoch nor accuracy.
+            epochs, metrics = self._plan.epochs, self._scalars()
+            self._link.post({"epoch": epochs, "epochs": epochs, "step": step, "steps": step, "metrics": metrics})
         self._sinks.close(complete=True)
         if self._files is not None:
             self._files.wait()
@@ -394,16 +398,20 @@ class Reporter:
         if self._log is not None:
             self._log.write(event, round=self._plan.round, **fields)
 
+    def _scalars(self) -> dict[str, float]:
+        """Return the newest evaluation's numbers by their name in the job's metrics."""
+        if self._evaluation is None:
+            return {}
+        scalars = self._evaluation.scalars()
+        return {"testLoss": scalars.pop("loss"), **scalars}
+
     def _post(self, status: TrainingStatus) -> None:
         if self._link is None:
             return
         metrics = {"learningRate": status.learning_rate, "dataWait": round(status.data_wait, 4), **_optional(status)}
         if self._checkpoint_time is not None:
             metrics["checkpointTime"] = round(self._checkpoint_time)
-        metrics |= self.copies
-        if self._evaluation is not None:
-            scalars = self._evaluation.scalars()
-            metrics |= {"testLoss": scalars.pop("loss"), **scalars}
+        metrics |= {**self.copies, **self._scalars()}
         self._link.post(
             {
                 "epoch": status.epoch,

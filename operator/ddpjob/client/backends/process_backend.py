@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import BinaryIO, ParamSpec, TypeVar
 
 from ddpjob.api.job_spec import Json, WhenDeleted
-from ddpjob.api.job_status import JobStatus, SlotState, parse_time
+from ddpjob.api.job_status import JobStatus, SlotState, known_time, parse_time
 from ddpjob.api.reader import validate, with_defaults
 from ddpjob.client.backends.backend import (
     INTERRUPTED,
@@ -43,8 +43,9 @@ from ddpjob.local.record import RequestRefused, ask, holds, read_record, runner,
 STOP_MARGIN = 15.0
 """How much longer than the pods' grace period `stop` waits for the runner, in seconds."""
 _POLL = 0.3
-_STARTED_SECONDS = 30.0
-"""Maximum time in seconds until a new `ddpjob run` has written its record."""
+_STARTED_SECONDS = 120.0
+"""Maximum time in seconds until a new `ddpjob run` has written its record. Starting Python takes
+half a minute on a very busy machine."""
 _STOPPED = "the job's `ddpjob run` was stopped; run the job again to resume"
 """Message of the condition Suspended of an interrupted job, whose runPolicy.suspend cannot be set
 to false."""
@@ -152,6 +153,7 @@ class ProcessBackend:
             # The runner has stopped all pods, but may have been killed before it could record that.
             states = {pod: "Ended" if state in _ALIVE else state for pod, state in states.items()}
         roles = {pod["name"]: str(pod.get("role", "node")) for pod in record["local"]["pods"]}
+        created = {pod["name"]: known_time(pod.get("created")) for pod in record["local"]["pods"]}
         for log in sorted(folder.glob("*.log"), key=lambda path: path.stat().st_mtime):
             states.setdefault(log.stem, "Ended")
         for pod, state in states.items():
@@ -160,7 +162,8 @@ class ProcessBackend:
             second = index is None or pod.endswith(f".{COORDINATOR_CONTAINER}")
             role = "coordinator" if second else roles.get(pod, "node")
             ended = state not in _ALIVE
-            lines.append(PodLine(pod, role, None if role == "coordinator" else index, state, "local", ended=ended))
+            slot = None if role == "coordinator" else index
+            lines.append(PodLine(pod, role, slot, state, "local", created=created.get(pod), ended=ended))
         return sorted(lines, key=lambda pod: (-1 if pod.index is None else pod.index, pod.name))
 
     @_report_disk_errors
@@ -295,7 +298,11 @@ class ProcessBackend:
                     output.read_text(errors="replace").strip() or f"`ddpjob run` exited with code {run.returncode}"
                 )
             if time.monotonic() > deadline:
-                raise Mistake(f"`ddpjob run` (process {run.pid}) did not write a record; see {output}")
+                run.kill()  # Otherwise, the job might start after its submission has been reported as failed.
+                run.wait()
+                raise Mistake(
+                    f"`ddpjob run` was stopped, because it wrote no record within {_STARTED_SECONDS:g} s; see {output}"
+                )
             time.sleep(0.1)
 
     @_report_disk_errors

@@ -154,15 +154,17 @@ class LogLine:
 _ALL = Chosen()
 
 
-def _shortened(line: bytes, limit: int) -> bytes:
-    """Return a line, shortened to `limit` bytes.
+def last_state(line: bytes) -> bytes:
+    """Return the last state of a progress bar: the part after its last carriage return.
 
-    For a progress bar, return the part after its last carriage return, which a terminal shows.
+    This is what a terminal shows. Other lines are returned without change.
     """
-    if len(line) <= limit:
-        return line
-    begin = line.rstrip(b"\r").rfind(b"\r") + 1
-    return line[begin : begin + limit]
+    return line[line.rstrip(b"\r").rfind(b"\r") + 1 :]
+
+
+def _shortened(line: bytes, limit: int) -> bytes:
+    """Return a line, shortened to `limit` bytes. For a progress bar, shorten its last state."""
+    return line if len(line) <= limit else last_state(line)[:limit]
 
 
 class LogFollower:

@@ -29,25 +29,56 @@ _SAMPLER = "torch.utils.data.DistributedSampler"
 _DDP = "torch.nn.parallel.DistributedDataParallel"
 _FIRST = "if torch.distributed.get_rank() == 0:"
 _END = "torch.distributed.destroy_process_group()"
+
+
+@dataclass(frozen=True)
+class FrameworkLines:
+    """What a framework's script needs in a job.
+
+    A pair is a word and the text to add. A script that contains the word already has the text.
+    """
+
+    forms: str
+    arguments: tuple[str, str]
+    """Arguments of the Trainer or the Accelerator."""
+    imports: str
+    """The import that the arguments need."""
+    elsewhere: tuple[tuple[str, str], ...]
+    resumes: tuple[str, str]
+    """The page that shows how to resume."""
+
+
 _OF_FRAMEWORK = {
-    "huggingface": (
-        "callbacks=[ddpjob_report.huggingface.DDPJobCallback()]",
-        "Hugging Face's Trainer forms the group itself. Without GPUs it also needs TrainingArguments(use_cpu=True).",
-        ("import ddpjob_report.huggingface", "DDPJobCallback", "docs/own-scripts.md#hugging-faces-trainer"),
+    "huggingface": FrameworkLines(
+        "Hugging Face's Trainer forms the group itself.",
+        ("DDPJobCallback", "add callbacks=[ddpjob_report.huggingface.DDPJobCallback()]"),
+        "import ddpjob_report.huggingface",
+        (("use_cpu", "without GPUs: TrainingArguments(use_cpu=True), otherwise each rank trains alone"),),
+        ("last_checkpoint", "docs/own-scripts.md#hugging-faces-trainer"),
     ),
-    "lightning": (
-        'strategy="ddp", num_nodes=int(os.environ["GROUP_WORLD_SIZE"]), devices=int(os.environ["LOCAL_WORLD_SIZE"])',
+    "lightning": FrameworkLines(
         "Lightning's Trainer forms the group itself if it is given the number of nodes and processes.",
-        ("import os", "num_nodes", "docs/own-scripts.md#lightning"),
+        (
+            "num_nodes",
+            'add strategy="ddp", num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", 1)), '
+            'devices=int(os.environ.get("LOCAL_WORLD_SIZE", 1))',
+        ),
+        "import os",
+        (),
+        ("last_checkpoint", "docs/own-scripts.md#lightning"),
     ),
-    "accelerate": (
-        "log_with=ddpjob_report.accelerate.DDPJobTracker()",
-        "Accelerate forms the group itself, without `accelerate launch`. Without GPUs it also needs cpu=True.",
-        ("import ddpjob_report.accelerate", "DDPJobTracker", "docs/own-scripts.md#accelerate"),
+    "accelerate": FrameworkLines(
+        "Accelerate forms the group itself, without `accelerate launch`.",
+        ("DDPJobTracker", "add log_with=ddpjob_report.accelerate.DDPJobTracker()"),
+        "import ddpjob_report.accelerate",
+        (
+            ("init_trackers", 'after it: accelerator.init_trackers("job")'),
+            (".log(", 'after each step: accelerator.log({"loss": loss.item()}, step=step)'),
+            ("cpu=True", "without GPUs: Accelerator(cpu=True), otherwise each rank trains alone"),
+        ),
+        ("resume(", "docs/own-scripts.md#accelerate"),
     ),
 }
-"""Maps a framework to (arguments to add, description, (import, word, page)). A script that contains
-the word already has the arguments."""
 
 
 @dataclass(frozen=True)
@@ -66,15 +97,7 @@ class AddedLine:
 def advice(script: TrainingScript, path: Path) -> Iterator[str]:
     """Yield advice on how to change a script so that its ranks train together."""
     if script.framework:
-        arguments, does, (needed, word, page) = _OF_FRAMEWORK[script.framework]
-        at = f"{script.where or path}, line {script.call.lineno}" if script.call else str(path)
-        yield does
-        if word in script.text:
-            yield f"{at}: {word} is there, so nothing is missing"
-        else:
-            yield f"{at}: add {arguments}"
-            yield f"at the top: {needed}"
-        yield f"To make it resume: {page}"
+        yield from _advice_on_framework(script, path, _OF_FRAMEWORK[script.framework])
         return
     if script.group:
         yield f"{path} forms a group ({script.group}{f' in {script.where}' if script.where else ''})."
@@ -94,6 +117,18 @@ def advice(script: TrainingScript, path: Path) -> Iterator[str]:
     yield f"With these lines the ranks train one model ({TUTORIAL}):"
     yield from _shown(lines)
     yield from _remarks(script)
+
+
+def _advice_on_framework(script: TrainingScript, path: Path, lines: FrameworkLines) -> Iterator[str]:
+    yield lines.forms
+    at = f"{script.where or path}, line {script.call.lineno}" if script.call else str(path)
+    word, text = lines.arguments
+    missing = [] if word in script.text else [f"{at}: {text}", f"at the top: {lines.imports}"]
+    missing += [text for word, text in lines.elsewhere if word not in script.text]
+    yield from missing or [f"{at}: {word} is there, so nothing is missing"]
+    word, page = lines.resumes
+    if word not in script.text:
+        yield f"To make it resume: {page}"
 
 
 def general_form(script: TrainingScript | None = None) -> Iterator[str]:

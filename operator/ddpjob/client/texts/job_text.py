@@ -375,7 +375,8 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
         yield f"{name}: its `ddpjob run` was stopped before the job finished."
         if status.restarts.recent:
             yield f"Last restart: {restart_line(status.restarts.recent[-1], now)}"
-        yield "What to do: run it again; it resumes from its last checkpoint, if it has one."
+        yield f"What to do: run it again, for example with `ddpjob rerun {name}`."
+        yield "It resumes from its last checkpoint, if it has one."
         return
     if not status.conditions and not status.phase:
         yield from _without_status(body, now)

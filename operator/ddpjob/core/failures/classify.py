@@ -41,6 +41,7 @@ from ddpjob_runtime.protocol import (
     EXIT_RENDEZVOUS_LOST,
     EXIT_STOPPED,
     EXIT_UNFIT,
+    OWN_LOG_LINE,
     RANK_FAILURE,
     escaped,
     last_lines,
@@ -385,13 +386,19 @@ class TerminationMessage:
 
 
 def read_termination_message(container: ContainerView) -> TerminationMessage:
-    """Read a termination message: JSON from the launcher, or the last lines of another program."""
+    """Read a termination message: JSON from the launcher, or the last lines of the log.
+
+    In a log, the launcher's and the coordinator's own lines report earlier events, such as the
+    failure of another pod. These lines and the output before them are ignored.
+    """
     text = container.message.strip()
     try:
         written = json.loads(text)
     except (ValueError, RecursionError):
         lines = text.splitlines()
-        return TerminationMessage(lines[-1] if lines else "", text if len(lines) > 1 else "")
+        own = [number for number, line in enumerate(lines, 1) if OWN_LOG_LINE.match(line)]
+        lines = lines[own[-1] :] if own else lines
+        return TerminationMessage(lines[-1] if lines else "", "\n".join(lines) if len(lines) > 1 else "")
     if not isinstance(written, dict):
         return TerminationMessage(text, "")
     return TerminationMessage(*(escaped(str(written.get(part) or "")) for part in ("message", "traceback")))

@@ -13,12 +13,15 @@ the job has ever completed a step. Users who know better write `recovery.rules`.
 4. Before the first step, REPEATS consecutive counted failures with the same error in the program's
    code (`find_repeated_error`) or on several ranks at once (`find_error_everywhere`) fail the job,
    because the program would be the same in the next attempt. Network, disk and device errors are
-   usually temporary, and never fail a job in this way.
+   usually temporary, and never fail a job in this way. A missing or unreadable file is usually a
+   wrong path, so it does, if several ranks miss it. (torchrun and Ray Train end at the first
+   exception by default, a Kubernetes Job after six retries, whatever the error.)
 
 Example of a job without rules and with maxRestarts=10:
 
     rank 3 raises KeyError 'lr' before the first step, 3 times    fails, after 2 restarts
     rank 3 raises ConnectionError before the first step, 3 times  restarts, 3 of 10 used
+    no rank finds /data/labels.csv, for half a minute             fails, instead of after 5 minutes
     rank 3 raises KeyError 'lr' in epoch 7                        restarts, 1 of 10 used
     the node of rank 3 is drained, 50 times                       restarts, 0 of 10 used
     the script refuses an option: exit code 2                     fails immediately
@@ -79,6 +82,11 @@ _OUTSIDE = re.compile(
     re.IGNORECASE,
 )
 """Matches network, disk and device errors, by their type or wording."""
+_WRONG_PATH = re.compile(
+    r"\b(?:FileNotFound|NotADirectory|IsADirectory|Permission)Error: \[Errno (?:2|13|20|21)\] [\w ]+: '(?!\w+://)[^']*'"
+)
+"""Matches errors about the path of a file that is missing, or that the program may not read. An
+error without a path may come from a socket, whose server may start later."""
 _PROGRAM_ERROR = re.compile(
     r"^rank .* ended with exit code 1: ((?:SyntaxError|IndentationError|TabError|NameError|UnboundLocalError|KeyError"
     r"|ImportError|ModuleNotFoundError|AttributeError|TypeError|NotImplementedError|RecursionError): .*)$",
@@ -169,7 +177,7 @@ def find_error_everywhere(spec: JobSpec, recent: Sequence[Restart]) -> str | Non
     """Return a message if several ranks had the same error in the last REPEATS counted failures.
 
     Failures that follow each other within APART are counted as one. Any type of error qualifies,
-    except network, disk and device errors, which may be temporary.
+    except network, disk and device errors, which may be temporary. A wrong path qualifies.
     """
     if _is_ruled(spec):
         return None
@@ -181,14 +189,15 @@ def find_error_everywhere(spec: JobSpec, recent: Sequence[Restart]) -> str | Non
         if last is None or last.time - restart.time >= APART:
             last, times = restart, times + 1
         if times == REPEATS:
-            return f"the same error in several ranks {REPEATS} times before the first step"
+            where = " in several ranks" if spec.nodes * spec.procs_per_node > 1 else ""
+            return f"the same error{where} {REPEATS} times before the first step"
     return None
 
 
 def _is_final_everywhere(restart: Restart) -> bool:
-    error = _mark(restart)
-    said = restart.everywhere and restart.reason == Cause.WORKER_FAILED and bool(error[1])
-    return said and not (_OUTSIDE.search(error[0]) or COMMUNICATION_ERROR.search(error[0]))
+    said = restart.everywhere and restart.reason == Cause.WORKER_FAILED and bool(_mark(restart)[1])
+    error = _WRONG_PATH.sub("", without_wait(restart.message).partition("\n")[0].partition(" ended with ")[2])
+    return said and not (_OUTSIDE.search(error) or COMMUNICATION_ERROR.search(error))
 
 
 def _mark(restart: Restart) -> tuple[str, str]:

@@ -192,8 +192,8 @@ def _group_runs(view: View, training: int) -> tuple[bool, str, str]:
         return (
             True,
             NO_GROUP,
-            f"{run}, but the ranks form no group: the script trains without initializing torch.distributed, so each "
-            f"rank trains a separate model",
+            f"{run}, but the ranks form no group: the script trains without torch.distributed, so each rank trains a "
+            f"separate model",
         )
     if training == wanted:
         return True, "GroupRuns", f"{_train(view, wanted)}{_finished_early(view)}{_without_count(view)}"
