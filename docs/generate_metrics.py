@@ -96,16 +96,21 @@ def coordinators() -> list[Family]:
     """Return a coordinator's metrics."""
     own = job_metrics.JOB_LABELS
     return [
-        Family(name, kind, (*own, coordinator.LABELS[name]) if name in coordinator.LABELS else own, text)
-        for name, (kind, text) in coordinator.FAMILIES.items()
+        Family(
+            name,
+            coordinator.kind_of(name),
+            (*own, coordinator.LABELS[name]) if name in coordinator.LABELS else own,
+            text,
+        )
+        for name, text in coordinator.FAMILIES.items()
     ]
 
 
 def trainers() -> list[Family]:
     """Return the built-in trainer's metrics."""
     single = [
-        Family(f"{name}_total" if counts else name, "counter" if counts else "gauge", trainer.LABELS, text.rstrip("."))
-        for name, counts, text in trainer._METRICS.values()
+        _described(name, "counter" if own in trainer._COUNTERS else "gauge", trainer.LABELS, text.rstrip("."))
+        for own, (name, text) in trainer._METRICS.items()
     ]
     return single + [
         Family(name, "gauge", (*trainer.LABELS, label), text.rstrip("."))

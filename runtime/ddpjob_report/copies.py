@@ -42,7 +42,6 @@ RECORD = ".ddpjob-newest.json"
 _FETCHED, _LOCK, _LINKS = ".ddpjob-fetched.json", ".ddpjob-fetch.lock", ".ddpjob-copy-"
 LAST_SECONDS = 600.0
 """Maximum number of seconds that the script waits at its end for the last copy."""
-LARGEST_STEP = 10**9 - 1
 
 
 class _CopyState:

@@ -927,10 +927,7 @@ class Report(Record):
     mode: Mode = Mode.STANDARD
     attempt: int = 0
     hang_after: Optional[float] = None
-    hangs: Optional[Hangs] = None
-    """None if the coordinator has an earlier version, which does not end hangs without
-    `hang_after`.
-    """
+    hangs: Hangs = Hangs.END
     world: Optional[int] = None
     """Number of members in the current round."""
     round: int = 0

@@ -61,9 +61,7 @@ class Case:
         body["spec"] = {**body["spec"], **spec}
         body["metadata"]["generation"] += 1
         self.server.store.changed("DDPJob", body)
-        for _ in range(4):
-            await seen()
-            await self.reconcile()
+        await self.settle(4)
 
     def finish(self, name: str) -> None:
         """Complete the job, and end its nodes."""
@@ -103,6 +101,13 @@ class Case:
 
     async def reconcile(self) -> float | None:
         return await reconcile(self.cluster, KEY, loop_moment)
+
+    async def settle(self, times: int = 1) -> None:
+        """Let the operator see all changes and reconcile, and let the watches show its writes."""
+        for _ in range(times):
+            await seen()
+            await self.reconcile()
+        await seen()
 
     def pods(self) -> list[str]:
         return sorted(str(p["metadata"]["name"]) for p in self.server.store.all("Pod"))

@@ -31,9 +31,7 @@ from .world import loop_moment
 
 @in_case()
 async def test_no_request_is_sent_while_nothing_changes(c: Case) -> None:
-    for _ in range(3):
-        await c.reconcile()
-        await seen()
+    await c.settle(3)
     c.server.requests.clear()
     for _ in range(100):
         await c.reconcile()
@@ -43,9 +41,7 @@ async def test_no_request_is_sent_while_nothing_changes(c: Case) -> None:
 @in_case()
 async def test_objects_that_only_need_to_exist_are_never_read_as_a_whole(c: Case) -> None:
     """A namespace's runtime takes up 240 kB."""
-    for _ in range(3):
-        await c.reconcile()
-        await seen()
+    await c.settle(3)
     whole = {kind for method, kind in c.server.read_whole if method == "GET"}
     assert whole & {"Service", "ConfigMap", "PodDisruptionBudget", "NetworkPolicy"} == set()
     assert {"DDPJob", "Pod"} <= whole
@@ -157,10 +153,7 @@ async def test_a_job_deleted_with_its_namespace_and_the_operators_role_is_forgot
 async def test_a_finished_job_causes_no_requests(c: Case) -> None:
     await c.reconcile()
     c.finish("job")
-    await seen()
-    for _ in range(5):
-        await c.reconcile()
-        await seen()
+    await c.settle(5)
     assert [p for p in c.pods() if "coordinator" in p] == []
     c.server.requests.clear()
     asked: list[str] = []
@@ -302,9 +295,7 @@ async def test_after_writing_a_status_the_operator_does_not_read_the_whole_job(c
 async def test_a_written_status_is_not_read_again_if_kopf_shows_it_first(c: Case) -> None:
     asked = c.asked("/ddpjobs/job")
     c.server.faults = lambda method, path: Fault("late", seconds=1.0) if method == "PUT" else None
-    for _ in range(3):
-        await c.reconcile()
-        await seen()
+    await c.settle(3)
     assert c.cached() == DDPJob.read(c.server.store.get("DDPJob", "job"))
     assert c.asked("/ddpjobs/job") == asked
     lost = Fault("reset-after")
@@ -381,8 +372,7 @@ async def test_a_job_is_read_with_the_values_of_its_class_once_the_class_is_reco
     assert c.server.store.get("DDPJob", "job")["status"]["jobClass"]["name"] == "team"
     job = c.cluster.caches.job(KEY)
     assert job is not None and job.spec.image == "team/train:1"
-    await seen()
-    await c.reconcile()
+    await c.settle()
     read = c.cluster.caches.job(KEY)
     assert read is not None and read.spec == job.spec, "also if the job comes from the watch"
     assert {pod["spec"]["containers"][0]["image"] for pod in c.server.store.all("Pod")} == {"team/train:1"}
@@ -405,20 +395,15 @@ async def test_a_claim_without_an_owner_is_created_once_and_recognized_by_its_la
 @in_case()
 async def test_a_lost_claim_of_a_job_is_noticed_when_a_pod_is_missing(c: Case) -> None:
     _make_a_claim(c, status={"trained": True})
-    await seen()
-    await c.reconcile()
+    await c.settle()
     pods = c.pods()
     assert pods, "the job has trained without a claim so far, so its first claim is created"
-    await seen()
-    await c.reconcile()
+    await c.settle()
     assert c.server.store.get("DDPJob", "job")["status"]["claimMade"]
     c.server.store.remove("PersistentVolumeClaim", c.server.store.get("PersistentVolumeClaim", "job-checkpoints"))
     for pod in pods:
         c.server.store.remove("Pod", c.server.store.get("Pod", pod))
-    await seen()
-    for _ in range(3):
-        await c.reconcile()
-        await seen()
+    await c.settle(3)
     conditions = c.server.store.get("DDPJob", "job")["status"]["conditions"]
     assert [x["reason"] for x in conditions if x["type"] == "Scheduled"] == ["ClaimNotFound"]
     assert not c.pods() and c.server.store.find("PersistentVolumeClaim", "job-checkpoints") is None
@@ -539,8 +524,7 @@ async def test_the_secret_with_the_token_is_created_once_and_never_read(c: Case)
     assert secret["stringData"] == {"token": c.cluster.platform.token(await c.job())}
     for name, created in (("job-0-0", 1), ("job-1-0", 2)):
         c.server.store.remove("Pod", c.server.store.get("Pod", name))
-        await seen()
-        await c.reconcile()
+        await c.settle()
         await c.reconcile()
         assert f"{name[:-1]}1" in c.pods()
         assert len(list(c.server.store.all("Secret"))) == 1

@@ -73,9 +73,7 @@ async def test_the_pod_group_of_a_finished_job_is_deleted_when_its_pods_have_end
     """Regression: the group stayed until the job was deleted, which may never happen."""
     await c.reconcile()
     c.finish("job")
-    for _ in range(4):
-        await seen()
-        await c.reconcile()
+    await c.settle(4)
     assert not list(c.server.store.all("PodGroup")) and c.pods() == ["job-0-0", "job-1-0"]
 
 
@@ -94,14 +92,12 @@ async def test_the_deletion_of_a_pod_group_is_not_requested_again(c: Case) -> No
 async def test_a_job_in_a_queue_requests_quota_runs_with_its_flavor_and_releases_it(c: Case) -> None:
     c.server.store.create("ResourceFlavor", {"metadata": {"name": "spot"}, "spec": SPOT}, "")
     put_into_queue(c)
-    await seen()
-    await c.reconcile()
+    await c.settle()
     (workload,) = c.server.store.all("Workload")
     assert workload["metadata"]["ownerReferences"][0]["uid"] == "job-uid" and not c.pods()
     assert (await c.job()).status.phase == "Queued"
     judged(c, admitted=True, QuotaReserved="True", Admitted="True")
-    await seen()
-    await c.reconcile()
+    await c.settle()
     for pod in c.server.store.all("Pod"):
         assert pod["spec"]["nodeSelector"]["pool"] == "spot" and SPOT["tolerations"][0] in pod["spec"]["tolerations"]
     for _ in range(3):
@@ -109,10 +105,7 @@ async def test_a_job_in_a_queue_requests_quota_runs_with_its_flavor_and_releases
     assert c.asked("resourceflavors") == 2, "one lookup per pod set"
 
     judged(c, Evicted="True", PodsReady="True")
-    await seen()
-    for _ in range(3):
-        await c.reconcile()
-        await seen()
+    await c.settle(3)
     assert not c.pods()
     conditions = {one["type"]: one for one in workload["status"]["conditions"]}
     assert "admission" not in workload["status"]
@@ -133,17 +126,13 @@ async def test_additional_pods_of_an_elastic_job_run_with_the_flavor_of_their_ow
     await seen()
     await c.change(nodes=3, elastic={"minNodes": 2})
     judged(c, admitted=True, pods=2, QuotaReserved="True", Admitted="True")
-    await seen()
-    await c.reconcile()
+    await c.settle()
     assert [pod for pod in c.pods() if "coordinator" not in pod] == ["job-0-0", "job-1-0"]
     [name] = [
         w["metadata"]["name"] for w in c.server.store.all("Workload") if w["metadata"]["labels"].get(LABEL_ADDITIONAL)
     ]
     judged(c, admitted=True, flavor="reserved", name=name, QuotaReserved="True", Admitted="True")
-    await seen()
-    for _ in range(3):
-        await c.reconcile()
-        await seen()
+    await c.settle(3)
     pools = [c.server.store.get("Pod", pod)["spec"]["nodeSelector"]["pool"] for pod in c.pods() if pod[4].isdigit()]
     assert pools == ["spot", "spot", "reserved"]
     more = (await c.job()).status.queue
@@ -156,8 +145,7 @@ async def test_additional_pods_of_an_elastic_job_run_with_the_flavor_of_their_ow
 async def test_a_failed_notification_of_kueue_delays_nothing_else(c: Case, policy: Fault) -> None:
     """Kueue's own webhook validates each change to a Workload, and is down together with Kueue."""
     put_into_queue(c)
-    await seen()
-    await c.reconcile()
+    await c.settle()
     judged(c, admitted=True, QuotaReserved="True", Admitted="True")
     c.server.faults = lambda m, path: policy if m == "PUT" and "/workloads/" in path else None
     (workload,) = c.server.store.all("Workload")
@@ -176,12 +164,10 @@ async def test_a_failed_notification_of_kueue_delays_nothing_else(c: Case, polic
 @in_case(serves_queues=True)
 async def test_without_the_right_to_read_flavors_no_pod_runs_on_other_nodes(c: Case) -> None:
     put_into_queue(c)
-    await seen()
-    await c.reconcile()
+    await c.settle()
     judged(c, admitted=True, QuotaReserved="True", Admitted="True")
     c.server.faults = lambda method, path: Fault(403, reason="Forbidden") if "flavors" in path else None
-    await seen()
-    await c.reconcile()
+    await c.settle()
     suspended = next(one for one in (await c.job()).status.conditions if one.type == "Suspended")
     assert "cannot read ResourceFlavor spot" in suspended.message and not c.pods()
 
@@ -205,8 +191,7 @@ async def test_the_priority_of_a_workload_comes_from_its_priority_class(c: Case)
 async def test_a_workload_in_a_different_namespace_grants_no_quota(c: Case) -> None:
     """A Workload's labels may contain the name of any job."""
     put_into_queue(c)
-    await seen()
-    await c.reconcile()
+    await c.settle()
     workload = judged(c, admitted=True, QuotaReserved="True", Admitted="True")
     foreign = {**workload, "metadata": {**workload["metadata"], "namespace": "elsewhere", "uid": "other"}}
     c.server.store.delete("Workload", workload["metadata"]["name"])

@@ -84,8 +84,7 @@ async def test_a_refusal_of_one_job_does_not_affect_a_later_job_with_its_name(c:
     await c.reconcile()
     spec = c.server.store.delete("DDPJob", "job")["spec"]
     c.server.store.create("DDPJob", {"metadata": {"name": "job", "uid": "next"}, "spec": spec})
-    await seen()
-    await c.reconcile()
+    await c.settle()
     assert (await c.job()).status.condition(ConditionType.FAILED) is None
     assert c.pods() == ["job-0-0", "job-1-0", "job-coordinator-0"]
 
@@ -209,9 +208,7 @@ async def test_an_exhausted_quota_of_secrets_is_shown_when_a_token_was_deleted(c
     await delete_token(c)
     if restarted:
         c.cluster._tokens.clear()
-    for _ in range(3):
-        await c.reconcile()
-        await seen()
+    await c.settle(3)
     scheduled = (await c.job()).status.condition(ConditionType.SCHEDULED)
     assert scheduled is not None and "exceeded quota" in scheduled.message
 
@@ -267,8 +264,7 @@ async def test_an_expired_job_that_may_not_be_deleted_is_stopped_and_gets_an_eve
     c.finish("job")
     c.server.requests.clear()
     for _ in range(300):
-        await seen()
-        await c.reconcile()
+        await c.settle()
         await asyncio.sleep(1)
     assert "job-coordinator-0" not in c.pods()
     assert sum(method == "DELETE" and "/ddpjobs/" in path for method, path, _ in c.server.requests) <= 9
@@ -294,8 +290,7 @@ async def test_deletion_of_a_finished_jobs_protected_pod_is_rarely_retried(
     await seen()
     c.server.faults = lambda m, path: policy if m == "DELETE" and "/pods/" in path else None
     c.finish("job")
-    await seen()
-    await c.reconcile()
+    await c.settle()
     assert await c.reconcile() == BLOCKED_POLL
     c.server.faults = lambda m, path: None
     await asyncio.sleep(60)
@@ -309,8 +304,7 @@ async def test_deletion_of_a_finished_jobs_protected_pod_is_rarely_retried(
 async def test_a_refused_workload_deletion_is_retried_and_reported_by_an_event(c: Case) -> None:
     policy = Fault(403, reason="Forbidden", message="policy 'nodel' denied request")
     put_into_queue(c)
-    await seen()
-    await c.reconcile()
+    await c.settle()
     c.server.faults = lambda m, path: policy if m == "DELETE" and "/workloads/" in path else None
     await c.change(runPolicy={"suspend": True})
     assert await c.reconcile() == BLOCKED_POLL
@@ -391,12 +385,9 @@ async def test_a_refused_deletion_of_a_queued_jobs_group_is_retried(c: Case) -> 
     """The deletion is retried before the next event, which may be hours away."""
     c.server.store.create("ResourceFlavor", {"metadata": {"name": "spot"}, "spec": SPOT}, "")
     put_into_queue(c)
-    await seen()
-    await c.reconcile()
+    await c.settle()
     judged(c, admitted=True, QuotaReserved="True", Admitted="True")
-    for _ in range(3):
-        await seen()
-        await c.reconcile()
+    await c.settle(3)
     assert c.pods() and list(c.server.store.all("PodGroup"))
     c.server.faults = lambda method, path: (
         Fault(403, reason="Forbidden", message="no") if method == "DELETE" and "podgroups" in path else None
@@ -419,8 +410,7 @@ async def test_quota_is_not_released_if_kueue_has_admitted_the_job_again(c: Case
     decision is carried out.
     """
     put_into_queue(c)
-    await seen()
-    await c.reconcile()
+    await c.settle()
     workload = judged(c, admitted=True, QuotaReserved="True", Admitted="True", Evicted="False")
     name = workload["metadata"]["name"]
     await c.cluster.change_workload(await c.job(), name, workload["metadata"]["uid"], released)

@@ -83,8 +83,7 @@ async def test_the_next_operator_completes_an_unfinished_sharing_of_the_runtime(
     runtime["metadata"]["ownerReferences"][0] |= {"name": "other", "uid": "other-uid"}
     c.server.store.create("ConfigMap", runtime)
     c.server.store.create("ConfigMap", build_runtime_jobs(job, [runtime_owner(job)]))
-    await seen()
-    await c.reconcile()
+    await c.settle()
     jobs = c.server.store.get("ConfigMap", JOBS)["metadata"]["uid"]
     owners = c.server.store.get("ConfigMap", runtime_name())["metadata"]["ownerReferences"]
     assert {o["uid"] for o in owners} == {"other-uid", jobs} and len(c.pods()) == 3
@@ -123,8 +122,7 @@ async def test_a_runtime_that_the_operator_did_not_create_is_not_mounted(c: Case
     if wrong == "label":
         manifest["metadata"]["labels"] = {}
     c.server.store.create("ConfigMap", manifest)
-    await seen()
-    await c.reconcile()
+    await c.settle()
     assert c.pods() == []
     conditions = c.server.store.get("DDPJob", "job")["status"]["conditions"]
     assert [x["message"] for x in conditions if x["reason"] == "NameTaken"]
@@ -162,8 +160,7 @@ async def test_an_older_runtime_is_kept_while_pods_mount_its_files(c: Case, file
     store.changed("DDPJob", job)
     for pod in list(store.all("Pod")):
         store.remove("Pod", pod)
-    await seen()
-    await c.reconcile()
+    await c.settle()
     pinned = (await c.job()).status.runtime
     [mounted] = {
         volume["configMap"]["name"]

@@ -139,10 +139,10 @@ class World:
         return self.coordinator.report().write()
 
 
-def formed(nodes: int = 2, *settings: Any, **more: Any) -> tuple[Any, ...]:
-    """Return the world of a running round, and its members."""
+def formed(nodes: int = 2, *settings: Any, spares: int = 0, **more: Any) -> tuple[Any, ...]:
+    """Return the world of a running round, its members, and spares, which are ready as well."""
     world = World(nodes, *settings, **more)
-    return (world, *world.form(nodes))
+    return (world, *world.form(nodes, spares))
 
 
 def formed_by(fewer: int, *settings: Any, **more: Any) -> tuple[Any, ...]:

@@ -110,6 +110,12 @@ class Job:
         place["DDPJOB_TERMINATION_LOG"] = str(self.folder / f"{pod}.end")
         return self._start(pod, command, {**place, **env})
 
+    def start(self, *what: str, **more: Any) -> None:
+        """Start the coordinator, and all nodes with the same script and arguments."""
+        self.start_coordinator()
+        for index in range(self.nodes):
+            self.start_node(index, *what, **more)
+
     def rendezvous(self) -> list[str]:
         """Return the arguments of torchrun in this mode."""
         if self.mode == "Fast":

@@ -63,8 +63,7 @@ def test_the_first_wait_starts_again_when_a_member_is_lost() -> None:
 
 
 def test_the_spare_that_was_ready_first_fills_the_gap_and_ranks_follow_indices() -> None:
-    world = World(3)
-    members = world.form(3, spares=1)
+    world, *members = formed(3, spares=1)
     world.pass_time(5)
     world.ready(world.hello(4))  # ready after job-3
     world.lose(members[1])
@@ -323,8 +322,7 @@ def test_leaving_is_not_a_failure_and_no_worker_is_killed_while_it_saves() -> No
 
 
 def test_a_leaving_member_delays_nothing_once_its_round_is_broken() -> None:
-    world = World()
-    first, second, _ = world.form(2, spares=1)
+    world, first, second, _ = formed(2, spares=1)
     world.coordinator.leaving(second, "ended by SIGTERM")
     world.pass_time(1)
     assert "restart" not in world.verbs(first) and world.report()["state"] == "Running"
@@ -423,8 +421,7 @@ def test_a_member_that_returns_while_its_round_drains_is_a_survivor() -> None:
 
 
 def test_a_member_that_returns_after_the_group_continued_stops_its_workers() -> None:
-    world = World(2)
-    first, second, _ = world.form(2, spares=1)
+    world, first, second, _ = formed(2, spares=1)
     world.lose(second)
     world.ready(first)
     world.join(first, world.coordinator.members.by_index[2])
@@ -495,8 +492,7 @@ def test_the_report_dates_a_loss_to_the_members_last_line() -> None:
 
 
 def test_spares_are_notified_of_success_when_all_members_have_finished() -> None:
-    world = World(2)
-    members = world.form(2, spares=1)
+    world, *members = formed(2, spares=1)
     for member in members[:2]:
         world.coordinator.finished(member, 1)
     assert [world.last(m) for m in members] == [("done", {})] * 3
@@ -533,8 +529,7 @@ def test_a_member_that_finished_in_a_broken_round_runs_again() -> None:
 
 
 def test_no_round_forms_after_stop() -> None:
-    world = World(2)
-    members = world.form(2, spares=1)
+    world, *members = formed(2, spares=1)
     world.coordinator.stop(False, "suspended")
     assert [world.last(m) for m in members] == [("stop", {"ok": False, "why": "suspended"})] * 3
     world.lose(members[0])

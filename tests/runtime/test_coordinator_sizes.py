@@ -43,8 +43,7 @@ def test_the_group_does_not_wait_for_a_joining_member_that_dies_while_others_dra
 
 
 def test_members_beyond_the_requested_size_are_spares() -> None:
-    world = World(2)
-    members = world.form(2, spares=2)
+    world, *members = formed(2, spares=2)
     world.pass_time(1000)
     assert [m.state for m in members] == ["Running", "Running", "Ready", "Ready"]
 

@@ -51,24 +51,8 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "option",
     [
-        "n",
-        "nn",
-        "m",
-        "ma",
-        "r",
-        "rd",
-        "l",
-        "log",
-        "logs",
-        "local",
-        "no",
-        "nproc",
-        "rdzv",
-        "master",
-        "start",
-        "s",
-        "max",
-        "t",
+        *("n", "nn", "no", "nproc", "m", "ma", "max", "master", "r", "rd", "rdzv"),
+        *("l", "log", "logs", "local", "s", "start", "t"),
     ],
 )
 @pytest.mark.parametrize("program", [("a.py",), ("-m", "a")])
@@ -193,14 +177,7 @@ def test_existing_scripts_and_modules_pass_the_check() -> None:
     check_script("train.py")
     check_script(str(Path.cwd() / "pkg/train.py"))
     check_script("runnable")
-    for name in (
-        "train",
-        "pkg.train",
-        "pkg.sub.deep",
-        "runnable",
-        "spaces.one.two",
-        "json.tool",
-    ):
+    for name in ("train", "pkg.train", "pkg.sub.deep", "runnable", "spaces.one.two", "json.tool"):
         check_module(name)
     check_command("sh")
     check_command(sys.executable)

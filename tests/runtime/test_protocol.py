@@ -101,8 +101,7 @@ def test_no_line_of_a_member_makes_the_report_unreadable(line: dict[str, Any]) -
     """The line raises at most a ValueError, to which the server responds."""
     for name in [name for name in line if name != "t"]:
         for value in EXTREMES:
-            world = World(2)
-            members = world.form(2)
+            world, *members = formed(2)
             with contextlib.suppress(ValueError):
                 HANDLERS[line["t"]](world.coordinator, members[0], {**line, name: value})
             world.pass_time(40)

@@ -101,9 +101,7 @@ def test_a_spare_takes_over_immediately(job: Job) -> None:
 def test_a_node_with_several_workers_is_replaced(tmp_path: Path) -> None:
     with contextlib.closing(Job(tmp_path, procs=2, mode="Fast")) as job:
         script = (STEPS, "--ddp", "--steps", "100000", "--sleep", "0.02")
-        job.start_coordinator()
-        job.start_node(0, *script)
-        job.start_node(1, *script)
+        job.start(*script)
         job.wait_until(lambda r: all(len(made(job, rank)) > 3 for rank in range(4)))
         killed = time.time()
         job.kill("job-1-0")
@@ -116,9 +114,7 @@ def test_a_node_with_several_workers_is_replaced(tmp_path: Path) -> None:
 
 def test_no_step_is_lost_with_the_coordinator(job: Job) -> None:
     script = (STEPS, "--ddp", "--steps", "100000", "--sleep", "0.03")
-    job.start_coordinator()
-    job.start_node(0, *script)
-    job.start_node(1, *script)
+    job.start(*script)
     job.wait_until(lambda r: len(made(job, 0)) > 5 and r["state"] == "Running")
     job.kill("coordinator")
     job.wait_exit("coordinator")
@@ -141,9 +137,7 @@ def test_no_step_is_lost_with_the_coordinator(job: Job) -> None:
 def test_a_group_shrinks_immediately_and_grows_back(tmp_path: Path) -> None:
     with contextlib.closing(Job(tmp_path, mode="Fast", min_nodes=1)) as job:
         script = (STEPS, "--ddp", "--steps", "100000", "--sleep", "0.02", "--trap")
-        job.start_coordinator()
-        job.start_node(0, *script)
-        job.start_node(1, *script)
+        job.start(*script)
         job.wait_until(lambda r: len(made(job, 1)) > 3)
         killed = time.time()
         job.kill("job-1-0")
@@ -256,9 +250,7 @@ def test_steps_of_a_script_that_reports_no_steps_are_counted(tmp_path: Path, mod
 
 def test_programs_that_cannot_be_forked_run_cold_and_report_it_to_each_coordinator(job: Job) -> None:
     command = (sys.executable, STEPS, "--steps", "100000", "--sleep", "0.03")
-    job.start_coordinator()
-    job.start_node(0, *command, torchrun=("--no-python",))
-    job.start_node(1, *command, torchrun=("--no-python",))
+    job.start(*command, torchrun=("--no-python",))
     job.wait_until(lambda r: r["state"] == "Running")
     job.kill("coordinator")
     job.wait_exit("coordinator")

@@ -85,9 +85,7 @@ def finish(job: Job, *names: str, seconds: float = 90) -> Report:
 
 def test_a_killed_node_is_replaced_and_the_job_continues(job: Job) -> None:
     script = (STEPS, "--ddp", "--steps", "40", "--sleep", "0.05")
-    job.start_coordinator()
-    job.start_node(0, *script)
-    job.start_node(1, *script)
+    job.start(*script)
     report = job.wait_until(
         lambda r: (
             (r["progress"].get("step") or 0) >= 3 and r["progress"].get("metrics", {}).get("stepsPerSecond", 0) > 0
@@ -118,9 +116,7 @@ def test_a_killed_node_is_replaced_and_the_job_continues(job: Job) -> None:
 
 def test_exceptions_restart_workers_in_place_and_are_reported_with_rank_and_line(job: Job) -> None:
     script = (STEPS, "--steps", "8", "--raise-at", "3", "--fail-last")
-    job.start_coordinator()
-    job.start_node(0, *script)
-    job.start_node(1, *script)
+    job.start(*script)
     report = finish(job, "job-0-0", "job-1-0")
     first, last = report["incidents"]  # each break has one incident, because the peer's connection errors do not count
     assert (first["kind"], first["rank"], first["localRank"], first["exitCode"]) == ("WorkerFailed", 1, 0, 1)
@@ -199,9 +195,7 @@ def test_a_node_whose_torchrun_gives_up_has_not_succeeded(folder: Path) -> None:
 
 def test_a_job_that_loses_a_node_after_its_peer_has_finished_has_not_succeeded(job: Job) -> None:
     script = (STEPS, "--steps", "3", "--late", "60")
-    job.start_coordinator()
-    job.start_node(0, *script)
-    job.start_node(1, *script)
+    job.start(*script)
     job.wait_until(lambda r: sorted(m["state"] for m in r["members"]) == ["Finished", "Running"])
     late = next(m["pod"] for m in job.status()["members"] if m["state"] == "Running")
     index = int(late.split("-")[1])
@@ -213,9 +207,7 @@ def test_a_job_that_loses_a_node_after_its_peer_has_finished_has_not_succeeded(j
 
 def test_a_node_asked_to_stop_lets_its_workers_save_and_is_not_a_failure(job: Job) -> None:
     script = (STEPS, "--steps", "40", "--trap")
-    job.start_coordinator()
-    job.start_node(0, *script)
-    job.start_node(1, *script)
+    job.start(*script)
     job.wait_until(lambda r: stepping(job))
     signalled = time.time()
     job.kill("job-1-0", signal.SIGTERM)
@@ -232,9 +224,7 @@ def test_a_coordinator_that_is_stopped_for_a_while_loses_no_pods(job: Job) -> No
     """One node is still working, and the other has finished. Both nodes notice the silence and
     reconnect.
     """
-    job.start_coordinator()
-    job.start_node(0, STEPS, "--steps", "3", "--late", "60")
-    job.start_node(1, STEPS, "--steps", "3", "--late", "60")
+    job.start(STEPS, "--steps", "3", "--late", "60")
     job.wait_until(lambda r: sorted(m["state"] for m in r["members"]) == ["Finished", "Running"])
     job.kill("coordinator", signal.SIGSTOP)
     time.sleep(15)
@@ -262,9 +252,7 @@ def test_a_cut_connection_costs_only_a_restart(folder: Path) -> None:
 def test_a_command_without_python_runs_in_several_processes_per_node(folder: Path) -> None:
     with contextlib.closing(Job(folder, procs=2)) as job:
         command = (sys.executable, STEPS, "--steps", "6", "--exit-at", "3", "--rank", "3")
-        job.start_coordinator()
-        job.start_node(0, *command, torchrun=("--no-python",))
-        job.start_node(1, *command, torchrun=("--no-python",))
+        job.start(*command, torchrun=("--no-python",))
         report = finish(job, "job-0-0", "job-1-0")
         incident = report["incidents"][0]
         assert len(report["incidents"]) == 1

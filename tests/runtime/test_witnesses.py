@@ -5,7 +5,7 @@ in virtual time.
 from __future__ import annotations
 
 import pytest
-from coordinator_world import STANDARD, World
+from coordinator_world import STANDARD, World, formed
 from ddpjob_runtime.coordinator.member_lines import HANDLERS
 from ddpjob_runtime.coordinator.members import Member
 
@@ -53,8 +53,7 @@ def test_a_spare_takes_over_within_half_a_second_of_the_report(mode: str) -> Non
 
 
 def test_a_stopped_process_whose_host_acknowledges_is_not_lost() -> None:
-    world = World(4)
-    members = world.form(4, spares=1)
+    world, *members = formed(4, spares=1)
     world.silent.add(members[2].pod)
     report(world, members[1], members[2])
     world.pass_time(5)
@@ -62,8 +61,7 @@ def test_a_stopped_process_whose_host_acknowledges_is_not_lost() -> None:
 
 
 def test_a_report_about_an_earlier_round_does_not_replace_reports_of_this_one() -> None:
-    world = World(4)
-    members = world.form(4, spares=1)
+    world, *members = formed(4, spares=1)
     cut(world, members[2])
     report(world, members[1], members[2])
     world.coordinator.neighbour(members[3], 0, 2, True)
@@ -72,8 +70,7 @@ def test_a_report_about_an_earlier_round_does_not_replace_reports_of_this_one() 
 
 
 def test_a_single_witness_does_not_prove_a_loss() -> None:
-    world = World(4)
-    members = world.form(4, spares=1)
+    world, *members = formed(4, spares=1)
     report(world, members[1], members[2])
     world.pass_time(3)
     assert lost(world) == []
@@ -84,8 +81,7 @@ def test_a_single_witness_does_not_prove_a_loss() -> None:
 
 
 def test_a_withdrawn_report_does_not_count_as_a_witness() -> None:
-    world = World(4)
-    members = world.form(4, spares=1)
+    world, *members = formed(4, spares=1)
     cut(world, members[2])
     report(world, members[1], members[2])
     report(world, members[3], members[2])
@@ -97,8 +93,7 @@ def test_a_withdrawn_report_does_not_count_as_a_witness() -> None:
 
 
 def test_a_report_that_is_not_repeated_expires() -> None:
-    world = World(4)
-    members = world.form(4, spares=1)
+    world, *members = formed(4, spares=1)
     report(world, members[1], members[2])
     world.pass_time(3)
     cut(world, members[2])
@@ -108,8 +103,7 @@ def test_a_report_that_is_not_repeated_expires() -> None:
 
 
 def test_a_member_that_still_sends_counts_as_alive_despite_reports() -> None:
-    world = World(4)
-    members = world.form(4, spares=1)
+    world, *members = formed(4, spares=1)
     world.cut.add(members[2].pod)  # It sends, but its kernel acknowledges nothing.
     report(world, members[1], members[2])
     world.pass_time(5)
@@ -117,23 +111,20 @@ def test_a_member_that_still_sends_counts_as_alive_despite_reports() -> None:
 
 
 def test_silent_members_are_declared_lost_early_only_if_each_has_a_spare() -> None:
-    world = World(6)
-    members = world.form(6)
+    world, *members = formed(6)
     cut(world, members[2])
     report(world, members[1], members[2])
     world.pass_time(5)
     assert lost(world) == []
 
-    world = World(6)
-    members = world.form(6, spares=1)
+    world, *members = formed(6, spares=1)
     cut(world, members[2], members[3])
     report(world, members[1], members[2])
     report(world, members[4], members[3])
     world.pass_time(5)
     assert lost(world) == []
 
-    world = World(6)
-    members = world.form(6, spares=2)
+    world, *members = formed(6, spares=2)
     cut(world, members[2], members[3])
     report(world, members[1], members[2])
     report(world, members[4], members[3])
@@ -142,8 +133,7 @@ def test_silent_members_are_declared_lost_early_only_if_each_has_a_spare() -> No
 
 
 def test_a_spare_that_is_partitioned_too_does_not_justify_an_early_loss() -> None:
-    world = World(4)
-    members = world.form(4, spares=1)
+    world, *members = formed(4, spares=1)
     cut(world, members[2], members[4])
     report(world, members[1], members[2])
     world.pass_time(5)
@@ -151,8 +141,7 @@ def test_a_spare_that_is_partitioned_too_does_not_justify_an_early_loss() -> Non
 
 
 def test_no_member_is_lost_if_most_members_are_silent() -> None:
-    world = World(4)
-    members = world.form(4, spares=3)
+    world, *members = formed(4, spares=3)
     cut(world, *members[1:5])
     report(world, members[0], members[1])
     report(world, members[0], members[3])
@@ -167,8 +156,7 @@ def test_no_member_is_lost_if_most_members_are_silent() -> None:
 
 
 def test_a_check_that_runs_late_is_repeated_before_it_counts() -> None:
-    world = World(4)
-    members = world.form(4, spares=1)
+    world, *members = formed(4, spares=1)
     cut(world, members[2])
     report(world, members[1], members[2])
     world.now += 5  # This process was stopped, so its own host acknowledged nothing meanwhile.
@@ -180,8 +168,7 @@ def test_a_check_that_runs_late_is_repeated_before_it_counts() -> None:
 
 
 def test_reports_about_other_rounds_or_ranks_have_no_effect() -> None:
-    world = World(4)
-    members = world.form(4, spares=1)
+    world, *members = formed(4, spares=1)
     cut(world, members[2])
     world.coordinator.neighbour(members[1], 7, 2, True)
     world.coordinator.neighbour(members[4], 1, 2, True)  # A spare has no neighbours.
@@ -194,8 +181,7 @@ def test_reports_about_other_rounds_or_ranks_have_no_effect() -> None:
 
 
 def test_a_silent_member_that_returns_becomes_a_spare() -> None:
-    world = World(2)
-    members = world.form(2, spares=1)
+    world, *members = formed(2, spares=1)
     cut(world, members[1])
     report(world, members[0], members[1])
     world.pass_time(0.5)
@@ -233,7 +219,6 @@ def test_each_member_learns_only_the_address_of_the_next_one() -> None:
     ],
 )
 def test_the_error_about_a_malformed_report_names_the_field(line: dict[str, object], why: str) -> None:
-    world = World(4)
-    members = world.form(4, spares=1)
+    world, *members = formed(4, spares=1)
     with pytest.raises(ValueError, match=why):
         HANDLERS["neighbour"](world.coordinator, members[1], line)

@@ -21,7 +21,6 @@ from ddpjob_trainer.commands.check_ledger import read, verify
 from ddpjob_trainer.data import batch_transform
 from ddpjob_trainer.errors import ConfigError, TrainerError
 from ddpjob_trainer.own_functions import load_function
-from ddpjob_trainer.reporting.callbacks import Callbacks
 from ranks import TINY, good, metrics, run, stop_at
 
 ROOT = Path(__file__).parents[2]
@@ -228,11 +227,6 @@ def test_only_the_callback_that_ended_the_training_keeps_it_ended(tmp_path: Path
     for callbacks, steps in ((both, 16), (both, 16), ("train.callbacks=own_parts:EarlyStopping", 24)):
         train.run(config.load(None, [*keys, callbacks]))
         assert len(metrics(tmp_path / "run", "step")) == steps, callbacks
-
-
-def test_an_older_checkpoint_records_only_that_training_has_ended() -> None:
-    callbacks = Callbacks(["wrong_parts:Impatient"])
-    assert [bool(callbacks.still_ending(kept)) for kept in (True, False, [], ["a:b"])] == [True, False, False, False]
 
 
 @pytest.mark.parametrize(

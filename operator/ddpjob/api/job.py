@@ -97,8 +97,7 @@ class DDPJob:
     def checkpoint_folder(self) -> str:
         """The job's folder in its checkpoint volume; empty for the root.
 
-        In a volume that other jobs may also use, the folder has the job's name. Jobs that started
-        under an older operator, which mounted the root, are an exception. docs/decisions/0027
+        In a volume that other jobs may also use, the folder has the job's name. docs/decisions/0027
         explains why.
         """
         volume = self.spec.storage.checkpoints
@@ -107,7 +106,7 @@ class DDPJob:
         if volume.sub_path:
             return posixpath.normpath(volume.sub_path).removeprefix(".")
         of_many = bool(volume.claim_name or volume.nfs) and not volume.read_only
-        return self.name if of_many and self.status.own_folder else ""
+        return self.name if of_many else ""
 
     @property
     def claims(self) -> tuple[str, ...]:

@@ -422,8 +422,6 @@ class JobStatus:
     progress: Annotated[Json, _OMIT_EMPTY] = field(default_factory=dict)
     former_keys: Annotated[tuple[str, ...], _OMIT_EMPTY] = ()
     """Marks of the operator keys that a later key has replaced; see `slots.is_superseded`."""
-    own_folder: Annotated[bool, _OMIT_EMPTY] = False
-    """Whether the job started under an operator that gives each job its own checkpoint folder."""
     trained: Annotated[bool, _OMIT_EMPTY] = False
     """Whether the job has taken a step, or has run long enough that it must be assumed to have done
     so.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from ddpjob.api.job_spec import Json
 from ddpjob.api.job_status import JobStatus
@@ -14,39 +15,23 @@ BLOCKED_POLL = 10.0
 """Seconds between attempts while something outside the job is missing (a claim, a quota)."""
 
 
-@dataclass(frozen=True)
-class CreateService:
-    """Creates the headless service of the job."""
+class Preparation(Enum):
+    """Creates an object that pods need."""
 
-
-@dataclass(frozen=True)
-class CreateClaim:
-    """Creates the PersistentVolumeClaim of storage.checkpoints.claimTemplate."""
-
-
-@dataclass(frozen=True)
-class CreateRuntime:
-    """Creates the ConfigMap with the runtime of the job's pods, named `status.runtime`."""
-
-
-@dataclass(frozen=True)
-class CreateBudget:
-    """Creates the PodDisruptionBudget of the job's node pods."""
-
-
-@dataclass(frozen=True)
-class CreatePolicy:
-    """Creates the NetworkPolicy of the job's pods. If it is rejected, the job runs without it."""
-
-
-@dataclass(frozen=True)
-class CreateToken:
-    """Creates the Secret with the job pods' token. The operator never reads it."""
-
-
-@dataclass(frozen=True)
-class CreateGang:
-    """Creates the generation's PodGroup: the scheduler places all of its pods or none."""
+    SERVICE = auto()
+    """The headless service of the job."""
+    CLAIM = auto()
+    """The PersistentVolumeClaim of storage.checkpoints.claimTemplate."""
+    RUNTIME = auto()
+    """The ConfigMap with the runtime of the job's pods, named `status.runtime`."""
+    BUDGET = auto()
+    """The PodDisruptionBudget of the job's node pods."""
+    POLICY = auto()
+    """The NetworkPolicy of the job's pods. If it is rejected, the job runs without it."""
+    TOKEN = auto()
+    """The Secret with the job pods' token. The operator never reads it."""
+    GANG = auto()
+    """The generation's PodGroup: the scheduler places all of its pods or none."""
 
 
 @dataclass(frozen=True)
@@ -161,8 +146,6 @@ class SendNotification:
     body: Json = field(hash=False)
 
 
-Preparation = CreateService | CreateClaim | CreateRuntime | CreateBudget | CreatePolicy | CreateToken | CreateGang
-"""Actions that create the objects that pods need."""
 Creation = Preparation | CreateWorkload | CreateCoordinator | CreateNode
 Queueing = DeleteWorkload | MarkWorkload | ReleaseWorkload
 Change = DeletePod | DeleteGang | DeleteJob | LabelPod | Queueing

@@ -105,8 +105,6 @@ def _folder(job: DDPJob) -> tuple[str, ...]:
     if volume is None or volume.url or volume.read_only:
         return ()
     claim = job.made_claim or volume.claim_name
-    if not job.status.slots:
-        job = replace(job, status=replace(job.status, own_folder=True))
     if claim:
         return "claim", claim, job.checkpoint_folder
     if volume.nfs:

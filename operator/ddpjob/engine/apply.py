@@ -41,15 +41,8 @@ from ddpjob.api.job_status import JobStatus
 from ddpjob.core.decision import (
     Action,
     Change,
-    CreateBudget,
-    CreateClaim,
     CreateCoordinator,
-    CreateGang,
     CreateNode,
-    CreatePolicy,
-    CreateRuntime,
-    CreateService,
-    CreateToken,
     CreateWorkload,
     Creation,
     Decision,
@@ -60,6 +53,7 @@ from ddpjob.core.decision import (
     LabelPod,
     MarkWorkload,
     NotifyCoordinator,
+    Preparation,
     ReleaseWorkload,
     SendNotification,
 )
@@ -176,7 +170,7 @@ async def _create(
         sized = job if isinstance(action, CreateWorkload) else granted
         manifest = _manifest(cluster, sized, status, action)
         name = f"{manifest['kind']} {manifest['metadata']['name']}"
-        optional = isinstance(action, CreatePolicy)
+        optional = action is Preparation.POLICY
         try:
             await _create_one(cluster, job, manifest)
         except NameTaken as owner:
@@ -211,19 +205,19 @@ async def _create_one(cluster: Cluster, job: DDPJob, manifest: Json) -> None:
 
 def _manifest(cluster: Cluster, job: DDPJob, status: JobStatus, action: Action) -> Json:
     match action:
-        case CreateService():
+        case Preparation.SERVICE:
             return build_service(job)
-        case CreateClaim():
+        case Preparation.CLAIM:
             return build_claim(job)
-        case CreateRuntime():
+        case Preparation.RUNTIME:
             return build_runtime(job)
-        case CreateBudget():
+        case Preparation.BUDGET:
             return build_budget(job)
-        case CreatePolicy():
+        case Preparation.POLICY:
             return build_policy(job, cluster.platform)
-        case CreateToken():
+        case Preparation.TOKEN:
             return build_token(job, cluster.platform)
-        case CreateGang():
+        case Preparation.GANG:
             return build_gang(job, status)
         case CreateWorkload():
             return build_workload(job, cluster.platform, action)

@@ -18,45 +18,31 @@ from ddpjob_runtime.protocol import (
 )
 
 FAMILIES = {
-    "ddpjob_nodes": ("gauge", "Number of nodes that the job should have"),
-    "ddpjob_world_nodes": ("gauge", "Number of nodes that train as one group; 0 while no group trains"),
-    "ddpjob_members": ("gauge", "Number of connected nodes by state"),
-    "ddpjob_generation": ("gauge", "Generation of the rendezvous"),
-    "ddpjob_rendezvous_round": ("gauge", "Round of the group"),
-    "ddpjob_incidents_total": ("counter", "Breaks of the group by first cause, since this coordinator started"),
-    "ddpjob_training_interrupted": ("gauge", "1 until the group has made a step after its last break, otherwise 0"),
-    "ddpjob_training_overdue": ("gauge", "1 while the group's next step is overdue, otherwise 0"),
-    "ddpjob_last_recovery_seconds": (
-        "gauge",
-        "Time from the last break to the next step, or to the next round if no step has ever been reported",
-    ),
-    "ddpjob_train_epoch": ("gauge", "Epoch that the script has reported"),
-    "ddpjob_train_step": (
-        "gauge",
-        "Step that the script has reported; after a break, it falls back to the step of the checkpoint",
-    ),
-    "ddpjob_train_planned_steps": ("gauge", "Total number of steps of the training, as reported"),
-    "ddpjob_train_loss": ("gauge", "Training loss that the script has reported"),
-    "ddpjob_train_samples_per_second": (
-        "gauge",
-        "Samples per second over all ranks, as reported; only while nodes train",
-    ),
-    "ddpjob_train_eta_seconds": ("gauge", "Time until training is done, as reported"),
-    "ddpjob_train_checkpoint_timestamp_seconds": (
-        "gauge",
-        "Unix time at which the newest checkpoint was on disk, as reported",
-    ),
-    "ddpjob_train_copy_timestamp_seconds": (
-        "gauge",
-        "Unix time at which the newest checkpoint in the bucket was saved, as reported",
-    ),
-    "ddpjob_train_copy_behind_seconds": (
-        "gauge",
-        "Time during which checkpoints have existed only on their machine, because no copy reached the bucket",
-    ),
-    "ddpjob_progress_metric": ("gauge", "Other figures that the script reports, by name"),
-}  # fmt: skip
-"""Type and meaning of each metric family. The operator and trainer use the same names."""
+    "ddpjob_nodes": "Number of nodes that the job should have",
+    "ddpjob_world_nodes": "Number of nodes that train as one group; 0 while no group trains",
+    "ddpjob_members": "Number of connected nodes by state",
+    "ddpjob_generation": "Generation of the rendezvous",
+    "ddpjob_rendezvous_round": "Round of the group",
+    "ddpjob_incidents_total": "Breaks of the group by first cause, since this coordinator started",
+    "ddpjob_training_interrupted": "1 until the group has made a step after its last break, otherwise 0",
+    "ddpjob_training_overdue": "1 while the group's next step is overdue, otherwise 0",
+    "ddpjob_last_recovery_seconds": "Time from the last break to the next step, "
+    "or to the next round if no step has ever been reported",
+    "ddpjob_train_epoch": "Epoch that the script has reported",
+    "ddpjob_train_step": "Step that the script has reported; after a break, "
+    "it falls back to the step of the checkpoint",
+    "ddpjob_train_planned_steps": "Total number of steps of the training, as reported",
+    "ddpjob_train_loss": "Training loss that the script has reported",
+    "ddpjob_train_samples_per_second": "Samples per second over all ranks, as reported; only while nodes train",
+    "ddpjob_train_eta_seconds": "Time until training is done, as reported",
+    "ddpjob_train_checkpoint_timestamp_seconds": "Unix time at which the newest checkpoint was on disk, as reported",
+    "ddpjob_train_copy_timestamp_seconds": "Unix time at which the newest checkpoint in the bucket was saved, "
+    "as reported",
+    "ddpjob_train_copy_behind_seconds": "Time during which checkpoints have existed only on their machine, "
+    "because no copy reached the bucket",
+    "ddpjob_progress_metric": "Other figures that the script reports, by name",
+}
+"""Meaning of each metric family. The operator and trainer use the same names."""
 LABELS = {"ddpjob_members": "state", "ddpjob_incidents_total": "kind", "ddpjob_progress_metric": "name"}
 """The label that a family has in addition to namespace and job_name."""
 SAVED = {
@@ -114,10 +100,14 @@ def _labelled(lines: list[str], name: str, values: Mapping[Any, Any]) -> None:
         lines.append(f"{name}{{{_labels({LABELS[name]: label})}}} {value}")
 
 
+def kind_of(name: str) -> str:
+    """Return the Prometheus type of a family."""
+    return "counter" if name.endswith("_total") else "gauge"
+
+
 def _head(lines: list[str], name: str) -> None:
-    kind, text = FAMILIES[name]
-    lines.append(f"# HELP {name} {text}.")
-    lines.append(f"# TYPE {name} {kind}")
+    lines.append(f"# HELP {name} {FAMILIES[name]}.")
+    lines.append(f"# TYPE {name} {kind_of(name)}")
 
 
 def _labels(more: Mapping[str, Any]) -> str:

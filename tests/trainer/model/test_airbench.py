@@ -263,3 +263,13 @@ def test_a_run_of_the_recipe_is_exact_on_other_ranks_and_after_a_resume(tmp_path
     with pytest.raises(AssertionError):
         plain = config.load(None, arguments(tmp_path, folders[0], data__flip="false", data__padding="zeros"))
         torch.testing.assert_close(one["whiten.weight"], filters(open_data(plain.data), 2).float())
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
+def test_ranks_that_hold_a_part_of_the_model_start_with_the_same_filters(strategy: str, tmp_path: Path) -> None:
+    write_cifar_binary(tmp_path)
+    keys = ["data.name=cifar10", f"data.dir={tmp_path}", "data.batch=20", "model.name=airbench_cifar"]
+    keys += ["model.width=4", "optim.lr=0.01", "train.epochs=1", "train.timeout_seconds=60", "eval.pictures=false"]
+    good(2, [*keys, "checkpoint.every_seconds=0", f"strategy={strategy}", f"checkpoint.dir={tmp_path / 'out'}"])
+    weights = torch.load(max((tmp_path / "out").glob("step-*.pt")), weights_only=True)["model"]
+    assert torch.equal(weights["whiten.weight"], filters(open_data(config.load(None, keys).data), 2).float())

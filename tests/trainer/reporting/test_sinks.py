@@ -165,9 +165,9 @@ def test_metric_names_follow_the_conventions() -> None:
 
     from ddpjob_trainer.reporting.sinks.prometheus import _METRICS
 
-    names = [name for name, _, _ in _METRICS.values()]
+    names = [name for name, _ in _METRICS.values()]
     assert len(set(names)) == len(names) and all(re.fullmatch(r"ddpjob_train_[a-z0-9_]+", name) for name in names)
-    assert all(text.endswith(".") for _, _, text in _METRICS.values())
+    assert all(text.endswith(".") for _, text in _METRICS.values())
 
 
 def test_every_figure_of_an_evaluation_has_a_metric() -> None:

@@ -22,20 +22,8 @@ def body(name: str, **more: Any) -> dict[str, Any]:
 
 
 def test_arguments_are_compared_by_name() -> None:
-    words = [
-        "data",
-        "--lr",
-        "0.1",
-        "--wd=-1e-4",
-        "--seed",
-        "-3",
-        "--amp",
-        "optim.lr=0.2",
-        "--bf16",
-        "--tag",
-        "a",
-        "--tag=b",
-    ]
+    words = ["data", "--lr", "0.1", "--wd=-1e-4", "--seed", "-3", "--amp", "optim.lr=0.2"]
+    words += ["--bf16", "--tag", "a", "--tag=b"]
     assert arguments(words) == {
         "argument 1": "data", "--lr": "0.1", "--wd": "-1e-4", "--seed": "-3", "--amp": "yes", "optim.lr": "0.2",
         "--bf16": "yes", "--tag": "a, b",

@@ -14,12 +14,12 @@ from ddpjob.core.decide import decide
 from ddpjob.core.decision import (
     BLOCKED_POLL,
     POLL,
-    CreateBudget,
     CreateNode,
     Decision,
     DeletePod,
     MarkWorkload,
     NotifyCoordinator,
+    Preparation,
 )
 from ddpjob.core.plan.slots import protocol_of
 from ddpjob.core.status.conditions import with_condition
@@ -292,9 +292,9 @@ def test_a_job_is_polled_often_only_while_it_waits_for_time_to_pass() -> None:
 def test_a_disruption_budget_is_created_as_soon_as_a_pod_runs(wanted: bool) -> None:
     job = a_job(scheduling={"disruptionBudget": wanted})
     waits, runs = (a_pod(0, ContainerView()), a_pod(1, ContainerView())), (a_pod(0), a_pod(1, ContainerView()))
-    assert CreateBudget() not in after(job, *waits).actions, "no pod has any progress yet that could be lost"
-    assert (CreateBudget() in after(job, *runs).actions) == wanted
-    assert CreateBudget() not in after(job, *runs, has_budget=True).actions
+    assert Preparation.BUDGET not in after(job, *waits).actions, "no pod has any progress yet that could be lost"
+    assert (Preparation.BUDGET in after(job, *runs).actions) == wanted
+    assert Preparation.BUDGET not in after(job, *runs, has_budget=True).actions
 
 
 def test_the_endpoint_of_a_coordinator_with_an_ipv6_address_has_brackets() -> None:

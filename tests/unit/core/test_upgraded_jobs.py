@@ -13,7 +13,7 @@ from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import Json
 from ddpjob.api.job_status import SlotState
 from ddpjob.core.decide import decide
-from ddpjob.core.decision import CreateCoordinator, CreateNode, CreateRuntime, Creation, Decision, DeletePod
+from ddpjob.core.decision import CreateCoordinator, CreateNode, Creation, Decision, DeletePod, Preparation
 from ddpjob.core.world import ContainerView, PodView, Role, World
 from ddpjob_runtime import protocol
 
@@ -124,7 +124,7 @@ def test_if_a_pod_of_another_release_is_lost_a_generation_with_our_runtime_begin
     assert [(r.pod, r.reason, r.counted) for r in status.restarts.recent] == [("job-1-0", "Deleted", False)]
     assert (status.rendezvous.generation, status.runtime) == (1, OFFERED)
     assert status.template_hash.endswith(f"-{KEY}-{protocol.VERSION}")
-    assert [slot.attempt for slot in status.slots] == [1, 1] and CreateRuntime() in decision.actions
+    assert [slot.attempt for slot in status.slots] == [1, 1] and Preparation.RUNTIME in decision.actions
     assert {a.name for a in decision.actions if isinstance(a, DeletePod)} == {"job-0-0"}
     later = after(replace(begun(release, **kind), status=status), runtime=OFFERED)
     assert {CreateCoordinator(), CreateNode(0, 1), CreateNode(1, 1)} <= set(later.actions)

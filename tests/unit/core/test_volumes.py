@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_status import ConditionType, JobStatus, Slot, SlotState
-from ddpjob.core.decide import decide
 from ddpjob.core.status.conditions import with_condition
 from ddpjob.core.volumes import (
     FIELD,
@@ -103,7 +102,7 @@ def naming(
 ) -> DDPJob:
     job = job_with(storage={"checkpoints": {"claimName": "c", **volume}})
     slots = (Slot(state=SlotState.RUNNING),) if begun else ()
-    status = replace(state or job.status, slots=slots, own_folder=begun)
+    status = replace(state or job.status, slots=slots)
     return replace(job, name=name, uid=f"uid-{name}", status=status, created=NOW + timedelta(seconds=created))
 
 
@@ -142,13 +141,6 @@ def test_a_job_whose_folder_another_job_uses_gets_no_pods() -> None:
     assert found.message.startswith("folder first of claim c is in use by job first, which is Running; ")
     root = find_unusable_claim(naming("second", subPath="."), World(folder_user="first, which is Running"))
     assert root is not None and root.message.startswith("the root of claim c is in use")
-
-
-def test_a_new_job_gets_advice_to_use_a_separate_folder() -> None:
-    job = naming("second")
-    assert decide(job, World(runtime_offered="r"), NOW).status.own_folder
-    old = replace(job, status=replace(decide(job, World(runtime_offered="r"), NOW).status, own_folder=False))
-    assert not decide(old, World(runtime_offered="r"), NOW).status.own_folder
 
 
 def test_a_job_can_use_its_own_claim_and_one_that_an_earlier_job_kept() -> None:

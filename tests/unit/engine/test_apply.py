@@ -10,11 +10,11 @@ from ddpjob.api.job_spec import Json
 from ddpjob.core.decision import (
     CreateCoordinator,
     CreateNode,
-    CreateService,
     Decision,
     DeletePod,
     Event,
     NotifyCoordinator,
+    Preparation,
 )
 from ddpjob.engine import apply as apply_module
 from ddpjob.engine.apply import CONCURRENT, apply
@@ -77,7 +77,7 @@ async def applied(cluster: Recording, *actions: Action, events: int = 0) -> list
 
 async def test_deletions_are_carried_out_before_creations() -> None:
     cluster = Recording()
-    await applied(cluster, CreateService(), CreateNode(0, 1), DeletePod("job-0-0", "uid", 0), events=1)
+    await applied(cluster, Preparation.SERVICE, CreateNode(0, 1), DeletePod("job-0-0", "uid", 0), events=1)
     assert cluster.begun == ["delete job-0-0", "create job", "create job-0-1", "record 0"]
 
 

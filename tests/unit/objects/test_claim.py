@@ -67,18 +67,15 @@ def test_the_hash_changes_with_fields_that_need_a_different_claim() -> None:
         ({"claimTemplate": {"spec": SPEC}}, None),
     ],
 )
-@pytest.mark.parametrize("own", [True, False])
-def test_each_job_has_a_separate_folder_in_a_claim(volume: dict[str, Any], folder: str | None, own: bool) -> None:
-    """Regression: a second job silently continued the first one's training. Earlier jobs keep the
-    root.
-    """
-    status = JobStatus(slots=(Slot(),), runtime="r", own_folder=own)
+def test_each_job_has_a_separate_folder_in_a_claim(volume: dict[str, Any], folder: str | None) -> None:
+    """Regression: a second job silently continued the first one's training."""
+    status = JobStatus(slots=(Slot(),), runtime="r")
     spec = {"image": "image", "script": "train.py", "storage": {"checkpoints": volume}}
     job = DDPJob.read({"metadata": {"name": "job", "namespace": "space", "uid": "uid"}, "spec": spec})
     job = replace(job, status=status)
     pod = build_node(job, status, Platform(operator_key=b"k"), 0, 0)["spec"]
     [mount] = [m for m in pod["containers"][0]["volumeMounts"] if m["name"] == "ddpjob-checkpoints"]
-    assert mount.get("subPath") == (folder if own or "subPath" in volume else None)
+    assert mount.get("subPath") == folder
 
 
 def test_pods_mount_the_claim_that_the_job_created() -> None:

@@ -21,8 +21,6 @@ from ddpjob_trainer import config
 from ddpjob_trainer.atomic_files import replacing, write_all
 from ddpjob_trainer.checkpoints import compatibility
 from ddpjob_trainer.checkpoints.index import prepare_folder
-from ddpjob_trainer.data.catalog import open_data
-from ddpjob_trainer.data.dataset import describe
 from ddpjob_trainer.errors import CheckpointError, TrainingError, first_line
 from ddpjob_trainer.model.models import build_model
 
@@ -75,11 +73,11 @@ def _read(path: Path) -> tuple[nn.Module, dict[str, str]]:
         weights = compatibility.weights_in(content, path, average=True)
     except CheckpointError as error:
         raise CheckpointError(str(error).removeprefix("checkpoint.load: ")) from error
-    if "config" not in content or "sampler" not in content:
+    if not {"config", "sampler", "data"} <= content.keys():
         raise CheckpointError(f"{path} does not have a configuration of this trainer; export one of its checkpoints")
     own = {key: value for key, value in content["config"].items() if key.startswith(("data.", "model."))}
     settings = config.load(None, [], base=own)
-    data = content.get("data") or describe(open_data(settings.data))  # An older checkpoint lacks it.
+    data = content["data"]
     # Settings that change training only would make the program longer.
     plain = replace(settings.model, compile=False, sync_batchnorm=False, channels_last=False, drop_path=0.0, freeze=())
     model = build_model(plain, tuple(data["shape"]), data["classes"], settings.data.seed)

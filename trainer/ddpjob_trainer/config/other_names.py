@@ -6,84 +6,74 @@ _PER_PROCESS = " (there it is the batch per process, here the batch of all ranks
 _RANKS = "the number of ranks is set by torchrun, --spawn N, or the job's nodes and procsPerNode"
 _OWN = "the data set determines it"
 
-KEYS: dict[str, tuple[str, str]] = {
-    # Maps other names, separated by spaces, to (the key, what differs).
+KEYS = {
+    # Maps other names, separated by spaces, to the key and a remark on what differs.
     "batch_size b bs train_batch_size per_device_train_batch_size per_gpu_batch_size micro_batch_size"
-    " train_micro_batch_size_per_gpu per_gpu_train_batch_size": ("data.batch", _PER_PROCESS),
-    "global_batch_size total_batch_size": ("data.batch", ""),
-    "lr learning_rate base_lr lr_base": ("optim.lr", ""),
-    "epochs num_epochs epoch num_train_epochs max_epochs n_epochs nb_epochs total_epochs": ("train.epochs", ""),
-    "data data_dir data_path dataset_dir data_root root train_dir": ("data.dir", ""),
-    "dataset data_set": ("data.name", ""),
-    "dataset_download": ("data.download", ""),
-    "arch a model net network": ("model.name", " (torchvision's models as torchvision:resnet50)"),
-    "workers num_workers j dataloader_num_workers": ("data.workers", " (per rank)"),
-    "resume_from_checkpoint finetune init_checkpoint initial_checkpoint load_from": (
-        "checkpoint.load",
-        " (weights to start from; a run resumes from checkpoint.dir automatically)",
-    ),
-    "pretrained weights": ("model.pretrained", " (default, a name of the library's weights, or a file)"),
-    "dist_backend backend ddp_backend distributed_backend accelerator device no_cuda cpu": ("train.backend", ""),
-    "amp use_amp fp16 bf16 mixed_precision precision half native_amp apex apex_amp": (
-        "amp.level",
-        " (amp.level=O1, with amp.dtype=float16 or bfloat16)",
-    ),
-    "opt_level optimization_level": ("amp.level", ""),
-    "amp_dtype": ("amp.dtype", ""),
-    "loss_scale static_loss_scale": ("amp.loss_scale", " (a number, dynamic or auto)"),
-    "keep_batchnorm_fp32": ("amp.level", " (O2 keeps batch normalization in float32)"),
-    "seed random_seed manual_seed": ("data.seed", ""),
-    "model_dir output_dir output save_dir checkpoint_dir save_path ckpt_dir default_root_dir checkpoint_path": (
-        "checkpoint.dir",
-        "",
-    ),
-    "log_dir run_dir": ("train.run_dir", ""),
-    "wd decay": ("optim.weight_decay", ""),
-    "norm_weight_decay bias_weight_decay": ("optim.decay_norm_and_bias", ""),
-    "opt optimizer optim": ("optim.name", ""),
-    "layer_decay layerwise_lr_decay llrd": ("optim.layer_decay", ""),
-    "drop_path_rate stochastic_depth_prob stochastic_depth": ("model.drop_path", " (ResNets)"),
-    "lr_scheduler lr_scheduler_type sched scheduler": ("optim.schedule", ""),
-    "lr_step_size step_size lr_steps lr_milestones decay_epochs": ("optim.milestones", " (epochs, such as 30,60,80)"),
-    "lr_gamma decay_rate": ("optim.gamma", ""),
-    "lr_warmup_epochs warmup warmup_steps": ("optim.warmup_epochs", " (epochs, fractions allowed)"),
-    "clip_grad clip_grad_norm max_grad_norm grad_clip gradient_clipping gradient_clip_val": ("optim.clip_norm", ""),
+    " train_micro_batch_size_per_gpu per_gpu_train_batch_size": "data.batch" + _PER_PROCESS,
+    "global_batch_size total_batch_size": "data.batch",
+    "lr learning_rate base_lr lr_base": "optim.lr",
+    "epochs num_epochs epoch num_train_epochs max_epochs n_epochs nb_epochs total_epochs": "train.epochs",
+    "data data_dir data_path dataset_dir data_root root train_dir": "data.dir",
+    "dataset data_set": "data.name",
+    "dataset_download": "data.download",
+    "arch a model net network": "model.name (torchvision's models as torchvision:resnet50)",
+    "workers num_workers j dataloader_num_workers": "data.workers (per rank)",
+    "resume_from_checkpoint finetune init_checkpoint initial_checkpoint load_from": "checkpoint.load"
+    " (weights to start from; a run resumes from checkpoint.dir automatically)",
+    "pretrained weights": "model.pretrained (default, a name of the library's weights, or a file)",
+    "dist_backend backend ddp_backend distributed_backend accelerator device no_cuda cpu": "train.backend",
+    "amp use_amp fp16 bf16 mixed_precision precision half native_amp apex apex_amp": "amp.level"
+    " (amp.level=O1, with amp.dtype=float16 or bfloat16)",
+    "opt_level optimization_level": "amp.level",
+    "amp_dtype": "amp.dtype",
+    "loss_scale static_loss_scale": "amp.loss_scale (a number, dynamic or auto)",
+    "keep_batchnorm_fp32": "amp.level (O2 keeps batch normalization in float32)",
+    "seed random_seed manual_seed": "data.seed",
+    "model_dir output_dir output save_dir checkpoint_dir save_path ckpt_dir default_root_dir"
+    " checkpoint_path": "checkpoint.dir",
+    "log_dir run_dir": "train.run_dir",
+    "wd decay": "optim.weight_decay",
+    "norm_weight_decay bias_weight_decay": "optim.decay_norm_and_bias",
+    "opt optimizer optim": "optim.name",
+    "layer_decay layerwise_lr_decay llrd": "optim.layer_decay",
+    "drop_path_rate stochastic_depth_prob stochastic_depth": "model.drop_path (ResNets)",
+    "lr_scheduler lr_scheduler_type sched scheduler": "optim.schedule",
+    "lr_step_size step_size lr_steps lr_milestones decay_epochs": "optim.milestones (epochs, such as 30,60,80)",
+    "lr_gamma decay_rate": "optim.gamma",
+    "lr_warmup_epochs warmup warmup_steps": "optim.warmup_epochs (epochs, fractions allowed)",
+    "clip_grad clip_grad_norm max_grad_norm grad_clip gradient_clipping gradient_clip_val": "optim.clip_norm",
     "gradient_accumulation_steps accumulate_grad_batches grad_accum_steps accumulation_steps accum_iter"
-    " batches_per_allreduce": ("train.accumulate", " (data.batch remains the batch of a whole step)"),
-    "smoothing": ("optim.label_smoothing", ""),
-    "bce_loss criterion loss_fn": ("optim.loss", " (cross_entropy, bce, mse, l1, huber or package.module:function)"),
-    "callbacks": ("train.callbacks", " (package.module:name)"),
-    "param_groups": ("optim.groups", " (PATTERN=RATE)"),
-    "model_ema model_ema_decay ema": ("optim.ema_decay", " (such as 0.999, per step)"),
-    "sync_bn syncbn use_sync_bn sync_batchnorm": ("model.sync_batchnorm", ""),
-    "torchcompile torch_compile": ("model.compile", " (default, reduce-overhead or max-autotune)"),
-    "print_freq log_interval log_every_n_steps logging_steps steps_per_print": ("train.log_every", " (steps)"),
-    "val_batch_size eval_batch_size test_batch_size validation_batch_size per_device_eval_batch_size": (
-        "train.eval_batch",
-        "",
-    ),
-    "check_val_every_n_epoch eval_interval": ("train.eval_every", " (epochs)"),
-    "save_freq save_every save_interval save_every_epoch": ("checkpoint.every_epochs", ""),
-    "save_steps save_every_n_steps": ("checkpoint.every_steps", ""),
-    "save_total_limit checkpoint_hist": ("checkpoint.keep", ""),
-    "image_size img_size train_crop_size input_size": ("data.image_size", ""),
-    "auto_augment aa randaugment": (
-        "data.randaugment_ops",
-        " (usually 2; data.randaugment_magnitude is from 0 to 30, so timm's m9, of 10, is 27)",
-    ),
-    "mixup_alpha": ("data.mixup", ""),
-    "random_erase reprob random_erasing": ("data.erase", " (a probability, such as 0.1)"),
-    "aug_repeats ra_reps ra_sampler repeated_aug": ("data.repeats", " (versions of a sample, such as 3)"),
-    "ta_wide trivial_augment": ("data.trivialaugment", ""),
-    "val_crop_size test_input_size": ("data.test_image_size", ""),
-    "crop_pct": ("data.test_crop", ""),
-    "cutmix_alpha": ("data.cutmix", ""),
-    "deepspeed_config": ("deepspeed.config", " (with strategy=deepspeed)"),
-    "zero_stage zero": ("deepspeed.stage", " (with strategy=deepspeed)"),
-    "fp16_allreduce": ("horovod.compression", " (horovod.compression=fp16, with strategy=horovod)"),
-    "run_name experiment exp_name": ("train.name", ""),
-    "wandb_project": ("report.wandb", ""),
-    "timeout": ("train.timeout_seconds", ""),
+    " batches_per_allreduce": "train.accumulate (data.batch remains the batch of a whole step)",
+    "smoothing": "optim.label_smoothing",
+    "bce_loss criterion loss_fn": "optim.loss (cross_entropy, bce, mse, l1, huber or package.module:function)",
+    "callbacks": "train.callbacks (package.module:name)",
+    "param_groups": "optim.groups (PATTERN=RATE)",
+    "model_ema model_ema_decay ema": "optim.ema_decay (such as 0.999, per step)",
+    "sync_bn syncbn use_sync_bn sync_batchnorm": "model.sync_batchnorm",
+    "torchcompile torch_compile": "model.compile (default, reduce-overhead or max-autotune)",
+    "print_freq log_interval log_every_n_steps logging_steps steps_per_print": "train.log_every (steps)",
+    "val_batch_size eval_batch_size test_batch_size validation_batch_size"
+    " per_device_eval_batch_size": "train.eval_batch",
+    "check_val_every_n_epoch eval_interval": "train.eval_every (epochs)",
+    "save_freq save_every save_interval save_every_epoch": "checkpoint.every_epochs",
+    "save_steps save_every_n_steps": "checkpoint.every_steps",
+    "save_total_limit checkpoint_hist": "checkpoint.keep",
+    "image_size img_size train_crop_size input_size": "data.image_size",
+    "auto_augment aa randaugment": "data.randaugment_ops"
+    " (usually 2; data.randaugment_magnitude is from 0 to 30, so timm's m9, of 10, is 27)",
+    "mixup_alpha": "data.mixup",
+    "random_erase reprob random_erasing": "data.erase (a probability, such as 0.1)",
+    "aug_repeats ra_reps ra_sampler repeated_aug": "data.repeats (versions of a sample, such as 3)",
+    "ta_wide trivial_augment": "data.trivialaugment",
+    "val_crop_size test_input_size": "data.test_image_size",
+    "crop_pct": "data.test_crop",
+    "cutmix_alpha": "data.cutmix",
+    "deepspeed_config": "deepspeed.config (with strategy=deepspeed)",
+    "zero_stage zero": "deepspeed.stage (with strategy=deepspeed)",
+    "fp16_allreduce": "horovod.compression (horovod.compression=fp16, with strategy=horovod)",
+    "run_name experiment exp_name": "train.name",
+    "wandb_project": "report.wandb",
+    "timeout": "train.timeout_seconds",
 }
 
 ADVICE = {
@@ -114,15 +104,14 @@ def _split(names: dict[str, str]) -> dict[str, str]:
     return {name: text for together, text in names.items() for name in together.split()}
 
 
-_KEYS = _split({names: key for names, (key, _) in KEYS.items()})
-_REMARKS = _split({names: f"; did you mean {key!r}?{remark}" for names, (key, remark) in KEYS.items()}) | _split(
-    {names: f": {text}" for names, text in ADVICE.items()}
-)
+_MEANT = {name: text.partition(" ") for name, text in _split(KEYS).items()}
+_REMARKS = {name: f"; did you mean {key!r}?{space}{remark}" for name, (key, space, remark) in _MEANT.items()}
+_REMARKS |= {name: f": {text}" for name, text in _split(ADVICE).items()}
 
 
 def key(name: str) -> str | None:
     """Return the key for another trainer's name; None if there is no such key."""
-    return _KEYS.get(name)
+    return _MEANT[name][0] if name in _MEANT else None
 
 
 def remark(name: str) -> str | None:

@@ -81,12 +81,9 @@ class Callbacks:
         wishes = group.sum(torch.tensor(own))
         return [name for name, wish in zip(results, wishes.tolist(), strict=True) if wish]
 
-    def still_ending(self, ended: list[str] | bool) -> list[str]:
-        """Return the callbacks that ended the training of a checkpoint and are still configured.
-
-        An older checkpoint does not have their names, but only whether there were any.
-        """
-        return [name for name in self._own if ended is True or (ended and name in ended)]
+    def still_ending(self, ended: list[str]) -> list[str]:
+        """Return the callbacks that ended the training of a checkpoint and are still configured."""
+        return [name for name in self._own if name in ended]
 
     def summing(self, inner: Adding) -> Adding:
         """Return an accumulator that also computes the callbacks' metrics."""

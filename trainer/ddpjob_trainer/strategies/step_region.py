@@ -13,12 +13,13 @@ Training and evaluation are compiled once each, and never again.
 In the mode reduce-overhead, torch replays a region as CUDA graphs. The optimizer stays outside: its
 fused kernels take one launch, and its learning rate is a number, which is not part of a graph.
 
-Rejected: `torch.compile(optimizer.step)` with a tensor as the learning rate, so that a changed rate
-compiles nothing again. torch 2.15 does not compile fused optimizers: the graph breaks, nothing is
-compiled, and a step of SGD takes 0.19 ms of host time instead of 0.14 ms (62 weights, as in
-ResNet-18). Compiled optimizers need foreach kernels, which take twice as long on the CPU. A graph
-of the whole step would save at most the step and the norm of the gradients, 0.35 ms of host time
-together. Whether it would on a GPU has not been measured.
+Rejected: `torch.compile(optimizer.step)` with a tensor as the learning rate. torch 2.15 does not
+compile fused optimizers: the graph breaks, nothing is compiled, and a step of SGD takes 0.19 ms of
+host time instead of 0.14 ms (62 weights, as in ResNet-18). Compiled optimizers need foreach
+kernels, which take twice as long on the CPU. There, SGD compiles two graphs in all, whether its
+changing rate is a tensor or a number, and AdamW accepts a tensor only on GPUs. A graph of the whole
+step would save at most the step and the norm of the gradients, 0.35 ms of host time together. This
+has not been measured on a GPU.
 """
 
 from __future__ import annotations

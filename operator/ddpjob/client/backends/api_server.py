@@ -11,7 +11,7 @@ import re
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -126,26 +126,21 @@ class ApiServer:
             text = response.read()
         return self._parsed(response, text)
 
-    def optional(self, path: str, query: Mapping[str, str] | None = None) -> Json | None:
+    def optional(self, path: str, absent: Collection[int] = (403, 404)) -> Json | None:
         """Return the JSON response to a GET request.
 
         Return None if the object does not exist or the user may not read it.
         """
         try:
-            return self.request("GET", path, query=query)
+            return self.request("GET", path)
         except ApiRefusal as refusal:
-            if refusal.status in (403, 404):
+            if refusal.status in absent:
                 return None
             raise
 
     def existing(self, path: str) -> Json | None:
         """Return the JSON response to a GET request; None if the object does not exist."""
-        try:
-            return self.request("GET", path)
-        except ApiRefusal as refusal:
-            if refusal.status == 404:
-                return None
-            raise
+        return self.optional(path, absent=(404,))
 
     def items(self, path: str, query: Mapping[str, str] | None = None, *, of_a_job: bool = False) -> list[Json]:
         """Return the items of a collection, as `listing` reads them."""

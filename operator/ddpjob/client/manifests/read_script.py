@@ -37,7 +37,6 @@ _TRAINERS = {"lightning": "lightning", "pytorch_lightning": "lightning", "transf
 _TRAINERS |= {"trl": "huggingface", "setfit": "huggingface", "sentence_transformers": "huggingface"}
 _MODULES = 50
 """Maximum number of modules in the script's folder that are also read."""
-_Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class UnreadableScript(ValueError):

@@ -32,20 +32,14 @@ from ddpjob.api.job_spec import Json, Placement
 from ddpjob.api.job_status import ConditionType, Restart, SlotState
 from ddpjob.core.decision import (
     Action,
-    CreateBudget,
-    CreateClaim,
     CreateCoordinator,
-    CreateGang,
     CreateNode,
-    CreatePolicy,
-    CreateRuntime,
-    CreateService,
-    CreateToken,
     Creation,
     DeleteGang,
     DeletePod,
     LabelPod,
     NotifyCoordinator,
+    Preparation,
 )
 from ddpjob.core.failures.liveness import ENDING_MARGIN, is_given_up, lost_since, may_run
 from ddpjob.core.plan.gang import is_unserved
@@ -83,16 +77,16 @@ def plan_actions(view: View, lost: frozenset[str]) -> PlannedActions:
     job, status, world = view.job, view.status, view.world
     actions: list[Action] = []
     if not world.has_service:
-        actions.append(CreateService())
+        actions.append(Preparation.SERVICE)
     if lacks_claim(job, world):
-        actions.append(CreateClaim())
+        actions.append(Preparation.CLAIM)
     if world.runtime != status.runtime and can_replace(view):
-        actions.append(CreateRuntime())
+        actions.append(Preparation.RUNTIME)
     wants_budget = job.spec.pods > 1 and job.spec.scheduling.disruption_budget and not world.has_budget
     if wants_budget and any(pod is not None and pod.main.running for pod in view.pods):
         # The PodDisruptionBudget is not needed earlier, because pods that are not running yet have
         # nothing to lose.
-        actions.append(CreateBudget())
+        actions.append(Preparation.BUDGET)
     pods: list[Action] = []
     held = [_held_until(view)]
     dedicated = job.spec.rendezvous.placement is Placement.DEDICATED
@@ -111,11 +105,11 @@ def plan_actions(view: View, lost: frozenset[str]) -> PlannedActions:
     isolated = view.status.condition(ConditionType.ISOLATED)
     if world.policy and not world.has_policy and (pods or isolated is None or isolated.status):
         # A policy that was rejected is retried with the next pod, not at every reconcile.
-        actions.append(CreatePolicy())
+        actions.append(Preparation.POLICY)
     if pods and status.gang_waits and gang_name(job, status.rendezvous.generation) not in world.gangs:
-        actions.append(CreateGang())
+        actions.append(Preparation.GANG)
     if (pods and not world.has_token) or _lacks_token(view):
-        actions.append(CreateToken())
+        actions.append(Preparation.TOKEN)
     actions += pods
     actions += _removals(view, lost)
     actions += _labels(view)
@@ -239,10 +233,8 @@ def plan_notifications(view: View, restarts: tuple[Restart, ...], lost: frozense
         actions.append(NotifyCoordinator(endpoint, Command.SIZE, {"nodes": spec.nodes, "minNodes": spec.min_nodes}))
     wanted = spec.recovery
     patience = wanted.hang_after_seconds, (wanted.backoff.initial, wanted.backoff.maximum), wanted.hangs
-    # A coordinator of an earlier version does not support `hangs`.
-    if report is not None and (report.hang_after, report.backoff, report.hangs or wanted.hangs) != patience:
-        body: Json = {"hangAfter": patience[0], "backoff": list(patience[1])}
-        body |= {} if report.hangs is None else {"hangs": wanted.hangs}
+    if report is not None and (report.hang_after, report.backoff, report.hangs) != patience:
+        body: Json = {"hangAfter": patience[0], "backoff": list(patience[1]), "hangs": wanted.hangs}
         actions.append(NotifyCoordinator(endpoint, Command.PATIENCE, body))
     ordered = order_pods(view)
     if report is not None and report.order != order_mark(ordered):

@@ -197,8 +197,7 @@ def begin_generation(view: View) -> JobStatus:
         failures=status.rendezvous.failures,
         not_before=status.rendezvous.not_before,
     )
-    own_folder = status.own_folder or not status.slots
-    status = replace(with_slots(status, slots), own_folder=own_folder, former_keys=_former_keys(view))
+    status = replace(with_slots(status, slots), former_keys=_former_keys(view))
     status = replace(status, rendezvous=rendezvous, template_hash=template_mark(view), gang=plan_gang(view))
     return status if status.runtime else replace(status, runtime=view.world.runtime_offered)
 

@@ -21,75 +21,60 @@ if TYPE_CHECKING:
 LABELS = ("namespace", "job_name", "run")
 """Labels with the same names as the operator's and the coordinator's; empty outside a job."""
 _METRICS = {
-    # Maps a name in the sinks to (name for Prometheus, whether it is a counter, help).
+    # Maps a name in the sinks to (name for Prometheus, help).
     "train/step": (
         "ddpjob_train_step",
-        False,
         "Optimizer steps taken by the whole training; falls back to the checkpoint's step after a restart.",
     ),
-    "train/epoch": ("ddpjob_train_epoch", False, "Current epoch, from 1."),
-    "train/loss": ("ddpjob_train_loss", False, "Mean training loss since the last report."),
-    "train/learning_rate": ("ddpjob_train_learning_rate", False, "Learning rate of the last step."),
-    "train/images_per_second": ("ddpjob_train_samples_per_second", False, "Training samples per second of all ranks."),
-    "train/data_wait": ("ddpjob_train_data_wait_ratio", False, "Share of time that rank 0 waited for data."),
-    "train/eta_seconds": ("ddpjob_train_eta_seconds", False, "Estimated time until the last epoch is complete."),
-    "train/gradient_norm": ("ddpjob_train_gradient_norm", False, "Norm of the last step's gradient before clipping."),
+    "train/epoch": ("ddpjob_train_epoch", "Current epoch, from 1."),
+    "train/loss": ("ddpjob_train_loss", "Mean training loss since the last report."),
+    "train/learning_rate": ("ddpjob_train_learning_rate", "Learning rate of the last step."),
+    "train/images_per_second": ("ddpjob_train_samples_per_second", "Training samples per second of all ranks."),
+    "train/data_wait": ("ddpjob_train_data_wait_ratio", "Share of time that rank 0 waited for data."),
+    "train/eta_seconds": ("ddpjob_train_eta_seconds", "Estimated time until the last epoch is complete."),
+    "train/gradient_norm": ("ddpjob_train_gradient_norm", "Norm of the last step's gradient before clipping."),
     "train/skipped_steps": (
         "ddpjob_train_skipped_steps",
-        True,
         "Steps skipped because the loss or a gradient was not finite.",
     ),
-    "train/corrupt_images": ("ddpjob_train_corrupt_images", True, "Images that could not be read."),
-    "train/mfu": ("ddpjob_train_mfu_ratio", False, "Share of the devices' peak FLOP/s that the model uses."),
+    "train/corrupt_images": ("ddpjob_train_corrupt_images", "Images that could not be read."),
+    "train/mfu": ("ddpjob_train_mfu_ratio", "Share of the devices' peak FLOP/s that the model uses."),
     "train/memory_bytes": (
         "ddpjob_train_memory_bytes",
-        False,
         "Peak memory use of any rank: of its GPU or, on a CPU, of the machine.",
     ),
     "train/stragglers": (
         "ddpjob_train_stragglers",
-        False,
         "Number of ranks that lag, so that all others wait for them at each step.",
     ),
-    "train/world_size": ("ddpjob_train_world_size", False, "Number of ranks."),
-    "train/restarts": ("ddpjob_train_restarts", True, "Restarts of the run so far."),
+    "train/world_size": ("ddpjob_train_world_size", "Number of ranks."),
+    "train/restarts": ("ddpjob_train_restarts", "Restarts of the run so far."),
     "checkpoint/time": (
         "ddpjob_train_checkpoint_timestamp_seconds",
-        False,
         "Unix time at which the newest checkpoint was on disk.",
     ),
     "checkpoint/copied_time": (
         "ddpjob_train_copy_timestamp_seconds",
-        False,
         "Unix time at which the newest checkpoint in checkpoint.url was saved.",
     ),
-    "checkpoint/seconds": (
-        "ddpjob_train_checkpoint_write_seconds",
-        False,
-        "Time taken to write the newest checkpoint.",
-    ),
-    "eval/loss": ("ddpjob_train_eval_loss", False, "Test loss of the newest evaluation."),
-    "eval/accuracy": ("ddpjob_train_eval_accuracy_ratio", False, "Test accuracy (top-1) of the newest evaluation."),
-    "eval/top5": ("ddpjob_train_eval_top5_accuracy_ratio", False, "Test accuracy (top-5) of the newest evaluation."),
+    "checkpoint/seconds": ("ddpjob_train_checkpoint_write_seconds", "Time taken to write the newest checkpoint."),
+    "eval/loss": ("ddpjob_train_eval_loss", "Test loss of the newest evaluation."),
+    "eval/accuracy": ("ddpjob_train_eval_accuracy_ratio", "Test accuracy (top-1) of the newest evaluation."),
+    "eval/top5": ("ddpjob_train_eval_top5_accuracy_ratio", "Test accuracy (top-5) of the newest evaluation."),
     "eval/mae": (
         "ddpjob_train_eval_mean_absolute_error",
-        False,
         "Mean of |predicted class - class| or, for a regression, of |score - target| in the newest evaluation.",
     ),
     "eval/rmse": (
         "ddpjob_train_eval_root_mean_squared_error",
-        False,
         "Root mean square of score - target in the newest evaluation of a regression.",
     ),
-    "eval/f1": ("ddpjob_train_eval_f1_ratio", False, "F1 of all decisions pooled (micro), of the newest evaluation."),
-    "eval/macroAP": ("ddpjob_train_eval_macro_average_precision_ratio", False, "Average precision, mean over classes."),
-    "eval/microAP": (
-        "ddpjob_train_eval_micro_average_precision_ratio",
-        False,
-        "Average precision of all decisions pooled.",
-    ),
-    "eval/epoch": ("ddpjob_train_eval_epoch", False, "Number of complete epochs at the newest evaluation."),
+    "eval/f1": ("ddpjob_train_eval_f1_ratio", "F1 of all decisions pooled (micro), of the newest evaluation."),
+    "eval/macroAP": ("ddpjob_train_eval_macro_average_precision_ratio", "Average precision, mean over classes."),
+    "eval/microAP": ("ddpjob_train_eval_micro_average_precision_ratio", "Average precision of all decisions pooled."),
+    "eval/epoch": ("ddpjob_train_eval_epoch", "Number of complete epochs at the newest evaluation."),
 }
+_COUNTERS = ("train/skipped_steps", "train/corrupt_images", "train/restarts")
 
 _BY_LABEL = {
     # Maps the first part of a name in the sinks to (name for Prometheus, label for the remainder,
@@ -137,8 +122,8 @@ class Prometheus:
 
         for name, value in dict(self._newest).items():
             if name in _METRICS:
-                exported, is_counter, text = _METRICS[name]
-                family = (CounterMetricFamily if is_counter else GaugeMetricFamily)(exported, text, labels=LABELS)
+                kind = CounterMetricFamily if name in _COUNTERS else GaugeMetricFamily
+                family = kind(*_METRICS[name], labels=LABELS)
                 family.add_metric(self._labels, value)
                 yield family
         for prefix, (exported, label, text) in _BY_LABEL.items():
