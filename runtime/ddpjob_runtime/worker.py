@@ -176,7 +176,9 @@ def offer_report() -> None:
 class ReportImport:
     """Import hook that puts `ddpjob_report` on sys.path when a program imports it, and not before.
 
-    Nothing is executed if the fork server has imported the same file.
+    Nothing is executed if the fork server has imported the same file. This also applies to the
+    modules of `ddpjob_pod`: if the trainer executed one of them again, there would be two copies,
+    and `ddpjob_report` would use the other one.
 
     The sys.path entry must stay, because processes spawned by multiprocessing find modules only
     through it.
@@ -184,23 +186,26 @@ class ReportImport:
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         """Find `ddpjob_report`: the image's own version or, without one, this runtime's."""
-        if name != "ddpjob_report":
+        ready = report_modules.get(name)
+        if name != "ddpjob_report" and (ready is None or not name.startswith("ddpjob_pod.")):
             return None
         from importlib.util import find_spec
 
         sys.meta_path.remove(self)
-        spec = find_spec(name)
-        if spec is None:
-            sys.path.append(packages())
+        try:
             spec = find_spec(name)
-        ready = report_modules.get(name)
+            if spec is None and name == "ddpjob_report":
+                sys.path.append(packages())
+                spec = find_spec(name)
+        finally:
+            sys.meta_path.insert(0, self)
         if spec is not None and ready is not None and ready.__spec__.origin == spec.origin:
-            spec.loader = ReadyReport(ready)  # type: ignore[assignment]
+            spec.loader = ReadyModule(ready)  # type: ignore[assignment]
         return spec
 
 
-class ReadyReport:
-    """Loader of the `ddpjob_report` that the fork server has imported."""
+class ReadyModule:
+    """Loader of a module that the fork server has imported."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -211,7 +216,13 @@ class ReadyReport:
 
     def exec_module(self, module: Any) -> None:
         """Reveal the modules that `ddpjob_report` uses, and begin as an import in a worker does."""
-        sys.modules.update(report_modules)
+        if module.__name__ != "ddpjob_report":
+            return
+        for name, used in report_modules.items():
+            revealed = sys.modules.setdefault(name, used)
+            package, _, child = name.rpartition(".")
+            if package:
+                setattr(sys.modules[package], child, revealed)
         module.begin()
 
 

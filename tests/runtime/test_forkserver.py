@@ -189,6 +189,29 @@ def test_a_forked_worker_finds_the_report_imported_once_its_program_imports_it(
     assert {"huggingface.py"} <= set(executed) <= {"huggingface.py", "node_memory.py", "resume.py"}
 
 
+SHARES_MODULES = """
+import sys
+{first}
+import ddpjob_pod.own_work
+from ddpjob_pod import own_work, snapshot_store
+from ddpjob_pod.snapshot_store import SnapshotStore
+import ddpjob_report
+print(own_work is ddpjob_pod.own_work is sys.modules["ddpjob_pod.own_work"] is ddpjob_report.own_work)
+print(snapshot_store.SnapshotStore is SnapshotStore is sys.modules["ddpjob_pod.snapshot_store"].SnapshotStore)
+"""
+
+
+@pytest.mark.parametrize("first", ["import ddpjob_report", "import ddpjob_pod.outbox", "from ddpjob_pod import outbox"])
+def test_no_module_of_the_pod_exists_twice_in_a_forked_worker(
+    first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two copies would have separate states, and a patch would change only one of them."""
+    monkeypatch.setenv("DDPJOB_COORDINATOR", "127.0.0.1:1")
+    [outcome] = outcomes(tmp_path, SHARES_MODULES.replace("{first}", first))
+    assert outcome["code"] == 0, (tmp_path / "err").read_text()
+    assert outcome["out"].splitlines() == ["True", "True"]
+
+
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])
 def test_torchs_compiler_is_imported_only_when_something_needs_it(tmp_path: Path, mode: str) -> None:
     if mode == "Standard":

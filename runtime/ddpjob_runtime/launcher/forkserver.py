@@ -342,6 +342,9 @@ def import_report(place: str) -> None:
     worker.report_modules.update((name, sys.modules[name]) for name in (*names, *SHARED_RUNTIME))
     for name in names:
         del sys.modules[name]
+        package, _, child = name.rpartition(".")
+        if package in sys.modules:  # Otherwise, `from package import child` would still find it.
+            delattr(sys.modules[package], child)
 
 
 def _send(orders: socket.socket, **event: Any) -> None:
