@@ -30,7 +30,7 @@ from pathlib import Path
 
 from benchmarks.marks import add_table_option, write_between
 from benchmarks.processes import exit_on_sigterm
-from benchmarks.torture.arena import Arena, Processes
+from benchmarks.torture.arena import COPY_KILL, Arena, Processes
 from benchmarks.torture.defective import DEFECTS
 from benchmarks.torture.jobs import KINDS, KINDS_OF_SNAPSHOTS
 from benchmarks.torture.on_cluster import on_test_cluster
@@ -39,6 +39,9 @@ from benchmarks.torture.verdict import table
 
 OWN_NETWORK = "TORTURE_OWN_NETWORK"
 """The variable that is set in the program inside its own network namespace."""
+
+MANY_MISSED = 5
+"""Number of missed kills in a copy after which at least one must have happened."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -93,6 +96,9 @@ def main() -> int:
     if options.table:
         place = ("torture" if options.cluster else "torture-local") + ("-snapshots" if options.snapshots else "")
         write_between(options.table, place, text)
+    if torture.missed >= MANY_MISSED and not any(verdict.kills[COPY_KILL] for verdict in verdicts):
+        print(f"none of {torture.missed} workers died in a copy; see clocks/copy_kills.py", file=sys.stderr)
+        return 1
     return int(any(verdict.problems for verdict in verdicts))
 
 

@@ -66,6 +66,9 @@ class Arena(Protocol):
     def checkpoints(self, name: str) -> Path:
         """Return the job's checkpoint folder."""
 
+    def missed(self, name: str) -> int:
+        """Return how many kills in a copy have not happened, because no worker came to the point."""
+
     def close(self, name: str) -> None:
         """Stop and remove everything that belongs to the job."""
 
@@ -133,6 +136,12 @@ class Processes:
     def kill(self, name: str, pods: list[str]) -> None:
         for pod in pods:
             ask(JobFolder(self._runs / name), "kill", pod)
+
+    def missed(self, name: str) -> int:
+        orders = list(self._copies.glob(f"{name}-*"))  # A worker deletes its order when it dies.
+        for order in orders:
+            order.unlink(missing_ok=True)
+        return len(orders)
 
     def skewed(self) -> dict[str, str]:
         """Environment variables that give pods' processes adjustable clocks."""

@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from benchmarks.torture.arena import Arena, Observed
+from benchmarks.torture.arena import COPY_KILL, Arena, Observed
 from benchmarks.torture.jobs import KINDS, STEPS_PER_EPOCH, Kind, spec, trainer_arguments
 from benchmarks.torture.verdict import Verdict, judge
 
@@ -81,6 +81,8 @@ class Torture:
         self.verdicts: list[Verdict] = []
         self.for_all: Counter[str] = Counter()
         """Number of kills of each kind that affects all jobs, such as the operator's."""
+        self.missed = 0
+        """Number of kills in a copy that did not happen, for instance because the pod was a spare."""
 
     def run(self) -> list[Verdict]:
         """Run the waves, and return one verdict for each job."""
@@ -99,6 +101,9 @@ class Torture:
             for job in jobs:
                 observed = replace(job.ended or self.arena.observe(job.name), at_risk=job.at_risk)
                 seconds = job.seconds or time.monotonic() - job.began
+                if missed := self.arena.missed(job.name):
+                    job.kills[COPY_KILL] -= missed
+                    self.missed += missed
                 arguments = trainer_arguments(self.plan.epochs, job.kind)
                 verdict = judge(
                     job.kind, self.arena.checkpoints(job.name), observed, job.kills, arguments, self.replays

@@ -185,9 +185,11 @@ def test_a_worker_dies_in_the_middle_of_a_snapshot_if_a_file_requests_it(point: 
     store = SnapshotStore(folder)
     held, made = store.held(), store.made
     if point == "none":
-        assert ended.returncode == 0 and order.exists() and made == held[-1].moment
+        assert pods.missed("other") == 0 and order.exists()
+        assert ended.returncode == 0 and made == held[-1].moment
+        assert pods.missed("job") == 1 and not order.exists()
         return
-    assert ended.returncode == -signal.SIGKILL and not order.exists()
+    assert ended.returncode == -signal.SIGKILL and pods.missed("job") == 0
     newest = held[-1] if held else None
     step = 0 if newest is None else newest.moment.step
     assert step < 200 and (made.step if made else 0) in (step - 1, step)
