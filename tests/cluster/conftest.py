@@ -208,6 +208,15 @@ def create_namespace(cluster: Cluster, name: str) -> None:
     )
 
 
+@contextmanager
+def new_namespace(cluster: Cluster, purpose: str) -> Iterator[str]:
+    """Yield a new namespace, whose name begins with `purpose`, and remove it afterwards."""
+    name = f"{purpose}-{secrets.token_hex(2)}"
+    create_namespace(cluster, name)
+    yield name
+    remove_namespace(cluster, name)
+
+
 def remove_namespace(cluster: Cluster, name: str) -> None:
     """Delete a namespace and wait until its pods have ended. The last objects take a few seconds
     longer.

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import secrets
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import create_namespace, remove_namespace
+from conftest import new_namespace
 from ddpjob import Client
 from ddpjob.cli.main import main
 from ddpjob.client.backends.backend import NoSuchJob
@@ -33,10 +32,8 @@ JOB = "apiVersion: ddpjob.io/v1alpha1\nkind: DDPJob\nmetadata: {name: %s}\nspec:
 @pytest.fixture(scope="module")
 def namespace(cluster: Cluster) -> Iterator[str]:
     """Use one namespace for all tests. Each test deletes its own jobs."""
-    name = f"cli-{secrets.token_hex(2)}"
-    create_namespace(cluster, name)
-    yield name
-    remove_namespace(cluster, name)
+    with new_namespace(cluster, "cli") as name:
+        yield name
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from borrowed import require_python_host
-from conftest import create_namespace, refuse, remove_namespace
+from conftest import new_namespace, refuse
 from jobs import FAST, Jobs, sleeping, steps_job
 from operator_process import OperatorProcess, install_crd
 from testcluster import policies, python_host
@@ -61,10 +60,8 @@ def enforcing(cluster: Cluster, cluster_machine: Settings) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def operators_namespace(enforcing: Cluster) -> Iterator[str]:
-    name = f"ddpjob-system-{secrets.token_hex(2)}"
-    create_namespace(enforcing, name)
-    yield name
-    remove_namespace(enforcing, name)
+    with new_namespace(enforcing, "ddpjob-system") as name:
+        yield name
 
 
 @pytest.fixture(scope="module")
@@ -88,10 +85,8 @@ def operator(
 @pytest.fixture
 def elsewhere(cluster: Cluster) -> Iterator[str]:
     """Yield the namespace of another team."""
-    name = f"another-team-{secrets.token_hex(2)}"
-    create_namespace(cluster, name)
-    yield name
-    remove_namespace(cluster, name)
+    with new_namespace(cluster, "another-team") as name:
+        yield name
 
 
 def run_in(cluster: Cluster, namespace: str, pod: str, code: str, *arguments: str) -> list[str]:

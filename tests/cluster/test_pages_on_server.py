@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import kueue_crds
 import pytest
 import yaml
-from conftest import create_namespace, remove_namespace
+from conftest import new_namespace
 from install_fixtures import CHART, helm
 from operator_process import install_crd
 from testcluster.cluster import Cluster
@@ -39,10 +38,8 @@ def api(cluster: Cluster) -> Iterator[tuple[Cluster, str]]:
     """Yield the cluster with the definitions of DDPJob and Kueue, and a namespace."""
     install_crd(cluster)
     kueue_crds.install(cluster)
-    name = f"pages-{secrets.token_hex(2)}"
-    create_namespace(cluster, name)
-    yield cluster, name
-    remove_namespace(cluster, name)
+    with new_namespace(cluster, "pages") as name:
+        yield cluster, name
     kueue_crds.remove(cluster)
 
 
