@@ -49,7 +49,8 @@ KINDS_OF_SNAPSHOTS = (
     Kind("memory-fsdp-3", "Fast", nodes=3, strategy="fsdp", snapshots=1),
 )
 """The kinds with --snapshots. They have at least two nodes, so that after one loss another node
-still has the state. memory-fsdp-3 continues with two nodes, among which the sharded state is redistributed.
+still has the state. memory-fsdp-3 continues with two nodes, among which the sharded state is
+redistributed.
 """
 
 

@@ -45,7 +45,7 @@ class StepTimer:
             torch.cuda.synchronize()
         now = time.perf_counter(), time.process_time()
         if step == self._warm:
-            self._workers = sum(map(processor_seconds, descendants(os.getpid())))
+            self._workers = _workers_seconds()
             self._began = time.perf_counter(), time.process_time()  # Searching /proc takes time, too.
         elif step == self._end:
             wall, own = (after - before for after, before in zip(now, self._began, strict=True))
@@ -56,8 +56,7 @@ class StepTimer:
                 "step_ms": 1000 * wall / steps,
                 "busy": busy,
             }
-            workers = sum(map(processor_seconds, descendants(os.getpid()))) - self._workers
-            self.figures["processor_ms"] = 1000 * (own + workers) / steps
+            self.figures["processor_ms"] = 1000 * (own + _workers_seconds() - self._workers) / steps
         elif self._profiler is not None:
             self._profiler.stop()
             with tempfile.NamedTemporaryFile(suffix=".json") as trace:
@@ -72,6 +71,11 @@ class StepTimer:
         if on_gpu and step == self._end < self._last:
             self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
             self._profiler.start()
+
+
+def _workers_seconds() -> float:
+    """Return the CPU time of this process's descendants so far, which are its data workers."""
+    return sum(map(processor_seconds, descendants(os.getpid())))
 
 
 def working_seconds(events: Iterable[Mapping[str, Any]]) -> float:

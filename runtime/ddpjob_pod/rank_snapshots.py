@@ -603,8 +603,9 @@ class RankSnapshots:
         """Return this rank's part of a state that a group of a different size wrote."""
         owns: dict[int, bytes] = {}
         recent: list[tuple[float, float, float]] = []
+        node_of = self._nodes(held)
         for part in parts_of(number_of_parts):
-            wanted = {rank: (node, part) for rank, node in self._nodes(held).items()}
+            wanted = {rank: (node, part) for rank, node in node_of.items()}
             content = None
             for transfer in transfers(held, wanted, moment):
                 content = self._transfer(transfer, moment, alone=True) or content

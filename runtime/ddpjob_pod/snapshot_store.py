@@ -320,13 +320,12 @@ def parts_of(world: int) -> list[str]:
 
 
 def choose(held: Mapping[int, Iterable[Held]], world: int | None) -> tuple[Moment, int] | None:
-    """Return the newest moment for which all parts are held, and the number of its parts.
+    """Return the newest moment for which all parts are held, and the number of its parts; None if
+    there is no such moment.
 
     Args:
         held: each holder's states.
         world: the number of parts, 0 for a replicated state; None for any number.
-
-    The result is None if there is no such moment.
     """
     found: dict[tuple[Moment, int], set[int]] = {}
     for states in held.values():

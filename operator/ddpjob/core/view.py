@@ -80,7 +80,7 @@ class View:
 
     @cached_property
     def reported_progress(self) -> dict[str, Any]:
-        """The progress in the last report, from any generation; empty if there is no report."""
+        """The last report's progress, regardless of its generation; empty if there is no report."""
         return self.world.report.progress if self.world.report is not None else {}
 
     @cached_property
