@@ -78,8 +78,9 @@ def recoveries(status: JobStatus) -> list[str]:
         return []
 
     def line(restart: Restart) -> str:
-        cause = put_cause_first(restart.message.splitlines()[0].rstrip("."), repeats(restart))
-        return f"Recovered in {restart.seconds:.1f} s: {cause}"
+        cause = put_cause_first(restart.message.splitlines()[0].rstrip("."))
+        again = f"; {work}" if (work := repeats(restart)) else ""
+        return f"Recovered in {restart.seconds:.1f} s{again}: {cause}"
 
     recent = status.restarts.recent
     known = {restart.round for restart in recent if restart.continued_from or restart.round < status.round}

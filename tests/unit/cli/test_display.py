@@ -73,7 +73,7 @@ def test_events_and_recoveries_are_printed_only_once(capsys: pytest.CaptureFixtu
     lines = capsys.readouterr().out.splitlines()
     assert lines.count("WorkerFailed: rank 1 ended: ValueError (counts against recovery.maxRestarts)") == 1
     assert [line for line in lines if "Recovered" in line] == [
-        "Recovered in 4.2 s: rank 1 ended: ValueError (1 step repeated (from memory))"
+        "Recovered in 4.2 s; 1 step repeated (from memory): rank 1 ended: ValueError"
     ]
 
 

@@ -61,7 +61,7 @@ def test_repeated_work_and_work_at_risk_are_shown_wherever_a_job_is_described() 
     body = job(phase="Running", restarts=known, progress={"step": 9, "stepsAtRisk": 4})
     said = "\n".join(describe(body, [], [], NOW))
     assert "Repeated:   1 step, 0.4 s\nAt risk:    at most 4 steps\n" in said
-    assert "ran again after 0.3 s, 1 step repeated (from memory))" in said and "unknown" not in said
+    assert "ran again after 0.3 s); 1 step repeated (from memory)" in said and "unknown" not in said
     assert row(body, NOW, wide=True)[-2] == "4"
     console = Console(width=100)
     with console.capture() as shown:

@@ -319,12 +319,12 @@ def restart_line(restart: Restart, now: datetime) -> str:
     """Return a restart in one line: when, why, whether it counted, and how long it took."""
     counted = "counted" if restart.counted else "not counted"
     after = f", ran again after {restart.seconds:.1f} s" if restart.seconds is not None else ""
-    after += f", {again}" if (again := repeats(restart)) else ""
+    again = f"; {work}" if (work := repeats(restart)) else ""
     consequence = ", a consequence" if restart.consequence else ""
     ago, message = _since(restart.time, now), _first_line(put_cause_first(restart.message))
     named = restart.node in ("", HOST) or restart.node in message
     where = "" if named else f" on {restart.node}"
-    return f"{ago} ago {restart.reason}{where}: {message} ({counted}{consequence}{after})"
+    return f"{ago} ago {restart.reason}{where}: {message} ({counted}{consequence}{after}){again}"
 
 
 def event_line(event: Happened, now: datetime) -> str:
