@@ -70,18 +70,19 @@ Example: ddpjob run examples/digits.yaml"""
 
 
 @root.command()
-@click.argument("script", default="train.py", metavar="[SCRIPT]", type=Path)
-@click.option("--name", default="first", show_default=True, help="Name of the job.")
+@click.argument("script", required=False, type=Path)
+@click.option("--name", help="Name of the job, instead of the script's; 'first' without SCRIPT.")
 @click.option("--image", default="pytorch/pytorch", show_default=True, help="Any image with Python and PyTorch.")
 @click.option("--nodes", type=click.IntRange(1), default=2, show_default=True, help="Pods that train.")
 @click.option(
     "--gpus", type=click.IntRange(0), default=0, show_default=True, help="GPUs per node; 0 trains on the CPU."
 )
 @click.option("--check", is_flag=True, help="Only read SCRIPT, and write nothing.")
-def init(script: Path, name: str, image: str, nodes: int, gpus: int, check: bool) -> int:
+def init(script: Path | None, name: str | None, image: str, nodes: int, gpus: int, check: bool) -> int:
     """Write a first manifest, and show what a script needs.
 
-    Writes job.yaml, and a small script if SCRIPT does not exist yet. Existing files are kept.
+    Writes job.yaml, and a small script if SCRIPT (train.py) does not exist yet. Existing files are
+    kept.
 
     An existing SCRIPT is read, but not executed. If it was written for one GPU, the lines that make
     it train on several are printed, with its own names and line numbers.
@@ -93,7 +94,10 @@ def init(script: Path, name: str, image: str, nodes: int, gpus: int, check: bool
              ddpjob init my_script.py --check
     """
     from ddpjob.cli.starter import check_script, write_starter
+    from ddpjob.client.manifests.build_manifest import name_after
 
+    name = name or (name_after(script.stem) if script else "first")
+    script = script or Path("train.py")
     if check:
         forms_group, lines = check_script(script)
     else:

@@ -31,6 +31,15 @@ def test_the_manifest_is_valid_and_has_the_requested_values(folder: Path, capsys
     compile((folder / "net/main.py").read_text(), "main.py", "exec")
 
 
+def test_a_job_has_its_scripts_name_unless_another_is_given(folder: Path) -> None:
+    """Two scripts' jobs with one name would continue each other's checkpoints."""
+    names = {(): "first", ("My_Net.py",): "my-net", ("3.py",): "job", ("net.py", "--name=one"): "one"}
+    for arguments, name in names.items():
+        assert main(["init", *arguments]) == 0
+        assert read_job("job.yaml")["metadata"]["name"] == name
+        (folder / "job.yaml").unlink()
+
+
 def test_a_name_with_a_space_and_an_umlaut_is_quoted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The printed line can be pasted into a shell, and the manifest shows the name unchanged."""
     assert main(["init", "träin me.py"]) == 0

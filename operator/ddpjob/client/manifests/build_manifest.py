@@ -123,9 +123,13 @@ def build(request: JobRequest, *, local: bool, say: Callable[[str], None] = _sil
 
 def _name(request: JobRequest) -> str:
     path = Path(request.program)
-    stem = path.resolve().name if path.is_dir() else path.stem
+    return f"{name_after(path.resolve().name if path.is_dir() else path.stem)}-{secrets.token_hex(2)}"
+
+
+def name_after(stem: str) -> str:
+    """Return a valid job name that resembles the name of a program."""
     words = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:30].strip("-")
-    return f"{words if words[:1].isalpha() else 'job'}-{secrets.token_hex(2)}"
+    return words if words[:1].isalpha() else "job"
 
 
 def _program(
