@@ -178,10 +178,11 @@ def _slot_labels(job: DDPJob, status: JobStatus, role: Role, index: int | None, 
 def as_non_root(pod: Json) -> Json | None:
     """Return the pod with runAsNonRoot, which a namespace may require.
 
-    Return None if podTemplate already sets the user.
+    Return None if podTemplate already decides whether the pod may run as root. A user other than
+    root is not such a decision: the namespace still requires the field.
     """
     context = pod["spec"].get("securityContext", {})
-    if not context.keys().isdisjoint(("runAsNonRoot", "runAsUser")):
+    if "runAsNonRoot" in context or context.get("runAsUser") == 0:
         return None
     return {**pod, "spec": {**pod["spec"], "securityContext": {**context, "runAsNonRoot": True}}}
 

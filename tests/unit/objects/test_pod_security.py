@@ -80,6 +80,14 @@ def test_the_user_in_the_template_is_kept() -> None:
             assert as_non_root(pod) is None
 
 
+def test_a_user_in_the_template_does_not_keep_the_pod_out_of_a_restricted_namespace() -> None:
+    """Pod Security requires runAsNonRoot even if the user is not root (docs/pod-security.md)."""
+    for pod in pods(podTemplate={"spec": {"securityContext": {"runAsUser": 10001, "runAsGroup": 0, "fsGroup": 10001}}}):
+        restricted = as_non_root(pod)
+        assert restricted is not None and restricted["spec"]["securityContext"]["runAsUser"] == 10001
+        assert not list(violations(restricted))
+
+
 def test_the_template_can_relax_the_defaults() -> None:
     template = {
         "spec": {
