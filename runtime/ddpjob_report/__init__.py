@@ -86,11 +86,11 @@ def report(
 
     A figure is a number, or anything that `float()` converts, such as a tensor or an array of one
     element. For a tensor on a GPU, the call waits for the GPU, as `item()` does, so report only
-    every few steps. Infinite and undefined figures are shown as unknown. Otherwise `report` returns
-    immediately. The newest figures are sent in the background, at most twice a second. If the
-    coordinator is unreachable, only figures are lost. Figures with a `step` are also kept in the
-    checkpoint folder as curves for `ddpjob plot` and the dashboard (run/metrics.jsonl, initially
-    two lines per second, later fewer).
+    every few steps. A loss that is infinite or undefined is shown as nan, and other such figures are
+    not shown. Otherwise `report` returns immediately. The newest figures are sent in the
+    background, at most twice a second. If the coordinator is unreachable, only figures are lost.
+    Figures with a `step` are also kept in the checkpoint folder as curves for `ddpjob plot` and the
+    dashboard (run/metrics.jsonl, initially two lines per second, later fewer).
 
     Raises:
         TypeError: an argument is not a number; the message names it.

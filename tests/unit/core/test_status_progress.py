@@ -89,7 +89,24 @@ def test_progress_is_written_at_most_every_two_seconds() -> None:
 
 def test_invalid_numbers_in_progress_are_not_shown() -> None:
     shown = show_progress({}, {"step": 1, "loss": float("nan"), "samplesPerSecond": float("inf")}, NOW, at_once=False)
-    assert set(shown) == {"step", "display", "updatedAt"}
+    assert set(shown) == {"step", "display", "lossDisplay", "updatedAt"}
+
+
+@pytest.mark.parametrize("loss", [None, float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_is_shown_as_nan(loss: float | None) -> None:
+    """The coordinator's report has null for it. An empty column looked like a missing report."""
+    finite = show_progress({}, {"step": 1, "loss": 0.5}, NOW, at_once=False)
+    shown = show_progress(finite, {"step": 2, "loss": loss}, NOW + timedelta(seconds=9), at_once=False)
+    assert shown["lossDisplay"] == "nan" and "loss" not in shown
+    assert "lossDisplay" not in show_progress({}, {"step": 1}, NOW, at_once=False), "the script reports no loss"
+
+
+def test_steps_before_the_loss_of_a_coordinator_are_remembered() -> None:
+    """Regression: a counted script that began again at step 0 then looked like its first start."""
+    shown = show_progress({}, {"step": 359, "resumed": "no"}, NOW, at_once=False)
+    shown = show_progress(shown, {"updatedAt": None}, NOW + timedelta(seconds=9), at_once=False)
+    shown = show_progress(shown, {"step": 1, "resumed": "no"}, NOW + timedelta(seconds=20), at_once=False)
+    assert shown["display"] == "step 1 since the restart" and "359 earlier steps" in began_again(shown)
 
 
 def test_durations_in_the_progress_are_formatted() -> None:

@@ -5,7 +5,8 @@ and each write is a request to the API server. So:
 
 - Progress alone is written at most once per REFRESH. The first loss and the first speed are written
   immediately, and so is progress that is written together with a new phase.
-- Only known fields and a limited number of metrics are shown, and only finite numbers.
+- Only known fields and a limited number of metrics are shown, and only finite numbers. A loss that
+  is infinite or undefined is shown as `nan`, because users must not take it for a missing report.
 - If the steps start again at 0 after a restart, `stepsBefore` keeps the last step.
 - A rank that lags is shown for at least SHOWN, because each change causes an event.
 
@@ -65,6 +66,8 @@ def show_progress(
     loss, speed, eta = reported.get("loss"), reported.get("samplesPerSecond"), reported.get("eta")
     if is_number(loss):
         fresh |= {"loss": loss, "lossDisplay": f"{loss:z.4g}"}
+    elif "loss" in reported:
+        fresh["lossDisplay"] = "nan"
     if speed is not None and is_number(speed):
         fresh |= {"samplesPerSecond": round(speed, 1), "speedDisplay": f"{speed:,.0f}/s"}
     if eta is not None:
