@@ -8,7 +8,7 @@ import sys
 
 from testcluster import binaries, network, prerequisites, processes
 from testcluster.cluster import Cluster
-from testcluster.settings import ClusterError
+from testcluster.settings import CHECKOUT, ClusterError
 
 
 def _up(cluster: Cluster, arguments: argparse.Namespace) -> int:
@@ -16,7 +16,8 @@ def _up(cluster: Cluster, arguments: argparse.Namespace) -> int:
     seconds = cluster.up(arguments.nodes)
     print(
         f"{len(cluster.nodes)} nodes are Ready ({seconds:.1f} s). For kubectl and helm:\n"
-        f'  eval "$({sys.executable} -m testcluster env)"'
+        f'  eval "$(cd {CHECKOUT} && DDPJOB_CLUSTER_SLOT={cluster.settings.slot} PYTHONPATH=tests:tests/cluster '
+        f'{sys.executable} -m testcluster env)"'
     )
     return 0
 

@@ -52,6 +52,13 @@ def test_the_users_commands_are_recognizable_in_the_audit_log(tmp_path: Path) ->
     assert opened("http://127.0.0.1:1", tmp_path).client.user_agent == "ddpjob"
 
 
+def test_a_context_that_does_not_exist_is_refused_with_the_known_contexts(tmp_path: Path) -> None:
+    opened("http://127.0.0.1:1", tmp_path)
+    with pytest.raises(Unreachable, match=r"^context=prod: not in the kubeconfig; choose one of its contexts: c$"):
+        ApiServer.open(str(tmp_path / "config"), "prod")
+    assert ApiServer.open(str(tmp_path / "config"), "c").context == "c"
+
+
 @pytest.mark.parametrize("status", ["200 OK", "500 Internal Server Error"])
 def test_a_truncated_response_is_treated_as_an_outage(status: str, tmp_path: Path) -> None:
     """This happens when the API server restarts. Regression: a traceback was shown, even by `wait`

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from ddpjob.cli.main import main
 from ddpjob.cli.places import Place
-from ddpjob.client.backends.backend import LogOptions, PodLine
+from ddpjob.client.backends.backend import LogOptions, Mistake, PodLine
 from ddpjob.client.logs import log_follower
 from ddpjob.client.logs.log_follower import rank_of_line, ranks_of_pods, ranks_per_node
 
@@ -243,6 +243,24 @@ def test_ranks_follow_the_order_that_the_status_shows() -> None:
     )
     others = {**body, "status": {**status(3), "rankOrder": [0, 4, 1]}}
     assert ranks_of_pods(pods, others)["j-2-0"] == range(4, 6), "an order for a different set of nodes does not apply"
+
+
+def test_logs_of_a_pod_whose_init_container_failed_name_the_command_that_explains_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a pod that had failed was said to be waiting to start."""
+
+    def refuse(one: PodLine, options: LogOptions) -> Iterator[bytes]:
+        raise Mistake(f'container "trainer" in pod "{one.name}" is waiting to start: PodInitializing')
+
+    backend = TwoNodes()
+    monkeypatch.setattr(backend, "pods", lambda name: [pod("j-0-0", state="Error (7)"), pod("j-1-0")])
+    monkeypatch.setattr(backend, "log", refuse)
+    monkeypatch.setattr(Place, "backend", lambda place, **options: backend)
+    assert main(["logs", "j"]) == 0
+    said = capsys.readouterr().err
+    assert "pod j-0-0: its program never started; `ddpjob why j` says what failed\n" in said
+    assert 'pod j-1-0: container "trainer" in pod "j-1-0" is waiting to start' in said
 
 
 @pytest.mark.parametrize(

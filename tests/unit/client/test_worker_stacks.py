@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ddpjob.client.backends.backend import PodLine
+from ddpjob.client.backends.backend import Mistake, PodLine
 from ddpjob.client.logs.worker_stacks import PROBE, stacks
 from ddpjob_runtime.launcher.stacks import PREFIX
 
@@ -53,6 +53,24 @@ def test_stacks_end_with_the_script_and_not_with_the_runtime() -> None:
     ((_, shown),) = stacks(OnePod(), [PodLine("j-0-0", "node", 0, "Running")])  # type: ignore[arg-type]
     script = [f"  File {frame}" for frame in frames[:2]]
     assert shown.splitlines() == ["rank 0, process 7:", *script, "rank 1, process 8:"]
+
+
+def test_stacks_that_cannot_be_read_from_any_pod_are_an_error() -> None:
+    """Regression: the command ended with code 0 for a user without the right to run commands in pods."""
+
+    class NoRights:
+        def run_in(self, pod: PodLine, code: str) -> str:
+            if pod.name in readable:
+                return "rank 1, process 7:"
+            raise Mistake(f"pod {pod.name}: you may not create pods/exec")
+
+    pods, readable = [PodLine(f"j-{n}-0", "node", n, "Running") for n in (0, 1)], {"j-1-0"}
+    texts = [text for _, text in stacks(NoRights(), pods)]  # type: ignore[arg-type]
+    assert texts == ["pod j-0-0: you may not create pods/exec", "rank 1, process 7:"]
+    readable.clear()
+    with pytest.raises(Mistake, match="pod j-0-0: you may not"):
+        stacks(NoRights(), pods)  # type: ignore[arg-type]
+    assert stacks(NoRights(), []) == []  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("how", ["started", "forked", "titled"])

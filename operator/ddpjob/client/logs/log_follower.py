@@ -340,7 +340,9 @@ class LogFollower:
                 for line in whole:
                     self._put(pod, line)
         except Mistake as mistake:
-            self.notes.append(f"pod {pod.name}: {mistake}")
+            never_started = pod.ended and "is waiting to start" in str(mistake)  # the kubelet's words
+            why = f"its program never started; `ddpjob why {self.job}` says what failed" if never_started else mistake
+            self.notes.append(f"pod {pod.name}: {why}")
         if rest:
             self._put(pod, rest)
         if cut:

@@ -70,13 +70,21 @@ _OWN_FRAME = re.compile(r'^  File "(?:[^"\n]*/ddpjob_(?:runtime|pod)/|<frozen |[
 
 
 def stacks(backend: Backend, pods: list[PodLine]) -> list[tuple[PodLine, str]]:
-    """Return the current stacks of each pod's ranks as text. Training continues."""
+    """Return the current stacks of each pod's ranks as text. Training continues.
 
-    def one(pod: PodLine) -> tuple[PodLine, str]:
+    A pod that cannot be read has the reason in place of its stacks. Raises Mistake if no pod can be
+    read, for instance because the right to run commands in pods is missing.
+    """
+
+    def one(pod: PodLine) -> str | Mistake:
         try:
-            return pod, _OWN_FRAME.sub("", backend.run_in(pod, PROBE)).rstrip()
+            return _OWN_FRAME.sub("", backend.run_in(pod, PROBE)).rstrip()
         except Mistake as mistake:
-            return pod, str(mistake)
+            return mistake
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        return list(pool.map(one, pods))
+        found = list(pool.map(one, pods))
+    mistakes = [each for each in found if isinstance(each, Mistake)]
+    if mistakes and len(mistakes) == len(found):
+        raise mistakes[0]
+    return [(pod, str(each)) for pod, each in zip(pods, found, strict=True)]
