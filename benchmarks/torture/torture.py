@@ -143,13 +143,13 @@ class Torture:
                 job.ended, job.seconds = observed, time.monotonic() - job.began
 
     def _kill(self, jobs: list[Running]) -> bool:
-        """Kill something. Return whether there was anything to kill.
-
-        Jobs are not disturbed before their first step or after their last.
-        """
+        """Kill something. Return whether there was anything to kill."""
+        ready = [(job, observed) for job in jobs if (observed := self._disturbable(job)) is not None]
+        if not ready:
+            return False
+        job, observed = self.random.choice(ready)
         others = {**self.arena.extras, **self.arena.faults}
         weights = WEIGHTS | {name: weight for name, (weight, _) in others.items()}
-        job = self.random.choice(jobs)
         if job.kind.snapshots:
             weights = {name: weight for name, weight in weights.items() if name not in SEVERAL}
         what = self.random.choices(list(weights), list(weights.values()))[0]
@@ -158,11 +158,6 @@ class Torture:
                 return False
             self.for_all[what] += 1
         else:
-            observed = self.arena.observe(job.name)
-            if not 0 < observed.step < STEPS_PER_EPOCH * self.plan.epochs:
-                return False
-            if job.kind.snapshots and not job.has_recovered(observed):
-                return False
             job.disturb(observed, what)
             if what in self.arena.faults:
                 if done := self.arena.faults[what][1](job.name, observed):
@@ -176,6 +171,16 @@ class Torture:
             note(f"{job.name}: killed {' and '.join(victims)} ({what}) at step {observed.step}")
             job.kills[what] += 1
         return True
+
+    def _disturbable(self, job: Running) -> Observed | None:
+        """Return the state of a job that may be disturbed now, otherwise None.
+
+        Jobs are not disturbed before their first step or after their last.
+        """
+        observed = self.arena.observe(job.name)
+        trains = 0 < observed.step < STEPS_PER_EPOCH * self.plan.epochs
+        may = trains and (not job.kind.snapshots or job.has_recovered(observed))
+        return observed if may else None
 
     def _victims(self, what: str, observed: Observed) -> list[str]:
         pods = self.random.sample(observed.pods, min(len(observed.pods), 2 if what == "two pods" else 1))
