@@ -20,10 +20,10 @@ OF_PODS = ("pod", "coordinator and pod")
 """Kills that remove one node together with its memory."""
 SEVERAL = ("two pods", "host")
 """Kills that may remove all nodes of a job at once, together with their memory."""
-APART = 15.0
-"""Seconds between two kills of a job whose states are in memory. By then, a job has recovered from
-a suspended process.
-"""
+APART = 2.0
+"""Seconds between two kills of a job whose states are in memory, at least."""
+APART_AFTER_FAULT = 15.0
+"""The same after a fault other than a kill. By then, a job has recovered from a suspended process."""
 PATIENCE = 900.0
 """How long a wave may take to finish after the last kill, in seconds."""
 
@@ -38,7 +38,7 @@ class Running:
     kills: Counter[str] = field(default_factory=Counter)
     disturbed: Observed | None = None
     """The job's state before the last kill."""
-    disturbed_at: float = 0.0
+    left_alone_until: float = 0.0
     loses: bool = False
     """Whether the last kill removed a node's memory."""
     at_risk: int = 1
@@ -47,8 +47,9 @@ class Running:
     seconds: float = 0.0
 
     def disturb(self, observed: Observed, what: str) -> None:
-        """Record a kill."""
-        self.disturbed, self.disturbed_at, self.loses = observed, time.monotonic(), what in OF_PODS
+        """Record a kill or another fault."""
+        self.disturbed, self.loses = observed, what in OF_PODS
+        self.left_alone_until = time.monotonic() + (APART if what in WEIGHTS else APART_AFTER_FAULT)
 
     def has_recovered(self, observed: Observed) -> bool:
         """Whether all nodes have the newest state again, so that a node may be lost."""
@@ -56,7 +57,7 @@ class Running:
         if before is None:
             return True
         continues = observed.start != before.start or (observed.round == before.round and not self.loses)
-        return continues and time.monotonic() >= self.disturbed_at + APART
+        return continues and time.monotonic() >= self.left_alone_until
 
 
 @dataclass(frozen=True)
@@ -142,13 +143,13 @@ class Torture:
                 job.ended, job.seconds = observed, time.monotonic() - job.began
 
     def _kill(self, jobs: list[Running]) -> bool:
-        """Kill something. Return whether there was anything to kill.
-
-        Jobs are not disturbed before their first step or after their last.
-        """
+        """Kill something. Return whether there was anything to kill."""
+        ready = [(job, observed) for job in jobs if (observed := self._disturbable(job)) is not None]
+        if not ready:
+            return False
+        job, observed = self.random.choice(ready)
         others = {**self.arena.extras, **self.arena.faults}
         weights = WEIGHTS | {name: weight for name, (weight, _) in others.items()}
-        job = self.random.choice(jobs)
         if job.kind.snapshots:
             weights = {name: weight for name, weight in weights.items() if name not in SEVERAL}
         what = self.random.choices(list(weights), list(weights.values()))[0]
@@ -157,11 +158,6 @@ class Torture:
                 return False
             self.for_all[what] += 1
         else:
-            observed = self.arena.observe(job.name)
-            if not 0 < observed.step < STEPS_PER_EPOCH * self.plan.epochs:
-                return False
-            if job.kind.snapshots and not job.has_recovered(observed):
-                return False
             job.disturb(observed, what)
             if what in self.arena.faults:
                 if done := self.arena.faults[what][1](job.name, observed):
@@ -175,6 +171,16 @@ class Torture:
             note(f"{job.name}: killed {' and '.join(victims)} ({what}) at step {observed.step}")
             job.kills[what] += 1
         return True
+
+    def _disturbable(self, job: Running) -> Observed | None:
+        """Return the state of a job that may be disturbed now, otherwise None.
+
+        Jobs are not disturbed before their first step or after their last.
+        """
+        observed = self.arena.observe(job.name)
+        trains = 0 < observed.step < STEPS_PER_EPOCH * self.plan.epochs
+        may = trains and (not job.kind.snapshots or job.has_recovered(observed))
+        return observed if may else None
 
     def _victims(self, what: str, observed: Observed) -> list[str]:
         pods = self.random.sample(observed.pods, min(len(observed.pods), 2 if what == "two pods" else 1))

@@ -436,7 +436,7 @@ def test_the_command_reports_mistakes_in_its_arguments(trained: Path, tmp_path: 
     path = str(trained / "step-000000016.pt")
     with pytest.raises(CheckpointError, match=r"belongs to a different model: .*Set model\.\*"):
         evaluate_checkpoint.main([path, "model.width=8"])
-    with pytest.raises(CheckpointError, match=r"cannot be read \(No such file or directory\); set it to a readable"):
+    with pytest.raises(CheckpointError, match=r"cannot be read \(No such file or directory\); choose a readable"):
         evaluate_checkpoint.main([str(tmp_path / "none.pt")])
     with pytest.raises(ConfigError, match=r"unknown key 'eval\.prr'; did you mean 'eval\.pr'"):
         evaluate_checkpoint.main([path, "eval.prr=exact"])

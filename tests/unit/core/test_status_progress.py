@@ -73,6 +73,18 @@ def test_steps_are_counted_from_the_restart(resumed: str) -> None:
     assert own["display"] == "step 300" and not began_again(own), "the script reports its own steps"
 
 
+def test_a_new_coordinator_without_a_report_of_steps_keeps_the_shown_figures() -> None:
+    """If a coordinator is lost in the last second of a job, no rank reports to the next one."""
+    figures = {"epoch": 3, "epochs": 3, "step": 60, "steps": 60, "loss": 0.25, "samplesPerSecond": 80}
+    shown = show_progress({}, figures, NOW, at_once=False)
+    lag = [{"rank": 1, "slowdown": 2.0}]
+    environment = {"packages": {"torch": "2.6.0"}}
+    later = show_progress({**shown, "stragglers": lag}, {"environment": environment}, NOW, at_once=True)
+    assert later == {**shown, "environment": environment}
+    new_group = show_progress(later, {"step": 61}, NOW, at_once=True)
+    assert (new_group["step"], new_group.get("loss"), new_group.get("speedDisplay")) == (61, None, None)
+
+
 def test_progress_is_written_at_most_every_two_seconds() -> None:
     first = show_progress({}, {"step": 1}, NOW, at_once=False)
     assert show_progress(first, {"step": 2}, NOW + timedelta(seconds=1), at_once=False) is first

@@ -191,7 +191,7 @@ def read_whole(path: Path, key: str = "checkpoint.load") -> Any:
     except CheckpointError as error:
         raise CheckpointError(f"{key}: {path} is {error}; choose a different checkpoint") from error
     except OSError as error:
-        raise CheckpointError(f"{key}: {path} cannot be read ({error.strerror}); set it to a readable file") from error
+        raise CheckpointError(f"{key}: {path} cannot be read ({error.strerror}); choose a readable file") from error
     except Exception as error:  # torch's reader fails in many ways on arbitrary files.
         if found := re.search(r"[Uu]nsupported (?:global: )?GLOBAL (\S+)", str(error)):
             raise CheckpointError(

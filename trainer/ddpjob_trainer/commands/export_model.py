@@ -2,7 +2,8 @@
 
 `model.safetensors` has the weights in Hugging Face's format. `model.pt2` is torch.export's program,
 which runs without the model's source, on batches of any size. Both contain the facts about the data
-that a program needs, as a string (`metadata`).
+that a program needs: `model.pt2` in the file `metadata.json`, and `model.safetensors` in the
+format's own metadata, whose values must be strings.
 """
 
 from __future__ import annotations
@@ -54,16 +55,17 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     prepare_folder(options.output, "--output")
     model, known = _read(options.checkpoint)
-    save_safetensors(model.state_dict(), known, options.output / WEIGHTS)
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in known.items()}
+    save_safetensors(model.state_dict(), texts, options.output / WEIGHTS)
     print(f"wrote {options.output / WEIGHTS}", flush=True)
-    example = torch.zeros(2, *json.loads(known["size"]), dtype=getattr(torch, known["dtype"]))
+    example = torch.zeros(2, *known["size"], dtype=getattr(torch, known["dtype"]))
     _save_program(model, example, known, options.output / PROGRAM)
     print(f"wrote {options.output / PROGRAM}")
-    print("\n".join(f"  {name}: {text}" for name, text in known.items()))
+    print("\n".join(f"  {name}: {text}" for name, text in texts.items()))
     return 0
 
 
-def _read(path: Path) -> tuple[nn.Module, dict[str, str]]:
+def _read(path: Path) -> tuple[nn.Module, dict[str, Any]]:
     """Return the checkpoint's model on the CPU, in evaluation mode, and its metadata.
 
     Raises CheckpointError.
@@ -90,12 +92,12 @@ def _read(path: Path) -> tuple[nn.Module, dict[str, str]]:
     side = settings.data.size_tested
     return model.eval(), {
         "model": plain.name,
-        "step": str(content["step"]),
+        "step": content["step"],
         "torch": str(torch.__version__),
-        "classes": json.dumps(data["names"] or data["classes"]),
-        "size": json.dumps([data["shape"][0], side, side] if side else data["shape"]),
+        "classes": data["names"] or data["classes"],
+        "size": [data["shape"][0], side, side] if side else data["shape"],
         "dtype": "int64" if data["whole_numbers"] else "float32",
-        **{key: json.dumps(data[key]) for key in ("scale", "mean", "std") if key in data},
+        **{key: data[key] for key in ("scale", "mean", "std") if key in data},
     }
 
 
@@ -126,11 +128,11 @@ def save_safetensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str,
             write_all(file, tensors[name].detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
-def _save_program(model: nn.Module, example: torch.Tensor, metadata: Mapping[str, str], path: Path) -> None:
+def _save_program(model: nn.Module, example: torch.Tensor, metadata: Mapping[str, Any], path: Path) -> None:
     try:
         batch = ({0: torch.export.Dim("batch")},)
         program = torch.export.export(model, (example,), dynamic_shapes=batch, strict=False)
-        torch.export.save(program, path, extra_files={METADATA: json.dumps(dict(metadata))})
+        torch.export.save(program, path, extra_files={METADATA: json.dumps(metadata)})
     except Exception as error:  # Tracing a user's model can fail in any way.
         raise TrainingError(
             f"{path} was not written: torch.export cannot trace model.name={metadata['model']}"

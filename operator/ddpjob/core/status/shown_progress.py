@@ -81,7 +81,10 @@ def show_progress(
             fresh["speedDisplay"] = f"{fresh['metrics'][protocol.COUNTED_SPEED]:.3g} steps/s"
     if stragglers:
         fresh["stragglers"] = list(stragglers)
-    # A coordinator that replaces another learns the environment only from the next start of rank 0.
+    # A coordinator that replaces another learns the figures from the next report, of which a group
+    # that ends may make none. It learns the environment only from the next start of rank 0.
+    if not reported.keys() & {"epoch", "step"}:
+        fresh = {key: value for key, value in shown.items() if key not in ("stragglers", "updatedAt")} | fresh
     known = protocol.read_environment(reported.get(protocol.ENVIRONMENT)) or shown.get(protocol.ENVIRONMENT)
     fresh |= {protocol.ENVIRONMENT: known} if known else {}
     fresh |= _start(shown, reported, fresh)
