@@ -47,7 +47,7 @@ class Unusable:
 def find_unusable_claim(job: DDPJob, world: World) -> Unusable | None:
     """Return why a claim cannot serve the job's pods; None if all claims can.
 
-    The result describes the first such claim.
+    The result describes the first such claim, or all claims that must be created.
     """
     template = job.spec.storage.claim_template
     if world.folder_user:
@@ -61,11 +61,7 @@ def find_unusable_claim(job: DDPJob, world: World) -> Unusable | None:
         if template is not None and claim.name == job.made_claim and not claim.exists:
             claim = replace(claim, exists=True, access_modes=tuple(template.spec["accessModes"]))
         if not claim.exists:
-            message = (
-                f"storage names the claim {claim.name}, which does not exist in namespace {job.namespace}; create it, "
-                "and the job then starts automatically"
-            )
-            return Unusable("ClaimNotFound", message)
+            return Unusable("ClaimNotFound", _missing(job, world.claims))
         if not can_serve_all(claim.access_modes, job.spec.pods, one_per_node=job.spec.scheduling.one_pod_per_node):
             modes = ", ".join(claim.access_modes)
             remedy = "use a claim with ReadWriteMany (or ReadOnlyMany for data), or set spec.nodes to 1"
@@ -76,6 +72,17 @@ def find_unusable_claim(job: DDPJob, world: World) -> Unusable | None:
             )
             return Unusable("VolumeSingleNode", message)
     return None
+
+
+def _missing(job: DDPJob, claims: Iterable[ClaimView]) -> str:
+    names = [claim.name for claim in claims if not claim.exists and claim.name != job.made_claim]
+    what, them = f"the claim {names[0]}, which does", "it"
+    if len(names) > 1:
+        what, them = f"the claims {', '.join(names)}, which do", "them"
+    return (
+        f"storage names {what} not exist in namespace {job.namespace}; create {them}, and the job then starts "
+        "automatically"
+    )
 
 
 def find_folder_user(job: DDPJob, others: Iterable[DDPJob]) -> str:

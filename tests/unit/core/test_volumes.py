@@ -50,6 +50,16 @@ def test_a_missing_claim_is_created_if_the_job_has_a_template() -> None:
     assert not lacks_claim(making(), World()), "the claim is not checked while pods run"
 
 
+def test_all_missing_claims_are_named_at_once() -> None:
+    """Regression: the message named one claim, and promised that the job starts once it exists."""
+    job = job_with(storage={"checkpoints": {"claimName": "saved"}, "data": {"claimName": "data"}})
+    absent = [ClaimView(name=name, exists=False) for name in ("data", "saved")]
+    both, one = (find_unusable_claim(job, World(claims=tuple(claims))) for claims in (absent, absent[:1]))
+    assert both is not None and both.message.startswith("storage names the claims data, saved, which do not exist")
+    assert "create them, and" in both.message
+    assert one is not None and "the claim data, which does not exist" in one.message
+
+
 def test_a_claim_that_vanished_after_training_is_not_recreated() -> None:
     """Otherwise, training would silently start from scratch."""
     message = problem(ABSENT, making(trained=True, claim_made=True))
