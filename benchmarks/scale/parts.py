@@ -425,7 +425,9 @@ class Parts:
     def _note_waits(
         self, part: str, what: str, waits: list[tuple[float, float]], aim: str = "", beside: str = ""
     ) -> None:
-        self._note(part, f"{what} (worst of {len(waits)})", max(wait for _, wait in waits), "s", aim, beside)
+        seconds = [wait for _, wait in waits]
+        self._note(part, f"{what} (median)", statistics.median(seconds), "s")
+        self._note(part, f"{what} (worst of {len(seconds)})", max(seconds), "s", aim, beside)
 
     async def _floor(self, part: str, victims: list[Pod], probe: list[Json]) -> Timeline:
         """Measure an equal storm of pods without a job, which a bare client replaces.
