@@ -257,7 +257,7 @@ def test_logs_of_a_pod_whose_init_container_failed_name_the_command_that_explain
     monkeypatch.setattr(backend, "pods", lambda name: [pod("j-0-0", state="Error (7)"), pod("j-1-0")])
     monkeypatch.setattr(backend, "log", refuse)
     monkeypatch.setattr(Place, "backend", lambda place, **options: backend)
-    assert main(["logs", "j"]) == 0
+    assert main(["logs", "j"]) == 1
     said = capsys.readouterr().err
     assert "pod j-0-0: its program never started; `ddpjob why j` says what failed\n" in said
     assert 'pod j-1-0: container "trainer" in pod "j-1-0" is waiting to start' in said
