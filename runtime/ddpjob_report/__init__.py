@@ -86,7 +86,7 @@ def report(
 
     A figure is a number, or anything that `float()` converts, such as a tensor or an array of one
     element. For a tensor on a GPU, the call waits for the GPU, as `item()` does, so report only
-    every few steps. A loss that is infinite or undefined is shown as nan, and other such figures are
+    every few steps. A loss that is infinite or undefined is shown as nan. Other such figures are
     not shown. Otherwise `report` returns immediately. The newest figures are sent in the
     background, at most twice a second. If the coordinator is unreachable, only figures are lost.
     Figures with a `step` are also kept in the checkpoint folder as curves for `ddpjob plot` and the

@@ -56,7 +56,7 @@ def test_stacks_end_with_the_script_and_not_with_the_runtime() -> None:
 
 
 def test_stacks_that_cannot_be_read_from_any_pod_are_an_error() -> None:
-    """Regression: the command ended with code 0 for a user without the right to run commands in pods."""
+    """Regression: a user without the right to run commands in pods got exit code 0."""
 
     class NoRights:
         def run_in(self, pod: PodLine, code: str) -> str:
