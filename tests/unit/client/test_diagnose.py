@@ -74,6 +74,7 @@ WHOLE = {"observedGeneration": 2, "readyReplicas": 2, "updatedReplicas": 2}
         ({"readyReplicas": 1}, "1 of 2 replicas are ready"),
         ({"observedGeneration": 1}, "have the newest revision"),
         ({"conditions": [{"type": "Progressing", "status": "False", "reason": "Late", "message": "m"}]}, "(Late: m)"),
+        ({"conditions": [{"type": "ReplicaFailure", "status": "True", "reason": "F", "message": "m"}]}, "(F: m)"),
     ],
 )
 def test_a_rollout_that_is_stuck_is_reported(change: dict[str, Any], said: str) -> None:

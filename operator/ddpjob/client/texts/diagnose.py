@@ -137,6 +137,11 @@ def _operators(api: ApiServer, namespace: str) -> Iterator[Diagnosis]:
         )
 
 
+_WRONG = {("Progressing", "False"), ("ReplicaFailure", "True")}
+"""Type and status of a Deployment's conditions that report a fault. With ReplicaFailure, the API
+server refuses new pods, so there is no log to read."""
+
+
 def _rollout(deployment: Json, where: str) -> Diagnosis:
     """Check whether all replicas are ready and have the newest revision.
 
@@ -149,10 +154,11 @@ def _rollout(deployment: Json, where: str) -> Diagnosis:
     text = f"operator {where}: {ready} of {wanted} replicas are ready"
     if behind or extra:
         text += f", {updated} of {wanted} have the newest revision, {extra} unavailable"
-    progress: Json = next((c for c in status.get("conditions", ()) if c.get("type") == "Progressing"), {})
-    if progress.get("status") == "False":
-        text += f" ({progress.get('reason')}: {progress.get('message')})"
-    whole = ready >= wanted > 0 and not behind and not extra and progress.get("status") != "False"
+    wrong = [c for c in status.get("conditions", ()) if (c.get("type"), c.get("status")) in _WRONG]
+    if wrong:
+        said = (f"{condition.get('reason')}: {condition.get('message')}" for condition in wrong)
+        text += f" ({'; '.join(said)})"
+    whole = ready >= wanted > 0 and not behind and not extra and not wrong
     log = f"kubectl -n {meta['namespace']} logs --prefix --tail=20 -l app.kubernetes.io/name=ddpjob-operator"
     return Diagnosis(
         whole, text, f"read its pods' logs with `{log}`; if a rollout is in progress, check again in a minute"
