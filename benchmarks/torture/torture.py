@@ -24,6 +24,9 @@ APART = 2.0
 """Seconds between two kills of a job whose states are in memory, at least."""
 APART_AFTER_FAULT = 15.0
 """The same after a fault other than a kill. By then, a job has recovered from a suspended process."""
+NOTICED = 30.0
+"""Seconds after which the status shows a new round if a node was lost. Otherwise the lost pod was a
+spare."""
 PATIENCE = 900.0
 """How long a wave may take to finish after the last kill, in seconds."""
 
@@ -38,6 +41,7 @@ class Running:
     kills: Counter[str] = field(default_factory=Counter)
     disturbed: Observed | None = None
     """The job's state before the last kill."""
+    disturbed_at: float = 0.0
     left_alone_until: float = 0.0
     loses: bool = False
     """Whether the last kill removed a node's memory."""
@@ -48,16 +52,17 @@ class Running:
 
     def disturb(self, observed: Observed, what: str) -> None:
         """Record a kill or another fault."""
-        self.disturbed, self.loses = observed, what in OF_PODS
-        self.left_alone_until = time.monotonic() + (APART if what in WEIGHTS else APART_AFTER_FAULT)
+        self.disturbed, self.loses, self.disturbed_at = observed, what in OF_PODS, time.monotonic()
+        self.left_alone_until = self.disturbed_at + (APART if what in WEIGHTS else APART_AFTER_FAULT)
 
     def has_recovered(self, observed: Observed) -> bool:
         """Whether all nodes have the newest state again, so that a node may be lost."""
         before = self.disturbed
         if before is None:
             return True
-        continues = observed.start != before.start or (observed.round == before.round and not self.loses)
-        return continues and time.monotonic() >= self.left_alone_until
+        now = time.monotonic()
+        unaffected = observed.round == before.round and (not self.loses or now >= self.disturbed_at + NOTICED)
+        return (observed.start != before.start or unaffected) and now >= self.left_alone_until
 
 
 @dataclass(frozen=True)
