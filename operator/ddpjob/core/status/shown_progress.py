@@ -84,7 +84,8 @@ def show_progress(
     # A coordinator that replaces another learns the figures from the next report, of which a group
     # that ends may make none. It learns the environment only from the next start of rank 0.
     if not reported.keys() & {"epoch", "step"}:
-        fresh = {key: value for key, value in shown.items() if key not in ("stragglers", "updatedAt")} | fresh
+        kept = without_speed(shown)
+        fresh = {key: value for key, value in kept.items() if key not in ("stragglers", "updatedAt")} | fresh
     known = protocol.read_environment(reported.get(protocol.ENVIRONMENT)) or shown.get(protocol.ENVIRONMENT)
     fresh |= {protocol.ENVIRONMENT: known} if known else {}
     fresh |= _start(shown, reported, fresh)
