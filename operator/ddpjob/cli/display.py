@@ -18,7 +18,7 @@ from ddpjob.api.job import DDPJob
 from ddpjob.api.job_status import JobStatus, Phase, Restart
 from ddpjob.cli.output import printable
 from ddpjob.core.status.messages import put_cause_first
-from ddpjob.core.status.repeated import repeats
+from ddpjob.core.status.repeated import and_repeats
 from ddpjob.core.status.shown_progress import duration
 from ddpjob.local.process_cluster import TimedEvent
 from ddpjob.local.runner import RunDisplay, Shown
@@ -79,8 +79,7 @@ def recoveries(status: JobStatus) -> list[str]:
 
     def line(restart: Restart) -> str:
         cause = put_cause_first(restart.message.splitlines()[0].rstrip("."))
-        again = f"; {work}" if (work := repeats(restart)) else ""
-        return f"Recovered in {restart.seconds:.1f} s{again}: {cause}"
+        return f"Recovered in {restart.seconds:.1f} s{and_repeats(restart)}: {cause}"
 
     recent = status.restarts.recent
     known = {restart.round for restart in recent if restart.continued_from or restart.round < status.round}

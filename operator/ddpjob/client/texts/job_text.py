@@ -26,7 +26,7 @@ from ddpjob.client.backends.backend import Happened, Mistake, PodLine
 from ddpjob.client.texts.run_record import record_of
 from ddpjob.core.status.conditions import QUEUED
 from ddpjob.core.status.messages import count, put_cause_first
-from ddpjob.core.status.repeated import UNKNOWN, repeats
+from ddpjob.core.status.repeated import UNKNOWN, and_repeats
 from ddpjob.core.status.running import NO_GROUP
 from ddpjob.core.status.shown_progress import began_again, duration
 from ddpjob.core.view import is_number
@@ -319,12 +319,11 @@ def restart_line(restart: Restart, now: datetime) -> str:
     """Return a restart in one line: when, why, whether it counted, and how long it took."""
     counted = "counted" if restart.counted else "not counted"
     after = f", ran again after {restart.seconds:.1f} s" if restart.seconds is not None else ""
-    again = f"; {work}" if (work := repeats(restart)) else ""
     consequence = ", a consequence" if restart.consequence else ""
     ago, message = _since(restart.time, now), _first_line(put_cause_first(restart.message))
     named = restart.node in ("", HOST) or restart.node in message
     where = "" if named else f" on {restart.node}"
-    return f"{ago} ago {restart.reason}{where}: {message} ({counted}{consequence}{after}){again}"
+    return f"{ago} ago {restart.reason}{where}: {message} ({counted}{consequence}{after}){and_repeats(restart)}"
 
 
 def event_line(event: Happened, now: datetime) -> str:

@@ -28,7 +28,7 @@ from ddpjob.core.failures.classify import PLANNED, PULLING, Cause, names_pod, wi
 from ddpjob.core.only_copy import ONLY_COPY, STATE
 from ddpjob.core.status.conditions import GROUP_RESTARTS
 from ddpjob.core.status.messages import count, event_text, why_held
-from ddpjob.core.status.repeated import current_restart, repeats
+from ddpjob.core.status.repeated import and_repeats, current_restart, repeats
 from ddpjob.core.status.running import FINISHED_EARLY, NO_GROUP, NODES_RUN, STEP_OVERDUE, UNREACHABLE_LONG, last_step
 from ddpjob.core.view import View
 from ddpjob.core.world import node_pod_name
@@ -177,8 +177,7 @@ def _after(restart: Restart) -> str:
         return f"after a planned restart: {restart.reason}"
     after = f"{restart.seconds} s after" if restart.seconds is not None else "after"
     broke = f"{restart.pod} broke the group" if names_pod(restart) else f"the group broke: {restart.reason}"
-    again = repeats(restart)
-    return f"{after} {broke}" + (f"; {again}" if again else "")
+    return f"{after} {broke}{and_repeats(restart)}"
 
 
 def _recovered(old: JobStatus, new: JobStatus) -> list[Event]:

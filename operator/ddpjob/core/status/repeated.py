@@ -136,6 +136,12 @@ def repeats(restart: Restart | None) -> str:
     return "" if restart is None else describe_repeats(restart.continued_from, restart.repeated_steps)
 
 
+def and_repeats(restart: Restart | None) -> str:
+    """Return `repeats` as the end of a sentence: `; 1 step repeated (from memory)`, or empty."""
+    again = repeats(restart)
+    return f"; {again}" if again else ""
+
+
 def describe_repeats(source: str, steps: int | None) -> str:
     """Describe how many steps were repeated, and from which source (protocol.SOURCES)."""
     if source not in _SOURCES:

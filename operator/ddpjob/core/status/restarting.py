@@ -31,7 +31,7 @@ from ddpjob.core.failures.classify import Cause
 from ddpjob.core.status.conditions import with_condition, without_condition
 from ddpjob.core.status.group_counts import FORMED
 from ddpjob.core.status.messages import put_cause_first
-from ddpjob.core.status.repeated import current_restart, repeats
+from ddpjob.core.status.repeated import and_repeats, current_restart
 from ddpjob.core.status.running import reported_figures
 from ddpjob.core.view import View, is_number
 
@@ -64,8 +64,7 @@ def judge_restarting(view: View, running: bool, broke: list[Restart]) -> JobStat
         known = view.job.spec.under_torchrun or _steps(reported_figures(view))
         known = known or (not broke and before is not None and before.reason == RECOVERED)
         reason, message = (RECOVERED, "the group runs again") if known else (PODS_RUN, _PODS_RUN)
-        again = repeats(current_restart(status))  # The count arrives a little later and is added then.
-        message += f"; {again}" if again else ""
+        message += and_repeats(current_restart(status))  # The count arrives a little later and is added then.
         return with_condition(status, ConditionType.RESTARTING, False, reason, message, now)
     return status
 
