@@ -111,6 +111,8 @@ def test_a_loss_that_is_not_finite_is_shown_as_nan(loss: float | None) -> None:
     shown = show_progress(finite, {"step": 2, "loss": loss}, NOW + timedelta(seconds=9), at_once=False)
     assert shown["lossDisplay"] == "nan" and "loss" not in shown
     assert "lossDisplay" not in show_progress({}, {"step": 1}, NOW, at_once=False), "the script reports no loss"
+    alone = show_progress(finite, {"loss": loss}, NOW + timedelta(seconds=9), at_once=False)
+    assert (alone["step"], alone["lossDisplay"], "loss" in alone) == (1, "nan", False), "from a new coordinator"
 
 
 def test_steps_before_the_loss_of_a_coordinator_are_remembered() -> None:

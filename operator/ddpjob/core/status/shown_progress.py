@@ -58,7 +58,11 @@ def show_progress(
     again = _begins_at_zero(shown, reported)
     if last is not None and not (at_once or first or again) and timedelta(0) <= now - last < REFRESH:
         return shown
-    fresh: Json = {
+    # A replacement coordinator has no figures until the ranks report again, which a group that is
+    # ending may never do. Until then, its predecessor's figures remain.
+    kept = {} if reported.keys() & {"epoch", "step"} else without_speed(shown)
+    fresh: Json = {key: value for key, value in kept.items() if key not in ("stragglers", "updatedAt")}
+    fresh |= {
         name: int(reported[name])
         for name in _INTEGERS
         if is_number(reported.get(name)) and abs(reported[name]) <= _LARGEST
@@ -67,6 +71,7 @@ def show_progress(
     if is_number(loss):
         fresh |= {"loss": loss, "lossDisplay": f"{loss:z.4g}"}
     elif "loss" in reported:
+        fresh.pop("loss", None)
         fresh["lossDisplay"] = "nan"
     if speed is not None and is_number(speed):
         fresh |= {"samplesPerSecond": round(speed, 1), "speedDisplay": f"{speed:,.0f}/s"}
@@ -81,11 +86,7 @@ def show_progress(
             fresh["speedDisplay"] = f"{fresh['metrics'][protocol.COUNTED_SPEED]:.3g} steps/s"
     if stragglers:
         fresh["stragglers"] = list(stragglers)
-    # A coordinator that replaces another learns the figures from the next report, of which a group
-    # that ends may make none. It learns the environment only from the next start of rank 0.
-    if not reported.keys() & {"epoch", "step"}:
-        kept = without_speed(shown)
-        fresh = {key: value for key, value in kept.items() if key not in ("stragglers", "updatedAt")} | fresh
+    # A replacement coordinator learns the environment only from the next start of rank 0.
     known = protocol.read_environment(reported.get(protocol.ENVIRONMENT)) or shown.get(protocol.ENVIRONMENT)
     fresh |= {protocol.ENVIRONMENT: known} if known else {}
     fresh |= _start(shown, reported, fresh)
