@@ -96,7 +96,8 @@ def init(script: Path | None, name: str | None, image: str, nodes: int, gpus: in
     from ddpjob.cli.starter import check_script, write_starter
     from ddpjob.client.manifests.build_manifest import name_after
 
-    name = name or (name_after(script.stem) if script else "first")
+    if name is None:
+        name = name_after(script.stem) if script else "first"
     script = script or Path("train.py")
     if check:
         forms_group, lines = check_script(script)

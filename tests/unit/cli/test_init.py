@@ -38,6 +38,7 @@ def test_a_job_has_its_scripts_name_unless_another_is_given(folder: Path) -> Non
         assert main(["init", *arguments]) == 0
         assert read_job("job.yaml")["metadata"]["name"] == name
         (folder / "job.yaml").unlink()
+    assert main(["init", "net.py", "--name="]) == 2, "an unset variable of the shell is not a default"
 
 
 def test_a_name_with_a_space_and_an_umlaut_is_quoted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
