@@ -93,10 +93,11 @@ class ApiServer:
             merged = KubeConfigMerger(kubeconfig or os.environ.get("KUBECONFIG") or KUBE_CONFIG_DEFAULT_LOCATION).config
             if merged is None:
                 raise config.ConfigException("No configuration found")
-            contexts = [each["name"] for each in merged.value.get("contexts") or ()]
-            if context is not None and context not in contexts:
-                known = ", ".join(contexts) or "none"
-                raise Unreachable(f"context={context}: not in the kubeconfig; choose one of its contexts: {known}")
+            if context is not None:
+                contexts = [each["name"] for each in merged.value.get("contexts") or ()]
+                if context not in contexts:
+                    known = ", ".join(contexts) or "none"
+                    raise Unreachable(f"context={context}: not in the kubeconfig; choose one of its contexts: {known}")
             # If a context is given, the kubeconfig need not have a current-context.
             loader = KubeConfigLoader(merged, active_context=context)
             loader.load_and_set(settings)
