@@ -42,7 +42,8 @@ class Running:
     disturbed: Observed | None = None
     """The job's state before the last kill."""
     disturbed_at: float = 0.0
-    left_alone_until: float = 0.0
+    apart: float = 0.0
+    """Seconds for which the job is left alone after the last kill."""
     loses: bool = False
     """Whether the last kill removed a node's memory."""
     at_risk: int = 1
@@ -53,16 +54,16 @@ class Running:
     def disturb(self, observed: Observed, what: str) -> None:
         """Record a kill or another fault."""
         self.disturbed, self.loses, self.disturbed_at = observed, what in OF_PODS, time.monotonic()
-        self.left_alone_until = self.disturbed_at + (APART if what in WEIGHTS else APART_AFTER_FAULT)
+        self.apart = APART if what in WEIGHTS else APART_AFTER_FAULT
 
     def has_recovered(self, observed: Observed) -> bool:
         """Whether all nodes have the newest state again, so that a node may be lost."""
         before = self.disturbed
         if before is None:
             return True
-        now = time.monotonic()
-        unaffected = observed.round == before.round and (not self.loses or now >= self.disturbed_at + NOTICED)
-        return (observed.start != before.start or unaffected) and now >= self.left_alone_until
+        passed = time.monotonic() - self.disturbed_at
+        unaffected = observed.round == before.round and (not self.loses or passed >= NOTICED)
+        return (observed.start != before.start or unaffected) and passed >= self.apart
 
 
 @dataclass(frozen=True)
@@ -149,10 +150,12 @@ class Torture:
 
     def _kill(self, jobs: list[Running]) -> bool:
         """Kill something. Return whether there was anything to kill."""
-        ready = [(job, observed) for job in jobs if (observed := self._disturbable(job)) is not None]
-        if not ready:
+        shuffled = self.random.sample(jobs, len(jobs))
+        ready = ((job, observed) for job in shuffled if (observed := self._disturbable(job)) is not None)
+        found = next(ready, None)
+        if found is None:
             return False
-        job, observed = self.random.choice(ready)
+        job, observed = found
         others = {**self.arena.extras, **self.arena.faults}
         weights = WEIGHTS | {name: weight for name, (weight, _) in others.items()}
         if job.kind.snapshots:
