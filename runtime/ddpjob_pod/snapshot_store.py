@@ -320,8 +320,7 @@ def parts_of(world: int) -> list[str]:
 
 
 def choose(held: Mapping[int, Iterable[Held]], world: int | None) -> tuple[Moment, int] | None:
-    """Return the newest moment for which all parts are held, and the number of its parts; None if
-    there is no such moment.
+    """Return the newest moment whose parts are all held, and their number; otherwise None.
 
     Args:
         held: each holder's states.

@@ -80,7 +80,7 @@ class View:
 
     @cached_property
     def reported_progress(self) -> dict[str, Any]:
-        """The last report's progress, regardless of its generation; empty if there is no report."""
+        """Progress from the last report, even of an earlier generation; empty without a report."""
         return self.world.report.progress if self.world.report is not None else {}
 
     @cached_property
