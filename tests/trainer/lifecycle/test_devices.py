@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,3 +74,32 @@ def test_a_node_whose_gpus_are_gone_does_not_train_on_the_cpu(
     else:
         assert devices.choose("auto", 0).device.type == "cpu"
     assert devices.choose("gloo", 0).device.type == "cpu"
+
+
+FAULTS = """
+import resource
+
+class Callback:
+    def on_step(self, step, loss):
+        if step in (3, 8):
+            print("faults", resource.getrusage(resource.RUSAGE_SELF).ru_minflt, flush=True)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "confstr") or "CS_GNU_LIBC_VERSION" not in os.confstr_names, reason="needs glibc")
+@pytest.mark.parametrize(("tuned", "kept"), [({}, True), ({"MALLOC_TRIM_THRESHOLD_": "131072"}, False)])
+def test_a_step_on_a_cpu_reuses_the_memory_of_the_step_before(
+    tuned: dict[str, str], kept: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "faults.py").write_text(FAULTS)
+    keys = ["data.name=synthetic", "data.size=512", "data.batch=64", "data.shape=[3,32,32]", "model.name=small_cnn"]
+    keys += ["train.epochs=1", "train.log_every=1", "train.eval_every=0", "checkpoint.every_epochs=0"]
+    keys += ["train.callbacks=faults:Callback", f"checkpoint.dir={tmp_path / 'run'}"]
+    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    command = [sys.executable, "-m", "ddpjob_trainer", *keys]
+    environment |= {"PYTHONPATH": paths, **tuned}
+    output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    third, eighth = (int(line.split()[1]) for line in output.splitlines() if line.startswith("faults"))
+    pages = (eighth - third) / 5
+    assert (pages < 1000) == kept, f"{pages:.0f} page faults per step"

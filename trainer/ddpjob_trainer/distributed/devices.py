@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 from dataclasses import dataclass
@@ -152,3 +153,22 @@ def limit_threads(threads: int, local_world: int, *, repeatable: bool = False) -
         return
     share = 1 if repeatable else max(1, int(usable_cores() / local_world))
     torch.set_num_threads(threads or share)
+
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
+_LARGEST_MMAP_THRESHOLD = 32 * 2**20
+"""Bytes. glibc raises its threshold up to this by itself, unless the trim threshold is set."""
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep the memory that a step on the CPU frees, for the next step.
+
+    By default, glibc returns it to the kernel, which then clears every page again in every step:
+    90,000 page faults and 4% of the CPU time with ResNet-18 at 64 images. The peak stays the same.
+    Does nothing with other C libraries, or if the user has tuned glibc's allocator, mallopt(3).
+    """
+    tuned = any(name.startswith("MALLOC_") for name in os.environ) or "GLIBC_TUNABLES" in os.environ
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None and not tuned:
+        mallopt(_TRIM_THRESHOLD, -1)
+        mallopt(_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
