@@ -449,9 +449,14 @@ class JobStatus:
     def nodes_display(self, spec: JobSpec) -> str:
         """Return a string such as `2/2 +1`: nodes that train or have succeeded, nodes wanted, and
         spares.
+
+        A job may be complete before its last pods have exited, or after their slots were planned
+        again.
         """
-        wanted = self._wanted(spec)
-        present = min(wanted, self.ready + sum(s.state is SlotState.SUCCEEDED for s in self.slots))
+        wanted, complete = self._wanted(spec), self.holds(ConditionType.COMPLETE)
+        done = {SlotState.SUCCEEDED, *([SlotState.RUNNING] if complete else [])}
+        present = min(wanted, self.ready + sum(s.state in done for s in self.slots))
+        present = present or (wanted if complete else 0)
         return f"{present}/{wanted}" + (f" +{self.spare}" if self.spare else "")
 
     def _wanted(self, spec: JobSpec) -> int:
