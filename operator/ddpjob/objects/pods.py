@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ddpjob_runtime.protocol import Hangs
+from ddpjob_runtime.protocol import MAX_SECONDS, Hangs
 
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_spec import DataVolume, JobSpec, Json, Placement, Preflight, PreflightScope, Volume
@@ -551,7 +551,8 @@ def _keys(secret: str | None, prefix: str) -> list[Json]:
 
 def _grace(job: DDPJob) -> int:
     grace: Any = job.spec.pod_template.get("spec", {}).get("terminationGracePeriodSeconds", DEFAULT_GRACE)
-    return int(grace) if grace >= 0 else 1  # As in Kubernetes, which also warns.
+    # A negative number is 1 in Kubernetes, too. The coordinator rejects one above MAX_SECONDS.
+    return min(int(grace), MAX_SECONDS) if grace >= 0 else 1
 
 
 def _identity(job: DDPJob, status: JobStatus, pod: str) -> dict[str, str]:
