@@ -10,6 +10,7 @@ import os
 import pickle
 from collections.abc import Awaitable, Callable, Container
 from dataclasses import replace
+from datetime import timedelta
 
 import ddpjob.engine.reconcile as reconcile_module
 import pytest
@@ -23,6 +24,7 @@ from ddpjob.engine.ports import Cluster
 from ddpjob.objects.platform import Platform
 from ddpjob_runtime.protocol import VERSION
 
+from .operator_port import KEY
 from .simulated import Simulation
 
 Scenario = Callable[[Simulation], Awaitable[None]]
@@ -399,3 +401,34 @@ async def test_a_job_completes_although_finished_pods_and_coordinator_were_remov
         s.force_delete(name)
     await s.until_phase("Complete", limit=20)
     assert s.status["restarts"]["total"] == 0
+
+
+@pytest.mark.parametrize("ending", [False, True], ids=["before", "while"])
+async def test_a_job_that_finishes_as_it_is_suspended_shows_all_nodes(*, ending: bool) -> None:
+    """The job is complete before its pods have exited, or after their slots were planned again."""
+    s = await Simulation({"nodes": 3}, steps=5).begun()
+    if ending:
+        s.change_spec({"runPolicy": {"suspend": True}})
+        await s.one_pass()
+        s.training.made = 5
+        for pod in s.running():
+            s.end(pod.name, 0)
+    else:
+        while s.report()["state"] != "Succeeded":
+            s.advance(0.05)
+        s.change_spec({"runPolicy": {"suspend": True}})
+    await s.until_phase("Complete", limit=20)
+    assert s.status["nodes"]["display"] == "3/3", s.status["slots"]
+
+
+async def test_a_clock_that_was_set_back_does_not_keep_a_silent_pod() -> None:
+    s = Simulation({"script": None, "command": ["train"], "recovery": {"nodeLostAfterSeconds": 20}}, steps=10**6)
+    del s.spec["script"]
+    await s.begun()
+    s.cut(s.pods["job-1-0"].node)
+    await s.until(lambda: "lostSince" in s.status["slots"][1])
+    for _ in range(60):
+        s.cluster.changed()
+        await reconcile_module.reconcile(s.cluster, KEY, lambda: s.clock.moment() - timedelta(hours=1))
+        s.advance(1)
+    assert s.status["slots"][1]["attempt"] == 1, s.status["slots"]

@@ -39,12 +39,13 @@ ENDING_MARGIN = timedelta(seconds=5)
 def lost_since(pod: PodView, world: World, now: datetime) -> datetime | None:
     """Return when a pod fell silent; None if it is alive or has ended.
 
-    If that time is unknown, return `now`. The caller remembers the first result.
+    If that time is unknown, or in the future because the clock was set back, return `now`. The
+    caller remembers the first result.
     """
     if pod.ended:
         return None
-    host, member = _host_lost(pod, world, now), _member_lost(pod, world)
-    return member if host is None else host if member is None else min(host, member)
+    times = [time for time in (_host_lost(pod, world, now), _member_lost(pod, world)) if time is not None]
+    return min(*times, now) if times else None
 
 
 def is_out_of_service(pod: PodView, world: World) -> bool:
