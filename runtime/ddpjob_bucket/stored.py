@@ -65,7 +65,7 @@ class Damaged(BucketError):
 
 
 class Vanished(BucketError):
-    """A file was removed before the process that has to upload it had done so."""
+    """A file was removed before the process responsible for it had uploaded it."""
 
 
 @dataclass(frozen=True, order=True)

@@ -376,7 +376,8 @@ def run_recorded(mode: str, target: str) -> None:
     """
     import os
 
-    process, errors = os.getpid(), os.environ.get("TORCHELASTIC_ERROR_FILE", "")  # The program may clear them.
+    # Read these now, because the program may fork or clear its environment.
+    process, errors = os.getpid(), os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     failure = None
     try:
         if mode == "--module":
@@ -904,7 +905,7 @@ class StepCounter:
             if group_exists():
                 why = "without a GPU, Accelerate needs cpu=True, and the Trainer needs use_cpu=True"
             sys.stderr.write(
-                f"ddpjob: rank 0 has made {steps} steps without a process group ({why}), so each of the "
+                f"ddpjob: rank 0 has taken {steps} steps without a process group ({why}), so each of the "
                 f"{self.world} ranks trains a separate model\n"
             )
         return alone
