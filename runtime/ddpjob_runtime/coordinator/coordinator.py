@@ -124,8 +124,8 @@ class Coordinator:
         send(ToMember.WELCOME, {"generation": self.settings.generation})
         if resumed is not None:
             self._takeover.resume(member, resumed)
-        # For a new member, nothing is due yet. When a thousand members started, checking all of them
-        # at each hello took a quarter of the CPU time.
+        # For a new member, nothing is due yet. When a thousand members started, checking all of
+        # them at each hello took a quarter of the CPU time.
         if old is not None or resumed is not None:
             self._advance()
         return member

@@ -150,8 +150,8 @@ class Takeover:
             known = self._members.ready_count >= self._rounds.size.nodes
         else:
             # The absent members' names are unknown. So if as many pods are gone, assume that they
-            # are the absent members' pods. After a planned end, keep the long limit, because members
-            # may be saving before they look for this coordinator.
+            # are the absent members' pods. After a planned end, keep the long limit, because
+            # members may be saving before they look for this coordinator.
             over = current.broken and not current.ended_planned
             known = over or len(self._gone) >= current.absent
         if known and self._until > self._loop.now() + BROKEN_SECONDS:

@@ -357,8 +357,8 @@ def _import_deepspeed(device: torch.device) -> ModuleType:
             " strategy=fsdp, which also shards weights"
         ) from error
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # DeepSpeed warns about optimizers that are not its own.
-    # On a CPU, DeepSpeed would compile a shared-memory reduction at its first start, which is useful
-    # only for ranks on the same node.
+    # On a CPU, DeepSpeed would compile a shared-memory reduction at its first start, which is
+    # useful only for ranks on the same node.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     module: ModuleType = deepspeed
     return module
