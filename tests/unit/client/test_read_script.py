@@ -7,11 +7,12 @@ from __future__ import annotations
 import ast
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from ddpjob.client.manifests.read_script import TrainingScript, UnreadableScript, read_script
-from ddpjob.client.texts.ddp_lines import added_lines, advice, apply_lines
+from ddpjob.client.texts.ddp_lines import AddedLine, added_lines, advice
 
 PAGE = Path(__file__).parents[3] / "docs" / "one-gpu-to-two-nodes.md"
 MAIN = """\
@@ -58,6 +59,16 @@ def advised(folder: Path, text: str) -> str:
 def blocks(language: str = "python") -> list[str]:
     found = re.findall(r"^```(\w*)\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
     return [text for named, text in found if named == language]
+
+
+def apply_lines(text: str, lines: Sequence[AddedLine]) -> str:
+    """Return the script with the lines applied."""
+    rows = text.splitlines()
+    in_order = sorted(lines, key=lambda each: each.line)
+    for added in in_order[::-1]:  # Last line first, so that earlier line numbers stay valid.
+        stop = added.last if added.replaces else added.line - 1
+        rows[added.line - 1 : stop] = added.text.splitlines()
+    return "\n".join(rows) + "\n"
 
 
 def test_the_documentation_shows_the_commands_real_output_and_the_changed_script(tmp_path: Path) -> None:
