@@ -155,6 +155,24 @@ def test_the_place_where_the_group_is_formed_is_read_from_the_script(text: str, 
     assert said in advised(tmp_path, text)
 
 
+SPAWNED = """\
+import os
+import torch.distributed as dist, torch.multiprocessing as mp
+def main(rank, world_size):
+    os.environ["MASTER_ADDR"] = "localhost"
+    os.environ["MASTER_PORT"] = os.environ.get("PORT")
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+mp.spawn(main, args=(2,), nprocs=2)
+"""
+
+
+def test_lines_that_keep_the_ranks_of_different_nodes_apart_are_reported(tmp_path: Path) -> None:
+    said = advised(tmp_path, SPAWNED)
+    assert "forms a group" not in said and "may form one group per node (init_process_group)" in said
+    assert "line 7: mp.spawn starts processes that ignore the job's ranks" in said
+    assert "line 4: remove the assignment of os.environ['MASTER_ADDR']" in said and "line 5" not in said
+
+
 HUGGING_FACE = """from ddpjob_report.huggingface import DDPJobCallback, last_checkpoint
 from transformers import Trainer, TrainingArguments
 Trainer(model=m, args=TrainingArguments(use_cpu=True), callbacks=[DDPJobCallback()]).train(last_checkpoint("."))

@@ -100,7 +100,11 @@ def advice(script: TrainingScript, path: Path) -> Iterator[str]:
         yield from _advice_on_framework(script, path, _OF_FRAMEWORK[script.framework])
         return
     if script.group:
-        yield f"{path} forms a group ({script.group}{f' in {script.where}' if script.where else ''})."
+        group = f"{script.group}{f' in {script.where}' if script.where else ''}"
+        yield f"{path} {'may form one group per node' if script.alone else 'forms a group'} ({group})."
+        yield from script.alone
+        if script.alone:
+            yield "To start it with `command` instead: docs/own-scripts.md#other-launchers"
         yield "To resume and to show its loss: docs/own-scripts.md"
         return
     if not script.trains:
