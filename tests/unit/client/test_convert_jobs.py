@@ -434,6 +434,14 @@ def test_variables_that_pods_of_a_ddpjob_do_not_have_are_reported(script: str) -
     assert any("uses RANK, but these variables are not set" in note for note in made.notes)
 
 
+def test_the_address_of_index_0_is_known_to_a_command() -> None:
+    line = "accelerate launch --multi_gpu --config_file a --machine_rank $RANK --main_process_ip $MASTER_ADDR a.py"
+    notes = convert(_of_four_gpus(["bash", "-c", line])).notes
+    assert any("command: uses RANK, but" in note and "write DDPJOB_INDEX" in note for note in notes)
+    made = convert(_of_four_gpus(["bash", "-c", line.replace("--machine_rank $RANK", "")]))
+    assert not any("not set" in note for note in made.notes)
+
+
 def test_a_generate_name_field_is_kept() -> None:
     job = _of_four_gpus(["torchrun", "a.py"]) | {"metadata": {"generateName": "tune-", "namespace": "ml"}}
     made = convert(job)

@@ -47,7 +47,9 @@ rendezvous address."""
 _NOT_SET = re.compile(
     r"\$[{(]?(WORLD_SIZE|RANK|MASTER_ADDR|MASTER_PORT|PET_NODE_RANK|PET_MASTER_ADDR|PET_MASTER_PORT)\b"
 )
-"""Variables that a PyTorchJob sets in a pod but a DDPJob's `command` does not get."""
+"""Variables that a PyTorchJob sets in a pod but a DDPJob does not, except for the address of index
+0, which a `command` gets.
+"""
 _THEIR_LABELS = re.compile(
     r"\b(training\.kubeflow\.org/|trainer\.kubeflow\.org/|jobset\.sigs\.k8s\.io/|batch\.kubernetes\.io/job-)[\w.-]+"
 )
@@ -514,11 +516,17 @@ def _references(made: Conversion) -> None:
     texts = {"args": [] if "command" in spec else spec.get("args", ())}
     texts["env"] = [str(variable.get("value", "")) for variable in spec.get("env", ())]
     for name, values in texts.items():
-        if unset := dict.fromkeys(match[1] for text in values for match in _NOT_SET.finditer(text)):
+        if unset := _unset(spec, values):
             made.notes.append(
                 f"{name}: the values use {', '.join(unset)}, but torchrun sets these variables only when a worker "
                 f"starts; read the rank and the group's address from the environment in the script"
             )
+
+
+def _unset(spec: Json, texts: Iterable[str]) -> list[str]:
+    """Return the variables in `texts` that the pod of a DDPJob does not have."""
+    names = dict.fromkeys(match[1] for text in texts for match in _NOT_SET.finditer(text))
+    return [name for name in names if "command" not in spec or not name.startswith("MASTER_")]
 
 
 def _resources(made: Conversion, resources: Mapping[str, Any]) -> None:
@@ -527,7 +535,8 @@ def _resources(made: Conversion, resources: Mapping[str, Any]) -> None:
     if resources and not {"requests", "limits"} & resources.keys():
         resources = {"limits": resources}  # TrainJob's resourcesPerNode may be plain amounts.
     names = [n for kind in ("limits", "requests") for n in resources.get(kind) or () if _GPUS.fullmatch(n)]
-    name = max(names, key=lambda n: n == "nvidia.com/gpu", default="")  # Devices of other kinds stay in resources.
+    # Devices of other kinds stay in resources.
+    name = max(names, key=lambda n: n == "nvidia.com/gpu", default="")
     for kind in ("requests", "limits"):
         amounts = dict(resources.get(kind) or {})
         if name in amounts:
@@ -634,10 +643,11 @@ def _entry_point(made: Conversion, command: list[str], args: list[str]) -> None:
         "command: runs unchanged, so it must start torchrun itself (which reads the PET_ variables); with script or "
         "module the operator sees each rank's failure"
     )
-    if unset := dict.fromkeys(match[1] for word in words for match in _NOT_SET.finditer(word)):
+    if unset := _unset(spec, words):
         made.notes.append(
             f"command: uses {', '.join(unset)}, but these variables are not set; remove torchrun's options for nodes, "
-            f"ranks and addresses, because torchrun reads them from the PET_ variables"
+            f"ranks and addresses, because torchrun reads them from the PET_ variables; for other launchers, write "
+            f"DDPJOB_INDEX instead of RANK, and DDPJOB_NODES instead of WORLD_SIZE"
         )
 
 
