@@ -246,7 +246,7 @@ def _pytorch_job(manifest: Mapping[str, Any]) -> Conversion:
     of_workers = target.get("recovery", {}).get("maxRestarts", elastic.get("maxRestarts"))
     of_pods = 0 if policies == {"Never"} else (spec.get("runPolicy") or {}).get("backoffLimit")
     if limits := [limit for limit in (of_workers, of_pods) if limit is not None]:
-        # torchrun restarts workers within a pod, and PyTorchJob restarts the pod; here both are one.
+        # The limits of workers and of pods, which a DDPJob does not tell apart.
         target.setdefault("recovery", {})["maxRestarts"] = max(limits)
     _sharing(made)
     _left_out(made, manifest, _OF_PYTORCH_JOB)
