@@ -897,7 +897,7 @@ class RankLook(Record):
 
 @dataclass(frozen=True)
 class Overdue(Record):
-    """An overdue step: none has been made since `since`.
+    """An overdue step. The group has not completed a step since `since`.
 
     `where` and `traceback` have all ranks' stacks.
     """
