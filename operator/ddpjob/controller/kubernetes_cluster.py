@@ -241,7 +241,7 @@ class KubernetesCluster:
     async def _look_at_lost(self, hosts: Iterable[str]) -> None:
         """Read these Kubernetes nodes if they seem lost.
 
-        Otherwise the pods on a node would be replaced even if only the watch is late.
+        Otherwise a late watch would be enough to replace pods on a healthy Kubernetes node.
         """
         known = self.caches.hosts.hosts
         if known is not None:
