@@ -340,7 +340,7 @@ class KubernetesCluster:
         if known is not None and known.uid == workload.uid:
             return replace(workload, grant=replace(grant, node=known.node, coordinator=known.coordinator))
         if known is not None and workload.uid in known.uids:
-            return workload  # `status.queue.more` keeps this Workload's fields.
+            return workload  # `status.queue.more` already has these fields.
         changes = [grant.node, grant.coordinator]
         for position, names in enumerate(workload.flavors):
             for name in names:
