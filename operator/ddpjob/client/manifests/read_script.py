@@ -274,7 +274,8 @@ def _scope(tree: ast.Module, wanted: ast.stmt) -> list[ast.stmt]:
         if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
             body = inner.body
         elif isinstance(inner, ast.If) and isinstance(node, ast.Module):
-            body = inner.body if any(_contains(each, wanted) for each in inner.body) else body  # if __name__ == "__main__":
+            # Such as `if __name__ == "__main__":`.
+            body = inner.body if any(_contains(each, wanted) for each in inner.body) else body
         node = inner
 
 
