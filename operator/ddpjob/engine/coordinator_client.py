@@ -38,8 +38,8 @@ SMALL = 64 * 1024
 LARGE_ANSWERS = 64
 """Maximum number of responses larger than SMALL that are read at the same time."""
 SAME_CLOCK = timedelta(seconds=1)
-"""Clocks that differ by less than this are treated as equal, because the measured difference includes
-the time that the response took."""
+"""Clocks that differ by less than this are treated as equal, because the measured difference
+includes the time that the response took."""
 LONGEST_AGE = timedelta(days=3650)
 
 
