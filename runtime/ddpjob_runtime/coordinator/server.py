@@ -167,7 +167,11 @@ class Server:
         self._stood_still = float("-inf")
         """When this process last continued after a suspension (monotonic seconds)."""
         self._connections: dict[Member, asyncio.StreamWriter] = {}
-        self.coordinator = Coordinator(settings, now, loop.call_later, self._on_change, log, self._acknowledges)
+
+        def later(seconds: float, act: Callable[[], None]) -> None:
+            loop.call_later(seconds, loop.call_soon, act)  # First read what arrived while this process was suspended.
+
+        self.coordinator = Coordinator(settings, now, later, self._on_change, log, self._acknowledges)
 
     def renew(self) -> None:
         """Choose a new random number.

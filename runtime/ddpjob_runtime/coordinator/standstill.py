@@ -57,7 +57,7 @@ PATIENCE = {
 traced process waits for its debugger.
 """
 
-FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$', re.M)
+FRAME = re.compile(r'^[ \t]*File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$', re.M)
 FIRST_CALL_FIRST = "(most recent call last)"
 COLLECTIVE_FILES = re.compile(
     r"/torch/distributed/(?!checkpoint/|elastic/|launcher/)|/torch/nn/parallel/distributed\.py$|/horovod/"

@@ -294,7 +294,7 @@ class CoordinatedAgent(LocalElasticAgent):
                 round=number,
                 rank=rank,
                 localRank=local[rank],
-                text=protocol.clip(text, protocol.MAX_TRACEBACK),
+                text=protocol.clip_kept(text, protocol.MAX_TRACEBACK),
                 idle=True if found == protocol.RANK_ENDED else idle[rank],
             )
 
@@ -469,7 +469,8 @@ def send_failure(
             message += ABORTED
     now = time.time()
     client.send(FromMember.FAILURE, round=number, rank=rank, localRank=local_rank, pid=pid, exitCode=code, signal=name,
-        message=protocol.clip(message), traceback=protocol.clip(error.traceback, protocol.MAX_TRACEBACK),
+        message=protocol.clip_kept(message, protocol.MAX_TEXT),
+        traceback=protocol.clip_kept(error.traceback, protocol.MAX_TRACEBACK),
         time=error.time or now, sent=now, oom=out_of_memory, init=error.init,
     )  # fmt: skip
 
