@@ -193,7 +193,7 @@ def test_a_hang_in_the_middle_of_an_evaluation_is_found() -> None:
     assert ": rank 0 in acquire (" in group.message
 
 
-def test_with_hangs_report_a_hang_is_shown_immediately_and_never_ended() -> None:
+def test_with_hangs_set_to_report_a_hang_is_shown_immediately_and_never_ended() -> None:
     group = Group(WAITS, LOCK, hangs=Hangs.REPORT)
     group.pass_time(19.5)
     assert group.world.report()["overdue"] is None

@@ -228,7 +228,8 @@ class CoordinatedAgent(LocalElasticAgent):
         self._node_shutdown.block_if_begun()
         if result.state == WorkerState.FAILED:
             self._report(self._pcontext, self._round, _ranks(worker_group))
-            self._remaining_restarts = max(self._remaining_restarts, 1)  # the operator counts restarts
+            # Never give up here, because the operator counts restarts.
+            self._remaining_restarts = max(self._remaining_restarts, 1)
         elif result.state == WorkerState.UNHEALTHY:
             self._remaining_restarts = max(self._remaining_restarts, 1)
         elif result.state == WorkerState.SUCCEEDED:
@@ -323,7 +324,7 @@ class CoordinatedAgent(LocalElasticAgent):
             ranks=[
                 {
                     "rank": rank,
-                    "text": text[:share],  # it begins with the innermost frame
+                    "text": text[:share],  # the innermost frames come first
                     "digest": hashlib.sha256(text.encode()).hexdigest()[:16],
                     **now[pid].since(before.get(pid)),
                 }

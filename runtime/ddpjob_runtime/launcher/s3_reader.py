@@ -309,9 +309,10 @@ class Reader:
 
     def _pieces(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
         while True:
-            piece = self._read(response.read1, PIECE)  # `read` may take minutes on a slow connection.
+            # `read` would wait for a full piece, which may take minutes on a slow connection.
+            piece = self._read(response.read1, PIECE)
             if not piece:
-                response.close()  # Before Python 3.13, it stays open and blocks the connection's next request.
+                response.close()  # An open response blocks the connection's next request before Python 3.13.
                 return
             yield piece
 
