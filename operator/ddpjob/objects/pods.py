@@ -551,7 +551,7 @@ def _keys(secret: str | None, prefix: str) -> list[Json]:
 
 def _grace(job: DDPJob) -> int:
     grace: Any = job.spec.pod_template.get("spec", {}).get("terminationGracePeriodSeconds", DEFAULT_GRACE)
-    # A negative number is 1 in Kubernetes, too. The coordinator rejects one above MAX_SECONDS.
+    # Kubernetes also reads a negative value as 1. The coordinator rejects one above MAX_SECONDS.
     return min(int(grace), MAX_SECONDS) if grace >= 0 else 1
 
 

@@ -193,7 +193,7 @@ def test_crop_and_flip_uses_the_random_numbers_drawn_for_each_sample() -> None:
         assert torch.equal(shown, functional.hflip(crop) if draws[number, 2] < 0.5 else crop)
 
 
-def test_reflected_borders_and_alternating_flips_are_airbenchs() -> None:
+def test_reflected_borders_and_alternating_flips_match_airbench() -> None:
     """airbench mirrors half of the images in the first epoch, then all of them in odd epochs."""
     from ddpjob_trainer.data.randomness import uniform
 
@@ -304,6 +304,11 @@ def test_damaged_files_of_a_data_set_are_reported(tmp_path: Path) -> None:
         opened("data.name=cifar10", f"data.dir={tmp_path}")
     path.unlink()
     with pytest.raises(DataError, match=r"lacks data_batch_3.bin"):
+        opened("data.name=cifar10", f"data.dir={tmp_path}")
+    write_cifar_python(tmp_path)  # This version is preferred.
+    batch = {"labels": [9, -1], "data": IMAGES[:2]}
+    (tmp_path / "cifar-10-batches-py" / "test_batch").write_bytes(pickle.dumps(batch, protocol=2))
+    with pytest.raises(DataError, match=r"label -1 is outside 0\.\.9"):
         opened("data.name=cifar10", f"data.dir={tmp_path}")
 
 
