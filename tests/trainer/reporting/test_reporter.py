@@ -287,6 +287,16 @@ def test_the_metrics_of_a_run_are_found_in_each_of_its_folders(run: str, named: 
         history.read(tmp_path)
 
 
+def test_the_name_of_a_run_is_not_drawn_as_a_formula(tmp_path: Path) -> None:
+    runs = [tmp_path / "$\\frac{1$", tmp_path / "b"]
+    for folder in runs:
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_bytes(PLOTTED)
+    for chosen in (runs, runs[:1]):
+        assert plot_runs.main([*map(str, chosen), "-o", str(tmp_path / "plot.svg")]) == 0
+        assert "<!-- $\\frac{1$" in (tmp_path / "plot.svg").read_text()
+
+
 def test_no_accuracy_is_drawn_for_a_regression(tmp_path: Path) -> None:
     rows = [
         {"event": "start", "step": 0, "world": 1, "restarts": 0},

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ddpjob_pod.metrics_log import METRICS
 
 from ddpjob_trainer.errors import TrainerError
-from ddpjob_trainer.evaluation.plots import BLUE, GRID, RED, set_headline, use_style
+from ddpjob_trainer.evaluation.plots import BLUE, GRID, RED, plain, set_headline, use_style
 from ddpjob_trainer.reporting.history import History, read
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def _line(panel: Axes, rows: list[dict[str, Any]], where: Where, values: list[fl
 
 
 def _loss(panel: Axes, history: History, where: Where, colours: tuple[str, ...], alone: bool) -> None:
-    label: str | None = "training loss" if alone else _label(history)
+    label: str | None = "training loss" if alone else plain(_label(history))
     for incarnation in history.steps:
         rows = [row for row in incarnation if _has(row, "loss")]
         if not rows:

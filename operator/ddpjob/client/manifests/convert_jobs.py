@@ -214,7 +214,7 @@ def _pytorch_job(manifest: Mapping[str, Any]) -> Conversion:
     elastic = spec.get("elasticPolicy") or {}
     if elastic and "command" in target:
         notes.append(
-            "elasticPolicy: cannot be combined with command, because the operator does not form the group then; "
+            "elasticPolicy: cannot be combined with command, because the operator does not form its group; "
             "use script or module"
         )
     elif elastic:

@@ -1,12 +1,12 @@
 """Reads a script without running it, to find its main names and whether its ranks form a group.
 
-Problem: a script written for one GPU also runs under torchrun. Each rank then trains its own model
-on all the data, and nothing fails. The user needs to know this before the job starts, and needs the
-lines to add, written with the names in this script.
+A script written for one GPU also runs under torchrun, but each rank then trains its own model on
+all the data, and nothing fails. Users must learn this before the job starts, and need the lines to
+add, written with the names in their script.
 
-Rule: the script is parsed with `ast`, never imported or executed. The script forms a group if its
-own code, or a module that it imports from its own folder, calls a function in `_FORMS` or creates
-an Accelerator or the Trainer of Lightning or Hugging Face. Otherwise:
+The script is parsed with `ast`, never imported or executed. It forms a group if its own code, or a
+module that it imports from its own folder, calls a function in `_FORMS` or creates an Accelerator
+or the Trainer of Lightning or Hugging Face. Otherwise:
 
 - the optimizer is the variable that gets `SGD(…)`, `Adam(…)` or another class of torch.optim;
 - the model is X in the optimizer's argument `X.parameters()`;
@@ -29,6 +29,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _FORMS = ("init_process_group", "init_device_mesh", "init_distributed")
+_SPAWNS = ("spawn", "start_processes")
+_ADDRESSES = ("os.environ['MASTER_ADDR']", "os.environ['MASTER_PORT']")
 _OPTIMIZERS = (
     *("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD"),
     *("LBFGS", "Adafactor", "Muon", "Lion", "Adam8bit", "AdamW8bit"),
@@ -69,6 +71,8 @@ class TrainingScript:
     """The function that forms the group, if no framework does."""
     where: str = ""
     """The module that forms the group, if it is not the script itself."""
+    alone: list[str] = field(default_factory=list)
+    """The lines that may keep the ranks of different nodes apart, each with a remedy."""
     trains: bool = False
     """Whether the script calls `.backward()` or creates an optimizer."""
     optimizer: Named | None = None
@@ -91,6 +95,7 @@ def read_script(path: Path) -> TrainingScript:
     tree = _parse(content, path)
     script = TrainingScript(content.decode(errors="replace"))
     for where, module in [("", tree), *_neighbours(path, tree)]:
+        script.alone += (f"{where or path}, line {text}" for text in _find_own_launch(module))
         if _find_group(script, module):
             script.where = where
             return script
@@ -158,6 +163,24 @@ def _find_group(script: TrainingScript, tree: ast.Module) -> bool:
     if "ddpjob_trainer" in modules:
         script.group = "ddpjob_trainer"
     return bool(script.group)
+
+
+def _find_own_launch(tree: ast.Module) -> Iterator[str]:
+    """Yield the lines that replace what torchrun sets, as scripts for a single machine do."""
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Call)
+            and _last_name(node.func) in _SPAWNS
+            and any(k.arg == "nprocs" for k in node.keywords)
+        ):
+            yield (
+                f"{node.lineno}: {ast.unparse(node.func)} starts processes that ignore the job's ranks; "
+                "take rank and world_size from RANK and WORLD_SIZE instead"
+            )
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+            target = ast.unparse(node.targets[0])
+            if target in _ADDRESSES:
+                yield f"{node.lineno}: remove the assignment of {target}, because the job sets the address"
 
 
 def _last_name(node: ast.expr) -> str:
@@ -274,7 +297,8 @@ def _scope(tree: ast.Module, wanted: ast.stmt) -> list[ast.stmt]:
         if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
             body = inner.body
         elif isinstance(inner, ast.If) and isinstance(node, ast.Module):
-            body = inner.body if any(_contains(each, wanted) for each in inner.body) else body  # __main__
+            # Such as `if __name__ == "__main__":`.
+            body = inner.body if any(_contains(each, wanted) for each in inner.body) else body
         node = inner
 
 
