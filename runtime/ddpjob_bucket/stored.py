@@ -11,7 +11,7 @@ it, regardless of their steps.
 
 Example: incarnation 1 has stored steps 100 and 200 and is partitioned. Incarnation 2 continues from
 200 and stores 250 (2-250). The old process then stores 300 (1-300), which is superseded, because
-term 2 has a lower step. Readers get 2-250, 1-200 and 1-100, and `sweep` deletes 1-300.
+the later term 2 has a lower step. Readers get 2-250, 1-200 and 1-100, and `sweep` deletes 1-300.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Damaged(BucketError):
 
 
 class Vanished(BucketError):
-    """A file was removed before the process that has to upload it had done so."""
+    """A file was removed before the process responsible for it had uploaded it."""
 
 
 @dataclass(frozen=True, order=True)

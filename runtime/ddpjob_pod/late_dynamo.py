@@ -106,7 +106,7 @@ class _Late(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__all__":
-            # inspect and warnings look up such names in every module.
+            # inspect and warnings look up such names in every module, which must not run its code.
             raise AttributeError(f"module {NAME!r} has no attribute {name!r}")
         return getattr(_load(self), name)
 
@@ -141,8 +141,9 @@ class _Submodules:
         if not name.startswith(NAME + ".") or not is_put_off():
             return None
         load()
-        # If a module exists, Python ignores the hook's spec and runs the module a second time. A
-        # program would then change settings that the compiler does not read.
+        # The code may have imported the submodule. If it stayed in sys.modules, Python would ignore
+        # this spec and run the submodule again. A program would then change settings in the second
+        # copy, which the compiler does not read.
         module = sys.modules.pop(name, None)
         return None if module is None else ModuleSpec(name, _AsItIs(module))
 
@@ -197,5 +198,5 @@ def _load(module: _Late) -> Any:
             vars(sys.modules["torch"]).pop("_dynamo", None)
             raise
         for function in disabled:
-            vars(function).pop(_KEPT, None)  # The next call looks it up again.
+            vars(function).pop(_KEPT, None)  # The next call asks the real `disable`.
         return module

@@ -31,7 +31,7 @@ class Outbox:
     def add(self, figures: dict[str, Any]) -> None:
         """Queue figures for the next post. They replace older figures with the same names."""
         if os.getpid() != self._process:
-            return  # A data-loader process has only a copy of the lock, and not the thread.
+            return  # A forked data-loader process has a copy of the lock, but not the thread that sends.
         with self._changed:
             self._pending = merged(self._pending, figures)
             self._changed.notify()

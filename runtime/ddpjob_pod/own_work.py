@@ -291,7 +291,7 @@ def count_tail(backward: Callable[..., Any], clock: WorkClock, torch: Any) -> Ca
         ends: list[Any] = []
         roots = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         handle = None
-        # With compiled autograd, the pass is compiled, and hooks become part of it.
+        # Compiled autograd would compile the hook into the pass, so the tail is not measured.
         compiled = getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "compiled_autograd_enabled", False)
         if not compiled and isinstance(roots, (list, tuple)) and roots and getattr(roots[0], "requires_grad", False):
             handle = roots[0].register_hook(lambda _: queue(lambda: ends.append((clock.mark(), len(clock._waits)))))
@@ -302,7 +302,7 @@ def count_tail(backward: Callable[..., Any], clock: WorkClock, torch: Any) -> Ca
                 handle.remove()
             if ends:
                 began, known = ends[0]
-                del clock._waits[known:]  # The wait recorded next covers these.
+                del clock._waits[known:]  # These waits are part of the one recorded next.
                 clock.waited(began, clock.mark())
 
     return counted

@@ -30,9 +30,9 @@ and the highest incarnation, because a pod that was replaced after a change to t
 different values. A rank's private state, such as its random generators, goes to every node with
 each copy, because its own node may be lost.
 
-**Another group size** (`_Regrouping`). An elastic job may continue with fewer or more ranks than
-wrote a sharded state. Each rank then reads all old parts, one after another, and takes its own rows
-from each of them. So it never holds more than one old part in addition to its own.
+**A different group size** (`_Regrouping`). An elastic job may continue with fewer or more ranks
+than wrote a sharded state. Each rank then reads all old parts, one after another, and takes its own
+rows from each of them. So it never holds more than one old part in addition to its own.
 
 **Failures.** A node without a large enough volume keeps nothing, and its ranks receive the state
 into their own memory. All ranks learn this at the next copy, and report how much memory is needed.
@@ -653,7 +653,8 @@ class RankSnapshots:
     def _transfer(self, transfer: Transfer, moment: Moment, *, alone: bool = False) -> memoryview | None:
         """Take part in a transfer.
 
-        Return the received state if, because of `alone` or a lack of room, it is not in a slot.
+        Return the received state if it was not put into a slot, because of `alone` or a lack of
+        room.
         """
         rank = self._exchange.rank
         if rank == transfer.source:
@@ -745,9 +746,9 @@ class RankSnapshots:
         self._times.copied()
         if self._copies > _FIRST_COPIES:
             exchange = 0.0 if later else exchanged - exchanges
-            waits = self._sharded or self._stream is not None  # The time includes waits for another node or the device.
-            # Otherwise, only this thread's CPU time counts, because other processes may run during
-            # a copy.
+            # Waits for another node or the device count as cost. Without them, only this thread's
+            # CPU time counts, because other processes may run during a copy.
+            waits = self._sharded or self._stream is not None
             copying = took - exchange if waits else time.thread_time() - worked
             self._cost = Cost(copying, exchange)
 

@@ -192,7 +192,8 @@ def copy_checkpoint(path: str | Path, step: int, *, keep: int = 3, wait: bool = 
     saved, copies = Path(path), _copies()
     if not saved.exists():
         raise ValueError(f"ddpjob_report.copy_checkpoint: path {saved} does not exist")
-    if checkpoint_dir().resolve().is_relative_to(saved.resolve()):  # The next copies would include restored ones.
+    # A copy of the whole folder would include checkpoints that were restored from earlier copies.
+    if checkpoint_dir().resolve().is_relative_to(saved.resolve()):
         raise ValueError(
             f"ddpjob_report.copy_checkpoint: path {saved} contains all checkpoints; pass one file or folder in it"
         )

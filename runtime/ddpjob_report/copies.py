@@ -77,7 +77,7 @@ def restore(folder: Path) -> Path | None:
         found = _fetched(folder, entry)
         if found is None:
             for leftover in [*folder.glob(".*.fetch.tmp"), *folder.glob(".*.old.tmp")]:
-                discard(leftover)  # A killed process left it, because this one holds the lock.
+                discard(leftover)  # This process holds the lock, so a killed process left it.
             found = _fetch(bucket, entry, folder)
             _note_fetched(folder, entry, found)
             sys.stdout.write(f"ddpjob_report: checkpoint {found.name} of step {entry.step} is from {bucket.url}\n")
@@ -156,7 +156,7 @@ def copy(path: Path, step: int, keep: int) -> None:
     if _CopyState.uploads is None:
         for leftover in path.parent.glob(f"{_LINKS}*"):
             shutil.rmtree(leftover, ignore_errors=True)
-        link.prepare()  # First, because exit handlers run in reverse order, and the last copy must be posted too.
+        link.prepare()  # Its exit handler is registered first, so that it runs last and posts the last copy too.
         _CopyState.uploads = Uploads(bucket, lambda: _tidy(bucket), _say, _release, done=_post)
         atexit.register(_at_exit)
     _CopyState.uploads.offer(Waiting(_linked(path), step, None, time.time()))
@@ -203,7 +203,7 @@ def _check_parts(path: Path) -> None:
             try:
                 found.load()
             except Exception:
-                continue  # A different format, or a later torch's: copy it unchanged.
+                continue  # The format is unknown, perhaps from a later torch, so the parts are not checked.
         lacking = sorted(name for name in found.names if not (index.parent / name).exists())
         if lacking:
             raise ValueError(

@@ -113,7 +113,7 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
                 values.update(figures({"loss": loss * trainer.accumulate_grad_batches}))
         report(**{**values, **_counts(trainer)})
         if module.automatic_optimization and trainer.global_step == self._step:
-            return  # Accumulated gradients are not in a checkpoint, so a stop waits for their step.
+            return  # A checkpoint lacks accumulated gradients, so do not stop before they are used.
         self._step = trainer.global_step
         if self._memory is not None:
             self._memory.note(self._step)
@@ -127,7 +127,7 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
                 for old in folder.glob(f"{_STOPPED}*.ckpt"):
                     if old != made:
                         old.unlink()
-                if JobEnvironment.read().checkpoint_url:  # The script's own copies determine how many are kept there.
+                if JobEnvironment.read().checkpoint_url:  # Keep all earlier copies; the script chooses their number.
                     copy_checkpoint(made, trainer.global_step, keep=sys.maxsize)
             saved_and_leave()
 
@@ -151,13 +151,13 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
         for batches in filter(None, (getattr(each, "batch_sampler", None) for each in loaders)):
             if not hasattr(batches, "sampler"):
                 continue
-            if hasattr(batches.sampler, "set_epoch"):  # Loaders with processes draw samples as soon as they begin.
+            if hasattr(batches.sampler, "set_epoch"):  # now, because processes of a loader draw samples at once
                 batches.sampler.set_epoch(trainer.current_epoch)
             if is_within:
                 batches.sampler = _Rest(batches.sampler, done * batches.batch_size)
         if not is_within:
             self._set_generators()
-        iter(fetcher)  # Lightning begins an epoch before it calls any callback.
+        iter(fetcher)  # Begin the epoch again, because Lightning began it before it called any callback.
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
         """Report an evaluation. `val_accuracy` and `val_acc` are shown as accuracy."""

@@ -159,7 +159,7 @@ class Snapshots:
         except TypeError:
             number = -1
         if number < 0 or isinstance(step, bool):
-            what = "must be the number of steps made so far, from 0"
+            what = "must be the number of steps completed so far, at least 0"
             raise TypeError(f"ddpjob_report.Snapshots: take({step!r:.40}): {what}")
         if number < (self.step if self._last is None else self._last):
             if self._last is None:

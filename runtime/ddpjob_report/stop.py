@@ -32,7 +32,7 @@ _GLOO_DEFAULT = datetime.timedelta(minutes=30)
 
 def _say_asked() -> None:
     rank = os.environ.get("RANK", "0")
-    what = "was asked to stop; it saves at its next call of should_stop(), if that is in time"
+    what = "was asked to stop; it will save at its next call of should_stop(), if there is time"
     with contextlib.suppress(OSError):  # Do not use sys.stderr, which the signal may have interrupted.
         os.write(2, f"ddpjob_report: SIGTERM: rank {rank} {what}\n".encode())
 

@@ -66,7 +66,7 @@ def main() -> None:
             import torch.distributed  # noqa: F401
     except Exception as error:  # includes OSError, when a CUDA library is missing
         if isinstance(error, MemoryError) or getattr(error, "errno", None) is not None:
-            raise  # Temporary, and due to this node: if the image lacked a library, there would be no errno.
+            raise  # The node has a temporary problem. If the image lacked a library, there would be no errno.
         why = " ".join(str(error).split())  # The coordinator reads the last line.
         sys.stdout.write(f"\nthe image has no usable torch, which the rendezvous store needs: {why}\n")
         sys.stdout.flush()

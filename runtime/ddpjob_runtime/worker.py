@@ -291,8 +291,8 @@ def mend_baton(module: Any) -> None:
 
     The lock ends with the process. Except in torch's newest versions, cpp_extension only checks
     whether the file exists. If the builder is killed, for example by a restart of the group, the
-    file stays, and every later rank waits forever. A file without the mark was not written by a
-    rank.
+    file stays, and every later rank waits forever. Without the lock, ranks remove the file, if it
+    has the mark that a rank writes.
     """
     import contextlib
     import fcntl
@@ -376,7 +376,8 @@ def run_recorded(mode: str, target: str) -> None:
     """
     import os
 
-    process, errors = os.getpid(), os.environ.get("TORCHELASTIC_ERROR_FILE", "")  # The program may clear them.
+    # Read these now, because the program may fork or clear its environment.
+    process, errors = os.getpid(), os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     failure = None
     try:
         if mode == "--module":
@@ -765,7 +766,7 @@ class StepCounter:
         self.compiled = 0
         self.state = 0  # id of the first optimizer's state, which does not keep it alive
         self.has_state = self.loaded = False
-        self.made = self.exchanged = 0  # numbers of collectives, and of consecutive steps with any
+        self.made = self.exchanged = 0  # number of collectives, and of consecutive steps that had any
         self.address, self.token = os.environ["DDPJOB_COORDINATOR"], os.environ["DDPJOB_TOKEN"]
         self.instance = ""
         self.environment: dict[str, Any] = {}
@@ -904,7 +905,7 @@ class StepCounter:
             if group_exists():
                 why = "without a GPU, Accelerate needs cpu=True, and the Trainer needs use_cpu=True"
             sys.stderr.write(
-                f"ddpjob: rank 0 has made {steps} steps without a process group ({why}), so each of the "
+                f"ddpjob: rank 0 has taken {steps} steps without a process group ({why}), so each of the "
                 f"{self.world} ranks trains a separate model\n"
             )
         return alone

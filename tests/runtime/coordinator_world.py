@@ -1,4 +1,4 @@
-"""A group of the coordinator with a manual clock. The lines for each member are collected in
+"""A coordinator and its group, with a manual clock. The lines for each member are collected in
 lists.
 """
 

@@ -2,8 +2,7 @@
 """Small programs. Each shows something that a script can notice about the process that runs it.
 
 `differential.py` runs each one as plain torchrun does, in mode Standard and in mode Fast. The
-output of every
-program is deterministic: it has no process ids, times or addresses.
+output of every program is deterministic: it has no process ids, times or addresses.
 """
 
 from __future__ import annotations

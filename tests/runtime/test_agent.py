@@ -17,6 +17,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from ddpjob_runtime import protocol
 from ddpjob_runtime.launcher import agent as agent_module
 from ddpjob_runtime.launcher.shutdown import Shutdown
 from ddpjob_runtime.protocol import Mode
@@ -263,6 +264,16 @@ def test_a_data_loader_process_killed_by_the_memory_limit_is_reported_as_such(
         agent_module.send_failure(client, 1, 0, 0, 17, code, str(error_file), kernel_killed=killed)
     assert [fields["oom"] for fields in sent] == [oom, False]
     assert ("memory limit" in sent[0]["message"]) is oom and "memory limit" not in sent[1]["message"]
+
+
+@pytest.mark.parametrize("character", ["\U0001f600", "\u4e00", "\0"])
+def test_a_failure_with_any_characters_fits_into_a_line(character: str, tmp_path: Path) -> None:
+    """Otherwise, the coordinator would close the connection and report the loss of the node."""
+    error_file, lines, long = tmp_path / "error.json", list[bytes](), character * protocol.MAX_TRACEBACK
+    error_file.write_text(json.dumps({"message": {"message": long, "extraInfo": {"py_callstack": long}}}))
+    client: Any = SimpleNamespace(send=lambda verb, **fields: lines.append(protocol.encode(verb, **fields)))
+    agent_module.send_failure(client, 1, 0, 0, 17, 1, str(error_file), kernel_killed=False)
+    assert protocol.MAX_LINE // 2 < len(lines[0]) <= protocol.MAX_LINE
 
 
 def test_only_ranks_that_have_exited_or_are_about_to_exit_are_reported(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from unittest.mock import Mock
 import pytest
 from ddpjob_runtime import protocol
 from ddpjob_runtime.coordinator import __main__ as coordinator_program
+from ddpjob_runtime.coordinator import drain
 from ddpjob_runtime.coordinator.hang import DUMP_SECONDS
 from ddpjob_runtime.coordinator.members import Member
 from ddpjob_runtime.coordinator.server import (
@@ -733,6 +734,29 @@ def test_a_coordinator_that_was_stopped_does_not_report_a_hang(tmp_path: Path) -
         time.sleep(DUMP_SECONDS + 1)
         assert job.status()["incidents"] == []
         assert not any(client.must_restart(1) for client in members)
+
+
+def test_a_stalled_coordinator_first_reads_what_members_sent_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The members' workers end while the coordinator stands still, past the deadline for that."""
+    monkeypatch.setattr(drain, "DRAIN_SECONDS", 1.0)
+
+    def members(port: int, loop: asyncio.AbstractEventLoop) -> list[dict[str, Any]]:
+        job: Any = SimpleNamespace(port=port, nodes=2, wait_until=lambda *_: None)
+        wires = running(job)
+        wires[0].say("failure", round=1, message="ValueError: bug", exitCode=1)
+        assert [wire.hear()["t"] for wire in wires] == ["restart", "restart"]
+        loop.call_soon_threadsafe(time.sleep, 2.0)
+        time.sleep(0.2)  # The coordinator must stand still before anything arrives.
+        ready(*wires, after=1)
+        return [wire.hear() for wire in wires]
+
+    async def serve() -> list[dict[str, Any]]:
+        server = Server(CoordinatorSettings(2, 2), TOKEN, True)
+        async with await server.listen("127.0.0.1", 0) as listening:
+            port = listening.sockets[0].getsockname()[1]
+            return await asyncio.to_thread(members, port, asyncio.get_running_loop())
+
+    assert [(line["t"], line.get("round")) for line in asyncio.run(serve())] == [("go", 2)] * 2
 
 
 LAUNCHER = """

@@ -589,6 +589,7 @@ def test_keys_come_from_pod_identity_if_the_pod_has_one(server: Server, tmp_path
         ((400, {}, b"<Error><Code>Throttling</Code></Error>"), Away, "HTTP 400"),
         ((400, {}, b'{"__type": "ThrottlingException"}'), Away, "HTTP 400"),
         ((200, {"Content-Length": "99"}, b'{"AccessKeyId": "i"'), Away, "the response is incomplete"),
+        ((503, {"Transfer-Encoding": "chunked", "Content-Length": "9"}, b"ff\r\n<Error>"), Away, "IncompleteRead"),
         ((200, {}, b"<html>"), BucketRefusal, "the response does not contain any"),
         ((400, {}, b"<Error><Code>InvalidIdentityToken</Code></Error>"), BucketRefusal, "HTTP 400"),
     ],

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from coordinator_world import World
-from ddpjob_runtime.protocol import RANK_ENDED, Hangs, RankLook, WaitKind
+from ddpjob_runtime.coordinator import standstill
+from ddpjob_runtime.protocol import MAX_TRACEBACK, RANK_ENDED, Hangs, RankLook, WaitKind
 
 Played = Callable[[float], "dict[str, Any]"]
 """A function that returns what a check of the rank finds, given the seconds since the last step."""
@@ -191,7 +193,7 @@ def test_a_hang_in_the_middle_of_an_evaluation_is_found() -> None:
     assert ": rank 0 in acquire (" in group.message
 
 
-def test_with_hangs_report_a_hang_is_shown_immediately_and_never_ended() -> None:
+def test_with_hangs_set_to_report_a_hang_is_shown_immediately_and_never_ended() -> None:
     group = Group(WAITS, LOCK, hangs=Hangs.REPORT)
     group.pass_time(19.5)
     assert group.world.report()["overdue"] is None
@@ -255,3 +257,10 @@ def test_a_pause_of_the_coordinator_does_not_prove_a_hang() -> None:
     group.pass_time(18)
     group.world.coordinator.stood_still(10.0)
     assert group.ended_after() == pytest.approx(35, abs=2)
+
+
+@pytest.mark.parametrize("text", ["\n", " ", 'File "', ' File "a", line 1 in f'])
+def test_stacks_with_any_text_do_not_keep_the_coordinator_busy(text: str) -> None:
+    began = time.process_time()
+    standstill.is_in_collective((text * MAX_TRACEBACK)[:MAX_TRACEBACK])
+    assert time.process_time() - began < 1

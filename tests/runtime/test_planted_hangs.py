@@ -1,5 +1,5 @@
-"""Real ranks that hang in different ways are found, reported and ended (all kinds in
-`benchmarks.hangs`).
+"""Real ranks that hang in different ways are found, reported and ended (`benchmarks.hangs`
+covers all kinds).
 """
 
 from __future__ import annotations

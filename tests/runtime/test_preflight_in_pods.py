@@ -1,4 +1,4 @@
-"""spec.preflight in the pods: the verdict alone, then real launchers with a defective node or
+"""spec.preflight in the pods: tests of the verdict, then real launchers with a defective node or
 link.
 """
 

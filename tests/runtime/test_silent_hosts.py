@@ -68,7 +68,7 @@ def test_a_spare_takes_over_from_a_partitioned_host_which_returns_as_the_spare(t
             made.run(victim, "ip link set eth0 down")
             until(lambda: said("round 2 runs"))
             assert said("round 2 runs")[0] - cut < 1.5 * slowness()
-            assert said(f"node job-{victim}-0 .*: its host acknowledges bytes neither to job-")
+            assert said(f"node job-{victim}-0 .*: its host does not acknowledge bytes from job-")
             made.run(victim, "ip link set eth0 up")
             until(lambda: len(said(f"job-{victim}-0: .*'t': 'ready'")) == 2)
             assert said(f"hello from job-{victim}-0 .*'round': 1.*'Running'"), "it was still in its old round"

@@ -49,7 +49,7 @@ def test_a_spare_takes_over_within_half_a_second_of_the_report(mode: str) -> Non
     assert world.ranks() == [0, 1, 3, 4]
     assert world.incidents() == [("PeerLost", "job-2-0", 0)]
     message = world.report()["incidents"][0]["message"]
-    assert message == "its host acknowledges bytes neither to job-1-0 nor to the coordinator"
+    assert message == "its host does not acknowledge bytes from job-1-0 or from the coordinator"
 
 
 def test_a_stopped_process_whose_host_acknowledges_is_not_lost() -> None:

@@ -1,4 +1,4 @@
-"""Deliberate defects, which prove that the seeds find such defects."""
+"""Deliberate defects, with which tests prove that the seeds find defects."""
 
 from __future__ import annotations
 

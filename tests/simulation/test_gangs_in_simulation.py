@@ -180,7 +180,7 @@ async def test_gang_apis_installed_later_do_not_affect_running_jobs() -> None:
         assert set(s.pods) == before and s.status["restarts"]["total"] == 0
 
 
-async def test_a_waiting_job_starts_without_a_gang_if_the_cluster_stops_serving_them() -> None:
+async def test_a_waiting_job_starts_without_a_gang_if_the_cluster_stops_serving_gangs() -> None:
     s = WithGangs({}, steps=20)
     s.machines.capacity = 0
     await s.passes(10)

@@ -3,7 +3,7 @@ state what must hold.
 
 The environment variable DDPJOB_SEEDS sets the number of seeds (300 by default). In a twentieth of
 them, kubelets die, and in another twentieth, health agents report nodes. If there are few seeds,
-some tests play no story.
+some tests run no story.
 """
 
 from __future__ import annotations

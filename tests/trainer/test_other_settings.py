@@ -1,5 +1,5 @@
-"""A run may continue with a different batch size or number of epochs. Samples are exact, and the
-learning rate follows the samples.
+"""A run may continue with a different batch size or number of epochs. Each epoch still takes each
+sample once, and the learning rate follows the samples.
 """
 
 from __future__ import annotations

@@ -283,7 +283,7 @@ def line() -> nn.Module:
             ValueError,
             r"take\(1\): the step must not decrease, but the last one was 2; count the steps since",
         ),
-        ([1.5], TypeError, r"take\(1.5\): must be the number of steps made so far, from 0"),
+        ([1.5], TypeError, r"take\(1.5\): must be the number of steps completed so far, at least 0"),
         ([True], TypeError, r"take\(True\)"),
         ([-1], TypeError, r"take\(-1\)"),
     ],

@@ -351,7 +351,7 @@ def note_choices(
 def note_changed_data(epoch: int) -> str:
     """Return the warning that the data differs from the checkpoint's data."""
     return (
-        "warning: the data differ from those of the checkpoint (names of classes or files, sizes, labels, content)."
+        "warning: the data differs from the checkpoint's (names of classes or files, sizes, labels, content)."
         f" If sample numbers now mean different samples, epoch {epoch} repeats some and omits others"
     )
 

@@ -143,13 +143,13 @@ class Trainer:
         layout = choose_layout(config.model, amp, data.shape, device)
         model = build_model(layout, data.shape, data.classes, config.data.seed, device)
         self._notes = run_plan.check_optimizer(group, config, data, model)
-        if is_own(config.model):  # It may draw from generators that have not been seeded.
+        if is_own(config.model):  # The user's function may draw from generators that are not seeded.
             group.broadcast_tensors([*model.parameters(), *model.buffers()])
         self._filters = find_filters(model, data)
         parameters = sum(weight.numel() for weight in model.parameters())
         self._erasers = build_erasers(config.data, data.shape)
         own = config.data.batch_transform
-        # A loss of the user's own may take any labels.
+        # The user's own loss may accept any labels.
         classes = 0 if ":" in config.optim.loss or data.targets is not Targets.CLASSES else data.classes
         self._transform = BatchTransform(own, device, classes) if own else None
         tied = is_tied_to_micro_batches(model)
@@ -286,9 +286,10 @@ class Trainer:
         """Take one optimizer step.
 
         Return this rank's sum of losses, and the number of readable samples in the global batch.
-        Both are zero if the step was skipped. If images may be unreadable, the ranks begin to agree
-        on their number here, before the last forward pass. With other strategies, ranks may load
-        their data at different points between their messages, so they begin after all passes.
+        Both are zero if the step was skipped. If images may be unreadable, the ranks agree on their
+        number. They begin before the last forward pass if the strategy `divides` micro-batches.
+        Otherwise they begin after all passes, because ranks may load their data at different points
+        between their other messages.
         """
 
         def agree() -> None:

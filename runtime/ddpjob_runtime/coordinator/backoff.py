@@ -28,8 +28,8 @@ from __future__ import annotations
 HEALTHY_SECONDS = 60.0
 """A round that has run for at least this long is not part of a crash loop."""
 VERDICT_SECONDS = 5.0
-"""How long a job without restarts waits after its own failure. Only the operator knows whether the
-failure counts. If no operator is running, the job should continue.
+"""How long a job without restarts waits after its own failure, so that the operator can decide
+whether the failure counts. Then the job continues, because no operator may be running.
 """
 
 

@@ -84,7 +84,6 @@ class Coordinator:
         self._stop: dict[str, Any] | None = None
         self.news = 0
         """The report's version, which increases with every change except progress."""
-        self._started_at = clock()
         self.exit_why: str | None = None
         """Why the coordinator is no longer needed; None while it is needed."""
 
@@ -124,8 +123,8 @@ class Coordinator:
         send(ToMember.WELCOME, {"generation": self.settings.generation})
         if resumed is not None:
             self._takeover.resume(member, resumed)
-        # Otherwise nothing is due. When a thousand members started, checking all of them at each
-        # hello took a quarter of the CPU time.
+        # For a new member, nothing is due yet. When a thousand members started, checking all of
+        # them at each hello took a quarter of the CPU time.
         if old is not None or resumed is not None:
             self._advance()
         return member
@@ -135,7 +134,7 @@ class Coordinator:
             return ToMember.DONE, {}
         if self._stop is not None:
             return ToMember.STOP, self._stop
-        if self.rounds.over:  # The member seeks the next coordinator; `stop` would stop its workers.
+        if self.rounds.over:  # not `stop`, so that the member keeps its workers and finds the next coordinator
             return ToMember.ERROR, {"why": f"this coordinator has stopped: {self.exit_why}"}
         why = self.members.why_refused(pod, index, attempt)
         return None if why is None else (ToMember.STOP, {"ok": False, "why": why, "fenced": True})
@@ -384,7 +383,6 @@ class Coordinator:
             overdue=rounds.overdue if rounds.watch.hang_after is None else None,
             world=rounds.current.world if rounds.current is not None and not rounds.current.broken else None,
             round=rounds.last_number,
-            started_at=time_of(self._started_at),
             members=self.members.report(),
             lost=self.members.lost(),
             incidents=rounds.incidents.recent,
@@ -404,6 +402,6 @@ def _same_workers(old: Member, resumed: Resume | None) -> bool:
         return True  # The member is leaving in any case, and the round breaks once it is gone.
     if not old.has_workers:
         return resumed is None or not resumed.has_workers
-    # A member without workers repeats its failures and `ready`. That is not a loss, and other
-    # members may still be saving.
+    # If its workers have ended since then, the member sends its failures and `ready` again. That is
+    # not a loss, and other members may still be saving.
     return resumed is not None and resumed.round == old.round

@@ -1,4 +1,4 @@
-"""Measures how long the job completes no steps after a break."""
+"""Measures how long the job makes no progress after a break."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Evidence:
     def __init__(self) -> None:
         self._failures: list[WorkerFailure] = []
         self._losses: list[MemberLoss] = []
-        self._finishes: list[Finish] = []  # of ranks whose node has not finished yet
+        self._finishes: list[Finish] = []  # single ranks, on nodes that still have workers
         self._known: Verdict | None = None  # known from the start: a hang or a planned restart
         self._absent: Verdict | None = None  # a member never reconnected; explains everything except sure failures
         self._fallback: Verdict | None = None  # used if nothing better is known

@@ -74,8 +74,9 @@ class WorkerFailure:
 
     @property
     def stepped_aside(self) -> bool:
-        """Whether the worker saved and exited because another node leaves, perhaps not reported
-        yet.
+        """Whether the worker saved and exited because another node is leaving.
+
+        That node may not have reported its departure yet.
         """
         return self.exit_code == protocol.EXIT_STEPPED_ASIDE
 
@@ -105,7 +106,7 @@ class MemberLoss:
 
 @dataclass(frozen=True)
 class Finish:
-    """The end, with exit code 0, of all workers of a member or of the worker with `rank`.
+    """The end of a member's workers (all of them, or only `rank`) with exit code 0.
 
     `node` is the member's group rank.
     """

@@ -24,7 +24,7 @@ FAMILIES = {
     "ddpjob_generation": "Generation of the rendezvous",
     "ddpjob_rendezvous_round": "Round of the group",
     "ddpjob_incidents_total": "Breaks of the group by first cause, since this coordinator started",
-    "ddpjob_training_interrupted": "1 until the group has taken a step after its last break, otherwise 0",
+    "ddpjob_training_interrupted": "1 until the group has completed a step after its last break, otherwise 0",
     "ddpjob_training_overdue": "1 while the group's next step is overdue, otherwise 0",
     "ddpjob_last_recovery_seconds": "Time from the last break to the next step, "
     "or to the next round if no step has ever been reported",

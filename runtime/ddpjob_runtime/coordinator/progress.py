@@ -71,7 +71,7 @@ def check(body: Any) -> dict[str, Any]:
                 raise ValueError(f"{ACTIVITY}: must be a string of at most {MAX_FIGURES} characters, or null")
         elif name == START:
             if not read_start(value):
-                raise ValueError(f"{START}: must have step and source, as docs/protocol.md says, not {value!r:.80}")
+                raise ValueError(f"{START}: must have step and source (docs/protocol.md), not {value!r:.80}")
         elif name == ENVIRONMENT:
             if not isinstance(value, dict):
                 raise ValueError(f"{ENVIRONMENT}: must be an object of gpu and packages, not {value!r:.80}")
@@ -174,7 +174,7 @@ class MergedProgress:
             elif name == STRAGGLERS:
                 self.values[name] = read_stragglers(value)
             elif name == START:
-                if "seconds" not in self.values.get(name, {}):  # A start with `seconds` is complete.
+                if "seconds" not in self.values.get(name, {}):  # Keep a start with `seconds`, which is complete.
                     self.values[name] = read_start(value)
             elif name not in (AUTOMATIC, *FLAGS, RESUMED, ACTIVITY, ROUND, ENVIRONMENT):
                 self.values[name] = value if is_number(value) else None

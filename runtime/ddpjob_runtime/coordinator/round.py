@@ -138,7 +138,7 @@ class Round:
         """
         known = self._drains
         if known is None or not self._has(known) or not self._may_have_workers(known):
-            # Members mostly end in rank order, so a search from the other end is short.
+            # Members mostly end in rank order, so a search from the highest rank is short.
             self._drains = next(filter(self._may_have_workers, reversed(self.members.values())), None)
         return self._drains is not None
 
@@ -409,7 +409,7 @@ class Round:
     # ---- judge
 
     def _judge_if_clear(self) -> None:
-        """Judge before all workers have ended, unless a member yet to report may be the cause."""
+        """Judge before all workers have ended, if the verdict is sure and no member is silent."""
         if self.judged or self._dump is not None or self._owner.held:
             return
         verdict, now = self._verdict(), self._loop.now()

@@ -396,9 +396,9 @@ class Rounds:
         """Continue without these late members, whatever they are doing."""
         for member in late:
             self._members.dismiss(member.pod, why)
-            self._loop.log(f"fences {member.pod}: {why}")
+            self._loop.log(f"fencing {member.pod}: {why}")
             member.dismiss(f"the group continues without this node: {why}")
-        for member in late:  # only now, because no round may form until all of them have been notified
+        for member in late:  # a second loop, because no round may form until all have been notified
             self.lose(member, why)
         self.advance()
 

@@ -146,7 +146,10 @@ class MemberConnection(asyncio.StreamReaderProtocol):
     _on_beat: Callable[[], bool] | None = None
 
     def take_beats(self, on_beat: Callable[[], bool]) -> None:
-        """Call `on_beat` for each heartbeat. If it returns False, pass the heartbeat on."""
+        """Call `on_beat` for each heartbeat.
+
+        If `on_beat` returns False, the member's task handles the heartbeat.
+        """
         self._on_beat = on_beat
 
     def data_received(self, data: bytes) -> None:
@@ -167,7 +170,11 @@ class Server:
         self._stood_still = float("-inf")
         """When this process last continued after a suspension (monotonic seconds)."""
         self._connections: dict[Member, asyncio.StreamWriter] = {}
-        self.coordinator = Coordinator(settings, now, loop.call_later, self._on_change, log, self._acknowledges)
+
+        def later(seconds: float, act: Callable[[], None]) -> None:
+            loop.call_later(seconds, loop.call_soon, act)  # First read what arrived while this process was suspended.
+
+        self.coordinator = Coordinator(settings, now, later, self._on_change, log, self._acknowledges)
 
     def renew(self) -> None:
         """Choose a new random number.
@@ -357,7 +364,7 @@ class Server:
             log(f"hello from {pod} (index {index}, attempt {attempt}): {resume or 'new'}"[:1000])
             generation = self.coordinator.settings.generation
             if hello.get("generation", generation) != generation:
-                send(ToMember.WELCOME, {"generation": generation})  # the member leaves: its generation differs
+                send(ToMember.WELCOME, {"generation": generation})  # its generation differs, so it will leave
                 return None
             member = self.coordinator.hello(pod, index, attempt, pid, send, float(grace), resume)
             if member is not None:

@@ -42,9 +42,8 @@ NAMED_RANKS = 8
 LOOK_SECONDS = 4.0
 """How long a check waits for the responses of all members."""
 LEAST_LOOKS, SPIN_LOOKS = 2, 6
-"""How many checks after the first one must show a standstill: if no rank spins on a GPU, and if one
-does.
-"""
+"""Number of checks after the first one that must show a standstill. The second number applies if a
+rank spins on a GPU."""
 LEAST_GAP = 2.0
 """Two checks closer together than this, in seconds, do not prove anything."""
 IDLE_SHARE, IDLE_BYTES = 0.02, 8192
@@ -57,7 +56,7 @@ PATIENCE = {
 traced process waits for its debugger.
 """
 
-FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$', re.M)
+FRAME = re.compile(r'^[ \t]*File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$', re.M)
 FIRST_CALL_FIRST = "(most recent call last)"
 COLLECTIVE_FILES = re.compile(
     r"/torch/distributed/(?!checkpoint/|elastic/|launcher/)|/torch/nn/parallel/distributed\.py$|/horovod/"

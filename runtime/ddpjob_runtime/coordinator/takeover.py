@@ -114,7 +114,7 @@ class Takeover:
         """Put a member back into its round, or notify it that the round no longer exists."""
         rounds = self._rounds
         if rounds.current is None or resumed.round > rounds.current.number:
-            # This coordinator has not begun a round with this number.
+            # This coordinator did not begin this round, so an earlier one did.
             if self._until is None:
                 self._hold(ADOPT_SECONDS)
             rounds.take_over(resumed.round, resumed.world)
@@ -150,8 +150,8 @@ class Takeover:
             known = self._members.ready_count >= self._rounds.size.nodes
         else:
             # The absent members' names are unknown. So if as many pods are gone, assume that they
-            # are the absent members' pods. Members that were asked to save may take long, even
-            # before they find this coordinator.
+            # are the absent members' pods. After a planned end, keep the long limit, because
+            # members may be saving before they look for this coordinator.
             over = current.broken and not current.ended_planned
             known = over or len(self._gone) >= current.absent
         if known and self._until > self._loop.now() + BROKEN_SECONDS:

@@ -120,7 +120,7 @@ class Witnesses:
             member.give_up()
         for member in lost:
             by = pods[min(by for by, rank in self._reports if rank == member.rank)]
-            why = f"its host acknowledges bytes neither to {by} nor to the coordinator"
+            why = f"its host does not acknowledge bytes from {by} or from the coordinator"
             self._loop.log(f"node {member.pod} ({member.state}): {why}; a spare is ready")
             self._rounds.lose(member, why)
         self._rounds.advance()

@@ -145,7 +145,7 @@ def connect(shutdown: Shutdown, mode: Mode) -> MemberClient:
                 ", ".join(f"DDPJOB_{name.upper()}" for name in missing)
             )
         )
-    os.environ["DDPJOB_PROTOCOL"] = str(protocol.VERSION)  # the workers read the coordinator's version
+    os.environ["DDPJOB_PROTOCOL"] = str(protocol.VERSION)  # for workers (docs/protocol.md)
     identity: dict[str, Any] = {
         "pod": job.pod,
         "pid": os.getpid(),
@@ -328,7 +328,7 @@ def warm_up() -> tuple[Any, str]:
     An image without torch fails later, when torchrun is imported.
     """
     if "OMP_NUM_THREADS" not in os.environ and processes_per_node() > 1:
-        os.environ["OMP_NUM_THREADS"] = "1"  # torchrun does the same. torch reads it on import, which is next.
+        os.environ["OMP_NUM_THREADS"] = "1"  # As in torchrun. torch, which is imported next, reads it.
     if not hasattr(os, "fork"):
         return None, "this system cannot fork"
     from ddpjob_runtime.launcher import forkserver
@@ -389,7 +389,7 @@ def require_torchrun() -> Any:
             lacks = torch_parts.missing()
     except Exception as error:  # includes OSError, when a CUDA library is missing
         if isinstance(error, MemoryError) or getattr(error, "errno", None) is not None:
-            raise  # Temporary, and due to this node: if the image lacked a library, there would be no errno.
+            raise  # The node has a temporary problem. If the image lacked a library, there would be no errno.
         what = f"{sys.executable} (Python {sys.version.split()[0]}) cannot import torch.distributed.run: {error}"
         raise InitFailure(f"{what}; use an image whose python3 has PyTorch 2.6 or later") from error
     if lacks:
@@ -479,7 +479,7 @@ def classify(error: BaseException) -> tuple[str, int]:
     A lost rendezvous is a consequence; any other exception is a failure of this node.
     """
     if "torch.distributed.elastic.rendezvous.api" not in sys.modules:
-        return "Error", 1  # The module is not imported yet, and torch may be the cause.
+        return "Error", 1  # The error has a different type, and importing torch here may fail too.
     import torch.distributed as dist
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 

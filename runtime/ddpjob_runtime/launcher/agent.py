@@ -228,7 +228,8 @@ class CoordinatedAgent(LocalElasticAgent):
         self._node_shutdown.block_if_begun()
         if result.state == WorkerState.FAILED:
             self._report(self._pcontext, self._round, _ranks(worker_group))
-            self._remaining_restarts = max(self._remaining_restarts, 1)  # the operator counts restarts
+            # Never give up here, because the operator counts restarts.
+            self._remaining_restarts = max(self._remaining_restarts, 1)
         elif result.state == WorkerState.UNHEALTHY:
             self._remaining_restarts = max(self._remaining_restarts, 1)
         elif result.state == WorkerState.SUCCEEDED:
@@ -294,7 +295,7 @@ class CoordinatedAgent(LocalElasticAgent):
                 round=number,
                 rank=rank,
                 localRank=local[rank],
-                text=protocol.clip(text, protocol.MAX_TRACEBACK),
+                text=protocol.clip_kept(text, protocol.MAX_TRACEBACK),
                 idle=True if found == protocol.RANK_ENDED else idle[rank],
             )
 
@@ -323,7 +324,7 @@ class CoordinatedAgent(LocalElasticAgent):
             ranks=[
                 {
                     "rank": rank,
-                    "text": text[:share],  # it begins with the innermost frame
+                    "text": text[:share],  # the innermost frames come first
                     "digest": hashlib.sha256(text.encode()).hexdigest()[:16],
                     **now[pid].since(before.get(pid)),
                 }
@@ -469,7 +470,8 @@ def send_failure(
             message += ABORTED
     now = time.time()
     client.send(FromMember.FAILURE, round=number, rank=rank, localRank=local_rank, pid=pid, exitCode=code, signal=name,
-        message=protocol.clip(message), traceback=protocol.clip(error.traceback, protocol.MAX_TRACEBACK),
+        message=protocol.clip_kept(message, protocol.MAX_TEXT),
+        traceback=protocol.clip_kept(error.traceback, protocol.MAX_TRACEBACK),
         time=error.time or now, sent=now, oom=out_of_memory, init=error.init,
     )  # fmt: skip
 

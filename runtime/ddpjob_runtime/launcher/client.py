@@ -297,7 +297,7 @@ class MemberClient:
                 over, why, welcomed = self._read(stream)
                 if over or self._closing:
                     return
-                if welcomed:  # a coordinator that does not welcome this node is not retried forever
+                if welcomed:  # otherwise, the time limit still applies
                     missed_since, known, pause = time.monotonic(), True, 0.05
             time.sleep(pause * chance.uniform(0.5, 1.5))
             pause = min(pause * 1.5, 1.0 if time.monotonic() < missed_since + FIRST_SECONDS else 5.0)
@@ -388,13 +388,13 @@ class MemberClient:
         parts = "coordinator", *nonces, str(generation), str(attempt)
         if not protocol.is_sealed(answer.get("proof"), self._token, *parts):
             raise ConnectionError("the coordinator there does not know this job's token (DDPJOB_TOKEN)")
-        if not isinstance(generation, int) or not isinstance(attempt, int):  # a relay may quote them
+        if not isinstance(generation, int) or not isinstance(attempt, int):  # a relay may have made them strings
             raise ConnectionError("its generation or its attempt is not a number")
         return nonces, (generation, attempt)
 
     def _look(self) -> None:
         """Check regularly whether the name leads to a later coordinator than the connected one."""
-        chance = random.Random()  # A script may rely on the sequence of the global generator.
+        chance = random.Random()  # The global generator is left to the script, which may have seeded it.
         while not self._closing:
             time.sleep(LOOKUP_SECONDS * chance.uniform(0.75, 1.25))
             with self._lock:
@@ -415,7 +415,7 @@ class MemberClient:
                 continue  # not a coordinator of this job
             if place[0] > self._identity.get("generation", place[0]):
                 self._leave_generation(place[0])
-                return  # finding its other addresses does not count as the second time
+                return  # another address of this coordinator does not count as the second find
             if place > self._place:
                 self._move(stream, place)
                 return
@@ -493,7 +493,7 @@ class MemberClient:
     def _on_go(self, message: dict[str, Any]) -> None:
         with self.changed:
             if self._ready is None or message["round"] <= self._ready["after"]:
-                return  # sent before the coordinator got this node's next line
+                return  # stale: sent before the coordinator got this node's latest line
             self._ready, self._go, self._idle_since = None, message, None
             with self._lock:
                 self._failures = []

@@ -43,8 +43,8 @@ STAGES = 5
 stages of pairs.
 """
 MARGIN_SECONDS = 15.0
-"""Seconds that a stage may take in addition to the check: once for the meeting address, once for
-the results, and twice for the verdict."""
+"""Seconds to allow for an exchange over the store. In addition to its check, a stage may take this
+once for the meeting address, once for the results, and twice for the verdict."""
 _POLL_SECONDS = 0.05
 _MAX_OUTPUT = 64 * 1024
 

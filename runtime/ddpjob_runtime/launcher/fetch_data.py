@@ -343,7 +343,7 @@ class Fetch:
         with os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), "r+b") as file:
             try:
                 if os.fstat(file.fileno()).st_size > remote.size:
-                    file.truncate(0)  # The runtime did not write this content.
+                    file.truncate(0)  # It is too long, so the runtime did not write it.
                 while piece := file.read(PIECE):
                     sums.update(piece)
                     counted = self._count(counted, piece)
@@ -351,7 +351,7 @@ class Fetch:
                     headers, pieces = reader.open(remote, counted)
                     sums.expect(headers)
                     with self._lock:
-                        self._problem = ""  # Reset it now, because the object may take hours.
+                        self._problem = ""  # The bucket responds, and the rest of the object may take hours.
                     for piece in pieces:
                         if counted + len(piece) > remote.size:
                             reader.close()

@@ -291,7 +291,7 @@ def _serve(orders: socket.socket, modules: list[str]) -> NoReturn:
     """Import modules, fork workers on demand, report their ends, and end with the launcher."""
     die_with_parent()
     for number in ENDING_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # the launcher decides
+        signal.signal(number, signal.SIG_IGN)  # the launcher decides when this process ends
     _send(orders, ready=_import(modules, orders))
     import_report(worker.packages())
     gc.collect()
@@ -424,7 +424,7 @@ def _find_obstacle() -> str:
 
 def _open_devices() -> bool:
     for file in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # the folder's own descriptor
+        with contextlib.suppress(OSError):  # the listing's own descriptor is closed by now
             if str(file.readlink()).startswith(DEVICES):
                 return True
     return False
@@ -494,7 +494,7 @@ def _become(order: dict[str, Any], parent: int) -> NoReturn:
         # The worker itself hides torch, after hooking into the existing optimizers to count steps.
         code = _exit_code_of(lambda: worker.run(order["words"], lambda: hide_torch(TORCH_PATHS)))
         _finalize(shared)
-        del runtime  # it was hidden from the program, but kept alive until here
+        del runtime  # keeps the hidden modules alive until here
     finally:
         if code == -signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -511,7 +511,7 @@ def _redirect(order: dict[str, Any]) -> None:
             os.close(opened)
     libc = ctypes.CDLL(None)
     for name in ("stdin", "stdout", "stderr"):  # C's own streams as well; 2 is _IONBF
-        with contextlib.suppress(ValueError):  # another C library
+        with contextlib.suppress(ValueError):  # a C library with different names
             libc.setvbuf(ctypes.c_void_p.in_dll(libc, name), None, 2, 0)
     for number, name in ((1, "stdout"), (2, "stderr")):
         old = getattr(sys, name)

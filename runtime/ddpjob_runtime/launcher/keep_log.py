@@ -121,7 +121,8 @@ class FileKeeper:
             if self._folder.parent.is_dir():
                 self._append(left)
         finally:
-            # If the note is complete in the file, only the bytes after it are still to be reported.
+            # The next note must report the unwritten bytes and, unless this note was written
+            # completely, the earlier losses too.
             self._lost = len(left) if len(left) <= len(data) else self._lost + len(data)
 
     def _append(self, left: bytearray) -> None:

@@ -63,7 +63,7 @@ def reveal_loggers(hidden: dict[str, logging.Logger]) -> None:
             continue
         manager.loggerDict[name] = logger
         manager._fixupParents(logger)
-        if made is not None:  # It is a placeholder, because the program has made a child.
+        if made is not None:  # a placeholder, because the program has created only a child logger
             manager._fixupChildren(made, logger)
     manager._clear_cache()
 

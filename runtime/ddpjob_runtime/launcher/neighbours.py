@@ -199,7 +199,7 @@ class Neighbours:
         with contextlib.suppress(OSError):  # For example, too many open files.
             self._connect(place, now)
         for link in list(self._links):
-            if link in self._links:  # The link was not replaced during this tick.
+            if link in self._links:  # unless it was dropped during this tick
                 self._attend(link, place, now, stalled)
 
     def _attend(self, link: _Link, place: RingPlace, now: float, stalled: bool) -> None:
@@ -232,7 +232,7 @@ class Neighbours:
             return
         self._connect_at, self._pause = now + self._pause, min(2 * self._pause, LONGEST_PAUSE)
         stream = _prepared(socket.socket(_family(place.next[0])))
-        stream.connect_ex(place.next)  # An error is found when the greeting is sent.
+        stream.connect_ex(place.next)  # An error shows up when the greeting is sent.
         self._links.append(_Link(stream, now + GREETING_SECONDS, secrets.token_hex(16)))
 
     def _drop(self, link: _Link) -> None:

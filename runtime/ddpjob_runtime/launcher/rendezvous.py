@@ -53,7 +53,8 @@ from ddpjob_runtime.launcher.shutdown import Shutdown, log
 
 FAST_BACKEND = "ddpjob"
 STORE_SECONDS = 15.0
-"""How long to wait for a key in a complete rendezvous. Its writer is either present or dead."""
+"""How long to wait for a key in a complete rendezvous. By then, the node that writes the key is
+either there or dead."""
 CONNECT_SECONDS = 2.0
 LOOKUP_SECONDS = 25.0
 """How long to wait for a connection to a listening store, as a name server may be slow or down."""

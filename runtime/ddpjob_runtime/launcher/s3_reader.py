@@ -201,15 +201,16 @@ def _text_of(path: str) -> str:
 
 def _answer(request: urllib.request.Request, what: str) -> bytes:
     try:
-        with urllib.request.urlopen(request, timeout=SILENCE_SECONDS) as answer:
-            body = bytes(answer.read(_ERROR_BYTES))
-            if len(body) < _ERROR_BYTES and answer.length:
-                raise Away(f"no credentials from {what}: the response is incomplete")
-            return body
-    except urllib.error.HTTPError as error:
-        text = error.read(_ERROR_BYTES).decode(errors="replace")
-        kind = Away if error.code >= 500 or error.code == 429 or _PASSING_OF_KEYS.search(text) else BucketRefusal
-        raise kind(f"no credentials from {what}: HTTP {error.code}: {' '.join(text.split())[:300]}") from None
+        try:
+            with urllib.request.urlopen(request, timeout=SILENCE_SECONDS) as answer:
+                body = bytes(answer.read(_ERROR_BYTES))
+                if len(body) < _ERROR_BYTES and answer.length:
+                    raise Away(f"no credentials from {what}: the response is incomplete")
+                return body
+        except urllib.error.HTTPError as error:
+            text = error.read(_ERROR_BYTES).decode(errors="replace")  # The connection may break here too.
+            kind = Away if error.code >= 500 or error.code == 429 or _PASSING_OF_KEYS.search(text) else BucketRefusal
+            raise kind(f"no credentials from {what}: HTTP {error.code}: {' '.join(text.split())[:300]}") from None
     except (OSError, http.client.HTTPException) as error:
         raise Away(f"no credentials from {what}: {error}") from None
 
@@ -308,9 +309,10 @@ class Reader:
 
     def _pieces(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
         while True:
-            piece = self._read(response.read1, PIECE)  # `read` may take minutes on a slow connection.
+            # `read` would wait for a full piece, which may take minutes on a slow connection.
+            piece = self._read(response.read1, PIECE)
             if not piece:
-                response.close()  # Before Python 3.13, it stays open and blocks the connection's next request.
+                response.close()  # An open response blocks the connection's next request before Python 3.13.
                 return
             yield piece
 

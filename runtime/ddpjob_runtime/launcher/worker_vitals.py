@@ -57,7 +57,7 @@ ON_NAMES = {
 }  # fmt: skip
 SLEEPS = {"x86_64": (35, 230), "aarch64": (101, 115)}
 SELECTS = {"x86_64": (23, 270), "aarch64": (72,)}
-"""These calls are also sleeps, if they do not wait for files."""
+"""System calls that sleep. Those in SELECTS do so only if they do not wait for files."""
 
 DIAGNOSE, OF_FAMILY, DUMP, DONE, ERROR = 4, 20, 0x301, 3, 2
 """Netlink's numbers for the protocol, the request, its flags, and the types of the last

@@ -1,4 +1,4 @@
-"""Runs scripts in sequence, each in one worker that is started as the launcher does it.
+"""Runs scripts in sequence, each in a worker that is started as the launcher starts it.
 
 python forked_workers.py FOLDER SCRIPT...
 """

@@ -1,5 +1,5 @@
 """A plain distributed script without @record. Each step sums over all ranks. Flags request faults,
-once per job.
+which occur once per job.
 """
 
 import argparse

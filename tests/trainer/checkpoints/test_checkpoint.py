@@ -1,4 +1,4 @@
-"""Checkpoints are atomic, checksummed, and written in parallel to training. Training resumes from
+"""Checkpoints are atomic, checksummed, and written while training continues. Training resumes from
 the newest complete checkpoint, whichever node has it.
 """
 

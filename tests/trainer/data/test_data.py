@@ -193,7 +193,7 @@ def test_crop_and_flip_uses_the_random_numbers_drawn_for_each_sample() -> None:
         assert torch.equal(shown, functional.hflip(crop) if draws[number, 2] < 0.5 else crop)
 
 
-def test_reflected_borders_and_alternating_flips_are_airbenchs() -> None:
+def test_reflected_borders_and_alternating_flips_match_airbench() -> None:
     """airbench mirrors half of the images in the first epoch, then all of them in odd epochs."""
     from ddpjob_trainer.data.randomness import uniform
 

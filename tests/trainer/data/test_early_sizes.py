@@ -65,7 +65,7 @@ def recorded(path: Path) -> Callable[[int], None]:
     return prepare
 
 
-def test_growing_images_give_the_same_training_on_any_ranks_and_after_restarts(folder: Path, tmp_path: Path) -> None:
+def test_growing_images_train_the_same_on_any_number_of_ranks_and_after_restarts(folder: Path, tmp_path: Path) -> None:
     """An epoch has three steps. Training is stopped within the first and the second epoch, while
     the next epoch's images may already be read. The losses are the same to the bit. A pipeline gets
     each size too.

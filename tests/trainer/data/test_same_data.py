@@ -75,7 +75,7 @@ def test_a_resume_with_different_images_of_the_same_number_is_reported(
         good(1, [*TRAINING, *keys, f"train.epochs={epochs}"])
         return capfd.readouterr().out
 
-    warning = "warning: the data differ from those of the checkpoint"
+    warning = "warning: the data differs from the checkpoint's"
     assert warning not in resumed(nodes[0], 1)
     assert warning not in resumed(nodes[0], 2)
     assert warning in (said := resumed(nodes[1], 3)) and "epoch 3 repeats some and omits others" in said

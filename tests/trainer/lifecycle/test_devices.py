@@ -88,7 +88,7 @@ class Callback:
 
 @pytest.mark.skipif(not hasattr(os, "confstr") or "CS_GNU_LIBC_VERSION" not in os.confstr_names, reason="needs glibc")
 @pytest.mark.parametrize(("tuned", "kept"), [({}, True), ({"MALLOC_TRIM_THRESHOLD_": "131072"}, False)])
-def test_a_step_on_a_cpu_reuses_the_memory_of_the_step_before(
+def test_a_step_on_a_cpu_reuses_the_memory_of_the_previous_step(
     tuned: dict[str, str], kept: bool, tmp_path: Path
 ) -> None:
     (tmp_path / "faults.py").write_text(FAULTS)

@@ -1,5 +1,5 @@
-"""How long a rank that was asked to stop waits for its peers, and that its child processes still
-terminate on SIGTERM.
+"""How long a rank that was asked to stop waits for its peers. Its child processes still end on
+SIGTERM.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def recipe(**changed: Any) -> list[str]:
     return [f"{key}={','.join(value) if isinstance(value, list) else value}" for key, value in keys.items()]
 
 
-def test_the_model_computes_the_same_as_airbenchs() -> None:
+def test_the_model_computes_the_same_as_airbench() -> None:
     ours, theirs = both()
     images = torch.randn(6, 3, 32, 32)
     for training in (True, False):
@@ -74,7 +74,7 @@ def test_the_model_computes_the_same_as_airbenchs() -> None:
     torch.testing.assert_close(their_names(ours.state_dict()), dict(theirs.state_dict()))
 
 
-def test_the_model_starts_like_airbenchs() -> None:
+def test_the_model_starts_like_airbench() -> None:
     """Convolutions copy their inputs, and the head has a variance of 1."""
     for model in both(16):
         if isinstance(model, jordan.CifarNet):
@@ -90,7 +90,7 @@ def test_the_model_starts_like_airbenchs() -> None:
         assert float(model.head.weight.detach().std()) == pytest.approx(1, abs=1e-5)
 
 
-def test_the_filters_are_airbenchs_and_make_the_patches_uncorrelated() -> None:
+def test_the_filters_match_airbench_and_make_the_patches_uncorrelated() -> None:
     pixels, mean, std = smooth_images(150), (0.5, 0.4, 0.6), (0.2, 0.3, 0.25)
     labels = torch.zeros(150, dtype=torch.int64)
     data = MemoryData(
@@ -129,7 +129,7 @@ def test_a_layer_that_does_not_fit_the_images_is_refused() -> None:
 
 
 @pytest.mark.parametrize("wrong", [None, "optim__muon_momentum", "optim__momentum", "optim__groups"])
-def test_the_recipes_steps_are_airbenchs(wrong: str | None) -> None:
+def test_the_recipes_steps_match_airbench(wrong: str | None) -> None:
     """The reference adds up the losses of 2000 images; here, a mean over fewer ones is multiplied.
     A changed key must show.
     """
@@ -236,7 +236,7 @@ def noting_filters(path: Path, then: Any = lambda rank: None) -> Any:
     return prepare
 
 
-def test_a_run_of_the_recipe_is_exact_on_other_ranks_and_after_a_resume(tmp_path: Path) -> None:
+def test_a_run_of_the_recipe_is_exact_on_more_ranks_and_after_a_resume(tmp_path: Path) -> None:
     """Two ranks differ from one by rounding at most, and a resume does not differ at all. Only rank
     0 of a new run computes filters, because a checkpoint contains them.
     """

@@ -1,5 +1,5 @@
-"""A model is a chain of modules and is cut in the cheapest way. The parts of ddp_mp are on their
-own devices.
+"""A model that is a chain of modules is split into parts of nearly equal cost. Each part of ddp_mp
+is on its own device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Muon's steps equal those of its author's code, and a run with it does not depend on the ranks."""
+"""Muon's steps equal those of its author's code, and a run with Muon gives the same result on any
+number of ranks.
+"""
 
 from __future__ import annotations
 

@@ -285,7 +285,7 @@ def test_nonfinite_images_do_not_affect_running_statistics(level: str) -> None:
     assert all(torch.equal(value, before[name]) for name, value in strategy.model.named_buffers() if name in before)
 
 
-def test_the_dynamic_scale_changes_like_gradscalers() -> None:
+def test_the_dynamic_scale_changes_as_in_gradscaler() -> None:
     strategy = opened("amp.level=O1", "amp.dtype=float16", "amp.scale_window=3")
     scale = lambda: strategy.precision.state()["scaler"]["scale"]  # noqa: E731
     steps(strategy, range(2))

@@ -80,7 +80,8 @@ def check_resume(snapshot: Mapping[str, Any], wanted: Tensors, settings: Mapping
 
 def changed_keys(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return the checkpoint's `key=value` for each key that shapes tensors and has changed."""
-    fixed = () if was.get("data.name") == "synthetic" else ("data.shape", "data.classes")  # The data set fixes these.
+    # Every other data set determines its shape and classes itself.
+    fixed = () if was.get("data.name") == "synthetic" else ("data.shape", "data.classes")
     shaping = (key for key in was if key.startswith(_SHAPING) and key not in fixed)
     return [f"{key}={_written(was[key])}" for key in shaping if key in now and was[key] != now[key]]
 

@@ -348,7 +348,7 @@ class CheckpointFolder:
                 incarnation, group = self._claim.incarnation, self._parts_group
                 names = dcp.write(path, incarnation, taken, metadata, group, self._check_claim, self._heads)
             else:
-                self._check_claim()  # A missing folder is not recreated.
+                self._check_claim()  # Raises if the folder is gone, so that it is not recreated.
                 torch_file.write(path, taken, metadata, self._check_claim)
         except OSError:
             # The error may be the result of a newer incarnation, which removes temporary files.

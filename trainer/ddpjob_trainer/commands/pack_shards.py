@@ -158,7 +158,7 @@ def plan(images: Folder, size: int) -> list[list[PackedImage]]:
 def _keep_plan(path: Path, planned: list[list[PackedImage]], scaling: Scaling | None) -> None:
     """Record the plan. Raises DataError if the folder holds shards from a different plan.
 
-    Plans differ if the images differ, the size of shards, or how images are scaled.
+    Plans differ if the images, the size of shards or the scaling differs.
     """
     text = json.dumps([[(entry.path, entry.size, entry.label) for entry in shard] for shard in planned])
     text += "" if scaling is None else json.dumps([scaling.side, scaling.quality])

@@ -33,7 +33,7 @@ def pad(images: torch.Tensor, width: int, padding: Padding) -> torch.Tensor:
 
 
 def check_shift(shift: int, shape: Sequence[int]) -> None:
-    """Raise ConfigError if images of `shape` (channels, height, width) cannot be shifted so far."""
+    """Raise ConfigError if images of `shape` (channels, height, width) do not permit this shift."""
     if not 0 <= shift < min(shape[1:]):
         raise ConfigError(f"data.shift={shift}: must be from 0 to {min(shape[1:]) - 1} pixels")
 

@@ -15,8 +15,8 @@ writes are turned into descriptions of an array:
     REDUCE  _codecs.encode(text, "latin1")                -> bytes, as Python 3 writes them in protocol 2
 
 Contents are converted or copied only at the end, and only in the two fields that are read.
-Otherwise, a memory bomb could repeat such a call. Memory use is bounded by the file's size and its
-number of opcodes.
+Otherwise, a small file could fill the memory by repeating a conversion. Memory use is bounded by
+the file's size and its number of opcodes.
 """
 
 from __future__ import annotations

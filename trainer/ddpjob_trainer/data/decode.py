@@ -27,7 +27,7 @@ MOST_BYTES = 6 * MOST_PIXELS
 _MOST_SCANS = 500
 """Maximum number of scans in a progressive JPEG. Each scan, however short, is a pass over all
 pixels; encoders write about 10."""
-_TILE_WIDTH, _TILE_LENGTH = 322, 323  # TIFF's tags.
+_TILE_WIDTH, _TILE_LENGTH = 322, 323  # tags in TIFF files
 # libjpeg-turbo has vector code for these scales. Intermediate scales cost more than they save.
 _SCALES = (8, 4, 2)
 TEST_CROP = 224 / 256
@@ -131,13 +131,13 @@ def _decode(content: bytes, choose: Callable[[int, int], Box], size: int | None)
         try:
             height, width, colours, _ = simplejpeg.decode_jpeg_header(content)
             check_pixels(height, width)
-            if colours not in ("CMYK", "YCCK"):  # libjpeg does not convert these two.
+            if colours not in ("CMYK", "YCCK"):  # Pillow converts these two, but libjpeg does not.
                 box = choose(height, width)
                 scale = _scale(box, size)
                 pixels = simplejpeg.decode_jpeg(content, min_height=-(-height // scale), min_width=-(-width // scale))
                 return _planes(pixels), _scale_box(box, pixels.shape[0] / height, pixels.shape[1] / width)
-        except ValueError:  # libjpeg's warnings raise it too. Pillow distinguishes them from broken files.
-            pass
+        except ValueError:
+            pass  # It may be only a warning of libjpeg, which Pillow distinguishes from a broken file.
     pixels = _decode_with_pillow(content)
     return _planes(pixels), choose(*pixels.shape[:2])
 
@@ -159,8 +159,8 @@ def _scale_box(box: Box, down: float, across: float) -> Box:
 
 def _decode_with_pillow(content: bytes) -> npt.NDArray[np.uint8]:
     with _open_image(content) as image:
-        sixteen = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM")  # Maximum: 65535.
-        # Pillow's conversion would clip such values at 255, making the image white.
+        sixteen = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM")
+        # Pillow's conversion would clip values at 255, making a 16-bit image white.
         if sixteen:
             grey = (np.asarray(image) >> 8).astype(np.uint8)
             return np.broadcast_to(grey[..., None], (*grey.shape, 3)).copy()
@@ -184,7 +184,7 @@ def _open_image(content: bytes) -> Iterator[Any]:
             check_pixels(*size)
         with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
             check_pixels(image.height, image.width)
-            # libtiff decodes whole tiles, however small the image is.
+            # libtiff decodes whole tiles, so a tile must not be too large either.
             tags: Any = getattr(image, "tag_v2", {})
             check_pixels(*(tags.get(tag, 0) for tag in (_TILE_LENGTH, _TILE_WIDTH)))
             yield image

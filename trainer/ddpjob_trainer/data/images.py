@@ -147,7 +147,8 @@ class ImageData(DataSet):
         if apart:
             trains = torch.cuda.current_stream(self._device)
             trains.wait_stream(apart)
-            pixels.record_stream(trains)  # Otherwise its memory is reused as soon as Python drops it.
+            # Otherwise, its memory could be reused while the stream that trains still reads it.
+            pixels.record_stream(trains)
         if bad:
             whole = next((index for index in range(len(numbers)) if index not in bad), None)
             pixels[bad] = 0 if whole is None else pixels[whole].clone()

@@ -99,7 +99,7 @@ class Pool(Generic[C]):
             worker_init_fn=_stay_with_the_rank,
             # Only forking shares the list of images without copying or pickling.
             multiprocessing_context="fork" if workers and "fork" in multiprocessing.get_all_start_methods() else None,
-            # Without its own generator, each epoch would draw from dropout's generator.
+            # Without its own generator, the loader would draw from dropout's in each epoch.
             generator=torch.Generator(),
         )
 
@@ -170,6 +170,6 @@ def _identity(chunk: Any) -> Any:
 def _next(chunks: Iterator[C]) -> C | None:
     try:
         return next(chunks, None)
-    except TrainerError as error:  # A worker process wraps the message in a traceback.
+    except TrainerError as error:  # A worker process puts the message at the end of a traceback.
         kind = type(error)
         raise kind(str(error).strip().rsplit(f"{kind.__name__}: ", 1)[-1]) from error

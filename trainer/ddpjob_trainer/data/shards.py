@@ -126,7 +126,7 @@ def open_shards(config: DataConfig, device: torch.device) -> ImageData:
 def _allow_open_files() -> None:
     """Raise the soft limit on open files (often 1024). Each worker keeps all shards open."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # macOS has an additional, lower limit.
+    with contextlib.suppress(OSError, ValueError):  # macOS refuses more than its own, lower limit.
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 

@@ -157,7 +157,8 @@ def limit_threads(threads: int, local_world: int, *, repeatable: bool = False) -
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
 _LARGEST_MMAP_THRESHOLD = 32 * 2**20
-"""Bytes. glibc raises its threshold up to this by itself, unless the trim threshold is set."""
+"""The largest threshold in bytes that glibc sets by itself. It sets none if the trim threshold is
+set."""
 
 
 def keep_freed_memory() -> None:

@@ -172,7 +172,8 @@ def _count_waits_of_streams() -> None:
     def wrap(call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def counted(*given: Any, **named: Any) -> Any:
-            # Backward passes run in torch's own threads, which Python calls Dummy.
+            # Count torch's own threads too, because backward passes run in them. Python calls them
+            # Dummy.
             thread = threading.current_thread()
             counts = thread.ident == trains or thread.name.startswith("Dummy-")
             in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]

@@ -125,7 +125,7 @@ class StopRequest:
         now = time.monotonic()
         if not self._steps:
             self._note_step()
-        # The batches of an evaluation do not show how long steps are.
+        # An evaluation counts no steps, so their mean time is then unknown.
         mean = (now - self._last_begun) / self._steps if self._steps else math.inf
         self._last_begun, self._steps = now, 0
         state = self._saver.state if self._saver else SaverState()

@@ -107,7 +107,7 @@ class _Bias(nn.Module):
 
 
 class _Head(nn.Linear):
-    """A linear layer without bias, with weights of variance 1 and scores divided by the inputs."""
+    """A linear layer without bias, with weights of variance 1 and scores divided by `inputs`."""
 
     def __init__(self, inputs: int, classes: int) -> None:
         super().__init__(inputs, classes, bias=False)

@@ -112,9 +112,9 @@ def _flattened(buffers: list[torch.Tensor]) -> list[torch.Tensor]:
         flats.append(torch.cat([buffer.detach().flatten() for buffer in alike]))
         for buffer, piece in zip(alike, torch.split(flats[-1], [buffer.numel() for buffer in alike]), strict=True):
             # Assign .data, so that the buffer remains the same tensor, and autograd does not count
-            # a copy into it as a change. autograd keeps the buffers for the backward pass, but in
-            # training, that pass does not read them. In a pipeline, the backward pass follows the
-            # next micro-batch's forward pass.
+            # a copy into it as a change. autograd keeps the buffers for the backward pass, which
+            # does not read them in training. In a pipeline, they change in between, because
+            # the next micro-batch's forward pass comes before that backward pass.
             buffer.data = piece.view_as(buffer)
     return flats
 

@@ -46,8 +46,8 @@ def synchronize(model: nn.Module, device: torch.device) -> nn.Module:
 class _SyncBatchNorm(nn.SyncBatchNorm):
     """torch's layer, extended to shares that may be empty.
 
-    For an empty share, torch's layer sends zeros in the input's format, but ranks with samples send
-    float32.
+    For an empty share, torch's layer would send zeros in the input's format, which does not match
+    the float32 that ranks with samples send.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -83,7 +83,7 @@ class Muon(GroupedOptimizer):
 def orthogonalize(matrix: torch.Tensor, steps: int, short: torch.dtype) -> torch.Tensor:
     """Return roughly U V of a matrix U S V, by Newton-Schulz iterations in the format `short`."""
     wide = matrix if len(matrix) <= matrix.shape[1] else matrix.T
-    # The norm bounds the singular values by 1, from where the iterations converge.
+    # Divided by the norm, the matrix has singular values up to 1, so that the iterations converge.
     x = wide.to(short)
     x = x / (x.norm() + _EPSILON)
     for _ in range(steps):

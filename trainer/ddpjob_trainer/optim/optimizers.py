@@ -56,7 +56,7 @@ def build_optimizer(
         case OptimizerName.MUON:
             from ddpjob_trainer.optim.muon import Muon
 
-            # A sum in a different order changes how bfloat16 rounds, so float32 stays exact.
+            # bfloat16 would round a sum in a different order differently, so float32 is kept.
             short = computed_in if computed_in is torch.float32 else torch.bfloat16
             return Muon(
                 groups, rate, config.muon_momentum, decay, config.muon_steps, short, fixed_norm=config.muon_fixed_norm

@@ -134,7 +134,7 @@ class Exchange:
 
 
 def _try_to_open(file: str) -> None:
-    # The store's own error is the best description of the problem.
+    # Ignore errors here, because the store's own error describes the problem better.
     with contextlib.suppress(OSError), Path(file).open("ab"):
         pass
 

@@ -29,7 +29,7 @@ class ProgressClient(Outbox):
         self._said: str | None = None  # The activity that the coordinator knows of.
         # None if stragglers have not been posted yet.
         self._stragglers: list[dict[str, float]] | None = None
-        self._said_stragglers: Any = None  # The last stragglers posted, and their coordinator.
+        self._said_stragglers: Any = None  # The last stragglers posted, and the coordinator that got them.
         super().__init__("coordinator-link")
 
     @classmethod

@@ -31,7 +31,7 @@ _BUFFERS = (
     if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
     else "broadcast_buffers"
 )
-"""The name of the option depends on the version of torch."""
+"""DDP's option to synchronize buffers. Its name depends on the version of torch."""
 
 
 class Ddp(Strategy):

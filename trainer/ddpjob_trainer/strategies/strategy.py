@@ -74,7 +74,7 @@ class Strategy:
     """Whether all ranks need the same number of micro-batches because a forward pass is a
     collective."""
     divides = False
-    """Whether micro-batches may be divided differently among a changed number of ranks."""
+    """Whether micro-batches may be divided if whole ones would leave ranks idle."""
     recomputes = False
     """Whether the backward pass repeats the forward pass, in which ranks then cannot exchange
     statistics of shared micro-batches (see `sampler.Part`)."""

@@ -76,14 +76,14 @@ class DeepSpeed(Strategy):
         """Wrap the model and the optimizer in DeepSpeed's engine."""
         refuse_scalars(model, "deepspeed")
         super().prepare(model, shape)
-        network = Autocasting(self.model, self.precision)  # The engine leaves autocast before it calls its model.
+        network = Autocasting(self.model, self.precision)  # The engine leaves autocast, so the model enters it again.
         engine, *_ = self._deepspeed.initialize(
             model=network, optimizer=self.optimizer, config=self._settings, dist_init_required=False
         )
         self._engine: Any = engine
         self._engine.set_gradient_accumulation_boundary(True)
         self.network, self.optimizer, self.precision.engine = engine, engine.optimizer, engine
-        if self.average is not None:  # The engine has moved the weights.
+        if self.average is not None:  # The old one refers to weights that the engine has moved.
             self.average = self.moving_average()
 
     # ------------------------------------------------------------ training
@@ -357,8 +357,8 @@ def _import_deepspeed(device: torch.device) -> ModuleType:
             " strategy=fsdp, which also shards weights"
         ) from error
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # DeepSpeed warns about optimizers that are not its own.
-    # On a CPU, its first start would compile a shared-memory reduction, which is useful only for
-    # ranks on the same node.
+    # On a CPU, DeepSpeed would compile a shared-memory reduction at its first start, which is
+    # useful only for ranks on the same node.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     module: ModuleType = deepspeed
     return module
