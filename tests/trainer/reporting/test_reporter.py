@@ -266,13 +266,14 @@ def test_metrics_that_a_users_script_reports_are_drawn(tmp_path: Path) -> None:
         {"event": "step", "step": 4, "loss": 2.0, "lr": 0.1},
         {"event": "eval", "step": 4, "accuracy": 0.5},
         {"event": "step", "step": 8, "loss": 1.0, "lr": 0.1},
+        {"event": "eval", "step": 8, "accuracy": None},  # It was NaN.
     ]
     log = tmp_path / "metrics.jsonl"
     log.write_text("".join(json.dumps({"time": number, **row}) + "\n" for number, row in enumerate(rows)))
     target = tmp_path / "plot.svg"
     assert plot_runs.main([str(tmp_path), "-o", str(target)]) == 0
     drawn = target.read_text()
-    assert "<!-- not reported -->" in drawn and "test accuracy 50.00%" in drawn
+    assert "<!-- not reported -->" in drawn and "<!-- 50.00% -->" in drawn
 
 
 @pytest.mark.parametrize(("run", "named"), [("d/run", "d"), ("runs/a", "runs/a/checkpoints"), ("runs/a", "runs/a")])

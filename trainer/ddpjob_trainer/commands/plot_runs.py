@@ -134,7 +134,7 @@ def _dress(panels: list[Axes], histories: list[History]) -> None:
     most = max(world for history in histories for _, _, world in history.worlds)
     panels[3].set_ylim(0, most * 1.25)
     panels[3].yaxis.set_major_locator(MaxNLocator(integer=True))
-    values = [100 * row["accuracy"] for history in histories for row in history.evaluations if "accuracy" in row]
+    values = [100 * row["accuracy"] for history in histories for row in history.evaluations if _has(row, "accuracy")]
     if values:
         room = max(1.0, 0.15 * (max(values) - min(values)))
         panels[1].set_ylim(max(0.0, min(values) - room), min(100.5, max(values) + room))
