@@ -27,7 +27,7 @@ PROGRESS = {
 }  # fmt: skip
 REPORT = {
     "generation": 0, "state": "Running", "nodes": 2, "minNodes": 2, "backoff": [1.0, 60.0], "now": _TIME,
-    "news": 2, "mode": "Fast", "attempt": 0, "hangAfter": None, "world": 2, "round": 1, "startedAt": _TIME,
+    "news": 2, "mode": "Fast", "attempt": 0, "hangAfter": None, "world": 2, "round": 1,
     "members": [{"pod": "a-0-0", "state": "Running", "index": 0, "attempt": 0, "rank": 0, "round": 1}],
     "lost": [{"pod": "a-1-0", "since": _TIME, "index": 1, "why": "x"}],
     "notes": [{"pod": "a", "kind": "Data", "why": "w"}], "backoffUntil": _TIME, "incidents": [INCIDENT],

@@ -931,7 +931,6 @@ class Report(Record):
     world: Optional[int] = None
     """Number of members in the current round."""
     round: int = 0
-    started_at: Optional[datetime] = None
     members: tuple[Member, ...] = _at_most(MAX_PODS, ())
     lost: tuple[LostMember, ...] = _at_most(MAX_PODS, ())
     incidents: tuple[Incident, ...] = _at_most(MAX_INCIDENTS, ())

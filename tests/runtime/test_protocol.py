@@ -47,7 +47,7 @@ def test_the_operator_reads_a_report_that_the_coordinator_writes() -> None:
         ),
         ({"members": [{"pod": "a"}]}, "report.members[0].state: missing"),
         ({"members": {}}, "report.members: must be a list, not {}"),
-        ({"startedAt": "yesterday"}, "report.startedAt: must be a time like 2026-01-31T23:59:59.000Z, not 'yesterday'"),
+        ({"now": "yesterday"}, "report.now: must be a time like 2026-01-31T23:59:59.000Z, not 'yesterday'"),
         ({"backoff": [1, "x"]}, "report.backoff[1]: must be a number, not 'x'"),
         ({"backoff": [1, 2**63]}, f"report.backoff[1]: must be a finite number of at most 64 bits, not {2**63}"),
         ({"recovery": []}, "report.recovery: must be an object, not []"),

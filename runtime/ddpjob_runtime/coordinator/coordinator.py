@@ -84,7 +84,6 @@ class Coordinator:
         self._stop: dict[str, Any] | None = None
         self.news = 0
         """The report's version, which increases with every change except progress."""
-        self._started_at = clock()
         self.exit_why: str | None = None
         """Why the coordinator is no longer needed; None while it is needed."""
 
@@ -384,7 +383,6 @@ class Coordinator:
             overdue=rounds.overdue if rounds.watch.hang_after is None else None,
             world=rounds.current.world if rounds.current is not None and not rounds.current.broken else None,
             round=rounds.last_number,
-            started_at=time_of(self._started_at),
             members=self.members.report(),
             lost=self.members.lost(),
             incidents=rounds.incidents.recent,

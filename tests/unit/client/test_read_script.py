@@ -7,11 +7,12 @@ from __future__ import annotations
 import ast
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from ddpjob.client.manifests.read_script import TrainingScript, UnreadableScript, read_script
-from ddpjob.client.texts.ddp_lines import added_lines, advice, apply_lines
+from ddpjob.client.texts.ddp_lines import AddedLine, added_lines, advice
 
 PAGE = Path(__file__).parents[3] / "docs" / "one-gpu-to-two-nodes.md"
 MAIN = """\
@@ -58,6 +59,16 @@ def advised(folder: Path, text: str) -> str:
 def blocks(language: str = "python") -> list[str]:
     found = re.findall(r"^```(\w*)\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
     return [text for named, text in found if named == language]
+
+
+def apply_lines(text: str, lines: Sequence[AddedLine]) -> str:
+    """Return the script with the lines applied."""
+    rows = text.splitlines()
+    in_order = sorted(lines, key=lambda each: each.line)
+    for added in in_order[::-1]:  # Last line first, so that earlier line numbers stay valid.
+        stop = added.last if added.replaces else added.line - 1
+        rows[added.line - 1 : stop] = added.text.splitlines()
+    return "\n".join(rows) + "\n"
 
 
 def test_the_documentation_shows_the_commands_real_output_and_the_changed_script(tmp_path: Path) -> None:
@@ -142,6 +153,24 @@ def test_an_uncertain_suggestion_is_marked_and_uses_the_general_form(
 )  # fmt: skip
 def test_the_place_where_the_group_is_formed_is_read_from_the_script(text: str, said: str, tmp_path: Path) -> None:
     assert said in advised(tmp_path, text)
+
+
+SPAWNED = """\
+import os
+import torch.distributed as dist, torch.multiprocessing as mp
+def main(rank, world_size):
+    os.environ["MASTER_ADDR"] = "localhost"
+    os.environ["MASTER_PORT"] = os.environ.get("PORT")
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+mp.spawn(main, args=(2,), nprocs=2)
+"""
+
+
+def test_lines_that_keep_the_ranks_of_different_nodes_apart_are_reported(tmp_path: Path) -> None:
+    said = advised(tmp_path, SPAWNED)
+    assert "forms a group" not in said and "may form one group per node (init_process_group)" in said
+    assert "line 7: mp.spawn starts processes that ignore the job's ranks" in said
+    assert "line 4: remove the assignment of os.environ['MASTER_ADDR']" in said and "line 5" not in said
 
 
 HUGGING_FACE = """from ddpjob_report.huggingface import DDPJobCallback, last_checkpoint

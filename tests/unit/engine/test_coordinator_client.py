@@ -173,8 +173,8 @@ async def test_a_stranger_gets_neither_the_token_nor_a_reusable_proof(client: Co
         ([], 200),
         ({"generation": "x"}, 200),
         (REPORT | {"recovery": 5}, 200),
-        (REPORT | {"startedAt": "0001-01-01T00:00:00.000Z"}, 200),
-        (REPORT | {"now": "9999-12-31T23:59:59.000Z", "startedAt": "0001-01-01T00:00:00.000Z"}, 200),
+        (REPORT | {"backoffUntil": "0001-01-01T00:00:00.000Z"}, 200),
+        (REPORT | {"now": "9999-12-31T23:59:59.000Z", "backoffUntil": "0001-01-01T00:00:00.000Z"}, 200),
         (
             REPORT | {"incidents": [{"id": n, "time": "2026-01-01T00:00:00.000Z", "kind": "Hang"} for n in range(51)]},
             200,

@@ -29,6 +29,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _FORMS = ("init_process_group", "init_device_mesh", "init_distributed")
+_SPAWNS = ("spawn", "start_processes")
+_ADDRESSES = ("os.environ['MASTER_ADDR']", "os.environ['MASTER_PORT']")
 _OPTIMIZERS = (
     *("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD"),
     *("LBFGS", "Adafactor", "Muon", "Lion", "Adam8bit", "AdamW8bit"),
@@ -69,6 +71,8 @@ class TrainingScript:
     """The function that forms the group, if no framework does."""
     where: str = ""
     """The module that forms the group, if it is not the script itself."""
+    alone: list[str] = field(default_factory=list)
+    """The lines that may keep the ranks of different nodes apart, each with a remedy."""
     trains: bool = False
     """Whether the script calls `.backward()` or creates an optimizer."""
     optimizer: Named | None = None
@@ -91,6 +95,7 @@ def read_script(path: Path) -> TrainingScript:
     tree = _parse(content, path)
     script = TrainingScript(content.decode(errors="replace"))
     for where, module in [("", tree), *_neighbours(path, tree)]:
+        script.alone += (f"{where or path}, line {text}" for text in _find_own_launch(module))
         if _find_group(script, module):
             script.where = where
             return script
@@ -158,6 +163,24 @@ def _find_group(script: TrainingScript, tree: ast.Module) -> bool:
     if "ddpjob_trainer" in modules:
         script.group = "ddpjob_trainer"
     return bool(script.group)
+
+
+def _find_own_launch(tree: ast.Module) -> Iterator[str]:
+    """Yield the lines that replace what torchrun sets, as scripts for a single machine do."""
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Call)
+            and _last_name(node.func) in _SPAWNS
+            and any(k.arg == "nprocs" for k in node.keywords)
+        ):
+            yield (
+                f"{node.lineno}: {ast.unparse(node.func)} starts processes that ignore the job's ranks; "
+                "take rank and world_size from RANK and WORLD_SIZE instead"
+            )
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+            target = ast.unparse(node.targets[0])
+            if target in _ADDRESSES:
+                yield f"{node.lineno}: remove the assignment of {target}, because the job sets the address"
 
 
 def _last_name(node: ast.expr) -> str:

@@ -100,7 +100,11 @@ def advice(script: TrainingScript, path: Path) -> Iterator[str]:
         yield from _advice_on_framework(script, path, _OF_FRAMEWORK[script.framework])
         return
     if script.group:
-        yield f"{path} forms a group ({script.group}{f' in {script.where}' if script.where else ''})."
+        group = f"{script.group}{f' in {script.where}' if script.where else ''}"
+        yield f"{path} {'may form one group per node' if script.alone else 'forms a group'} ({group})."
+        yield from script.alone
+        if script.alone:
+            yield "To start it with `command` instead: docs/own-scripts.md#other-launchers"
         yield "To resume and to show its loss: docs/own-scripts.md"
         return
     if not script.trains:
@@ -294,13 +298,3 @@ def _remarks(script: TrainingScript) -> Iterator[str]:
             k.arg == "download" and isinstance(k.value, ast.Constant) and k.value.value is True for k in node.keywords
         ):
             yield f"line {node.lineno}: download the data before the job, because otherwise all ranks download it"
-
-
-def apply_lines(text: str, lines: Sequence[AddedLine]) -> str:
-    """Return the script with the lines applied."""
-    rows = text.splitlines()
-    in_order = sorted(lines, key=lambda each: each.line)
-    for added in in_order[::-1]:  # Last line first, so that earlier line numbers stay valid.
-        stop = added.last if added.replaces else added.line - 1
-        rows[added.line - 1 : stop] = added.text.splitlines()
-    return "\n".join(rows) + "\n"
