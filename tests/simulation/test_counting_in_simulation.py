@@ -136,7 +136,8 @@ async def test_without_a_limit_a_long_evaluation_is_reported_but_not_ended() -> 
     s = await paused(700)
     running = conditions(s)["Running"]
     assert (running["status"], running["reason"]) == ("True", "StepOverdue")
-    assert "has made no step since 20" in running["message"] and "recovery.hangAfterSeconds sets" in running["message"]
+    assert "has completed no step since 20" in running["message"]
+    assert "recovery.hangAfterSeconds sets" in running["message"]
     assert "rank 0 in step (train.py:7); rank 1 in step (train.py:7)" in running["message"]
     assert "rank 1:\nCurrent thread" in running["message"], "the stacks of all ranks"
     assert [e.warning for e in s.cluster.events if e.reason == "StepOverdue"] == [True], "once"

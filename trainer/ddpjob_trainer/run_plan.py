@@ -276,7 +276,7 @@ class Division:
             return
         if not needs_two_samples(config.model, self.data.shape, self.data.classes, self.data.shape_in(state.epoch)):
             return
-        fitting = next((other for other in range(batch, 1, -1) if not single(other)), None)
+        fitting = next((other for other in range(min(batch, size), 1, -1) if not single(other)), None)
         remedy = f"data.batch={fitting}" if fitting else "a smaller data.micro_batches"
         pixels = f" (images of {' x '.join(map(str, self.data.shape[1:]))})" if len(self.data.shape) == 3 else ""
         raise ConfigError(

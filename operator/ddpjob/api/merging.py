@@ -20,8 +20,8 @@ CLASS_FIELDS = (
     *("runPolicy.ttlSecondsAfterFinished", "podTemplate"),
 )
 """Fields below spec that a job class may set. The CRD has no defaults for them, so a field that the
-job has not set is absent or empty, regardless of what the API server has added. env is fixed by
-variable name."""
+job has not set is absent or empty, regardless of what the API server has added. A class
+fixes single variables of env, not all of them."""
 _MERGED = ("podTemplate", "resources")
 QUEUE = "queue"
 """Name of the job's queue among the fields that a class may set and fix. The job itself has its

@@ -61,8 +61,8 @@ class ManifestError(ValueError):
 def validate(manifest: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> list[Problem]:
     """Return the problems for which the API server would reject a DDPJob; empty if it is valid.
 
-    The DDPJob is new unless it replaces `old`. Both are as written, because defaults are filled in
-    here. `ddpjob.objects` checks podTemplate.spec.
+    `old` is the DDPJob that it replaces; None if it is new. Both are given without defaults, which
+    are filled in here. `ddpjob.objects` checks podTemplate.spec.
     """
     from ddpjob.api.cel import check_rules
 

@@ -1,10 +1,8 @@
 """The list of `ddpjob top`: all jobs on a screen of any size, navigated by keys.
 
-Problem: with 60 old jobs, the running job was below the bottom of the screen, and long names pushed
-columns beyond its right edge.
-
-Rule: jobs with pods come first, then waiting jobs, the newest first in each group. Finished jobs
-are folded into one line that counts them; `e` unfolds them. The list never has more lines or
+Many finished jobs must not push the running job off the screen, nor long names the last columns.
+Jobs with pods therefore come first, then waiting jobs, the newest first in each group. Finished
+jobs are folded into one line that counts them; `e` unfolds them. The list never has more lines or
 columns than the terminal:
 
 1. The wide columns are dropped until the rest fits (GPUHOURS, ATRISK, DURATION, REASON).

@@ -1,8 +1,8 @@
 """Caches the objects of all jobs from watches, so that a reconcile need not ask the API server.
 
-Asking the API server for everything took about 240 requests per job and minute. Instead, one
-`Informer` per kind (and watched namespace) keeps what decisions need. No requests are made while
-nothing changes.
+Reading everything from the API server would take about 240 requests per job and minute. Instead,
+one `Informer` per kind (and watched namespace) keeps the data that decisions need. No requests are
+made while nothing changes.
 
 - Views are kept, not objects. A pod is a `PodView`; only the metadata of services, ConfigMaps,
   policies and budgets is read; and a finished job's spec loses the parts that pods are made from.

@@ -79,7 +79,7 @@ def kopf_settings(settings: Settings) -> kopf.OperatorSettings:
     chosen = kopf.OperatorSettings()
     chosen.posting.enabled = False
     chosen.scanning.disabled = bool(settings.namespaces)
-    # Otherwise kopf would kill the process after one watch ends.
+    # By default, kopf kills the process after one watch ends.
     chosen.process.ultimate_exiting_timeout = None
     chosen.persistence.diffbase_storage = NoDifferences()
     watching = chosen.watching

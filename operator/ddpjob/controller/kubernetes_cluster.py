@@ -241,7 +241,7 @@ class KubernetesCluster:
     async def _look_at_lost(self, hosts: Iterable[str]) -> None:
         """Read these Kubernetes nodes if they seem lost.
 
-        Otherwise the pods on a node would be replaced even if only the watch is late.
+        Otherwise a late watch would be enough to replace pods on a healthy Kubernetes node.
         """
         known = self.caches.hosts.hosts
         if known is not None:
@@ -340,7 +340,7 @@ class KubernetesCluster:
         if known is not None and known.uid == workload.uid:
             return replace(workload, grant=replace(grant, node=known.node, coordinator=known.coordinator))
         if known is not None and workload.uid in known.uids:
-            return workload  # `status.queue.more` keeps this Workload's fields.
+            return workload  # `status.queue.more` already has these fields.
         changes = [grant.node, grant.coordinator]
         for position, names in enumerate(workload.flavors):
             for name in names:

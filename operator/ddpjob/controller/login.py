@@ -1,9 +1,9 @@
 """Provides kopf with credentials, from the service account or otherwise from the kubeconfig.
 
-kopf gets only the names and versions of jobs. It keeps all objects of a list, and each changed
-object for a few seconds, while users choose how large a DDPJob and its metadata are. kopf's session
-therefore requests metadata, in pages of bounded size, and passes on only the fields that identify
-an object.
+kopf keeps all objects of a list in memory, and each changed object for a few seconds. Users choose
+how large a DDPJob and its metadata are, so kopf gets only the names and versions of jobs: its
+session requests metadata, in pages of bounded size, and passes on only the fields that identify an
+object.
 """
 
 from __future__ import annotations

@@ -237,8 +237,8 @@ class Operator:
     async def act_when_elected(self) -> None:
         """Act while this replica holds a Lease, or always if there are no Leases.
 
-        Only an error ends this method. A replica that is newer than the CRD leaves the Leases to
-        replicas of the previous release, because it would otherwise replace them.
+        Only an error ends this method. A replica that is newer than the CRD cannot act, so it
+        leaves the Leases to replicas of the previous release.
         """
         looking = asyncio.create_task(self.schema.run())
         try:

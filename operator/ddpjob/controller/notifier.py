@@ -1,7 +1,7 @@
 """Posts notifications to receivers: webhooks named by the platform team, with their URLs in files.
 
-A job only names a receiver and cannot influence the request's address, so nobody who creates jobs
-can make the operator send elsewhere. Each receiver has its own workers, shared by its namespaces,
+A job only names a receiver, so people who create jobs cannot choose the address to which the
+operator sends. Each receiver has its own workers, shared by its namespaces,
 so a receiver that hangs does not delay the others.
 """
 
@@ -79,10 +79,11 @@ class Receivers:
             parts = urlsplit(url)
             usable = parts.scheme in ("http", "https") and bool(parts.hostname) and len(url) <= LONGEST_URL
         except (OSError, ValueError):
-            raise Unsent("the Secret in the chart's notify.secretName has no URL for this receiver") from None
+            raise Unsent("the Secret that the chart's notify.secretName names has no URL for this receiver") from None
         if not usable:
             raise Unsent(
-                "the value in the Secret in the chart's notify.secretName must be a URL that begins with https://"
+                "the receiver's value in the Secret that the chart's notify.secretName names must be a URL that "
+                "begins with https://"
             )
         return url
 

@@ -123,7 +123,7 @@ PATIENCE = 10.0
 FRESH_SECONDS = 0.5
 """How long, in seconds, rendered metrics are reused."""
 SHARE = 0.1
-"""Maximum share of a CPU's time for rendering metrics. Those of many jobs take a long time to
+"""Maximum share of a CPU's time for rendering metrics. The metrics of many jobs take a long time to
 render, so they are reused for longer."""
 
 

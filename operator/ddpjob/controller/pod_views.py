@@ -190,7 +190,7 @@ def read_workload(body: Mapping[str, Any]) -> WorkloadView:
     grant, message = None, _said(conditions, held, status)
     if "Admitted" in held and nodes is not None:
         asked = sets.get(NODE_SET, {}).get("count", 1)
-        pods = nodes.get("count", asked)  # Kueue may omit a count that is the requested one.
+        pods = nodes.get("count", asked)  # Kueue may omit a count that equals the requested one.
         if isinstance(pods, int) and 1 <= pods <= asked:
             grant = QueueStatus(
                 workload=meta["name"],

@@ -171,10 +171,9 @@ class ReportWatch:
     def _share(self, followed: FollowedCoordinator, size: int) -> float:
         """Return how long to wait so that all reports stay below READ_BYTES per second.
 
-        At that rate, it takes a certain time to read the last report of every coordinator, and a
-        certain time to read equally many reports of this `size`. The wait is the shorter of the
-        two. So a large report waits only if many reports are large, and a small report never
-        waits for large ones.
+        The wait is the shorter of two times at that rate: the time to read the last report of every
+        coordinator, and the time to read as many reports of this `size`. So a large report waits
+        only if many reports are large, and a small report never waits for large ones.
         """
         self._bytes += size - followed.size
         followed.size = size

@@ -12,7 +12,7 @@ current generation still fits the job, and if not, how much of it must be replac
   through a later restart by the coordinator. If nodes are removed, the group restarts immediately.
   A new generation is needed only if the job uses `command`, or if missing pods could not join
   their peers.
-- An operator whose key another operator has replaced does not put its key back
+- If another operator has replaced this operator's key, this operator does not put its key back
   (`slots.is_superseded`).
 - Nothing changes while podTemplate has faults, or if the group has already finished its work.
 - A gang that holds nodes but cannot train gives them up (`yield_room`).

@@ -163,7 +163,7 @@ class HealthSignals:
     """Condition types with the status that means unhealthy, such as ("AcceleratedHardwareReady",
     "False")."""
     taints: tuple[str, ...] = ()
-    """Keys of taints that mark a node as unhealthy."""
+    """Keys of taints that mark a host as unhealthy."""
 
     def against(self, conditions: Iterable[Mapping[str, Any]], taints: Iterable[Mapping[str, Any]]) -> str:
         """Describe the first sign of a fault; empty if there is none.

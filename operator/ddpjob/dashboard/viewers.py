@@ -339,8 +339,9 @@ class Viewers:
         """Close the least recently used views if there are too many.
 
         There are limits for a user, for a service account's namespace, and in total. At the total
-        limit, a view of the user with the most views is closed if this user has fewer. Otherwise an
-        idle view is closed. Raises HTTPServiceUnavailable if no view can be closed.
+        limit, a view of the user with the most views is closed, provided that `user` would still
+        have fewer. Otherwise an idle view is closed. Raises HTTPServiceUnavailable if no view can
+        be closed.
         """
         by_use = sorted(self._views.items(), key=lambda item: item[1].used)
         for key in _beyond_limits({key: opened.view.user for key, opened in by_use}, user):

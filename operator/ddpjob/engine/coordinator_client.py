@@ -38,8 +38,8 @@ SMALL = 64 * 1024
 LARGE_ANSWERS = 64
 """Maximum number of responses larger than SMALL that are read at the same time."""
 SAME_CLOCK = timedelta(seconds=1)
-"""A clock that differs by less than this is treated as equal to the local clock, because the
-difference includes the time that the response took."""
+"""Clocks that differ by less than this are treated as equal, because the measured difference
+includes the time that the response took."""
 LONGEST_AGE = timedelta(days=3650)
 
 
@@ -164,7 +164,7 @@ class CoordinatorLink:
     async def request(self, method: str, path: str, body: bytes = b"", wait: float = 0.0) -> bytes:
         """Return the authenticated response to a request. Raises the same errors as `report`."""
         async with asyncio.timeout(wait + SECONDS):
-            # Another request may change the instance in the meantime.
+            # Use a copy, because another request may change `_instance` in the meantime.
             nonce, instance = secrets.token_hex(16), self._instance
             status, headers, content = await self._ask(method, path, body, nonce, instance)
             offered = headers.get(INSTANCE_HEADER, "")[:64]

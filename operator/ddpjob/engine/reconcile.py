@@ -71,8 +71,7 @@ async def _reconcile(cluster: Cluster, key: JobKey, clock: Callable[[], datetime
     except (Conflict, Unavailable):
         raise
     except Exception as defect:
-        # Otherwise only the log would show why nothing happens, and the job's owner may not be able
-        # to read the log.
+        # Record an event, because the job's owner may not be able to read the operator's log.
         await apply(cluster, seen.job, Decision(seen.job.status, events=(_failed(defect),)))
         raise
 

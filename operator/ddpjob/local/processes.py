@@ -111,8 +111,7 @@ def send_group(leader: int, number: signal.Signals) -> None:
 def reap_orphans(own: Collection[subprocess.Popen[bytes]]) -> None:
     """Reap adopted children that have ended.
 
-    Children in `own` are polled instead. Polling reaps them too, and their owners learn how they
-    ended.
+    Children in `own` are left to their owners, who reap them by polling and learn how they ended.
     """
     # Process ids may be reused after a process has ended.
     by_pid = {process.pid: process for process in own if process.returncode is None}

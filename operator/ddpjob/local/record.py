@@ -159,9 +159,9 @@ def read_record(folder: JobFolder) -> Json | None:
 
 
 def ask(folder: JobFolder, verb: str, subject: str, seconds: float = 10.0) -> bool:
-    """Leave a request for the job's runner, and return whether it was processed in time.
+    """Leave a request for the job's runner, and wait up to `seconds` until it is processed.
 
-    In time means within `seconds` and before the runner ended. Raises RequestRefused.
+    Return False if it is not, or if the runner ends first. Raises RequestRefused.
     """
     folder.requests.mkdir(exist_ok=True)
     path = folder.requests / f"{time.time_ns()}-{os.getpid()}.json"

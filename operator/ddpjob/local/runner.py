@@ -206,7 +206,7 @@ class Runner:
             self._display(lambda: self.display.show(self._shown()))
             await self._sleep(max(0.0, min(TICK, due - clock())))
         if self.interrupted is not None:
-            # Otherwise the record would show pods that have since ended.
+            # Remove pods from the record that have ended since the last reconcile.
             await reconcile(self.cluster, self.key)
 
     async def _sleep(self, seconds: float) -> None:

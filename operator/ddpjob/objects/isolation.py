@@ -56,10 +56,10 @@ def build_policy(job: DDPJob, platform: Platform) -> Json:
 
 
 def _policy(job: DDPJob, platform: Platform) -> Json:
-    """Return the policy.
+    """Return the policy's spec.
 
-    It selects pods by a separate label, because spec.network may change for later pods while a job
-    is suspended.
+    It selects pods by a separate label, because spec.network may change while a job is suspended,
+    and the change applies only to later pods.
     """
     own = {"matchLabels": {LABEL_UID: job.uid}}
     port = {"protocol": "TCP", "port": job.spec.rendezvous.endpoint_port}

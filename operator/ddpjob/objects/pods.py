@@ -551,7 +551,7 @@ def _keys(secret: str | None, prefix: str) -> list[Json]:
 
 def _grace(job: DDPJob) -> int:
     grace: Any = job.spec.pod_template.get("spec", {}).get("terminationGracePeriodSeconds", DEFAULT_GRACE)
-    return int(grace) if grace >= 0 else 1  # As in Kubernetes, which also warns.
+    return int(grace) if grace >= 0 else 1  # Kubernetes also reads a negative value as 1.
 
 
 def _identity(job: DDPJob, status: JobStatus, pod: str) -> dict[str, str]:

@@ -145,7 +145,7 @@ def runtime_jobs_name(runtime: str) -> str:
 
 
 def build_runtime_jobs(job: DDPJob, owners: Iterable[Json]) -> Json:
-    """Build an empty ConfigMap that is owned by the namespace's jobs and keeps their runtime.
+    """Build an empty ConfigMap that is owned by the namespace's jobs and keeps their runtime alive.
 
     The runtime itself is too large to be rewritten whenever a job is created or deleted.
     """

@@ -41,7 +41,7 @@ def _merged(pod: Json, template: Mapping[str, Any], spec: Mapping[str, Any]) -> 
     for container in merged["spec"]["containers"]:
         _keep_privileges(container.get("securityContext", {}))
     for container in (*(merged["spec"].get("initContainers") or ()), *merged["spec"]["containers"]):
-        # Otherwise a failing container would not show a reason.
+        # If a failing container writes no message, the end of its log becomes the reason.
         container.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
     _give_temporary_folder(merged["spec"])
     for kind in ("labels", "annotations"):

@@ -38,9 +38,9 @@ def build_workload(job: DDPJob, platform: Platform, asked: CreateWorkload) -> Js
     """Build the request for a number of slots' pods and, unless they are additional, the
     coordinator's own pod.
 
-    Kueue admits a Workload in part, or instead of the Workload that holds the quota, but rejects a
-    request for both. Kueue takes the priority from `spec.priority`, which a Workload's creator must
-    look up in its priority class.
+    Kueue can admit only a part of a Workload, or let it replace the Workload that holds the quota,
+    but rejects a request for both. Kueue takes the priority from `spec.priority`, which a
+    Workload's creator must look up in its priority class.
     """
     plain = JobStatus(slots=(Slot(),))
     nodes = _pod_set(NODE_SET, build_node(job, plain, platform, 0, 0), asked.pods)

@@ -305,6 +305,11 @@ def test_damaged_files_of_a_data_set_are_reported(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(DataError, match=r"lacks data_batch_3.bin"):
         opened("data.name=cifar10", f"data.dir={tmp_path}")
+    write_cifar_python(tmp_path)  # This version is preferred.
+    batch = {"labels": [9, -1], "data": IMAGES[:2]}
+    (tmp_path / "cifar-10-batches-py" / "test_batch").write_bytes(pickle.dumps(batch, protocol=2))
+    with pytest.raises(DataError, match=r"label -1 is outside 0\.\.9"):
+        opened("data.name=cifar10", f"data.dir={tmp_path}")
 
 
 def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:

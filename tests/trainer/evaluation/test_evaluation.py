@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -349,6 +350,18 @@ def test_an_evaluation_writes_files_and_pictures(classes: int, tmp_path: Path) -
     for name in ("pr", "confusion"):
         picture = Image.open(tmp_path / "eval" / f"epoch-002-{name}.png").convert("L")
         assert picture.width > 700 and np.asarray(picture).std() > 10, "the picture is not empty"
+
+
+def test_plots_show_class_names_that_are_not_plain_text(tmp_path: Path) -> None:
+    from ddpjob_trainer.evaluation import plots
+    from ddpjob_trainer.evaluation.result_files import document
+
+    result = evaluated(Group(), scores(90, 3), EXACT)
+    names = ["$\\frac{x$", os.fsdecode(b"\xff"), "two\nlines"]  # Folders may have such names.
+    path = tmp_path / "epoch-001.json"
+    path.write_text(json.dumps(document(result, names)))
+    assert plots.draw(path) == [tmp_path / "epoch-001-pr.png"]
+    assert plots.plain(names[0]) == r"\$\frac{x\$" and plots.plain("".join(names[1:])) == "?two?lines"
 
 
 def test_thinning_a_curve_keeps_its_ends_and_the_best_point_of_each_recall() -> None:

@@ -29,12 +29,20 @@ def test_models_that_need_at_least_two_samples_are_recognized(name: str, side: i
     assert needs_two_samples(ModelConfig(name=name), (3, side, side), 4) is expected
 
 
-@pytest.mark.parametrize(("size", "world", "remedy"), [(33, 1, "data.batch=31"), (19, 2, "data.batch=15")])
-def test_a_single_sample_is_refused_before_the_first_step(size: int, world: int, remedy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("size", "batch", "world", "remedy"),
+    [
+        (33, 32, 1, "data.batch=31"),
+        (19, 16, 2, "data.batch=15"),
+        (3, 10**9, 2, "a smaller data.micro_batches"),  # Regression: the search took minutes.
+    ],
+)
+def test_a_single_sample_is_refused_before_the_first_step(
+    size: int, batch: int, world: int, remedy: str, tmp_path: Path
+) -> None:
     """The last batch has one sample (33 = 32 + 1), or three (19 = 16 + 3), of which one of two
     ranks gets a single one.
     """
-    batch = 32 if world == 1 else 16
     keys = [*RESNET, f"data.size={size}", f"data.batch={batch}", f"checkpoint.dir={tmp_path}"]
     for end in run(world, keys):
         assert end.code == 1 and f"ConfigError: data.batch={batch}: {size} samples leave " in end.error, end

@@ -266,13 +266,14 @@ def test_metrics_that_a_users_script_reports_are_drawn(tmp_path: Path) -> None:
         {"event": "step", "step": 4, "loss": 2.0, "lr": 0.1},
         {"event": "eval", "step": 4, "accuracy": 0.5},
         {"event": "step", "step": 8, "loss": 1.0, "lr": 0.1},
+        {"event": "eval", "step": 8, "accuracy": None},  # It was NaN.
     ]
     log = tmp_path / "metrics.jsonl"
     log.write_text("".join(json.dumps({"time": number, **row}) + "\n" for number, row in enumerate(rows)))
     target = tmp_path / "plot.svg"
     assert plot_runs.main([str(tmp_path), "-o", str(target)]) == 0
     drawn = target.read_text()
-    assert "<!-- not reported -->" in drawn and "test accuracy 50.00%" in drawn
+    assert "<!-- not reported -->" in drawn and "<!-- 50.00% -->" in drawn
 
 
 @pytest.mark.parametrize(("run", "named"), [("d/run", "d"), ("runs/a", "runs/a/checkpoints"), ("runs/a", "runs/a")])
@@ -285,6 +286,16 @@ def test_the_metrics_of_a_run_are_found_in_each_of_its_folders(run: str, named: 
     assert len(history.read(tmp_path / named).steps[0]) == 1
     with pytest.raises(TrainerError, match=r"pass the run folder, which contains metrics.jsonl"):
         history.read(tmp_path)
+
+
+def test_the_name_of_a_run_is_not_drawn_as_a_formula(tmp_path: Path) -> None:
+    runs = [tmp_path / "$\\frac{1$", tmp_path / "b"]
+    for folder in runs:
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_bytes(PLOTTED)
+    for chosen in (runs, runs[:1]):
+        assert plot_runs.main([*map(str, chosen), "-o", str(tmp_path / "plot.svg")]) == 0
+        assert "<!-- $\\frac{1$" in (tmp_path / "plot.svg").read_text()
 
 
 def test_no_accuracy_is_drawn_for_a_regression(tmp_path: Path) -> None:

@@ -225,6 +225,16 @@ def test_a_shell_that_only_starts_torchrun_is_removed_from_the_command(line: str
     assert (made["script"], made["args"]) == ("a.py", ["--lr", "1"])
 
 
+@pytest.mark.parametrize("option", ["-lc", "-ic"])
+def test_a_shell_that_reads_a_profile_stays_a_command(option: str) -> None:
+    """The profile may set PATH, or activate an environment of conda."""
+    job = yaml.safe_load(PYTORCH_JOB)
+    container = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
+    container |= {"command": ["bash", option, "torchrun a.py"], "args": None}
+    del job["spec"]["elasticPolicy"]
+    assert valid(convert(job).job)["command"] == ["bash", option, "torchrun a.py"]
+
+
 def test_a_shell_that_runs_nothing_stays_a_command() -> None:
     job = yaml.safe_load(PYTORCH_JOB)
     container = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
@@ -424,11 +434,67 @@ def test_variables_that_pods_of_a_ddpjob_do_not_have_are_reported(script: str) -
     assert any("uses RANK, but these variables are not set" in note for note in made.notes)
 
 
+def test_the_address_of_index_0_is_known_to_a_command() -> None:
+    line = "accelerate launch --multi_gpu --config_file a --machine_rank $RANK --main_process_ip $MASTER_ADDR a.py"
+    notes = convert(_of_four_gpus(["bash", "-c", line])).notes
+    assert any("command: uses RANK, but" in note and "write DDPJOB_INDEX" in note for note in notes)
+    made = convert(_of_four_gpus(["bash", "-c", line.replace("--machine_rank $RANK", "")]))
+    assert not any("not set" in note for note in made.notes)
+
+
 def test_a_generate_name_field_is_kept() -> None:
     job = _of_four_gpus(["torchrun", "a.py"]) | {"metadata": {"generateName": "tune-", "namespace": "ml"}}
     made = convert(job)
     assert made.job["metadata"] == {"generateName": "tune-", "namespace": "ml"}
     assert valid(made.job) and any("kubectl apply needs a name" in note for note in made.notes)
+
+
+def test_devices_of_a_second_kind_stay_in_the_resources() -> None:
+    job = yaml.safe_load(PYTORCH_JOB)
+    container = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
+    container["resources"] = {"limits": {"rdma/hca_gpu": 1, "nvidia.com/gpu": 8}, "requests": {"rdma/hca_gpu": 1}}
+    spec = valid(convert(job).job)
+    assert (spec["gpusPerNode"], spec.get("gpuResource")) == (8, None)
+    assert spec["resources"] == {"requests": {"rdma/hca_gpu": 1}, "limits": {"rdma/hca_gpu": 1}}
+
+
+@pytest.mark.parametrize(
+    ("policies", "options", "spec", "restarts"),
+    [
+        (["Never"], [], {}, 0),
+        (["Never"], ["--max-restarts=3"], {}, 3),
+        (["Never"], [], {"elasticPolicy": {"maxRestarts": 100}}, 100),
+        (["Never"], [], {"runPolicy": {"backoffLimit": 5}}, 0),
+        (["OnFailure"], ["--max-restarts=3"], {"runPolicy": {"backoffLimit": 0}}, 3),
+        (["OnFailure"], ["--max-restarts=0"], {"runPolicy": {"backoffLimit": 5}}, 5),
+        (["OnFailure"], ["--max-restarts=2"], {"elasticPolicy": {"maxRestarts": 100}}, 2),
+        (["Never", None], [], {}, None),
+    ],
+)
+def test_a_job_restarts_as_often_as_torchrun_or_its_pods_did(
+    policies: list[str | None], options: list[str], spec: dict[str, Any], restarts: int | None
+) -> None:
+    pod = {"containers": [{"image": "a", "command": ["torchrun", *options, "a.py"]}]}
+    parts = ({"restartPolicy": policy, "template": {"spec": pod}} for policy in policies)
+    replicas = dict(zip(("Worker", "Master"), parts, strict=False))
+    made = convert({"kind": "PyTorchJob", "metadata": {"name": "a"}, "spec": {"pytorchReplicaSpecs": replicas, **spec}})
+    assert valid(made.job).get("recovery", {}).get("maxRestarts") == restarts
+    assert any("restartPolicy Never" in note for note in made.notes) == (len(policies) > 1)
+
+
+@pytest.mark.parametrize(
+    ("policy", "elastic"),
+    [
+        ({"rdzvBackend": "c10d"}, {"minNodes": 4}),
+        ({"maxReplicas": 8}, {"minNodes": 4, "maxNodes": 8}),
+        ({"minReplicas": 2}, {"minNodes": 2}),
+    ],
+)
+def test_without_min_replicas_a_group_stays_complete(policy: dict[str, Any], elastic: dict[str, int]) -> None:
+    """Kubeflow's default for minReplicas is maxReplicas, or else the number of workers."""
+    job = yaml.safe_load(PYTORCH_JOB)
+    job["spec"]["elasticPolicy"] = policy
+    assert valid(convert(job).job)["elastic"] == elastic
 
 
 def test_a_fraction_of_a_gpu_is_refused_with_its_name() -> None:

@@ -294,9 +294,9 @@ def test_a_job_without_its_class_waits_for_the_class(reason: str) -> None:
 
 
 def test_problems_of_a_training_job_are_shown_with_their_remedies() -> None:
-    stalls = condition("Running", True, "StepOverdue", "the group has made no step: rank 0 in f\nrank 0:\nstack")
+    stalls = condition("Running", True, "StepOverdue", "the group completed no step: rank 0 in f\nrank 0:\nstack")
     said = text(job(phase="Running", nodes={"ready": 2}, conditions=[stalls]))
-    assert said.startswith("j trains on 2 nodes.\nRunning is True: StepOverdue.\n  the group has made no step: rank")
+    assert said.startswith("j trains on 2 nodes.\nRunning is True: StepOverdue.\n  the group completed no step: rank")
     assert "\n  stack\nWhat it means: No step has ended for 10 times" in said and "delete a pod" in said
     amiss = condition("CheckpointsCopied", False, "CopiesBehind", "none has reached the bucket")
     well = [condition("Running", True, "GroupRuns"), condition("NodesHealthy", True, "AllHealthy")]

@@ -183,6 +183,22 @@ def test_the_train_job_takes_precedence_over_its_runtime() -> None:
     assert (spec["image"], spec["script"], spec["nodes"], spec["procsPerNode"]) == ("other:1", "a.py", 2, 4)
 
 
+def test_settings_of_a_runtime_that_are_not_converted_are_reported() -> None:
+    runtime = yaml.safe_load(RUNTIME)
+    runtime["spec"]["podGroupPolicy"] = {"volcano": {"networkTopology": {"mode": "hard"}}}
+    jobset = runtime["spec"]["template"]
+    jobset["metadata"] = {"annotations": {"scheduling.volcano.sh/queue-name": "research"}}
+    jobset["spec"] |= {"failurePolicy": {"maxRestarts": 3}, "ttlSecondsAfterFinished": 60}
+    jobset["spec"]["replicatedJobs"][1]["template"]["spec"] |= {"backoffLimit": 2, "podFailurePolicy": {}}
+    jobset["spec"]["replicatedJobs"].append({"name": "logger", "template": {}})
+    notes = "\n".join(convert(yaml.safe_load(TRAIN_JOB), [runtime]).notes)
+    for lost in ("queue-name belonged to the JobSet", "failurePolicy of the runtime", "ttlSecondsAfterFinished of",
+                 "backoffLimit of", "podFailurePolicy of", "networkTopology", "replicatedJobs logger"):  # fmt: skip
+        assert lost in notes, lost
+    assert "podTemplateOverrides and runtimePatches for dataset-initializer: left out" in notes
+    assert notes.count("dataset-initializer") == 1
+
+
 def test_patches_of_the_runtime_change_the_training_pods() -> None:
     pod = {"nodeSelector": {"gpu": "h100"}, "containers": [{"name": "node", "securityContext": {"runAsUser": 7}}]}
     jobs = [{"name": name, "template": {"spec": {"template": {"spec": pod}}}} for name in ("node", "launcher")]

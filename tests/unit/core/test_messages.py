@@ -133,7 +133,7 @@ def test_an_overdue_step_causes_one_event_even_if_its_report_comes_and_goes() ->
         if condition.reason == "StepOverdue":
             messages.add(condition.message)
         else:
-            assert "made no step since 2026-01-01T00:" in condition.message
+            assert "completed no step since 2026-01-01T00:" in condition.message
         events += [(at, e.warning) for e in decision.events if e.reason == "StepOverdue"]
     assert events == [(10, True), (1600, True)] and len(messages) == 2, "two steps"
 

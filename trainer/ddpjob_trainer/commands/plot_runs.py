@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ddpjob_pod.metrics_log import METRICS
 
 from ddpjob_trainer.errors import TrainerError
-from ddpjob_trainer.evaluation.plots import BLUE, GRID, RED, set_headline, use_style
+from ddpjob_trainer.evaluation.plots import BLUE, GRID, RED, plain, set_headline, use_style
 from ddpjob_trainer.reporting.history import History, read
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def _dress(panels: list[Axes], histories: list[History]) -> None:
     most = max(world for history in histories for _, _, world in history.worlds)
     panels[3].set_ylim(0, most * 1.25)
     panels[3].yaxis.set_major_locator(MaxNLocator(integer=True))
-    values = [100 * row["accuracy"] for history in histories for row in history.evaluations if "accuracy" in row]
+    values = [100 * row["accuracy"] for history in histories for row in history.evaluations if _has(row, "accuracy")]
     if values:
         room = max(1.0, 0.15 * (max(values) - min(values)))
         panels[1].set_ylim(max(0.0, min(values) - room), min(100.5, max(values) + room))
@@ -152,7 +152,7 @@ def _line(panel: Axes, rows: list[dict[str, Any]], where: Where, values: list[fl
 
 
 def _loss(panel: Axes, history: History, where: Where, colours: tuple[str, ...], alone: bool) -> None:
-    label: str | None = "training loss" if alone else _label(history)
+    label: str | None = "training loss" if alone else plain(_label(history))
     for incarnation in history.steps:
         rows = [row for row in incarnation if _has(row, "loss")]
         if not rows:

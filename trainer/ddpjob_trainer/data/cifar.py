@@ -188,11 +188,10 @@ def _content(path: Path) -> bytes:
 
 def _joined(folder: Path, images: list[Any], labels: list[Any], layout: _Layout) -> Part:
     all_labels = np.concatenate(labels)
-    if all_labels.min() < 0 or all_labels.max() >= layout.classes:
+    if len(odd := all_labels[(all_labels < 0) | (all_labels >= layout.classes)]):
         last = layout.classes - 1
         raise DataError(
-            f"{folder}: label {all_labels.max()} is outside 0..{last}, so this is not the data set that data.name"
-            " selects"
+            f"{folder}: label {odd[0]} is outside 0..{last}, so this is not the data set that data.name selects"
         )
     return torch.from_numpy(np.concatenate(images).reshape(-1, 3, 32, 32)), torch.from_numpy(all_labels)
 

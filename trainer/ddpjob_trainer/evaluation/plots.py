@@ -54,7 +54,16 @@ def use_style() -> None:
 
 def set_headline(figure: Figure, text: str) -> None:
     """Set the title of a figure, at its upper left."""
-    figure.suptitle(text, x=0.01, ha="left", fontsize=12, color=INK, weight="bold")
+    figure.suptitle(plain(text), x=0.01, ha="left", fontsize=12, color=INK, weight="bold")
+
+
+def plain(text: str) -> str:
+    """Return a text that matplotlib draws as it is.
+
+    Otherwise, two dollar signs enclose a formula. Bytes that are not UTF-8 and line breaks become
+    question marks.
+    """
+    return "".join(letter if letter.isprintable() else "?" for letter in text).replace("$", r"\$")
 
 
 def _save(figure: Figure, path: Path) -> Path:
@@ -65,7 +74,7 @@ def _save(figure: Figure, path: Path) -> Path:
 
 def _names(result: dict[str, Any], longest: int = 18) -> list[str]:
     names = [str(entry.get("name", entry["class"])) for entry in result["classes"]]
-    return [name if len(name) <= longest else f"{name[: longest - 1]}…" for name in names]
+    return [plain(name if len(name) <= longest else f"{name[: longest - 1]}…") for name in names]
 
 
 # ------------------------------------------------------------ precision and recall

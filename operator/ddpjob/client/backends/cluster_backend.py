@@ -60,8 +60,7 @@ _WARNED_PODS = 3
 """Maximum number of pods whose events are read. The other pods usually have the same problem."""
 _EXEC_SECONDS = 60.0
 MOST_OUTPUT = 16 << 20
-"""Maximum size in bytes of a command's output that is read from a pod: twice that of the metrics.
-"""
+"""Maximum size in bytes of a command's output that is read from a pod: twice METRICS_BYTES."""
 _PRINTED = (b"\x01", b"\x02")
 """WebSocket channels for standard output and standard error."""
 _CHANGES = ("ADDED", "MODIFIED", "DELETED")

@@ -268,9 +268,10 @@ class ProcessBackend:
         folder = job_folder(name)
         folder.path.mkdir(parents=True, exist_ok=True)
         with (folder.path / "submit.lock").open("w") as lock:
+            # A concurrent submission waits here, and then finds the job running. On a file system
+            # without locks, `ddpjob run` reports the problem.
             with suppress(OSError):
-                # Jobs cannot run on a file system without locks, which `ddpjob run` reports.
-                fcntl.flock(lock, fcntl.LOCK_EX)  # A concurrent submission then finds the job running.
+                fcntl.flock(lock, fcntl.LOCK_EX)
             self._start(folder, code, job, fresh=fresh)
         return name
 

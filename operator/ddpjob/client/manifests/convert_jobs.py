@@ -32,6 +32,8 @@ _BARE = ("standalone", "m", "module", "no-python", "run-path", "virtual-local-ra
 """torchrun's options without a value."""
 _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _MOST_SHOWN = 5
+_PLAIN_SHELL = re.compile(r"-[euvx]*c")
+"""Matches options with which a shell reads no profile: unlike -l and -i."""
 _SHELL = re.compile(r"[;&|<>$`*?(){}#~\n]")
 _QUOTED = re.compile(r"""\\.|'[^']*'|"((?:\\.|[^"\\])*)\"""", re.DOTALL)
 _SIGN_IN_QUOTES = re.compile(r"`|\$\w+|\$[{(][^\s)}]*[)}]?")
@@ -45,7 +47,9 @@ rendezvous address."""
 _NOT_SET = re.compile(
     r"\$[{(]?(WORLD_SIZE|RANK|MASTER_ADDR|MASTER_PORT|PET_NODE_RANK|PET_MASTER_ADDR|PET_MASTER_PORT)\b"
 )
-"""Variables that a PyTorchJob sets in a pod but a DDPJob's `command` does not get."""
+"""Variables that a PyTorchJob sets in a pod but a DDPJob does not, except for the address of index
+0, which a `command` gets.
+"""
 _THEIR_LABELS = re.compile(
     r"\b(training\.kubeflow\.org/|trainer\.kubeflow\.org/|jobset\.sigs\.k8s\.io/|batch\.kubernetes\.io/job-)[\w.-]+"
 )
@@ -214,31 +218,36 @@ def _pytorch_job(manifest: Mapping[str, Any]) -> Conversion:
     elastic = spec.get("elasticPolicy") or {}
     if elastic and "command" in target:
         notes.append(
-            "elasticPolicy: cannot be combined with command, because the operator does not form the group then; "
+            "elasticPolicy: cannot be combined with command, because the operator does not form its group; "
             "use script or module"
         )
     elif elastic:
         bounds = {"minNodes": elastic.get("minReplicas"), "maxNodes": elastic.get("maxReplicas")}
-        target["elastic"] = {key: value for key, value in bounds.items() if value is not None}
-        target["elastic"].setdefault("minNodes", 1)
+        target["elastic"] = {"minNodes": target["nodes"]} | {k: v for k, v in bounds.items() if v is not None}
     if elastic:
         nproc = elastic.get("nProcPerNode", nproc)
-        if elastic.get("maxRestarts") is not None:
-            target.setdefault("recovery", {})["maxRestarts"] = elastic["maxRestarts"]
         _rendezvous(made, ((str(pair.get("key")), pair.get("value")) for pair in elastic.get("rdzvConf") or ()))
         if elastic.get("metrics"):
             notes.append(
                 "elasticPolicy.metrics: create a HorizontalPodAutoscaler for the DDPJob (it has a scale subresource)"
             )
     _procs(made, nproc)
-    policies = {part.get("restartPolicy") for part in (master, workers) if part.get("restartPolicy")}
+    policies = {part.get("restartPolicy") or "OnFailure" for part in (master, workers) if part}
     if "ExitCode" in policies:
         notes.append(
             "restartPolicy ExitCode: codes from 1 to 127 failed the job immediately, but a DDPJob restarts within its "
             "budget; to fail immediately, write recovery.rules: [{cause: ExitCode, exitCodes: [...], action: Fail}]"
         )
-    if policies == {"Never"}:
-        target.setdefault("recovery", {})["maxRestarts"] = 0
+    if {"Never"} < policies:
+        notes.append(
+            "restartPolicy Never: is set for only one of Master and Worker, but all nodes of a DDPJob restart alike; "
+            "to fail at the first failure, write recovery.maxRestarts: 0"
+        )
+    of_workers = target.get("recovery", {}).get("maxRestarts", elastic.get("maxRestarts"))
+    of_pods = 0 if policies == {"Never"} else (spec.get("runPolicy") or {}).get("backoffLimit")
+    if limits := [limit for limit in (of_workers, of_pods) if limit is not None]:
+        # The limits of workers and of pods, which a DDPJob does not tell apart.
+        target.setdefault("recovery", {})["maxRestarts"] = max(limits)
     _sharing(made)
     _left_out(made, manifest, _OF_PYTORCH_JOB)
     return made
@@ -272,8 +281,6 @@ def _policies(made: Conversion, policy: Mapping[str, Any]) -> None:
         kept["cleanPodPolicy"] = policy["cleanPodPolicy"]
     if kept:
         target["runPolicy"] = kept
-    if policy.get("backoffLimit") is not None:
-        target.setdefault("recovery", {})["maxRestarts"] = policy["backoffLimit"]
     if scheduling := policy.get("schedulingPolicy"):
         made.notes.append(
             "runPolicy.schedulingPolicy: left out, because the scheduler places gangs; see spec.scheduling"
@@ -509,11 +516,17 @@ def _references(made: Conversion) -> None:
     texts = {"args": [] if "command" in spec else spec.get("args", ())}
     texts["env"] = [str(variable.get("value", "")) for variable in spec.get("env", ())]
     for name, values in texts.items():
-        if unset := dict.fromkeys(match[1] for text in values for match in _NOT_SET.finditer(text)):
+        if unset := _unset(spec, values):
             made.notes.append(
                 f"{name}: the values use {', '.join(unset)}, but torchrun sets these variables only when a worker "
                 f"starts; read the rank and the group's address from the environment in the script"
             )
+
+
+def _unset(spec: Json, texts: Iterable[str]) -> list[str]:
+    """Return the variables in `texts` that the pod of a DDPJob does not have."""
+    names = dict.fromkeys(match[1] for text in texts for match in _NOT_SET.finditer(text))
+    return [name for name in names if "command" not in spec or not name.startswith("MASTER_")]
 
 
 def _resources(made: Conversion, resources: Mapping[str, Any]) -> None:
@@ -521,9 +534,12 @@ def _resources(made: Conversion, resources: Mapping[str, Any]) -> None:
     target["gpusPerNode"] = 0
     if resources and not {"requests", "limits"} & resources.keys():
         resources = {"limits": resources}  # TrainJob's resourcesPerNode may be plain amounts.
+    names = [n for kind in ("limits", "requests") for n in resources.get(kind) or () if _GPUS.fullmatch(n)]
+    # Devices of other kinds stay in resources.
+    name = max(names, key=lambda n: n == "nvidia.com/gpu", default="")
     for kind in ("requests", "limits"):
         amounts = dict(resources.get(kind) or {})
-        for name in [n for n in amounts if _GPUS.fullmatch(n)]:
+        if name in amounts:
             number = str(amounts.pop(name))
             if not number.isdigit():
                 raise Mistake(f"resources.{kind}.{name}: {number} is not a whole number of GPUs")
@@ -570,7 +586,8 @@ def _shared_memory(made: Conversion, pod: Json, container: Json, sidecars: Seque
 
 def _entry_point(made: Conversion, command: list[str], args: list[str]) -> None:
     spec, words = made.job["spec"], [*command, *args]
-    if words[:1] and words[0].rpartition("/")[2] in ("sh", "bash") and len(words) == 3 and words[1].endswith("c"):
+    shell = len(words) == 3 and words[0].rpartition("/")[2] in ("sh", "bash")
+    if shell and _PLAIN_SHELL.fullmatch(words[1]):
         inner = words[2].replace("\\\n", " ").strip().removeprefix("exec ").strip()
         if inner and (not _SHELL.search(inner) or _reads_only_theirs(inner)):
             words = _shell_words(inner)
@@ -626,10 +643,11 @@ def _entry_point(made: Conversion, command: list[str], args: list[str]) -> None:
         "command: runs unchanged, so it must start torchrun itself (which reads the PET_ variables); with script or "
         "module the operator sees each rank's failure"
     )
-    if unset := dict.fromkeys(match[1] for word in words for match in _NOT_SET.finditer(word)):
+    if unset := _unset(spec, words):
         made.notes.append(
             f"command: uses {', '.join(unset)}, but these variables are not set; remove torchrun's options for nodes, "
-            f"ranks and addresses, because torchrun reads them from the PET_ variables"
+            f"ranks and addresses, because torchrun reads them from the PET_ variables; for other launchers, write "
+            f"DDPJOB_INDEX instead of RANK, and DDPJOB_NODES instead of WORLD_SIZE"
         )
 
 

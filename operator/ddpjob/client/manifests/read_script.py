@@ -1,12 +1,12 @@
 """Reads a script without running it, to find its main names and whether its ranks form a group.
 
-Problem: a script written for one GPU also runs under torchrun. Each rank then trains its own model
-on all the data, and nothing fails. The user needs to know this before the job starts, and needs the
-lines to add, written with the names in this script.
+A script written for one GPU also runs under torchrun, but each rank then trains its own model on
+all the data, and nothing fails. Users must learn this before the job starts, and need the lines to
+add, written with the names in their script.
 
-Rule: the script is parsed with `ast`, never imported or executed. The script forms a group if its
-own code, or a module that it imports from its own folder, calls a function in `_FORMS` or creates
-an Accelerator or the Trainer of Lightning or Hugging Face. Otherwise:
+The script is parsed with `ast`, never imported or executed. It forms a group if its own code, or a
+module that it imports from its own folder, calls a function in `_FORMS` or creates an Accelerator
+or the Trainer of Lightning or Hugging Face. Otherwise:
 
 - the optimizer is the variable that gets `SGD(…)`, `Adam(…)` or another class of torch.optim;
 - the model is X in the optimizer's argument `X.parameters()`;
@@ -297,7 +297,8 @@ def _scope(tree: ast.Module, wanted: ast.stmt) -> list[ast.stmt]:
         if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
             body = inner.body
         elif isinstance(inner, ast.If) and isinstance(node, ast.Module):
-            body = inner.body if any(_contains(each, wanted) for each in inner.body) else body  # __main__
+            # Such as `if __name__ == "__main__":`.
+            body = inner.body if any(_contains(each, wanted) for each in inner.body) else body
         node = inner
 
 

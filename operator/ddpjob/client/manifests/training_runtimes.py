@@ -28,6 +28,14 @@ TRAINER_GROUP = "/apis/trainer.kubeflow.org/v1alpha1"
 _NODE = "node"
 _STEP = "trainer.kubeflow.org/trainjob-ancestor-step"
 _INITIALIZERS = {"dataset-initializer": "dataset", "model-initializer": "model"}
+_COUNTERPARTS = {
+    "ttlSecondsAfterFinished": "runPolicy.ttlSecondsAfterFinished",
+    "activeDeadlineSeconds": "runPolicy.activeDeadlineSeconds",
+    "backoffLimit": "recovery.maxRestarts",
+    "failurePolicy": "recovery.maxRestarts",
+    "podFailurePolicy": "recovery.rules",
+}
+"""Fields of the runtime's JobSet or Job, and the fields of a DDPJob with the same purpose."""
 
 
 @dataclass
@@ -82,6 +90,11 @@ def complete(manifest: Mapping[str, Any], runtime: Mapping[str, Any]) -> Complet
     name = str(node.get("name") or _NODE)
     for override in (*_overrides(spec, name), *_patches(spec, name)):
         made.template = merge(made.template, override)
+    if others := dict.fromkeys(target for target in _targets(spec) if target not in (name, _NODE)):
+        made.notes.append(
+            f"podTemplateOverrides and runtimePatches for {', '.join(others)}: left out; change the init containers in "
+            "podTemplate instead"
+        )
     _add_initializers(made, spec.get("initializer") or {}, jobs)
     made.nodes = trainer.get("numNodes") or policy.get("numNodes")
     torch = policy.get("torch") or {}
@@ -95,7 +108,37 @@ def complete(manifest: Mapping[str, Any], runtime: Mapping[str, Any]) -> Complet
             f"mlPolicy.{other[0]} of the runtime: only torch can be converted; the command alone decides what runs"
         )
     _gang(made, theirs.get("podGroupPolicy") or {})
+    _report_jobs(made, theirs.get("template") or {}, node, jobs)
     return made
+
+
+def _report_jobs(made: CompletedTrainJob, whole: Mapping[str, Any], node: Json, jobs: Mapping[str, Json]) -> None:
+    """Add a note for each setting of the runtime's JobSet and Job, and for each job that is not
+    converted.
+    """
+    settings = {**((node.get("template") or {}).get("spec") or {}), **(whole.get("spec") or {})}
+    made.notes += [
+        f"{name} of the runtime: left out; set {counterpart}"
+        for name, counterpart in _COUNTERPARTS.items()
+        if name in settings
+    ]
+    metadata = whole.get("metadata") or {}
+    if keys := [*(metadata.get("labels") or ()), *(metadata.get("annotations") or ())]:
+        made.notes.append(
+            f"template.metadata of the runtime: {', '.join(keys)} belonged to the JobSet; write a label for Kueue in "
+            "metadata, and the ones that pods need in podTemplate.metadata"
+        )
+    others = [name for name, job in jobs.items() if job is not node and not _initializes(job)]
+    if others:
+        made.notes.append(
+            f"replicatedJobs {', '.join(others)} of the runtime: left out, because a DDPJob has only training pods; "
+            "create a Job for each"
+        )
+
+
+def _initializes(job: Json) -> str | None:
+    """Return the part of spec.initializer that a job of the runtime carries out."""
+    return _INITIALIZERS.get(_step(job)) or _INITIALIZERS.get(str(job.get("name")))
 
 
 def _step(job: Mapping[str, Any]) -> str:
@@ -125,11 +168,19 @@ def _patches(spec: Mapping[str, Any], node: str) -> Iterator[Json]:
                 yield _pod_template(job)
 
 
+def _targets(spec: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of all jobs that the overrides and patches name."""
+    for override in spec.get("podTemplateOverrides") or ():
+        yield from (str(target.get("name")) for target in override.get("targetJobs") or ())
+    for patch in spec.get("runtimePatches") or ():
+        template = (patch.get("trainingRuntimeSpec") or {}).get("template") or {}
+        yield from (str(job.get("name")) for job in (template.get("spec") or {}).get("replicatedJobs") or ())
+
+
 def _add_initializers(made: CompletedTrainJob, wanted: Mapping[str, Any], jobs: Mapping[str, Json]) -> None:
     pod = made.template["spec"]
     for job in jobs.values():
-        name = str(job.get("name"))
-        part = _INITIALIZERS.get(_step(job)) or _INITIALIZERS.get(name)
+        name, part = str(job.get("name")), _initializes(job)
         given = wanted.get(part or "") or {}
         if part is None or not given:
             continue
@@ -155,6 +206,10 @@ def _add_initializers(made: CompletedTrainJob, wanted: Mapping[str, Any], jobs: 
 def _gang(made: CompletedTrainJob, policy: Mapping[str, Any]) -> None:
     if "volcano" in policy:
         made.scheduling["schedulerName"] = "volcano"
+        if (policy["volcano"] or {}).get("networkTopology"):
+            made.notes.append(
+                "podGroupPolicy.volcano.networkTopology of the runtime: left out; see scheduling.sameTopology"
+            )
     elif "coscheduling" in policy:
         made.notes.append(
             "podGroupPolicy.coscheduling of the runtime: the operator places gangs with Kubernetes' own PodGroups, "

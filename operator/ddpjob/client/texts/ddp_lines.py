@@ -35,7 +35,7 @@ _END = "torch.distributed.destroy_process_group()"
 class FrameworkLines:
     """What a framework's script needs in a job.
 
-    A pair is a word and the text to add. A script that contains the word already has the text.
+    Each pair is a word and the text to add. Nothing needs to be added if the script has the word.
     """
 
     forms: str

@@ -214,7 +214,7 @@ def read_metrics(text: str) -> MetricSeries:
             continue
         step = row["step"]
         origins = series.made if event == "step" else series.evaluated
-        # A step that the newest start cannot have repeated keeps its origin.
+        # Steps before those of the newest start keep their origin.
         if step not in origins or step + (event == "eval") > (series.starts or [-1])[-1]:
             origins[step] = Origin(max(len(series.starts) - 1, 0), time)
         if is_number(epoch := row.get("epoch")) and abs(epoch) < _LAST_EPOCH:

@@ -347,7 +347,7 @@ class Informer(Cache[View]):
                 self._drop(body)
             elif kind != "BOOKMARK":
                 self.take(body)
-            del event, body  # The object may be large, and the next event may be late.
+            del event, body  # Free them, because the next event may come much later.
 
     def _drop(self, body: Json) -> None:
         """Remove an object whose deletion was reported at this version."""

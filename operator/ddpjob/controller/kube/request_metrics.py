@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import Counter, disable_created_metrics
 
-# Otherwise each counter would also get a series with its creation time.
+# By default, each counter also gets a series with its creation time.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 API_REQUESTS = Counter(

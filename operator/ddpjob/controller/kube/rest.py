@@ -246,8 +246,9 @@ def loads(text: bytes) -> Any:
     One user's object must not hide all other objects in its list.
     """
     with contextlib.suppress(ValueError):
-        # The text is nested deeper than 200 levels, has half of a surrogate pair, or is not JSON.
-        return from_json(text)  # This takes a third of the time that json needs for a pod.
+        # Three times as fast as json for a pod, but it refuses more than 200 levels and half of a
+        # surrogate pair.
+        return from_json(text)
     try:
         return json.loads(text)
     except RecursionError:

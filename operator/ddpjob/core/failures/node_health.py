@@ -220,8 +220,8 @@ def _link_breaks(view: View, failure: Restart, within: Sequence[Restart]) -> boo
 
 def _has_moved_too_often(view: View, within: Sequence[Restart]) -> bool:
     moves = {r.round for r in within if r.reason in MOVE_CAUSES}
-    # Moves may have dropped out of the full list of recent restarts, but avoided nodes show them
-    # longer.
+    # The list of recent restarts is limited and may lack some moves, but the nodes that they left
+    # are still avoided.
     left = [a for a in view.status.avoided_nodes if a.reason.startswith(MOVE_CAUSES)]
     return max(len(moves), len(left)) >= MAX_MOVES
 

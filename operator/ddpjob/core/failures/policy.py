@@ -72,7 +72,8 @@ REPEATS = 3
 """Number of consecutive failures with the same program error that fail a job before its first step.
 """
 APART = timedelta(seconds=10)
-"""Minimum time between failures that count as repeated, so that a temporary fault can pass."""
+"""Minimum time between failures that are counted separately. A temporary fault can pass in this
+time."""
 _OUTSIDE = re.compile(
     r"\b(?:OSError|IOError|EnvironmentError|BlockingIOError|BrokenPipeError|EOFError|InterruptedError|ChildProcessError"
     r"|ProcessLookupError|PermissionError|(?:FileNotFound|FileExists|NotADirectory|IsADirectory)Error)\b|\[Errno"

@@ -57,7 +57,8 @@ _NOT_SERVED = (
     "or later); install Kueue, or remove the label kueue.x-k8s.io/queue-name to run the job without a queue"
 )
 MOST_PARTS = 16
-"""Maximum number of additional Workloads that may be admitted in part. It bounds the status."""
+"""Maximum number of additional Workloads that may be admitted in part. It limits the size of the
+status."""
 ONE_DOMAIN = "kueue.x-k8s.io/podset-required-topology"
 """The annotation of podTemplate that requires one topology domain for all pods of a Workload."""
 _OFFSET = "kueue.x-k8s.io/pod-index-offset"

@@ -16,8 +16,8 @@ Example with 2 nodes:
     nodes=1              slot 1 is dropped; highest_attempt=1
     nodes=2              slot 1 is new, at attempt 2          pod train-1-2
 
-A generation is a group that restarts around a new coordinator, because the spec, the token or the
-runtime has changed, or because the group cannot be repaired pod by pod (`begin_generation`).
+A new generation replaces the coordinator and every pod, because the spec, the token or the runtime
+has changed, or because the group cannot be repaired pod by pod (`begin_generation`).
 
 If a pod ends within QUICK of its creation, and waiting may help against the cause, the next pod
 backs off (`count_repetition`). The first time there is no wait, the second time it is
@@ -263,7 +263,7 @@ def plan_next_coordinator(status: JobStatus) -> JobStatus:
 
 
 def count_repetition(view: View, before: Repeated, end: End, pod: PodView | None) -> Repeated:
-    """Return the back-off after another pod has ended.
+    """Return the back-off after `pod` has ended.
 
     The count rises if the pod ended quickly for the same cause, and a delay may help against this
     cause. Otherwise it is reset. After a preemption, the next pod waits for ROOM instead.

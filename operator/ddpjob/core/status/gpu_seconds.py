@@ -7,9 +7,9 @@ The status therefore holds the sum, the number of GPUs that are held now, and si
     gpuUse: {held: 16, since: "2026-03-01T10:30:00Z"}
 
 The sum covers the time up to `since`. A pod holds its GPUs from the moment that Kubernetes binds it
-to a node until all its containers have ended or its object is gone, regardless of what its program
-does: while images are pulled, while a spare stands by, and while a pod terminates. These are the
-GPUs that nobody else can use. Only GPUs named by spec.gpuResource count.
+to a host until all its containers have ended or its object is gone, even while images are pulled,
+while a spare stands by, and while the pod terminates. Nobody else can use these GPUs. Only GPUs
+named by spec.gpuResource count.
 
 At each reconcile, the number in `gpuUse.held` is multiplied by the time since `gpuUse.since` and
 added to the sum. The result is written together with any other change to the status, whenever the
@@ -69,5 +69,5 @@ def count_gpu_seconds(job: DDPJob, world: World, now: datetime, decision: Decisi
 
 
 def holds_devices(pod: PodView) -> bool:
-    """Whether Kubernetes reserves devices on a node for the pod."""
+    """Whether Kubernetes reserves devices on a host for the pod."""
     return bool(pod.host) and pod.phase not in ("Succeeded", "Failed")
