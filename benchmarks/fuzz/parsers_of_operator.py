@@ -311,10 +311,10 @@ def _kept_logs() -> Target:
 
 PARSERS = (
     Parser("reports", "a coordinator's report, read by the operator", Form.JSON, _reports),
-    Parser("decisions", "such a report, up to the job's status", Form.JSON, _decisions),
-    Parser("jobs", "a DDPJob that the schema admits, up to its pods", Form.JSON, _stored_jobs),
-    Parser("classes", "a class of jobs and a job of it", Form.JSON, _classes),
-    Parser("manifests", "a manifest (YAML), up to the later refusals", Form.TEXT, _manifests),
+    Parser("decisions", "such a report, and the job's status derived from it", Form.JSON, _decisions),
+    Parser("jobs", "a DDPJob that the schema admits, and its pods", Form.JSON, _stored_jobs),
+    Parser("classes", "a job class, and a job that uses it", Form.JSON, _classes),
+    Parser("manifests", "a manifest (YAML), read as by `ddpjob validate`", Form.TEXT, _manifests),
     Parser("manifests-json", "the same as JSON", Form.JSON, _manifests_as_json),
     Parser("conversions", "PyTorchJob and TrainJob", Form.JSON, _conversions),
     Parser("metrics", "metrics.jsonl", Form.LINES, _metrics),

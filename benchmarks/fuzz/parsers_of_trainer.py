@@ -258,7 +258,7 @@ def _shard_indexes() -> Target:
 PARSERS = (
     Parser("checkpoint-files", "the end of a checkpoint's file, with a correct checksum", Form.JSON, _checkpoint_files),
     Parser("weights", "any file as checkpoint.load", Form.BYTES, _weights),
-    Parser("dcp-manifests", "the manifest of a checkpoint in parts, up to its tensors", Form.JSON, _dcp_manifests),
+    Parser("dcp-manifests", "the manifest of a checkpoint in parts, and its tensors", Form.JSON, _dcp_manifests),
     Parser("cifar", "a CIFAR batch, python version", Form.PICKLE, _cifar_pickles),
     Parser("cifar-binary", "a CIFAR batch, binary version", Form.BYTES, _cifar_binary),
     Parser("images", "an image, from its header to its pixels", Form.BYTES, _images),

@@ -341,8 +341,8 @@ def bare(thing: Any) -> Any:
 def _for_loading(thing: Any, state: Any) -> Any:
     """Return a state that an object may keep, from views that are valid only until the next copy.
 
-    A module copies its parameters and buffers from the state. Other values it may keep, as
-    optimizers do.
+    A module copies its own parameters and buffers from the state, so these views are returned as
+    they are. Anything else is copied here, because an object may keep it, as optimizers do.
     """
     import torch
 

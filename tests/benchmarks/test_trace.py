@@ -182,7 +182,8 @@ def test_effective_time_follows_from_pause_repeats_and_cost() -> None:
     one_an_hour = Parts(pause=30.0, repeated=60.0, cost=0.01, step=0.5)
     assert one_an_hour.effective(1000, node_days=1000 / 24) == pytest.approx(0.99 * math.exp(-60 / 3600))
     assert "| 80 kB | ddpjob | 0.20 | 1.0 | 0.100 | 0.0% |" in effective_time.table(RUNS, 264)
-    assert "One failure of a node in 264 days: one of the job in 6.3 h to 0.4 h." in effective_time.table(RUNS, 264)
+    rate = "one failure of the job every 6.3 h (1,000 nodes) to 0.4 h (16,000 nodes)."
+    assert f"One failure per node every 264 days is {rate}" in effective_time.table(RUNS, 264)
 
 
 def test_the_formula_is_the_mean_of_a_simulated_job() -> None:

@@ -113,6 +113,7 @@ def waits(kind: str, call: str = "") -> dict[str, Any]:
         "a rank whose threads wake up": ([WAITS, {**LOCK, "cpu": 0.02, "bytes": 900}], 25, 1),
         "a rank that writes no stack and does nothing": ([WAITS, NO_STACK], 25, 1),
         "a dead file server": ([WAITS, {**LOADER, **waits("storage", "fsync")}], 135, 1),
+        "a server that never answers": ([WAITS, {"text": stack("readinto", "/usr/lib/python3.12/socket.py")}], 135, 1),
         "a driver that never answers": ([WAITS, {**NO_STACK, **waits("storage")}], 135, 1),
         "a stopped process": ([WAITS, {**NO_STACK, **waits("stopped")}], 75, 1),
         "a stopped loader": ([WAITS, {**LOADER, **waits("stopped")}], 75, 1),
@@ -137,6 +138,13 @@ def test_deliberate_hangs_are_reported_with_their_rank_and_ended(
     assert incident["kind"] == "Hang" and incident["pod"] == (None if named is None else f"job-{named}-0")
     assert named is None or group.message.partition(": ")[2].startswith(f"rank {named} ")
     assert ("the other ranks are waiting for it" in group.message) is (named is not None or len(plays) == 4)
+
+
+@pytest.mark.parametrize("file", ["socket.py", "ssl.py"])
+def test_a_slow_response_of_a_server_does_not_end_the_round(file: str) -> None:
+    """For example, an object store that completes a large upload before it answers."""
+    waiting = {"text": stack("read", f"/usr/lib/python3.12/{file}")}
+    assert Group(WAITS, between(0, 100, waiting, WORKS)).ended_after(290) is None
 
 
 def between(start: float, end: float, inside: dict[str, Any], outside: dict[str, Any]) -> Played:

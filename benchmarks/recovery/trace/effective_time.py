@@ -89,5 +89,8 @@ def table(runs: Sequence[Run], node_days: float) -> str:
             cells += [f"{parts.cost:.1%}", *(f"{parts.effective(nodes, node_days):.2%}" for nodes in NODES)]
             lines.append(f"| {' | '.join(cells)} |")
     hours = [24 * node_days / nodes for nodes in (NODES[0], NODES[-1])]
-    rate = f"One failure of a node in {node_days:g} days: one of the job in {hours[0]:.1f} h to {hours[1]:.1f} h."
+    rate = (
+        f"One failure per node every {node_days:g} days is one failure of the job every {hours[0]:.1f} h "
+        f"({NODES[0]:,} nodes) to {hours[1]:.1f} h ({NODES[-1]:,} nodes)."
+    )
     return "\n".join([FORMULA, "", *lines, "", rate])

@@ -19,8 +19,8 @@ COLORS = {
     "torchft-tuned": "#f4d03f", "stock": "#c0392b",
 }  # fmt: skip
 NOTES = """\
-Median / worst. An ideal step takes as long as the fastest system's mean step between failures. A repeated step is
-useful once. A pause is the time between the steps of two groups, minus the usual gap."""
+Median / worst. An ideal step takes as long as the fastest system's mean step between failures. A repeated step
+counts as useful once. A pause is the time between the steps of two groups, minus the usual gap."""
 Group = tuple[int, float]
 """State size in bytes and step time in seconds. Only runs with the same values can be compared."""
 

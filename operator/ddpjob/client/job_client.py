@@ -177,7 +177,7 @@ class Client:
     """Jobs in a namespace of a cluster, or on this machine, with the same methods and results.
 
     The backend "kubernetes" uses the kubeconfig and its user's rights. The backend "local"
-    uses the jobs of this machine, in $DDPJOB_RUNS or ./runs. `namespace` and `context` default to
+    uses the jobs on this machine, in $DDPJOB_RUNS or ./runs. `namespace` and `context` default to
     those of the kubeconfig.
 
     Methods accept the name of a job or a Job. They raise Mistake, with a message for the user, if a
@@ -223,7 +223,7 @@ class Client:
 
         `program`: the program to run. A function is sent as source code, so it must import and
         define everything that it uses. A script or folder on this machine is also sent to a
-        cluster; a folder of more than 1 MiB is uploaded to a bucket. A job of this machine runs it
+        cluster; a folder of more than 1 MiB is uploaded to a bucket. A job on this machine runs it
         in place. Any other absolute path is a file in the image, and any other string is a module's
         name.
         `args`: the words for a script, or the keyword arguments of a function. Keyword arguments

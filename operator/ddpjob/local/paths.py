@@ -10,6 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddpjob_pod.stack_signal import FOLDER as STACKS
 from ddpjob_runtime.protocol import ROUNDS_FILE
 
 from ddpjob.core.world import COORDINATOR_CONTAINER
@@ -107,12 +108,13 @@ class JobFolder(_Folder):
         return holds_checkpoints(self.checkpoints)
 
     def is_resumable(self) -> bool:
-        """Return whether the folder has more than the record of rounds and the curves.
+        """Return whether the folder has more than the record of rounds, the curves and stacks.
 
-        `ddpjob_report.report` writes the curves. Raises OSError.
+        `ddpjob_report.report` writes the curves, and the launcher the stacks of a hang. Raises
+        OSError.
         """
         more = holds_checkpoints(self.checkpoints / _CURVES.parent, but=(_CURVES.name,))
-        return holds_checkpoints(self.checkpoints, but=() if more else (_CURVES.parent.name,))
+        return holds_checkpoints(self.checkpoints, but=(STACKS, *(() if more else (_CURVES.parent.name,))))
 
     def run(self, name: str) -> RunFolder:
         return RunFolder(self.path / name)

@@ -260,7 +260,7 @@ class Round:
     def leave(self, member: Member, why: str) -> None:
         """Record that the member and its workers were asked to stop.
 
-        The round breaks when it is gone.
+        The round breaks when the member is gone.
         """
         if member.state == MemberState.RUNNING and not self.judged:
             self._evidence.add_loss(MemberLoss(member.source, member.rank, why, self._loop.now(), leaving=True))

@@ -13,7 +13,8 @@ A rank that uses a GPU may spend CPU time while its stack stays the same, becaus
 spins. A long computation on the GPU looks the same. Such a rank is not a culprit, and if there is
 such a rank, the others must stand still for SPIN_LOOKS checks. Otherwise LEAST_LOOKS checks are
 enough. Some waits often end by themselves, and must last longer (PATIENCE): a stopped process, a
-system call on storage, a sleep. After any movement, the comparison starts again.
+system call on storage, a server's response, a sleep. After any movement, the comparison starts
+again.
 
 Example, 5 s between checks:
 
@@ -63,6 +64,8 @@ COLLECTIVE_FILES = re.compile(
     r"|/ddpjob_pod/(own_work|rank_snapshots)\.py$"
 )
 """Files whose functions wait for other ranks. `own_work` wraps torch's functions."""
+SERVER_FILES = re.compile(r"/(socket|ssl)\.py$")
+"""Python's files that wait for a server, such as an object store. Such a wait counts as storage."""
 DEBUGGERS = re.compile(r'File "[^"]*(/[pb]db\.py"|/pydevd|/debugpy/)')
 BACKWARD = "_engine_run_backward"
 """DDP exchanges gradients in this call."""
@@ -128,7 +131,7 @@ class Standstill:
         """Whether the checks prove that the ranks will not continue by themselves."""
         if self._before is None or self.looks < (SPIN_LOOKS if self._spins else LEAST_LOOKS):
             return False
-        waits = [self._before.ranks[rank].wait for rank in self.awaited]
+        waits = [_wait_of(self._before.ranks[rank]) for rank in self.awaited]
         return now - self._since >= max((PATIENCE[wait] for wait in waits if wait), default=0.0)
 
     def stacks(self) -> Stacks:
@@ -164,6 +167,13 @@ def _compare(before: dict[int, RankLook], now: dict[int, RankLook]) -> tuple[fro
     if still:
         return frozenset(still), spins
     return None if spins or transfers else (frozenset(now), False)
+
+
+def _wait_of(look: RankLook) -> WaitKind | None:
+    """Return why a rank waits, according to the kernel or its stack."""
+    frame = _innermost(look.text)
+    of_server = frame is not None and SERVER_FILES.search(frame["file"]) is not None
+    return look.wait or (WaitKind.STORAGE if of_server else None)
 
 
 def _describe_wait(look: RankLook) -> str:

@@ -143,8 +143,8 @@ class CoordinatedRendezvous(RendezvousHandler):
     def use_agent_store(self) -> bool:
         """Whether workers are clients of a store that rank 0's launcher hosts.
 
-        Their own store would listen on every address of the machine, and its port would have to be
-        free at two different times.
+        A store of their own would listen on every address of the machine. Its port would be chosen
+        before it is opened, so another program could take it in between.
         """
         return True
 

@@ -183,7 +183,7 @@ def test_a_file_that_no_longer_exists_counts_as_unreadable(folder: Path, capsys:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_with_corrupt_stop_the_first_unreadable_image_ends_training(workers: int, folder: Path) -> None:
+def test_with_corrupt_set_to_stop_the_first_unreadable_image_ends_training(workers: int, folder: Path) -> None:
     data = open_data(config.load(None, arguments(folder, "data.corrupt=stop", f"data.workers={workers}")).data)
     with pytest.raises(DataError, match=rf"^image {path_of(folder, 1)} cannot be read .*data.corrupt=skip"):
         list(data.train_batches([[0, 1]], 0))

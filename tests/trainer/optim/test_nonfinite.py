@@ -94,7 +94,7 @@ def test_the_first_nonfinite_step_ends_the_run_if_configured(tmp_path: Path) -> 
     assert end.code == 1 and "step 2: the loss is not finite on rank 0" in end.error and "it was skipped" in end.error
 
 
-def test_without_skipping_the_weights_would_become_nan(tmp_path: Path) -> None:
+def test_the_weights_would_become_nan_if_the_step_were_not_skipped(tmp_path: Path) -> None:
     """Deliberate defect: the optimizer takes every step, even with a nonfinite gradient."""
 
     def prepare(rank: int) -> None:

@@ -116,7 +116,7 @@ def test_devices_that_differ_or_have_too_little_memory_are_reported(
     assert bool(row.remedy) == (status != "OK")
 
 
-def test_of_several_devices_of_a_rank_the_one_that_it_trains_on_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_a_rank_has_several_devices_the_one_it_trains_on_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 has devices 2 and 3. It must not even open a context on device 1, which belongs to
     rank 0.
     """

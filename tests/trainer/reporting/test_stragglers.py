@@ -216,7 +216,7 @@ def test_a_short_or_single_lag_is_ignored() -> None:
     )
 
 
-def test_of_two_ranks_the_slower_is_found_and_a_single_rank_is_never_slow() -> None:
+def test_the_slower_of_two_ranks_is_found_and_a_single_rank_is_never_slow() -> None:
     judge = Stragglers(1.5, 0)
     assert [named(judge.add(now, [1.0, 2.0])) for now in range(3)][-1] == [1]
     alone = Stragglers(1.5, 0)

@@ -13,12 +13,15 @@ from ddpjob.local.paths import JobFolder, runs_folder
     [
         (".ddpjob-rounds.jsonl", False),
         ("run/metrics.jsonl", False),
+        ("stacks/round-0.1-rank-0.txt", False),
         ("run/model.pt", True),
         ("model.pt", True),
         ("epoch-1/model.pt", True),
     ],
 )
-def test_a_folder_with_only_curves_does_not_count_as_a_checkpoint(tmp_path: Path, file: str, resumable: bool) -> None:
+def test_a_folder_with_only_curves_or_stacks_does_not_count_as_a_checkpoint(
+    tmp_path: Path, file: str, resumable: bool
+) -> None:
     """Regression: a script that reports but never saves was said to resume, although it started
     from scratch.
     """

@@ -238,10 +238,9 @@ class CheckpointFolder:
     def finish(self, seconds: float | None = None) -> None:
         """Wait until every save is on disk, on every rank. All ranks must call this together.
 
-        Also waits up to `seconds` for the last upload to checkpoint.url. If `seconds` is None,
-        waits checkpoint.url_wait_seconds, and raises CheckpointError if the upload is still
-        incomplete, unless checkpoint.shared is set. Raises CheckpointError on all ranks if one rank
-        failed.
+        Then waits up to `seconds` for the last upload to checkpoint.url. None means
+        checkpoint.url_wait_seconds; with checkpoint.shared=false, an upload that is incomplete by
+        then raises CheckpointError. Raises CheckpointError on all ranks if one rank failed.
         """
         began = time.monotonic()
         self._wait_for_the_disk()

@@ -11,7 +11,7 @@ from ddpjob_trainer.errors import CheckpointError
 VERSION = 1
 """Version of the content. Other versions are refused."""
 _LATEST = 253402300800
-"""The start of the year 10000; real clocks are earlier."""
+"""The start of the year 10000. Times from then on count as damaged."""
 
 
 @dataclass(frozen=True)

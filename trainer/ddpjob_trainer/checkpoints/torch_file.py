@@ -186,7 +186,7 @@ def _split(tail: bytes, size: int) -> tuple[int, bytes]:
         raise CheckpointError(f"truncated ({size} bytes, its end is missing)")
     comment = tail[end + _END_SIZE :]
     if struct.unpack("<H", tail[end + 20 : end + 22])[0] != len(comment):
-        raise CheckpointError(f"truncated ({size} bytes, its end is cut)")
+        raise CheckpointError(f"truncated ({size} bytes, its end is incomplete)")
     return size - len(tail) + end, comment
 
 

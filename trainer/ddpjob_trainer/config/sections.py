@@ -151,7 +151,7 @@ class DataConfig:
     batch_transform: str = ""
     """package.module:function: your own transform of training batches, which is called on the
     device with (images, labels, generator) for each micro-batch and returns (images, labels). The
-    result is the same on any number of ranks. Labels may become shares of classes (n, classes).
+    result is the same on any number of ranks. Labels may become class probabilities (n, classes).
     Ranks do not share micro-batches. May change when a run resumes.
     """
     randaugment_ops: int = 0
@@ -779,7 +779,7 @@ class PreflightConfig:
     step_seconds: float = 10.0
     """Timeout of a single check. A check without a result by then fails."""
     clock_skew_seconds: float = 1.0
-    """Warn if clocks differ by more than this, because logs of different nodes could not be put in
+    """Warn if clocks differ by more than this, because logs of different nodes then cannot be put in
     order. NTP achieves 0.01 s.
     """
     free_gb: float = 1.0

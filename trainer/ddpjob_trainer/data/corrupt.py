@@ -61,7 +61,7 @@ class CorruptCount:
         return met
 
     def add(self, step: int) -> int:
-        """Add a step's number of unreadable images on all ranks, `step`, and return it.
+        """Add `step`, the number of a step's unreadable images on all ranks, and return it.
 
         Raises DataError if their share of the training set exceeds data.corrupt_limit.
         """

@@ -36,7 +36,7 @@ _PEAKS: tuple[tuple[str, float, float, float], ...] = (
 
 def peak(name: str, dtype: torch.dtype, *, tf32: bool) -> float:
     """Return a GPU's FLOP/s in a format; 0 if unknown. `name` is its torch.cuda.get_device_name."""
-    if re.search(r"\bMIG\b", name):  # A MIG device is a part of the GPU, with its own peak.
+    if re.search(r"\bMIG\b", name):  # A MIG device is only a part of the GPU, and its peak is not in the table.
         return 0.0
     for pattern, short, fast, whole in _PEAKS:
         if re.search(pattern, name):
