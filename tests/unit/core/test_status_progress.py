@@ -48,6 +48,11 @@ def test_zero_total_steps_have_no_percentage(steps: int) -> None:
     assert "percent" not in shown and shown["display"] == "epoch 1 step 45"
 
 
+@pytest.mark.parametrize(("step", "percent"), [(-5, 0), (101, 100)])
+def test_the_percentage_is_from_0_to_100(step: int, percent: int) -> None:
+    assert show_progress({}, {"step": step, "steps": 100}, NOW, at_once=False)["percent"] == percent
+
+
 def test_the_speed_is_shown_in_steps_if_the_script_reports_no_samples() -> None:
     reported = {"step": 45, "metrics": {"stepsPerSecond": 9.961}}
     assert show_progress({}, reported, NOW, at_once=False)["speedDisplay"] == "9.96 steps/s"

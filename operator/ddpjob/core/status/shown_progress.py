@@ -191,7 +191,7 @@ def _summary(fresh: Json) -> Json:
         parts.append(f"epoch {epoch}/{epochs}" if epochs is not None else f"epoch {epoch}")
     summary: Json = {}
     if step is not None and steps is not None and steps > 0:
-        summary["percent"] = min(100, 100 * step // steps)
+        summary["percent"] = max(0, min(100, 100 * step // steps))
         parts.append(f"{summary['percent']} %")
     elif step is not None:
         parts.append(f"step {step}" + (" since the restart" if "stepsBefore" in fresh else ""))
