@@ -5,8 +5,7 @@ here, because kopf does not report deletions that happen while its watch is inte
 not keep a copy of the objects for reading.
 
 A reconcile reads the cache without asking the API server. The cache must therefore never go back in
-time, must notice deletions that happened while no watch was open, and must survive every kind of
-failure.
+time, must detect deletions made while no watch was open, and must survive every kind of failure.
 
 - A list gives all objects and the version of the collection. Known objects that are not in the list
   have been deleted. The watch starts at that version and continues from the last event's version.
