@@ -260,8 +260,8 @@ def remembered(
 
     The operator remembers when each host became ready, not ready or unhealthy, and which hosts were
     deleted. A host that the operator has never seen is unknown, not deleted, because it may be
-    newer than the list. If a host is already unhealthy when it is first seen, the beginning of the fault
-    is unknown.
+    newer than the list. If a host is already unhealthy when it is first seen, the beginning of the
+    fault is unknown.
     """
     hosts = {}
     for name, host in (before or {}).items():
