@@ -38,16 +38,17 @@ a fraction of a second."""
 
 
 def _is_acted_on(backend: Backend, job: str) -> bool:
-    """Wait for an operator to act on the job's newest spec, and return whether it did.
+    """Wait up to ACT_SECONDS for an operator to act on the job's newest spec.
 
-    If no operator did, print a note that only the spec has been changed.
+    Return whether an operator has acted. If not, print a note about it.
     """
     end = time.monotonic() + ACT_SECONDS
     while True:
         try:
             body = backend.job(job)
         except Mistake:
-            return True  # The job is gone or may not be read, but the change was accepted.
+            # The change was accepted, but the job is gone, or the user is not permitted to read it.
+            return True
         wanted, seen = body["metadata"].get("generation"), (body.get("status") or {}).get("observedGeneration")
         if wanted is None or (isinstance(seen, int) and seen >= wanted):
             return True
@@ -117,9 +118,9 @@ def restart(backend: Backend, job: str, timeout: int) -> None:
 def rerun(backend: Backend, job: str, fresh: bool) -> None:
     """Start a finished job again, with the same manifest.
 
-    It resumes from its last checkpoint. On this machine it runs in the background, as with
-    `ddpjob submit`. On a cluster the job is deleted and created again; its checkpoints are kept,
-    and --fresh gives the job a new folder.
+    The job resumes from its last checkpoint. On this machine, it runs in the background, as with
+    `ddpjob submit`. On a cluster, the job is deleted and created again; its checkpoints are kept,
+    and --fresh gives it a new checkpoint folder.
 
     \b
     Example: ddpjob rerun first
@@ -136,8 +137,8 @@ def delete(backend: Backend, jobs: tuple[str, ...]) -> None:
     """Delete jobs and their pods.
 
     If one of the jobs does not exist, nothing is deleted. Checkpoints on volumes are kept, unless
-    storage.checkpoints.claimTemplate.whenDeleted is Delete. The same holds on this machine for
-    RUNS/JOB/checkpoints and for checkpoints that --fresh has moved.
+    storage.checkpoints.claimTemplate.whenDeleted is Delete. On this machine, the same applies to
+    RUNS/JOB/checkpoints and to checkpoints that --fresh has moved.
 
     \b
     Example: ddpjob delete first second
@@ -173,7 +174,7 @@ def kill(backend: Backend, pod: str) -> None:
 
 
 @command_of_job
-@click.option("--now", is_flag=True, help="Kill the pods immediately, without time to save a checkpoint.")
+@click.option("--now", is_flag=True, help="Kill the pods immediately, before they can save a checkpoint.")
 def stop(job: str, now: bool) -> None:
     """Stop a run on this machine, with all its processes.
 

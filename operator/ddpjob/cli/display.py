@@ -35,7 +35,8 @@ PHASE_COLOURS = {
 def open_display() -> RunDisplay:
     """Return the live panel if standard output is a terminal, otherwise plain lines."""
     console = Console()
-    # Jupyter sets FORCE_COLOR, which asks for colours. Cursor movements make a file unreadable.
+    # With FORCE_COLOR, which Jupyter sets, rich takes even a file for a terminal. The cursor
+    # movements of a live panel would make the file unreadable.
     live = console.is_terminal and not console.is_dumb_terminal and console.file.isatty()
     return LivePanel(console) if live else PlainLines()
 
@@ -61,7 +62,11 @@ def reported_accuracy(status: JobStatus) -> float | None:
 
 
 def event_line(happened: TimedEvent) -> str:
-    """Return an event's reason and the first line of its message."""
+    """Return an event's reason and the first line of its message.
+
+    If the last line of a longer message ends in parentheses, such as "(counts against ...)", they
+    are appended.
+    """
     message = happened.event.message.splitlines() or [""]
     counts = f" {message[-1][message[-1].rindex(' (') :].strip()}" if len(message) > 1 and " (" in message[-1] else ""
     return f"{happened.event.reason}: {message[0]}{counts}"
@@ -116,7 +121,7 @@ class NewLines:
     def _new_trace(self, happened: TimedEvent) -> list[str]:
         """Return the traceback of an event, unless it has already been shown.
 
-        The same error may recur and finally fail the job.
+        The same traceback arrives again if the error recurs, and when it finally fails the job.
         """
         trace = happened.event.message.splitlines()[1:]
         # The last lines contain the location and the error.
@@ -185,7 +190,8 @@ def shortest(path: Path) -> str:
 
 
 _NARROW = 100
-"""Narrower terminals get a short bar, and a table of pods without the logs, which would wrap."""
+"""Terminals with fewer columns get a short progress bar, and a table of pods without the paths of
+logs, which would wrap."""
 
 
 def panel(shown: Shown, width: int = _NARROW) -> RenderableType:

@@ -1,9 +1,9 @@
 """The list of `ddpjob top`: all jobs on a screen of any size, navigated by keys.
 
-Many finished jobs must not push the running job off the screen, nor long names the last columns.
-Jobs with pods therefore come first, then waiting jobs, the newest first in each group. Finished
-jobs are folded into one line that counts them; `e` unfolds them. The list never has more lines or
-columns than the terminal:
+Many finished jobs must not push a running job off the screen, and long names must not push the last
+columns off. Jobs with pods therefore come first, then waiting jobs, the newest first in each group.
+Finished jobs are folded into one line that counts them; `e` unfolds them. The list never has more
+lines or columns than the terminal:
 
 1. The wide columns are dropped until the rest fits (GPUHOURS, ATRISK, DURATION, REASON).
 2. Then names are cut in their middle, to no fewer than 16 characters.

@@ -68,7 +68,7 @@ class PressedKeys:
 
 
 def decode(pressed: bytes) -> Iterator[str]:
-    """Yield the names of special keys and the characters of others.
+    """Yield the names of special keys, and the characters of all other keys.
 
     Unknown sequences are dropped.
     """

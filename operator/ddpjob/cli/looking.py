@@ -167,10 +167,11 @@ def dashboard(place: Place, everywhere: bool, host: str, port: int, folder: Path
 def plot(backend: Backend, jobs: tuple[str, ...], output: Path | None, by: str | None) -> None:
     """Draw the curves of a job across its restarts, or of several jobs in one chart.
 
-    The numbers come from run/metrics.jsonl in the checkpoint folder, which the built-in trainer and
-    ddpjob_report.report with a `step` write. On this machine they can be drawn at any time, and on
-    a cluster while a pod runs. If the file is larger than 8 MiB, only its end is drawn, with a
-    note. Writing a picture requires the `trainer` extra on this machine.
+    The numbers come from run/metrics.jsonl in the checkpoint folder. The built-in trainer writes
+    this file, and so does ddpjob_report.report if it gets a `step`. The curves of a job on this
+    machine can be drawn at any time, and those of a job on a cluster only while one of its pods
+    runs. If the file is larger than 8 MiB, only its end is drawn, with a note. Writing a picture
+    requires the `trainer` extra on this machine.
 
     \b
     Example: ddpjob plot first
@@ -227,7 +228,7 @@ def show(folder: Path) -> None:
         try:
             for line in curves(found.metrics, found.name):
                 print_line(line)
-        except Mistake:  # The Mistake advises waiting, but the job may be deleted.
+        except Mistake:  # Its message advises waiting, but the job may have been deleted.
             print_line(f"{found.name}: its metrics contain no step")
 
 
@@ -256,7 +257,7 @@ def describe(backend: Backend, job: str) -> None:
 @command_of_job
 @with_backend
 def why(backend: Backend, job: str) -> int:
-    """Explain why a job waits or failed, and what to do.
+    """Explain why a job is waiting or has failed, and what to do.
 
     \b
     Exit code: 1 if the job has failed, else 0.
@@ -290,8 +291,8 @@ def why(backend: Backend, job: str) -> int:
     "rank",
     type=click.IntRange(0),
     multiple=True,
-    help="Only the pod that has this global rank now, and with -f the pods that take it over. If a pod has several "
-    'ranks, lines marked as another rank\'s are omitted (spec.torchrunArgs: ["--tee=3"] marks every line).',
+    help="Only the pod that has this global rank now, and with -f the pods that take over the rank. If a pod has "
+    'several ranks, lines marked as another rank\'s are omitted (spec.torchrunArgs: ["--tee=3"] marks every line).',
 )
 @click.option("--ended", is_flag=True, help="List the terminated pods whose logs can be printed.")
 @click.option("--coordinator", is_flag=True, help="Include the coordinator's pods.")
@@ -386,7 +387,7 @@ def _job_or_pod(backend: Backend, name: str) -> tuple[Json, str, EndedLogs | Non
     try:
         jobs = backend.jobs()
     except Mistake as mistake:
-        if mistake.denied:  # Report the missing job, because the name may be mistyped.
+        if mistake.denied:  # The name may be mistyped, so report the missing job.
             raise why from mistake
         raise
     for body in jobs:
@@ -410,7 +411,9 @@ def _job_or_pod(backend: Backend, name: str) -> tuple[Json, str, EndedLogs | Non
     "--rank", type=click.IntRange(0), default=0, show_default=True, help="Print the pod that has this rank now."
 )
 @click.option(
-    "--index", type=click.IntRange(0), help="Print the newest pod of this slot; jobs with a command have no ranks."
+    "--index",
+    type=click.IntRange(0),
+    help="Print the newest pod of this slot. Use this for jobs with a command, which have no ranks.",
 )
 @with_backend
 def pod(backend: Backend, job: str, rank: int, index: int | None) -> None:

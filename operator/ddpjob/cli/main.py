@@ -1,4 +1,4 @@
-"""The entry point of the command line `ddpjob`, with the commands doctor and version."""
+"""The entry point of the command `ddpjob`, with its subcommands doctor, version and completion."""
 
 from __future__ import annotations
 
@@ -97,9 +97,9 @@ def completion(ctx: click.Context, shell: str) -> None:
 
 
 def _place_last(words: list[str]) -> list[str]:
-    """Move the options that select a cluster or this machine to the end of the command line.
+    """Move options such as -n or --context from before the command's name to after it.
 
-    kubectl accepts them before the command.
+    As in kubectl, they may stand in either place.
     """
     before: list[str] = []
     while words and (words[0].startswith("-n") or words[0].partition("=")[0] in PLACE_OPTIONS):

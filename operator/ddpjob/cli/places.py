@@ -53,7 +53,10 @@ class Place:
         return ProcessBackend() if self.is_local() and not everywhere else self.cluster(everywhere=everywhere)
 
     def cluster(self, *, everywhere: bool = False) -> ClusterBackend:
-        """Return the cluster's backend, even if is_local returns True."""
+        """Return the cluster's backend, even if is_local returns True.
+
+        Raises Mistake with --local.
+        """
         if self.local:
             raise Mistake("--local: -A and --server need a cluster; remove --local")
         from ddpjob.client.backends.api_server import ApiServer

@@ -54,8 +54,8 @@ Differences from a cluster:
       written to the pod's log file; `> /dev/stderr` in a script empties
       it, `>&2` does not
   podTemplate
-      only env of the trainer is used; sidecars, init containers and volumes
-      are not
+      only env of the container trainer is used; sidecars, init containers
+      and volumes are not
   ttlSecondsAfterFinished, cleanPodPolicy, failedPodsKept, logsKept
       not used; the log files are kept
 
@@ -71,7 +71,7 @@ Example: ddpjob run examples/digits.yaml"""
 
 @root.command()
 @click.argument("script", required=False, type=Path)
-@click.option("--name", help="Name of the job, instead of the script's; 'first' without SCRIPT.")
+@click.option("--name", help="Name of the job. Default: the script's name, or 'first' without SCRIPT.")
 @click.option("--image", default="pytorch/pytorch", show_default=True, help="Any image with Python and PyTorch.")
 @click.option("--nodes", type=click.IntRange(1), default=2, show_default=True, help="Pods that train.")
 @click.option(
@@ -84,8 +84,8 @@ def init(script: Path | None, name: str | None, image: str, nodes: int, gpus: in
     Writes job.yaml, and a small script if SCRIPT (train.py) does not exist yet. Existing files are
     kept.
 
-    An existing SCRIPT is read, but not executed. If it was written for one GPU, the lines that make
-    it train on several are printed, with its own names and line numbers.
+    An existing SCRIPT is read, but not executed. If it was written for one GPU, the command prints
+    the lines to add for several GPUs, with the script's own names and line numbers.
 
     \b
     Exit code of --check: 1 if the ranks of SCRIPT do not form a group.
@@ -168,7 +168,7 @@ def validate(place: Place, sources: tuple[str, ...], more: tuple[str, ...], serv
 def _ask_server(cluster: Any, place: Place, manifest: Any, body: Any) -> str:
     """Ask the API server about the manifest, and return the cluster and namespace that accept it.
 
-    Raises BadInput if it is refused.
+    Raises BadInput if the server refuses the manifest.
     """
     from ddpjob.client.backends.cluster_backend import ClusterBackend
     from ddpjob.client.manifests.manifest_sources import BadInput
@@ -266,8 +266,8 @@ def submit(place: Place, program: str, args: tuple[str, ...], **options: Any) ->
     1 MiB is uploaded to the checkpoints' bucket (or to --code), unless the same content is already
     there. Hidden files, caches, outputs (runs, wandb, mlruns), files that look like secrets, and
     files that .ddpjobignore or .gitignore lists are not sent. An absolute path that does not exist
-    here is a file in the image, and any other name is a module. With --local, the job runs on this
-    machine, in the background.
+    here is taken as a file in the image, and any other name as a module. With --local, the job runs
+    on this machine, in the background.
 
     \b
     Example: ddpjob submit job.yaml --wait
@@ -407,7 +407,7 @@ def _bodies(program: str, args: tuple[str, ...], options: dict[str, Any], *, loc
 @root.command(cls=BeforeArguments)
 @click.argument("words", metavar="FILE... | -- torchrun ...", nargs=-1, required=True)
 @click.option("--image", default="", help="Image to use instead of the manifest's.")
-@click.option("--name", default="", help="Name of the job, for a command line.")
+@click.option("--name", default="", help="Name of the job; only for a command line.")
 @click.option("--script", default="", help="The script, if the image's own entry point starts it.")
 @click.option("--runtime", default="", metavar="FILE|cluster", help="Where to find the runtime of a TrainJob.")
 def convert(words: tuple[str, ...], image: str, name: str, script: str, runtime: str) -> int:
@@ -518,7 +518,7 @@ def _items(source: str) -> list[Any]:
     except OSError as error:
         raise Mistake(f"{source}: {error.strerror}") from error
     except YamlError as error:
-        if not text.startswith("#!"):  # otherwise a script, for example for Slurm
+        if not text.startswith("#!"):  # If it does, the file is a script, for example for Slurm.
             raise Mistake(f"{source}, line {error.line}: {error}") from error
         return []
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""The root command `ddpjob`, the groups of its commands, and functions that they share."""
+"""The root command `ddpjob`, its groups of commands, and functions that the commands share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Start here:
   ddpjob run job.yaml          train on this machine
   ddpjob submit job.yaml       train on the cluster of your kubeconfig
   ddpjob top                   watch all jobs
-  ddpjob why JOB               explain why a job waits or failed
+  ddpjob why JOB               explain why a job is waiting or has failed
 """
 PLACES = """\
 A command acts on jobs on this machine with --local, and on a cluster with --cluster,
@@ -124,8 +124,8 @@ class _Commands(click.Group):
 class SystemFault(Exception):
     """A file or the output cannot be read or written.
 
-    Without this exception, click would exit with 1 if the reader of the output is gone, but 1 means
-    a failed job.
+    Without this exception, click would exit with 1 if the reader of the output closed it, but 1
+    means a failed job.
     """
 
     def __init__(self, error: OSError) -> None:

@@ -85,7 +85,7 @@ def curves(text: str, job: str) -> Iterator[str]:
     if not (losses or series.not_finite or series.without_loss):
         raise Mistake(f"{job}: its metrics contain no step yet; wait until it has trained some steps")
     if is_cut(text):
-        # The first start is in the part that is cut off.
+        # The first start is in the part that is cut off, so every start that is left is a restart.
         yield f"{job}: at least {count(restarts + bool(series.starts), 'restart')}; {CUT}"
     else:
         yield f"{job}: {count(restarts, 'restart')}"

@@ -45,7 +45,7 @@ _PIPED_WIDTH = 200
 
 
 class StepCurve:
-    """Values of one reported number, one per step."""
+    """The values of one reported number, one for each report."""
 
     def __init__(self) -> None:
         self.values: list[float] = []
@@ -57,12 +57,12 @@ class StepCurve:
                 del self.values[:-1:2]
 
     def drawn(self) -> str:
-        """Return a row of blocks; empty before the second point."""
+        """Return a row of blocks; empty if there are fewer than two values."""
         return sparkline(self.values, _WIDTH) if len(self.values) > 1 else ""
 
 
 class JobScreen:
-    """The screen of one job, drawn at each refresh."""
+    """The screen of one job, drawn again at each refresh."""
 
     def __init__(self) -> None:
         self._loss, self._speed = StepCurve(), StepCurve()

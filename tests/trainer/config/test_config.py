@@ -142,9 +142,9 @@ def test_a_save_interval_is_a_number_of_seconds_or_auto(given: str | None, meant
     [
         (
             "--batch_size=256",
-            "did you mean 'data.batch'? (there it is the batch per process, here the batch of all ranks, so",
+            "did you mean 'data.batch'? (the other key is per process, data.batch is for all ranks; multiply",
         ),
-        ("--batch-size", "did you mean 'data.batch'? (there it is the batch per process"),
+        ("--batch-size", "did you mean 'data.batch'? (the other key is per process"),
         ("-b", "did you mean 'data.batch'?"),
         ("--lr", "did you mean 'optim.lr'?"),
         ("--learning_rate=0.1", "did you mean 'optim.lr'?"),

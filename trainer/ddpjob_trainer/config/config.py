@@ -33,7 +33,7 @@ from ddpjob_trainer.config.sections import (
 from ddpjob_trainer.errors import ConfigError
 
 _LONGEST_TIMEOUT = 30 * 86400
-"""Maximum timeout in seconds. Timers do not accept a much longer or infinite timeout."""
+"""Maximum timeout in seconds, because timers reject an infinite or much longer timeout."""
 _SHIPPED = Path(__file__).parent / "shipped"
 
 

@@ -77,13 +77,13 @@ class _EachKeyOnce(yaml.SafeLoader):
 
 
 class _Whole(int):
-    """A whole number with its original text, because 007 is not 7 where a string is expected."""
+    """A whole number with its original text, because a key for a string must get 007, not 7."""
 
     written: str
 
 
 class _Number(float):
-    """Any other number with its original text: 1.10 is not 1.1 where a string is expected."""
+    """Any other number with its original text: a key for a string must get 1.10, not 1.1."""
 
     written: str
 
@@ -336,7 +336,7 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
 def _scalar(value: Any, kind: Any) -> Any:
     """Convert `value` to `kind`, or return None if that is impossible.
 
-    A string may stand for a number, because YAML 1.1 reads 1e-3 as a string.
+    A string is accepted for a number, because YAML 1.1 reads 1e-3 as a string.
     """
     if kind is bool:
         text = str(value).lower()

@@ -1,8 +1,8 @@
-"""Names that other trainers and PyTorch tutorials have for the keys, each with a remark."""
+"""Names that other trainers and PyTorch tutorials use for the keys, each with a remark."""
 
 from __future__ import annotations
 
-_PER_PROCESS = " (there it is the batch per process, here the batch of all ranks, so multiply it by their number)"
+_PER_PROCESS = " (the other key is per process, data.batch is for all ranks; multiply by the number of ranks)"
 _RANKS = "the number of ranks is set by torchrun, --spawn N, or the job's nodes and procsPerNode"
 _OWN = "the data set determines it"
 
@@ -83,7 +83,8 @@ ADVICE = {
     "world_size n nproc nproc_per_node nprocs num_processes gpus num_gpus devices n_gpu": _RANKS,
     "nodes nnodes num_nodes num_machines": _RANKS,
     "rank node_rank machine_rank": "set by torchrun (RANK), or by --spawn N --nodes K --node-rank R",
-    "gpu gpu_id gpu_ids device_ids": "each rank takes the device of its local rank; limit them by CUDA_VISIBLE_DEVICES",
+    "gpu gpu_id gpu_ids device_ids": "each rank uses the device of its local rank; select devices with"
+    " CUDA_VISIBLE_DEVICES",
     "dist_url init_method master_addr master_port port dist_init_method": "set by torchrun, or by"
     " --spawn N --init tcp://HOST:PORT",
     "multiprocessing_distributed spawn": "--spawn N starts N ranks",

@@ -1,4 +1,4 @@
-"""Selects names by a pattern from the configuration."""
+"""Selects parameter names by a pattern in the configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ddpjob_trainer.errors import ConfigError
 def select(key: str, pattern: str, names: Iterable[str], of: str) -> list[str]:
     """Return the parameters of the model `of` that match `pattern` (with * and ?).
 
-    Raises ConfigError, with the nearest names, if there are none.
+    Raises ConfigError, with the nearest names, if no name matches.
     """
     names = list(names)
     found = fnmatch.filter(names, pattern)

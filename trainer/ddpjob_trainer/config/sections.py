@@ -48,13 +48,13 @@ class Corrupt(enum.StrEnum):
 
 
 class Flip(enum.StrEnum):
-    """A rule for mirroring that differs from a draw in each epoch."""
+    """A rule for mirroring images, other than a new random draw in each epoch."""
 
     ALTERNATING = "alternating"
 
 
 class Padding(enum.StrEnum):
-    """Contents of the border that a shift moves into an image."""
+    """Pixels of the border that a shift moves into an image."""
 
     ZEROS = "zeros"
     REFLECT = "reflect"
@@ -95,26 +95,27 @@ class DataConfig:
     rebuild it whenever these shards change.
     """
     batch: int = 128
-    """Global batch: samples per optimizer step over all ranks together, regardless of their number.
+    """Global batch: samples per optimizer step over all ranks together. It does not change with the
+    number of ranks.
     """
     micro_batches: int = 0
     """Micro-batches per global batch, regardless of the number of ranks. Normalization statistics,
-    dropout and mixed images belong to one micro-batch, so any number of ranks computes the same
-    result. 0: if the model or the augmentation uses any of these, the initial number of ranks
-    (times train.accumulate); otherwise samples are divided evenly among ranks, with the same
-    result.
+    dropout and mixing (data.mixup, data.cutmix) stay within a micro-batch, so any number of ranks
+    computes the same result. 0: if the model or the augmentation uses any of these, one micro-batch
+    per initial rank (times train.accumulate). Otherwise samples are divided evenly among ranks,
+    which does not change the result either.
     """
     exact: bool = True
     """How to proceed if micro-batches cannot be divided evenly among ranks. true: ranks share
     micro-batches (ddp, fsdp) and exchange batch normalization statistics, so that the result does
-    not depend on the number of ranks. false: each rank takes its even share in as few passes as
-    data.stretch allows. Each sample is still taken once, but statistics, dropout and mixed
-    images depend on the number of ranks.
+    not depend on the number of ranks. false: each rank takes an even share of the samples in as few
+    passes as data.stretch allows. Each sample is still taken once, but statistics, dropout and
+    mixed images depend on the number of ranks.
     """
     stretch: float = 0
-    """Maximum number of samples of a rank in one forward pass, as a multiple of a micro-batch. 0:
-    1.25, or 1.5 with data.exact=false. 1: use at most the memory needed at the start, at the cost of
-    more and smaller passes.
+    """Maximum number of samples in a rank's forward pass, as a multiple of a micro-batch. 0: 1.25, or
+    1.5 with data.exact=false. 1: take at most one micro-batch per pass, which needs the least
+    memory but more passes.
     """
     seed: int = 0
     """Seed of the order, the augmentation and the initial weights. It cannot change when a run
@@ -127,8 +128,8 @@ class DataConfig:
     """
     augment: bool = True
     """Random shift for digits, crop and flip for CIFAR and shapes, random resized crop and flip for
-    image folders and shards. false: none of these, and neither RandAugment nor TrivialAugment. Your
-    own data sets augment their samples themselves, or set data.shift and data.flip.
+    image folders and shards. false: none of these, and neither RandAugment nor TrivialAugment. For
+    your own data set, augment the samples in your code, or set data.shift and data.flip.
     """
     shift: int = 0
     """CIFAR, digits, shapes, your own uint8 images: shift training images by up to this number of
@@ -152,7 +153,7 @@ class DataConfig:
     """package.module:function: your own transform of training batches, which is called on the
     device with (images, labels, generator) for each micro-batch and returns (images, labels). The
     result is the same on any number of ranks. Labels may become class probabilities (n, classes).
-    Ranks do not share micro-batches. May change when a run resumes.
+    With this key, ranks do not share micro-batches. It may change when a run resumes.
     """
     randaugment_ops: int = 0
     """CIFAR, image folders, shards: RandAugment's operations per image (Cubuk et al., 2019),
@@ -215,8 +216,8 @@ class DataConfig:
     178,956,970 pixels or 1 GiB are not decoded.
     """
     corrupt_limit: float = 0.01
-    """imagefolder, shards: maximum share of images that cannot be decoded, of the training images
-    in an epoch or the test images in an evaluation. Training ends above it.
+    """imagefolder, shards: training ends if a larger share than this of an epoch's training images,
+    or of an evaluation's test images, cannot be decoded.
     """
     shape: tuple[int, ...] = (3, 32, 32)
     """synthetic: channels, height, width."""
@@ -291,8 +292,8 @@ class ModelConfig:
     """small_cnn: dropout probability before the last layer."""
     freeze: tuple[str, ...] = ()
     """Names of parameters (with * and ?) that keep their values, such as features.*, for
-    fine-tuning; strategy=single, dp or ddp. Running statistics of batch normalization are still
-    updated. May change when a run resumes.
+    fine-tuning (strategy=single, dp or ddp). Running statistics of batch normalization are still
+    updated. The key may change when a run resumes.
     """
     zero_init_residual: bool = False
     """ResNets: initialize the last normalization of each block to 0, so that the block is the
@@ -348,10 +349,9 @@ class OptimConfig:
     """sgd (with momentum) or adamw; for large batches, lars (based on sgd) or lamb (based on adam),
     which scale each layer's learning rate by the norm of its weights. muon (Jordan et al., 2024)
     orthogonalizes the updates of matrices and convolutions, and updates other parameters as sgd
-    does with Nesterov momentum. package.module:name: your own
-    class or function, such as torch.optim:RMSprop, which is called with (groups, lr=optim.lr,
-    weight_decay=optim.weight_decay) and returns a torch.optim.Optimizer. It cannot change when a
-    run resumes.
+    does with Nesterov momentum. package.module:name: your own class or function, such as
+    torch.optim:RMSprop, which is called with (groups, lr=optim.lr, weight_decay=optim.weight_decay)
+    and returns a torch.optim.Optimizer. The optimizer cannot change when a run resumes.
     """
     lr: float = 0.1
     """Peak learning rate."""
@@ -374,18 +374,18 @@ class OptimConfig:
     embeddings, such as head.*.
     """
     muon_fixed_norm: bool = False
-    """muon: before each update, scale a matrix to the norm sqrt(rows), instead of weight decay."""
+    """muon: before each update, scale a matrix to the norm sqrt(rows). Replaces weight decay."""
     weight_decay: float = 5e-4
     """sgd, lars: L2 penalty; adamw, lamb: decoupled decay; muon: decoupled for matrices, otherwise
     an L2 penalty.
     """
     groups: tuple[str, ...] = ()
-    """Learning rates of some parameters: PATTERN=RATE, or PATTERN=RATE/DECAY to set their weight
-    decay too, such as head.*=10,*.bias=2/0. PATTERN matches names (with * and ?), and the first
+    """Learning rates of some parameters: PATTERN=RATE, or PATTERN=RATE/DECAY to also set their
+    weight decay, such as head.*=10,*.bias=2/0. PATTERN matches names (with * and ?), and the first
     match counts. RATE is a factor of the schedule's learning rate. May change when a run resumes.
     """
     layer_decay: float = 1.0
-    """Below 1, such as 0.75: factor between the learning rates of a block and of the next one, for
+    """Below 1, such as 0.75: a block's learning rate is this factor times the next block's, for
     fine-tuning. The head's rate is optim.lr (BEiT, MAE). A model that is not from timm must
     register its layers from the input to the head; the first and last groups are printed. May
     change when a run resumes. 1: the same rate for all.
@@ -397,8 +397,8 @@ class OptimConfig:
     dimension as plain sgd does, and lamb treats those without decay as adam does.
     """
     clip_norm: float = 0.0
-    """Maximum norm of all gradients together (unscaled). Larger gradients are scaled down to it. 0:
-    no clipping.
+    """Maximum norm of all gradients together, without the loss scale. Larger gradients are scaled
+    down to this norm. 0: no clipping.
     """
     loss: str = "cross_entropy"
     """cross_entropy: classes. bce: binary cross entropy of each score separately, for float targets
@@ -453,7 +453,7 @@ class AmpLevel(enum.StrEnum):
 
 
 class AmpDtype(enum.StrEnum):
-    """Formats of 16-bit numbers."""
+    """Data types with 16 bits."""
 
     AUTO = "auto"
     FLOAT16 = "float16"
@@ -586,8 +586,8 @@ class CheckpointConfig:
     and AWS_ENDPOINT_URL. Needs `pip install obstore`. Empty: no copies.
     """
     url_wait_seconds: float = 600.0
-    """How long the end of training waits for the last copy to reach checkpoint.url; on SIGTERM, as
-    long as the grace period allows. A missing copy causes a warning or, with
+    """How long to wait at the end of training until the last copy has reached checkpoint.url. On
+    SIGTERM, the limit is what remains of the grace period. A missing copy causes a warning or, with
     checkpoint.shared=false, an error, because the folder is lost with its machine.
     """
     format: Format = Format.TORCH
@@ -717,14 +717,15 @@ class EvalConfig:
     pair of classes, and is omitted above 4096 classes.
     """
     pictures: bool = True
-    """Draw curves and matrix as PNG files next to the numbers in RUN/eval, in a separate process.
+    """Draw the curves (eval.pr) and the confusion matrix as PNG files next to the numbers in
+    RUN/eval. A separate process does this.
     """
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ReportConfig:
-    """Destinations of rank 0's reports in addition to RUN/metrics.jsonl and the terminal, and the
-    profile.
+    """Stragglers, the profile, and where rank 0's reports go in addition to RUN/metrics.jsonl and
+    the terminal.
 
     A sink that fails never stops the training.
     """
@@ -755,8 +756,8 @@ class ReportConfig:
     without a lag, the report ends.
     """
     peak_flops: float = 0.0
-    """Peak FLOP/s of a device in the format of the computation, for reporting the share that is
-    used (MFU). 0: look up the GPU's name; without a known peak, MFU is not reported.
+    """Peak FLOP/s of a device in the dtype in which it computes. The share that training uses is
+    reported as MFU. 0: look up the GPU's name; if its peak is unknown, MFU is not reported.
     """
     profile_steps: tuple[int, ...] = ()
     """[START, COUNT]: run torch.profiler for COUNT steps from step START on. It writes a trace of
@@ -811,9 +812,9 @@ class DdpConfig:
     an all-gather of data.micro_batches gradients instead of one all-reduce.
     """
     comm_hook: CommHook = CommHook.NONE
-    """The form in which ranks send gradients. none: whole gradients. fp16, bf16: gradients of half
-    the length. powersgd: products of two narrow matrices (Vogels et al., 2019), whose error is
-    added to the next step's gradients. Results then depend on the number of ranks: slightly
+    """The form in which ranks send gradients. none: unchanged. fp16, bf16: as 16-bit numbers.
+    powersgd: as products of two narrow matrices (Vogels et al., 2019), whose error is added to the
+    next step's gradients. Results then depend on the number of ranks: slightly
     because of rounding, and more strongly with powersgd. Checkpoints do not include powersgd's
     error memory, so a restart loses it.
     """
@@ -858,7 +859,7 @@ class PipelineConfig:
 
     stages: int = 0
     """Number of stages of the model, each on its own rank. The number of ranks must be a multiple
-    of it. 0: as many as there are ranks.
+    of this number. 0: one stage per rank.
     """
     schedule: PipelineSchedule = PipelineSchedule.ONE_FORWARD_ONE_BACKWARD
     """gpipe: all forward passes, then all backward passes. 1f1b: backward passes as soon as
@@ -866,8 +867,8 @@ class PipelineConfig:
     stages.
     """
     micro_batches: int = 4
-    """Number of micro-batches into which each replica divides its share of a global batch. If
-    data.micro_batches is set, it is their number over all replicas instead.
+    """Number of micro-batches into which each replica divides its share of a global batch. This key
+    has no effect if data.micro_batches is set, which divides the whole global batch.
     """
 
 
@@ -876,8 +877,8 @@ class DdpMpConfig:
     """strategy=ddp_mp."""
 
     devices: int = 2
-    """Number of devices per process, and of parts of the model. On the CPU, all parts are on the
-    same device.
+    """Number of devices per process. The model is split into as many parts, one per device. On the
+    CPU, all parts are on the same device.
     """
 
 

@@ -7,8 +7,8 @@ for itself, the checks would be scattered, and the documentation would have to r
 Rule: `LIMITS` has a row for each setting that some strategy does not support, with the reason.
 `config.load` calls `check`, so a launcher refuses the run before it starts any rank. A row without
 `is_set` depends on the data, so `run_plan` refuses it. Settings without a row are supported; `ddp`
-supports all settings. Limits that depend on a strategy's own settings, such as deepspeed.stage, or
-on the model are checked by the strategy.
+supports all settings. The strategy itself checks limits that depend on the model or on its own
+settings, such as deepspeed.stage.
 
 Example: `strategy=fsdp model.freeze=head.*` ends with
 
@@ -37,9 +37,10 @@ _HOROVOD, _DEEPSPEED = StrategyName.HOROVOD, StrategyName.DEEPSPEED
 class Limit:
     """A key with values that some strategies do not support.
 
-    `reasons` completes the sentence "strategy=NAME ..." for each such strategy. `is_set` indicates
-    whether a value is one of the unsupported values, and `values` names these, unless any set value
-    is unsupported.
+    `reasons` completes the sentence "strategy=NAME ..." for each such strategy. `is_set` returns
+    whether a value of the key is unsupported; None means that this depends on the data. `values`
+    lists the unsupported values for the documentation; it is empty if that is every value other
+    than the default.
     """
 
     key: str

@@ -99,7 +99,8 @@ def _create(path: Path, text: str) -> None:
 def _file(name: str) -> str:
     """Return the text of a template file.
 
-    Its suffix keeps linters and importers from mistaking it for a module of this package.
+    The suffix `-tpl` keeps linters and importers from mistaking the file for a module of this
+    package.
     """
     return resources.files(__name__).joinpath(f"{name}-tpl").read_text(encoding="utf-8")
 
