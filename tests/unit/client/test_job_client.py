@@ -162,7 +162,7 @@ def test_mistakes_in_a_job_are_reported_before_anything_is_created(
         (lambda: None, {}, "a lambda"),
         ("no-such.py", {}, "no such file or folder on this machine"),
         (fit, {"args": {"epochs": 1}, "nodes": 0}, r"spec\.nodes: 0 is less than 1"),
-        (fit, {"args": {"epochs": 1}, "name": "A b"}, "a name has at most 40 characters"),
+        (fit, {"args": {"epochs": 1}, "name": "A b"}, "a name can have at most 40 characters"),
         (fit, {"args": {"epochs": 1}, "settings": {"recovry.mode": "Fast"}}, "did you mean recovery"),
         (
             fit,
