@@ -84,8 +84,8 @@ the same result on every Python.
 TRAINER_PYTHON = "3.11.2"
 """Debian 12's python3. Its patch release pickles differently from later ones, such as CI's 3.11."""
 TRAINER = (
-    # Content can be restored in both formats, from fsdp to ddp to one process, and from other
-    # Python versions.
+    # These tests restore content in both formats, from fsdp to ddp to a single process, and from
+    # other Python versions.
     "test_checkpoint_dcp.py::test_content_read_from_a_checkpoint_keeps_its_types",
     "test_checkpoint_dcp.py::test_fsdp_then_ddp_then_a_single_process_continue_the_same_run",
     "test_manifest.py",

@@ -281,7 +281,7 @@ def _without_torch(spec: JobSpec) -> Iterator[str]:
 
 
 def _module_note(spec: JobSpec, working_dir: Path) -> Iterator[str]:
-    """Yield a message if a module was not found.
+    """Yield a message if spec.module was not found.
 
     The message is only a warning, because the job's own variables may add other folders.
     """
@@ -336,9 +336,9 @@ def _unreadable(spec: JobSpec) -> Iterator[str]:
 
 
 def _without_credentials(spec: JobSpec, options: Options) -> Iterator[str]:
-    """Yield a message for each bucket whose Secret has no substitute in this shell.
+    """Yield a message for each bucket whose credentials are missing here.
 
-    The Secret itself is in the cluster.
+    The bucket's Secret is in a cluster, and this shell lacks the variables that could replace it.
     """
     data = spec.storage.data if options.data is None else None
     missing = [name for name in SECRET_KEYS if name != "AWS_SESSION_TOKEN" and not os.environ.get(name)]

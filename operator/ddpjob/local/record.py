@@ -181,7 +181,7 @@ def ask(folder: JobFolder, verb: str, subject: str, seconds: float = 10.0) -> bo
 
 
 def refuse(request: Path, reason: str) -> None:
-    """Record why a request is refused before its file is removed. Raises OSError."""
+    """Record why a request is refused. Call this before its file is removed. Raises OSError."""
     write_atomically(_refusal(request), reason)
 
 

@@ -18,8 +18,8 @@ TOKEN_KEY = "token"
 def build_token(job: DDPJob, platform: Platform) -> Json:
     """Build the Secret with the job's token, which the `view` role cannot read.
 
-    The operator creates the Secret but never reads it, because the name alone determines its
-    content.
+    The operator creates the Secret but never reads it, because the Secret's name alone determines
+    its content.
     """
     data = {TOKEN_KEY: platform.token(job)}
     meta = metadata(job, platform.token_secret(job))

@@ -51,7 +51,7 @@ class Platform:
     def bucket_folder(self, job: DDPJob) -> str:
         """Return the job's own folder below storage.checkpoints.url.
 
-        No other job in the cluster uses this folder, except a later job with the same name.
+        Of the cluster's other jobs, only later ones with the same name use this folder too.
         """
         return f"{job.namespace}/{job.name}"
 

@@ -36,8 +36,8 @@ def kind_for(job: DDPJob) -> str:
 def build_gang(job: DDPJob, status: JobStatus) -> Json:
     """Build the PodGroup of the current generation. Raises ValueError if `status` has no gang.
 
-    The group includes the coordinator's own pod, so that a job waiting for room does not hold
-    anything. Disruption mode and priority take effect with the feature gate
+    The group includes the coordinator's own pod, so that a job waiting for room does not hold any
+    resources. Disruption mode and priority take effect with the feature gate
     WorkloadAwarePreemption; without it, the API server drops them.
     """
     if status.gang is None:

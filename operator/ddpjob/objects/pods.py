@@ -136,7 +136,7 @@ def _queued(pod: Json, changes: PodChanges | None) -> Json:
     """Return the pod with the changes from the queue's flavor and topology.
 
     Without these changes, the pod would use machines that its quota does not cover. If the queue
-    assigns topology domains, a gate delays the pod until Kueue has written its domain into its
+    assigns topology domains, a gate delays the pod until Kueue has written a domain into the pod's
     node selector.
     """
     if changes is None:
@@ -476,7 +476,7 @@ def _preflight(spec: JobSpec, preflight: Preflight, folder: str) -> str:
 def _interface(job: DDPJob) -> list[Json]:
     """Return the variables that select the network interface, unless the user's env sets them.
 
-    Variables in podTemplate replace them.
+    Variables with the same names in podTemplate replace them.
     """
     given, name = {variable["name"] for variable in job.spec.env}, job.spec.network.interface
     variables = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if name else ()

@@ -141,7 +141,7 @@ def merge_into_coordinator(pod: Json, template: Mapping[str, Any]) -> Json:
     containers = _coordinator_containers(spec)
     mounted = {mount.get("name") for container in containers for mount in container.get("volumeMounts", ())}
     # The kubelet would also wait for a sidecar's volumes, such as a fast network's, so only mounted
-    # volumes are taken. The API server refuses a volume without a name.
+    # volumes are taken. A volume without a name is taken too, so that the API server reports it.
     if volumes := [v for v in _local_volumes(spec) if v.get("name") in {None, *mounted}]:
         taken["volumes"] = volumes
     metadata = template.get("metadata") or {}

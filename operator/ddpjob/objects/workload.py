@@ -87,7 +87,7 @@ def _priority(job: DDPJob) -> Json:
 def _pod_set(name: str, pod: Json, number: int) -> Json:
     """Build a pod set with the fields that determine quota and flavor.
 
-    Environments are omitted, since they may be private.
+    Environment variables are omitted, since their values may be confidential.
     """
     whole = pod["spec"]
     spec: Json = {field: whole[field] for field in _POD_FIELDS if field in whole}
@@ -109,7 +109,7 @@ def marked(workload: Json, now: datetime, *, condition: str, reason: str, messag
 
 
 _REQUEUED_AT_ONCE = ("Preempted", "NodeFailures")
-"""Eviction reasons after which a Workload may be admitted immediately. After any other reason,
+"""Eviction reasons after which a Workload can be admitted immediately. After any other reason,
 Kueue decides when."""
 
 
