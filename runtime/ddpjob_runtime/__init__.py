@@ -2,7 +2,7 @@
 
 The package needs only Python 3.9 or later and its standard library; the launcher and the store also
 need torch. In job pods, the package is an archive in a ConfigMap that is mounted at /opt/ddpjob.
-Coordinator, launcher and operator share only `protocol`.
+The coordinator, the launcher and the operator share only `protocol`.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ import signal
 import sys
 
 if os.getpid() == 1 and {"launcher", "coordinator"} & set(sys.argv[1:2]):
-    # The kernel drops signals for PID 1 until it has a handler, unless they are blocked. Without
-    # the block, a pod deleted during the imports would stay for its whole grace period.
+    # The kernel drops a signal for PID 1 if PID 1 neither handles nor blocks it. Without the block,
+    # a pod that is deleted during the imports would stay for its whole grace period.
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
 
 import importlib
@@ -46,7 +46,7 @@ def main() -> None:
 def find_package() -> None:
     """Make the packages importable without changing `sys.path`, which belongs to the user.
 
-    Python has put this folder on the path or, in job pods, the archive that contains this file.
+    Python has put this folder on `sys.path` or, in job pods, the archive that contains this file.
     Once a package is imported, its submodules are found through the package's own path.
     """
     folder = Path(__file__).resolve().parent

@@ -1,7 +1,7 @@
 """Asks the kernel whether a connection's peer has acknowledged all bytes that were sent to it.
 
-The kernel acknowledges bytes for a process that is stopped or has no CPU time. A host without
-power or network acknowledges nothing. Only Linux reports acknowledgements.
+A host's kernel acknowledges bytes even if the process that should read them is paused or gets no
+CPU time. A host without power or network acknowledges nothing. Only Linux reports acknowledgements.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def shows_acknowledgements() -> bool:
 def is_acknowledged(stream: socket.socket) -> bool:
     """Whether the peer's kernel has acknowledged all bytes that were sent to it.
 
-    False if the system does not report acknowledgements. Raises OSError if the connection is closed
-    here.
+    False if the system does not report acknowledgements. Raises OSError if this process has closed
+    the connection.
     """
     if not shows_acknowledgements():
         return False
@@ -39,5 +39,5 @@ def resend_often(stream: socket.socket) -> None:
     Otherwise, a link that was down for 0.5 s could appear dead for 0.8 s.
     """
     if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # The kernel is too old.
+        with contextlib.suppress(OSError):  # The kernel is too old for this option.
             stream.setsockopt(socket.IPPROTO_TCP, _THIN_LINEAR_TIMEOUTS, 1)

@@ -46,7 +46,7 @@ def main() -> None:
     except Exception as error:
         found = {"problem": f"{type(error).__name__}: {str(error)[:1000]}"}
     _say(**found)
-    os._exit(0)  # A failed process group may never shut down.
+    os._exit(0)  # Otherwise a failed process group could keep this process from exiting.
 
 
 def _end_with_launcher() -> None:
@@ -65,8 +65,8 @@ def _say(**fields: Any) -> None:
 def check_node(settings: dict[str, Any]) -> dict[str, Any]:
     """Check this node.
 
-    `folder` is the checkpoint folder (empty: not checked), and `pod` is this pod's name. `gpus` and
-    `resource` are the number and kind of devices that it must have.
+    In `settings`, `folder` is the checkpoint folder (empty: not checked), and `pod` is this pod's
+    name. `gpus` and `resource` are the number and kind of devices that the pod must have.
     """
     folder = settings["folder"]
     if folder:
@@ -149,7 +149,7 @@ def device_problem(torch: Any, device: str) -> str:
 def check_links(settings: dict[str, Any]) -> dict[str, Any]:
     """Run one rank of an all-reduce of whole numbers. Verify the result and time it.
 
-    `settings` contains `rank`, `world`, `local`, `host` and `port` of the store, `backend`, `gpus`
+    `settings` contains `rank`, `world`, `local`, the store's `host` and `port`, `backend`, `gpus`
     and `seconds`. In addition to the problem, the result has `transport` and `rate`, the bus
     bandwidth as defined by nccl-tests, in 10^6 bytes per second (None with one rank).
     """
@@ -220,9 +220,10 @@ def nccl_transport(log: str) -> str:
 
 
 def _gloo_interface() -> str:
-    """Return GLOO_SOCKET_IFNAME; if it is not set, the interface of the host name's address.
+    """Return the interface that gloo uses.
 
-    torch does the same. If neither is known, return the loopback interface.
+    As in torch, this is GLOO_SOCKET_IFNAME or, if it is not set, the interface of the host name's
+    address. If neither is known, return the loopback interface.
     """
     named = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if named:

@@ -1,4 +1,4 @@
-"""Imports torch faster, but only for torch's rendezvous. The process must not fork workers."""
+"""Speeds up the import of torch for processes that need only its rendezvous and fork no workers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _MetaKernelsLater:
     """Import hook that defers META_KERNELS."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return a spec that runs the module later; None for any other module."""
+        """Return a spec that runs META_KERNELS later; None for any other module."""
         spec = PathFinder.find_spec(name, path, target) if name == META_KERNELS else None
         if spec is not None and spec.loader is not None:
             spec.loader = _Later(spec.loader)

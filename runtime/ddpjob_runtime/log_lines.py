@@ -1,9 +1,9 @@
-"""Writes log lines without blocking the program. Lines for a full disk or unread pipe are lost.
+"""Writes log lines without blocking. Lines are lost if the disk is full or nobody reads the pipe.
 
-A container's output is a pipe. If its reader stops, the pipe fills up. The container runtime stops
-reading while the host's log folder is full or hangs. A write would then block the coordinator's
-event loop or the launcher's only reader. The pipe is not made non-blocking, because the workers
-share it and expect blocking writes.
+A container's output is a pipe, which the container runtime reads. The runtime stops reading while
+the host's log folder is full or hangs, so the pipe fills up. A write would then block the
+coordinator's event loop, or the launcher's only thread that reads from the coordinator. The pipe is
+not made non-blocking, because the workers share it and expect blocking writes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ddpjob_runtime import protocol
 PIECE = select.PIPE_BUF
 """Number of bytes that a pipe accepts at once, if it accepts any."""
 PATIENCE_SECONDS = 0.05
-"""How long to wait for a slow reader. If the previous line was lost, there is no wait."""
+"""Seconds to wait for a slow reader. If the previous line was lost, there is no wait."""
 
 
 class Log:

@@ -25,8 +25,8 @@ VERSION = 1
 """Version of this protocol and of how pods start the runtime. A job whose pods use a different
 version gets a new generation."""
 NUMBERS_PER_ATTEMPT = 1_000_000
-"""The coordinator of attempt A numbers its rounds and incidents from 1 plus A times this. The
-coordinators of a generation cannot communicate, but must not use a number twice."""
+"""The coordinator of attempt A numbers its rounds and incidents from 1 + A * NUMBERS_PER_ATTEMPT,
+because the coordinators of a generation cannot communicate, but must not use a number twice."""
 
 
 class Word(str, Enum):
@@ -131,7 +131,7 @@ COMMUNICATION_ERROR = re.compile(
     re.I,
 )
 """Errors that a rank raises when its peer is gone. The pattern is applied to the exception's
-message, not its traceback, whose source lines may name a backend."""
+message, but not to its traceback, because source lines might name a backend."""
 RANK_FAILURE = "RankFailed"
 """Kind of the termination message that a rank writes if a `command` runs torchrun (worker.py)."""
 
@@ -187,15 +187,15 @@ HEARTBEAT_SECONDS = 1.0
 SILENCE_SECONDS = 6.0
 """A connection that has been silent for this long counts as dead."""
 RECONNECT_SECONDS = 30.0
-"""How long a member in Standard mode continues without its coordinator, which may only be
+"""How long a member in Standard mode continues without its coordinator, which might only be
 suspended. Workers need the coordinator's store only for a new round. When the coordinator has
 ended, the operator replaces all pods. In Fast mode, a member continues as long as its workers run.
-Without workers, it waits as long as for its first coordinator.
+A member without workers waits as long as it waits for its first coordinator.
 """
 
 MAX_LINE = 256 * 1024
 MAX_LOOKS = 96 * 1024
-"""Maximum number of characters of a member's stacks in one check, over all its ranks."""
+"""Maximum number of characters of a member's stacks in one check, for all its ranks together."""
 MAX_RANKS = 1024
 """Maximum number of ranks of one member."""
 MAX_TEXT = 4096
@@ -210,11 +210,11 @@ MAX_REASON = 300
 """Maximum length of the reason why a member was lost."""
 MAX_INCIDENTS = 50
 MAX_NOTES = 100
-"""Maximum number of notes in a report. There are few kinds, and each pod may have one note of
-each."""
+"""Maximum number of notes in a report. There are few kinds, and each pod has at most one note of
+each kind."""
 DETAILED_INCIDENTS = 10
-"""Number of newest incidents that the operator keeps with tracebacks; a status shows at most this
-many."""
+"""Number of newest incidents that the operator keeps with tracebacks; a status
+shows at most this number of incidents."""
 MAX_TOLD, MAX_TOLD_BEFORE, MAX_STACKS = 3000, 200, 6000
 """Maximum number of characters that the operator keeps of three strings: a detailed incident's
 message and traceback, an older incident's message, and an overdue step's stacks. The pods' logs
@@ -233,15 +233,15 @@ with older lines."""
 MAX_KEPT_LOG = 1 << 20
 """Maximum size of a pod's kept log in bytes, in all of its files."""
 MAX_RECORDED = 5
-"""Maximum number of incidents in one line to record. Such a line may be half as long as a line to a
-member, because a line over that limit would end the connection.
+"""Maximum number of incidents in a RECORD line, which the coordinator keeps shorter than half of
+MAX_LINE, because a line over MAX_LINE would end the connection.
 """
 MAX_SPARES = 100
 MAX_PODS = 1024 + MAX_SPARES
 """Maximum number of pods in one job: its nodes and spares."""
 MAX_NUMBER = 2**62
-"""Largest whole number that a member may send. A status can hold 63 bits, and round numbers may
-grow beyond this number.
+"""Largest whole number that a member may send. A status can hold 63 bits, so round
+numbers have room to grow beyond this number.
 """
 MAX_SECONDS = 2**31
 """Longest time in seconds that a member or the operator may send."""
@@ -258,8 +258,8 @@ UNGROUPED = "ungrouped"
 with the other ranks.
 """
 UNCOUNTABLE = "uncountable"
-"""Key of the step counter's reports: true if the counter may miss the next steps, as it does with a
-compiled optimizer."""
+"""Key of the step counter's reports: true if the counter might miss the next steps, as it does with
+a compiled optimizer."""
 EXCHANGING = "exchanging"
 """Key of the step counter's reports: true if the ranks exchanged data in each of the first steps.
 """
@@ -281,8 +281,8 @@ SOURCES = MEMORY, STORAGE, SCRATCH = "memory", "storage", "scratch"
 AT_RISK = "stepsAtRisk"
 """Figure of a progress report: how many steps at most would be repeated after a loss."""
 SNAPSHOT_BYTES = "snapshotBytes"
-"""Figure of a progress report: the number of bytes that two states need, on a node without enough
-room for them.
+"""Figure of a progress report: the number of bytes that two states need. It is sent if a node does
+not have enough room for them.
 """
 COUNTED_SPEED = "stepsPerSecond"
 """The step counter's only metric. It is used if a script does not report samples per second."""
@@ -331,7 +331,8 @@ def decode(line: bytes) -> dict[str, Any]:
 def clip(text: object, limit: int = MAX_TEXT) -> str:
     """Shorten the string to `limit` characters by leaving out its middle.
 
-    Messages begin with the error, and tracebacks end with it. Only long lines are cut.
+    The middle is the least useful part, because messages begin with the error, and tracebacks end
+    with it. The cuts fall between lines, unless the lines there are long.
     """
     full = "" if text is None else str(text)
     if len(full) <= limit:
@@ -344,7 +345,8 @@ def clip(text: object, limit: int = MAX_TEXT) -> str:
 
 
 _PART_OF_A_LINE = 300
-"""Maximum number of characters to omit so that the string continues with a whole line."""
+"""Maximum number of additional characters to omit so that a shortened string continues with a whole
+line."""
 _NEWLINE = "\n"
 
 
@@ -375,10 +377,10 @@ _BEYOND_16_BITS = re.compile("[\U00010000-\U0010ffff]")
 
 
 def clip_kept(text: str, limit: int) -> str:
-    """Shorten the string to `limit` characters, each of which takes at most two bytes in Python.
+    """Shorten the string to `limit` characters that take at most `2 * limit` bytes in Python.
 
-    A single character beyond 16 bits, such as an emoji, would make every character take four bytes.
-    In a string longer than half the limit, such characters are replaced.
+    A single character beyond 16 bits, such as an emoji, makes every character of a string take four
+    bytes. So if the string is longer than half the limit, such characters are replaced.
     """
     text = clip(text, limit)
     return text if text.isascii() or len(text) <= limit // 2 else _BEYOND_16_BITS.sub("\N{REPLACEMENT CHARACTER}", text)
@@ -417,7 +419,7 @@ MAX_NONCE = 100
 
 
 class Command(Word):
-    """Requests that change something: `POST /v1/NAME` with the job's token."""
+    """Requests that change something: `POST /v1/NAME`, sealed with the job's token."""
 
     PROGRESS = "progress"
     GONE = "gone"
@@ -457,7 +459,8 @@ def read_kept_log(name: str) -> Optional[tuple[str, str]]:
 def order_mark(pods: Iterable[str]) -> str:
     """Return the mark of a pod order, as used in the report.
 
-    The sender of an order recognizes it by this mark, which is empty without an order.
+    The sender of an order recognizes its own order by this mark. Without an order, the mark is
+    empty.
     """
     names = "\n".join(pods)
     return hashlib.sha256(names.encode(errors="surrogatepass")).hexdigest()[:16] if names else ""
@@ -482,15 +485,15 @@ def log_line(moment: datetime, who: str, text: str) -> str:
 
 
 OWN_LOG_LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (?:ddpjob|coordinator): (?!ends with [1-9])")
-"""Matches the beginning of a line that `log_line` has made about an earlier event. The launcher's
-last line, `ends with CODE`, is about its own end."""
+"""Matches the beginning of a line of `log_line`, unless it is the launcher's last line after a
+failure, `ends with CODE`, which describes only the launcher's own end."""
 
 
 def largest_report(pods: int) -> int:
     """Return the maximum size in bytes of a report for a job with `pods` pods, including spares.
 
-    The coordinator need not know the number of spares: members in addition to its nodes fit into
-    the rest of the 64 KiB.
+    The coordinator, which does not know the number of spares, allows MAX_TEXTS and the actual size
+    of the lists of members, which is less.
     """
     return min(MAX_REPORT, MAX_TEXTS + 64 * 1024 + 1024 * pods)
 
@@ -564,7 +567,7 @@ def _write(value: Any) -> Any:
 def _reader(kind: Any, most: int) -> Read:
     """Return the reader for a type, with at most `most` entries or characters.
 
-    Called once per type.
+    Called once per field, because `_layout` is cached.
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Union:  # it is Optional
@@ -615,8 +618,8 @@ def read_start(value: Any) -> dict[str, Any]:
     """Return where training continued; empty if the value is malformed.
 
     Training continued after step `step`, from one of SOURCES (`source`). `made` is the last step
-    completed before the restart; it is missing if unknown. `seconds` is the time until that step
-    was repeated; it is missing before that.
+    completed before the restart; it is missing if unknown. `seconds` is the time until step `made`
+    was complete again; it is missing while that step has not been repeated.
     """
     if not isinstance(value, dict) or value.get("source") not in SOURCES or not _is_count(value.get("step")):
         return {}
@@ -630,7 +633,7 @@ def read_start(value: Any) -> dict[str, Any]:
 
 
 def read_environment(value: Any) -> dict[str, Any]:
-    """Return `gpu`, the model, and `packages`, versions by name. Malformed parts are dropped.
+    """Return `gpu` (a model) and `packages` (versions by name). Malformed parts are dropped.
 
     Strings are printable ASCII of at most 80 characters, so that they can be shown anywhere.
     """
@@ -701,7 +704,8 @@ def awaited_figures(progress: dict[str, Any]) -> frozenset[str]:
 def progress_news(progress: dict[str, Any]) -> frozenset[str]:
     """Return marks for the parts of a progress report that are urgent when they first appear.
 
-    The marks stand for its figures, the step counter's flags, and the fields of its start.
+    The marks stand for the report's awaited figures, the step counter's flags, and the fields of
+    START.
     """
     start = progress.get(START) or {}
     flags = {name for name in FLAGS if progress.get(name)}
@@ -832,20 +836,23 @@ class Incident(Record):
     backoff_seconds: float = 0.0
     """How long the coordinator waits before the next round."""
     alike_ranks: int = 0
-    """Number of ranks with the same `error_mark`; 0 if a rank had a different error of its own."""
+    """Number of ranks with the same `error_mark`; 0 if some rank failed on its own with a different
+    error."""
     alike_pods: int = 0
     """Number of pods that these ranks were in."""
     group_rank: Optional[int] = None
     """Group rank of a node whose workers all ended with exit code 0 before other nodes' workers."""
 
     def short(self, traceback: int = MAX_TEXT) -> Incident:
-        """Return a copy with `traceback` characters of the traceback, and a short message."""
+        """Return a copy with at most `traceback` characters of the traceback.
+
+        The message is shortened, too."""
         trace = clip(self.traceback, traceback) if traceback else ""
         return replace(self, message=clip(self.message, 500), traceback=trace)
 
 
 def shortened(incidents: tuple[Incident, ...], detailed: int = DETAILED_INCIDENTS) -> tuple[Incident, ...]:
-    """Return incidents, shortened to what the operator keeps.
+    """Return the incidents, with texts shortened to what the operator keeps.
 
     Only the newest `detailed` incidents keep their tracebacks.
     """
@@ -899,7 +906,7 @@ class RankLook(Record):
 class Overdue(Record):
     """An overdue step. The group has not completed a step since `since`.
 
-    `where` and `traceback` have all ranks' stacks.
+    `where` says where the ranks are, and `traceback` has their stacks.
     """
 
     since: datetime
@@ -923,7 +930,7 @@ class Report(Record):
     now: Optional[datetime] = None
     """The coordinator's clock, to which the report's times refer."""
     news: int = 0
-    """Increases with every change except progress."""
+    """Increases with every change other than progress."""
     mode: Mode = Mode.STANDARD
     attempt: int = 0
     hang_after: Optional[float] = None

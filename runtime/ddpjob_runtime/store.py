@@ -22,7 +22,7 @@ from ddpjob_runtime import lean_torch, protocol
 def serve(host: str, port: int = 0, seconds: float = 300.0) -> Any:
     """Return a TCPStore that listens on one address, with a timeout of `seconds`.
 
-    Port 0 means any port.
+    Port 0 means any free port.
 
     torch itself would listen on every address of the machine, although the store has no
     authentication.

@@ -1,4 +1,4 @@
-"""Writes why a container ends. Kubernetes copies it to the pod's status, for the operator."""
+"""Writes a file that says why a container ends. Kubernetes copies the text to the pod's status."""
 
 from __future__ import annotations
 

@@ -40,11 +40,11 @@ failed.
 REASON_BYTES = 4096
 """The size of a container's termination message."""
 EXIT_REFUSED = 78
-"""Exit code of a program that refuses its configuration. It ends the job before the first step."""
+"""Exit code of a program that refuses its configuration. Before the first step, it ends the job."""
 MARK = b"ddpjob\n"
 """Content of the file with which torch locks an extension while a rank builds it."""
 MOST_CAUSES, MOST_OF_A_CAUSE = 3, 1000
-"""Maximum number of causes recorded for an exception, and maximum characters of each."""
+"""Maximum number of causes recorded for an exception, and maximum length of each in characters."""
 POST_SECONDS = 0.5
 STEPS_WITHOUT_GROUP = 10
 """Number of steps after which a program without a group is assumed never to form one."""
@@ -68,9 +68,9 @@ def main() -> None:
 
 
 def become_worker(words: list[str]) -> None:
-    """Start again with the Python that runs torchrun.
+    """Start this file again with the Python that runs torchrun.
 
-    That Python may not be the first one on the path.
+    That Python is not necessarily the first one in PATH.
     """
     import os
     import shutil
@@ -89,8 +89,8 @@ def become_worker(words: list[str]) -> None:
 def run(words: list[str], hide: Callable[[], None] | None = None) -> None:
     """Become the program named by `words` (this file's arguments).
 
-    `hide` is called last. In a worker forked with torch imported, it removes modules that the
-    program should import itself.
+    `hide` is called just before the program starts. In a worker forked with torch imported, it
+    removes modules that the program should import itself.
     """
     mode, target = words[0], words[1]
     die_with_launcher()
@@ -110,7 +110,7 @@ def run(words: list[str], hide: Callable[[], None] | None = None) -> None:
 
 
 def die_with_launcher() -> None:
-    """Make the kernel kill this worker when its launcher dies. The worker has its own session."""
+    """Make the kernel kill this worker, which has its own session, when its launcher dies."""
     import ctypes
     import os
     import signal
@@ -118,7 +118,7 @@ def die_with_launcher() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
     launcher = os.environ.pop("DDPJOB_LAUNCHER_PID", "")
     if launcher and not descends_from(int(launcher)):
-        os._exit(1)  # the launcher died before the kernel was asked to watch for that
+        os._exit(1)  # The launcher died before the call of prctl.
 
 
 def descends_from(launcher: int) -> bool:
@@ -136,7 +136,7 @@ def descends_from(launcher: int) -> bool:
 
 
 def show_stacks_on_signal() -> None:
-    """Make an unused signal write the main thread's stack to a file, even if C++ blocks it."""
+    """Make an unused signal write the main thread's stack to a file, even while C++ code runs."""
     import os
 
     folder = os.environ.get("DDPJOB_STACKS_DIR")
@@ -149,8 +149,8 @@ def show_stacks_on_signal() -> None:
         file = open(os.path.join(folder, os.environ.get("RANK", "0") + ".txt"), "w")  # noqa: PTH118, PTH123, SIM115
     except OSError:
         return  # A hang without stacks is better than no training.
-    # Only the main thread: other threads keep running, and reading their frames may crash a healthy
-    # process.
+    # Only the main thread: other threads keep running, and reading their frames could crash a
+    # healthy process.
     faulthandler.register(signal.SIGRTMIN + 7, file=file, all_threads=False)
 
 
@@ -177,8 +177,8 @@ class ReportImport:
     """Import hook that puts `ddpjob_report` on sys.path when a program imports it, and not before.
 
     Nothing is executed if the fork server has imported the same file. This also applies to the
-    modules of `ddpjob_pod`: if the trainer executed one of them again, there would be two copies,
-    and `ddpjob_report` would use the other one.
+    modules of `ddpjob_pod`. If the trainer executed one of them again, there would be two copies,
+    and the trainer and `ddpjob_report` would use different ones.
 
     The sys.path entry must stay, because processes spawned by multiprocessing find modules only
     through it.
@@ -215,7 +215,10 @@ class ReadyModule:
         return self._module
 
     def exec_module(self, module: Any) -> None:
-        """Reveal the modules that `ddpjob_report` uses, and begin as an import in a worker does."""
+        """Put the modules used by `ddpjob_report` into sys.modules, and call its `begin`.
+
+        An import in a worker without a fork server has the same effects.
+        """
         if module.__name__ != "ddpjob_report":
             return
         for name, used in report_modules.items():
@@ -266,7 +269,7 @@ class CompilerImport:
 def load_of_pod(name: str) -> Any:
     """Return a module of ddpjob_pod, hidden from the program.
 
-    That module must not import the others.
+    The module must not import other modules of ddpjob_pod.
     """
     import os
     from importlib.machinery import PathFinder
@@ -289,10 +292,10 @@ def build_again() -> None:
 def mend_baton(module: Any) -> None:
     """Make a rank that builds an extension of torch hold a kernel lock on the lock file.
 
-    The lock ends with the process. Except in torch's newest versions, cpp_extension only checks
-    whether the file exists. If the builder is killed, for example by a restart of the group, the
-    file stays, and every later rank waits forever. Without the lock, ranks remove the file, if it
-    has the mark that a rank writes.
+    Except in torch's newest versions, ranks only check whether the lock file exists. If the
+    builder is killed, for example by a restart of the group, the file stays, and every later rank
+    waits forever. The kernel lock, however, ends with its process. So a rank that finds the file
+    without a lock, but with the mark that a rank writes, removes it.
     """
     import contextlib
     import fcntl
@@ -519,9 +522,9 @@ def remove_own_frames(error: BaseException) -> TracebackType | None:
 
 
 def program_frames(error: BaseException) -> TracebackType | None:
-    """Return the traceback from the program's first frame.
+    """Return the traceback, starting with the program's first frame.
 
-    Frames of `python -m` are also removed.
+    Frames of `python -m` are removed as well.
     """
     trace = remove_own_frames(error)
     while trace is not None and "runpy" in trace.tb_frame.f_code.co_filename:
@@ -690,7 +693,7 @@ def causes(error: BaseException, said: str) -> str:
 def refused_arguments(error: BaseException) -> str:
     """Return the message that argparse printed before it ended the program.
 
-    SystemExit itself is only a number.
+    SystemExit itself has only the exit code.
     """
     parsers = getattr(sys.modules.get("argparse"), "ArgumentParser", ())
     trace = error.__traceback__ if isinstance(error, SystemExit) else None
@@ -721,7 +724,8 @@ def ignores_group() -> bool:
     """Whether Accelerate, which also drives Hugging Face's Trainer, forms a group but trains alone.
 
     Without a GPU, it calls init_process_group and then counts itself as the only process, unless it
-    was given `cpu=True`. A script may also use parts of Accelerate and exchange data itself.
+    was given `cpu=True`. If collectives have run, the script uses only parts of Accelerate and
+    exchanges data itself, so the result is False.
     """
     state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
     shared = getattr(state, "_shared_state", None)
@@ -729,7 +733,7 @@ def ignores_group() -> bool:
 
 
 def exchanges_otherwise() -> bool:
-    """Whether the program may communicate with other ranks without a process group."""
+    """Whether the program might communicate with other ranks without a process group."""
     rpc = sys.modules.get("torch.distributed.rpc.api")
     by_rpc = rpc is not None and hasattr(rpc, "_is_current_rpc_agent_set") and rpc._is_current_rpc_agent_set()
     return by_rpc or any(name in sys.modules for name in OTHER_EXCHANGES)
@@ -739,7 +743,7 @@ def exchanges_otherwise() -> bool:
 
 
 def count_steps() -> None:
-    """Count the steps of torch's optimizers on rank 0 once they are imported, and post them."""
+    """Count the optimizers' steps on rank 0 once torch.optim is imported, and post the count."""
     import os
 
     if os.environ.get("RANK") != "0" or not os.environ.get("DDPJOB_COORDINATOR") or not os.environ.get("DDPJOB_TOKEN"):
@@ -764,7 +768,7 @@ class StepCounter:
         self.world, self.grouped = int(os.environ.get("WORLD_SIZE") or 1), False
         self.said = self.captured = self.said_uncountable = False
         self.compiled = 0
-        self.state = 0  # id of the first optimizer's state, which does not keep it alive
+        self.state = 0  # The id of the first optimizer's state, because a reference would keep it alive.
         self.has_state = self.loaded = False
         self.made = self.exchanged = 0  # number of collectives, and of consecutive steps that had any
         self.address, self.token = os.environ["DDPJOB_COORDINATOR"], os.environ["DDPJOB_TOKEN"]
@@ -817,7 +821,7 @@ class StepCounter:
         return "no" if steps > 1 and self.has_state else "unknown"
 
     def start(self) -> None:
-        """Start the posting thread at the first step. Post a last time when the process ends."""
+        """Start the thread that posts, at the first step. Also post when the process ends."""
         import atexit
         import contextlib
         import encodings.idna  # noqa: F401  (encodes names; the thread must not be the first to import it)
@@ -826,7 +830,7 @@ class StepCounter:
 
         with contextlib.suppress(OSError):
             # The thread must not be the first to resolve a name, because glibc then reads the
-            # environment, and crashes if it changes at the same time.
+            # environment, and crashes if the program changes it at the same time.
             socket.getaddrinfo("localhost", None)
         threading.Thread(target=self.run, name="ddpjob-progress", daemon=True).start()
         atexit.register(self.post, 0.0, last=True)
@@ -848,14 +852,14 @@ class StepCounter:
                 self.post(0.0)
 
     def is_uncountable(self) -> bool:
-        """Whether the counter may miss the next steps.
+        """Whether the counter might miss the next steps.
 
         This is so if code was compiled or a CUDA graph captured since the last counted step.
         """
         return self.captured or count_compiled_frames() > self.compiled
 
     def post(self, steps_per_second: float, *, last: bool = False) -> None:
-        """Post the count. A failed post is not repeated, because the next one includes it.
+        """Post the count. A failed post is not repeated, because the next one includes its steps.
 
         `last` means that the program is ending, and will not form a group.
         """
@@ -911,9 +915,9 @@ class StepCounter:
         return alone
 
     def ask(self, body: bytes) -> tuple[str, str]:
-        """Post the body, and return the response's status and the coordinator's number.
+        """Post the body, and return the response's status and the coordinator's random number.
 
-        The token is not sent, because anyone may listen at the address.
+        The token is not sent, because the address may by now belong to a stranger.
         """
         import os
         import socket

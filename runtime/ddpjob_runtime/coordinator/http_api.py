@@ -137,7 +137,7 @@ async def _answer(
 
 def _report(report: Report) -> str:
     """Return the report as JSON, with strings shortened if it is too large for the operator."""
-    most = report.nodes + protocol.MAX_SPARES  # A job cannot have more pods; the operator cuts the lists too.
+    most = report.nodes + protocol.MAX_SPARES  # The maximum number of pods; the operator cuts the lists too.
     report = replace(report, members=report.members[:most], lost=report.lost[:most])
     text, allowed = _json(report), protocol.MAX_TEXTS
     if _bytes(text) > allowed:
@@ -180,7 +180,7 @@ def _change(server: Any, change: Any, body: bytes) -> tuple[int, str, str]:
     try:
         content = json.loads(body)
     except RecursionError:
-        raise BadRequest(400, "the body is nested too deep") from None
+        raise BadRequest(400, "the body is nested too deeply") from None
     except ValueError as error:
         raise BadRequest(400, f"the body is not JSON: {error}") from None
     try:

@@ -82,7 +82,10 @@ class Shutdown:
 
 
 def _attempt(act: Callable[[], None]) -> None:
-    """Run a step of the shutdown. Log its failure, because nothing else would end this process."""
+    """Run a step of the shutdown.
+
+    If it fails, only log that, because the later steps must still end this process.
+    """
     try:
         act()
     except Exception:

@@ -777,7 +777,7 @@ def test_ports_of_a_sidecar_are_reported() -> None:
     assert valid(made.job)
     [note] = made.notes
     assert note.startswith(
-        "ports of tensorboard: only the job's own pods can reach them; to admit others, set network.isolate: false"
+        "ports of tensorboard: only the job's own pods can reach them; to admit other pods, set network.isolate: false"
     )
 
 

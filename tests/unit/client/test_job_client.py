@@ -180,7 +180,7 @@ def test_mistakes_in_a_job_are_reported_before_anything_is_created(
     with pytest.raises(TypeError, match="a mapping of its keyword arguments"):
         train(fit, args=["3"], image="a")
     for words in ("--epochs 3", {"epochs": 3}):
-        with pytest.raises(TypeError, match="a list of its words"):
+        with pytest.raises(TypeError, match="a list of strings"):
             train("pkg.train", args=words, image="a")
     monkeypatch.setattr("ddpjob.client.manifests.function_source.inspect.getsource",
                         lambda function: f"def too_large():\n    print('{'x' * MOST_BYTES}')\n")  # fmt: skip

@@ -287,7 +287,7 @@ def test_a_job_without_its_class_waits_for_the_class(reason: str) -> None:
     for suspended in ([], [condition("Suspended", True, reason, "2 pods still terminating")]):
         said = text(job(phase="Suspended" if suspended else "Pending", conditions=[lacks, *suspended]))
         assert said.startswith(f"j waits: {reason}, for 2m00s.\n  spec.className: why")
-        assert "have the class changed" in said or "Have it added" in said
+        assert "have the class changed" in said or "Have the class added" in said
         assert "ddpjob resume" not in said
     asked = [condition("ClassApplied", False, "ClassExceeded"), condition("Suspended", True, "Suspended")]
     assert text(job(phase="Suspended", conditions=asked)).startswith("j is suspended")

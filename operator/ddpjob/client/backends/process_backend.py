@@ -44,11 +44,11 @@ STOP_MARGIN = 15.0
 """How much longer than the pods' grace period `stop` waits for the runner, in seconds."""
 _POLL = 0.3
 _STARTED_SECONDS = 120.0
-"""Maximum time in seconds until a new `ddpjob run` has written its record. Starting Python takes
+"""Maximum time in seconds until a new `ddpjob run` has written its record. Starting Python may take
 half a minute on a very busy machine."""
 _STOPPED = "the job's `ddpjob run` was stopped; run the job again to resume"
-"""Message of the condition Suspended of an interrupted job, whose runPolicy.suspend cannot be set
-to false."""
+"""Replaces the message of an interrupted job's condition Suspended. The usual message suggests
+setting runPolicy.suspend to false, which is impossible without a running `ddpjob run`."""
 
 
 def has_jobs() -> bool:
@@ -172,7 +172,8 @@ class ProcessBackend:
         path = folder.run((_record(folder) or {})["local"]["run"]).events
         found = []
         for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-            with suppress(ValueError):  # The disk was full, or the run was killed.
+            # A line is incomplete if the disk was full, or the run was killed.
+            with suppress(ValueError):
                 event = json.loads(line)
                 found.append(Happened(parse_time(event["time"]), event["warning"], event["reason"], event["message"]))
         return found
@@ -404,7 +405,10 @@ class ProcessBackend:
 
 
 def _empty(folder: Path, kept: Collection[Path] = (), last: Path | None = None) -> None:
-    """Remove the content of a folder, but not the targets of links. Raises OSError."""
+    """Remove the content of a folder, except `kept`. Raises OSError.
+
+    Links are removed, but not their targets. The entry `last` is removed last.
+    """
     for path in sorted(folder.iterdir(), key=lambda path: path == last):
         if path in kept:
             continue
@@ -417,9 +421,9 @@ def _empty(folder: Path, kept: Collection[Path] = (), last: Path | None = None) 
 
 
 def _last_lines(log: BinaryIO, lines: int) -> bytes:
-    """Return the last `lines` of a log that may be larger than memory, up to METRICS_BYTES.
+    """Return the last `lines` lines of a log, and leave the log positioned at its end.
 
-    The log is left positioned at its end.
+    The log may be larger than memory, so no more lines are read once METRICS_BYTES have been read.
     """
     end = log.seek(0, os.SEEK_END)
     text, begin = b"", end

@@ -33,7 +33,7 @@ _BARE = ("standalone", "m", "module", "no-python", "run-path", "virtual-local-ra
 _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _MOST_SHOWN = 5
 _PLAIN_SHELL = re.compile(r"-[euvx]*c")
-"""Matches options with which a shell reads no profile: unlike -l and -i."""
+"""Matches options with which a shell does not read a profile. With -l or -i, it does."""
 _SHELL = re.compile(r"[;&|<>$`*?(){}#~\n]")
 _QUOTED = re.compile(r"""\\.|'[^']*'|"((?:\\.|[^"\\])*)\"""", re.DOTALL)
 _SIGN_IN_QUOTES = re.compile(r"`|\$\w+|\$[{(][^\s)}]*[)}]?")
@@ -42,13 +42,13 @@ _THEIRS = re.compile(
     r"""(^|\s)--(nnodes|node[-_]rank|master[-_](addr|port)|rdzv[-_](backend|endpoint|id)|machine_rank|"""
     r"""num_(machines|nodes)|main_process_(ip|port))(=|\s+)["']?\$\S*(?=\s)"""
 )
-"""torchrun options whose values are another operator's variables: the number of nodes and the
-rendezvous address."""
+"""Matches launcher options for the number of nodes or the rendezvous address, if their values are
+another operator's variables."""
 _NOT_SET = re.compile(
     r"\$[{(]?(WORLD_SIZE|RANK|MASTER_ADDR|MASTER_PORT|PET_NODE_RANK|PET_MASTER_ADDR|PET_MASTER_PORT)\b"
 )
-"""Variables that a PyTorchJob sets in a pod but a DDPJob does not, except for the address of index
-0, which a `command` gets.
+"""Matches uses of variables that a PyTorchJob sets in a pod but a DDPJob does not. With `command`,
+a DDPJob does set MASTER_ADDR and MASTER_PORT, the address of index 0.
 """
 _THEIR_LABELS = re.compile(
     r"\b(training\.kubeflow\.org/|trainer\.kubeflow\.org/|jobset\.sigs\.k8s\.io/|batch\.kubernetes\.io/job-)[\w.-]+"
@@ -81,10 +81,11 @@ class Conversion:
     job: Json
     notes: list[str] = field(default_factory=list)
     plain: bool = False
-    """Whether plain Python starts the script, as one process per pod regardless of GPUs."""
+    """Whether the original job starts the script with plain Python, as one process per pod
+    regardless of GPUs."""
     counted: bool = False
-    """Whether torchrun's own command line sets the number of processes per node, so that variables
-    cannot change it."""
+    """Whether torchrun's own command line sets the number of processes per node. Variables cannot
+    change it then."""
 
 
 def convert(
@@ -218,7 +219,7 @@ def _pytorch_job(manifest: Mapping[str, Any]) -> Conversion:
     elastic = spec.get("elasticPolicy") or {}
     if elastic and "command" in target:
         notes.append(
-            "elasticPolicy: cannot be combined with command, because the operator does not form its group; "
+            "elasticPolicy: cannot be combined with command, because the command forms its own group; "
             "use script or module"
         )
     elif elastic:
@@ -344,7 +345,7 @@ def _train_job(manifest: Mapping[str, Any], runtime: Mapping[str, Any] | None) -
 def _sharing(made: Conversion) -> None:
     """Let pods share a Kubernetes node, as in the original job.
 
-    Otherwise several pods with few GPUs would wait for separate nodes.
+    Otherwise several pods with few GPUs would wait for separate Kubernetes nodes.
     """
     spec = made.job["spec"]
     affinity = _pod_spec(spec).get("affinity") or {}
@@ -416,7 +417,7 @@ def _pod(made: Conversion, template: Mapping[str, Any], name: str) -> None:
     _privileges(made, pod, container)
     if exposed := [str(c.get("name")) for c in sidecars if c.get("ports") and not pod.get("hostNetwork")]:
         notes.append(
-            f"ports of {', '.join(exposed)}: only the job's own pods can reach them; to admit others, set "
+            f"ports of {', '.join(exposed)}: only the job's own pods can reach them; to admit other pods, set "
             f"network.isolate: false, or create a NetworkPolicy for the label {LABEL_JOB}"
         )
     secrets = pod.pop("imagePullSecrets", None)
@@ -510,7 +511,7 @@ def _words(container: Json, name: str) -> list[str]:
 
 def _references(made: Conversion) -> None:
     """Add a note about variables that Kubernetes expanded in a PyTorchJob's arguments and
-    variables.
+    environment.
     """
     spec = made.job["spec"]
     texts = {"args": [] if "command" in spec else spec.get("args", ())}
@@ -680,9 +681,9 @@ def _after_launcher(words: list[str]) -> list[str] | None:
 
 
 def _reads_only_theirs(line: str) -> bool:
-    """Whether a torchrun line needs a shell only for options that are replaced.
+    """Whether a torchrun line needs a shell only to expand variables in certain options.
 
-    The values of these options contain variables, but the operator replaces the options.
+    The operator replaces these options, so their values are not needed.
     """
     if _SHELL.search(_THEIRS.sub(" ", line)):
         return False

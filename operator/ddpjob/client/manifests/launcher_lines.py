@@ -120,7 +120,10 @@ def _accelerate(words: Sequence[str]) -> LauncherLine | None:
     line.notes += [
         f"accelerate launch --{name}: left out; pass it to Accelerator(...) in the script" for name in options.given
     ]
-    line.notes.append("accelerate launch: torchrun starts the script; without GPUs it needs Accelerator(cpu=True)")
+    line.notes.append(
+        "accelerate launch: torchrun starts the script instead; without GPUs, the script must create "
+        "Accelerator(cpu=True)"
+    )
     return line
 
 

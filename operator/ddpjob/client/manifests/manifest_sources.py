@@ -100,7 +100,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def checked(manifest: Manifest) -> Json:
-    """Return the manifest with its defaults if its job can run. Raises BadInput."""
+    """Return the manifest with its defaults. Raises BadInput if its job cannot run."""
     from ddpjob.client.manifests.later_refusals import later_refusals
 
     try:

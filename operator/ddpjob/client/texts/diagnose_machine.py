@@ -66,7 +66,7 @@ def _torch_and_gpus() -> Iterator[Diagnosis]:
         yield Diagnosis(True, f"GPUs: {len(gpus)} ({', '.join(dict.fromkeys(gpus))})")
     elif listed:
         remedy = "the driver is too old for this torch" if cuda else "install a build of torch with CUDA"
-        yield Diagnosis(False, f"GPUs: nvidia-smi lists {listed}, torch finds none", f"{remedy} (see pytorch.org)")
+        yield Diagnosis(False, f"GPUs: nvidia-smi lists {listed}, but torch finds none", f"{remedy} (see pytorch.org)")
     else:
         yield Diagnosis(True, "GPUs: none; jobs train on the CPU (gpusPerNode: 0)")
 
