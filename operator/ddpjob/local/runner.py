@@ -225,7 +225,7 @@ class Runner:
     # --- the user's requests
 
     def _on_signal(self, number: signal.Signals) -> None:
-        """On the first signal, suspend the job; on the second, kill its pods.
+        """Suspend the job on the first signal, and kill its pods on the second.
 
         A suspended job's pods get their grace period to save a checkpoint.
         """
