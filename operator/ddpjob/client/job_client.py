@@ -36,7 +36,7 @@ class JobFailed(Mistake):
 
 @dataclass(frozen=True)
 class Progress:
-    """The values that the script reported last. None means that it has not reported the value."""
+    """The values that the script reported last; None for each value that it has not reported."""
 
     epoch: int | None = None
     epochs: int | None = None
@@ -89,13 +89,13 @@ class Job:
     body: Json = field(repr=False)
     """The whole object, as `kubectl get -o json` prints it."""
     returned_by: Client | None = field(default=None, repr=False, compare=False)
-    """The Client that returned the job. `wait`, `logs` and `metrics` use it."""
+    """The Client that returned the job, which the job's own methods use."""
 
     @classmethod
     def read(cls, body: Json, client: Client | None = None) -> Job:
         """Read a job from its object in the API.
 
-        Raises Mistake if a newer release wrote it in a way that this client cannot read.
+        Raises Mistake if the object has values from a newer release that this client cannot read.
         """
         meta = body["metadata"]
         with readable(body):
@@ -265,7 +265,7 @@ class Client:
             source, words = script_of(program, args if isinstance(args, Mapping) else {}, packages), ()
             program = str(getattr(program, "__name__", ""))
         elif packages:
-            raise Mistake("packages: only for a function; install what a script needs in its image")
+            raise Mistake("packages: only for a function; install the packages of a script in its image")
         if isinstance(words, str | PathLike | Mapping):
             raise TypeError("args of a script must be a list of strings, such as ['--epochs', '3']")
         bodies = build(
@@ -293,7 +293,7 @@ class Client:
         return Job.read(self._backend.job(_name(job)), self)
 
     def watch(self, job: str | Job, *, timeout: float | None = None) -> Iterator[Job]:
-        """Yield the job now and after each change to its status, until it has finished.
+        """Yield the job now and after each change, until it has finished.
 
         Stop after `timeout` seconds. Raises NoSuchJob if the job does not exist, and JobFailed if
         it is deleted.
@@ -346,12 +346,12 @@ class Client:
     ) -> Iterator[tuple[str, str]]:
         """Yield (pod, line) from the logs of the training pods.
 
-        `rank` selects the pod that has this global rank, without lines known to come from other
-        ranks. `index` selects the pods of this slot. `tail` is the number of last lines to read
-        from each pod that exists now. With `follow`, the logs continue until the job has finished,
-        and include all lines of replacement pods. Raises Mistake if nothing can be read, for
-        example because no pod has this `rank` or `index`. Warns about each pod that could not be
-        read.
+        `rank` selects the pod that has this global rank, and leaves out lines known to come from
+        other ranks. `index` selects the pods of this slot. `tail` is the number of last lines to
+        read from each pod that exists now. With `follow`, the logs continue until the job has
+        finished, and include all lines of replacement pods. Raises Mistake if nothing can be read,
+        for example because no pod has this `rank` or `index`. Warns about each pod that could not
+        be read.
         """
         from ddpjob.client.logs.log_follower import Chosen, LogFollower
 
@@ -399,7 +399,7 @@ class Client:
         if len(curve.points) < 2:
             known = sorted({column for row in rows for column in row} - {"step"})
             raise Mistake(
-                f"{name} has fewer than two values of {metric} so far; its metrics are {', '.join(known) or 'empty'}"
+                f"{name} has fewer than two values of {metric} so far; its metrics: {', '.join(known) or 'none'}"
             )
         if output is not None:
             Path(output).write_text(curve._repr_svg_(), encoding="utf-8")
@@ -471,7 +471,8 @@ class Client:
     def delete(self, job: str | Job) -> None:
         """Delete a job and its pods.
 
-        Checkpoints on volumes are kept, as is RUNS/JOB/checkpoints on this machine.
+        Checkpoints on volumes, and in RUNS/JOB/checkpoints on this machine, are kept, unless
+        `whenDeleted: Delete` is set.
         """
         self._backend.delete(_name(job))
 

@@ -114,7 +114,7 @@ def backoff(text: str) -> tuple[float, float]:
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be INITIAL:MAXIMUM in seconds, such as 1:60, not {text!r}") from None
     if not 0 < initial <= maximum < float("inf"):
-        raise argparse.ArgumentTypeError(f"INITIAL must be above 0 and not above MAXIMUM, not {text!r}")
+        raise argparse.ArgumentTypeError(f"INITIAL must be above 0 and at most MAXIMUM, not {text!r}")
     return initial, maximum
 
 

@@ -55,7 +55,7 @@ _NO_STEP = frozenset({ACTIVITY, STRAGGLERS, ROUND, START, ENVIRONMENT, AT_RISK, 
 
 
 class Coordinator:
-    """Decides for the whole group. It does not use sockets, and time is passed in.
+    """Decides for the whole group. It opens no sockets, and its clock is passed in.
 
     `clock()` returns Unix seconds and never goes back. `later(seconds, function)` calls the
     function after that time. `changed()` is called after every change to the report, and

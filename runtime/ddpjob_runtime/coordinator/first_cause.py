@@ -76,7 +76,7 @@ class WorkerFailure:
     def stepped_aside(self) -> bool:
         """Whether the worker saved and exited because another node is leaving.
 
-        That node may not have reported its departure yet.
+        The leaving node might not have reported its departure yet.
         """
         return self.exit_code == protocol.EXIT_STEPPED_ASIDE
 

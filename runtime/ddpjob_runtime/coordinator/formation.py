@@ -8,8 +8,8 @@ nodes:
 - In between, the first round waits FIRST_GRACE, because pods start at different times.
 - A later round begins immediately if as many nodes are ready as the last round had. With fewer, it
   waits SHRINK_GRACE, which is 10 s in Standard mode and 0 in Fast mode, where a restart is cheap.
-- A running round that could have more nodes is restarted. If the joiners complete the group, the
-  round is restarted FILL_SECONDS after it began; otherwise after GROW_SECONDS, because every
+- A running round that could have more nodes is restarted, FILL_SECONDS after it began if the
+  joiners complete the group. If they do not, it is restarted only after GROW_SECONDS, because every
   restart costs steps.
 
 Example, nodes=8 and min_nodes=6:

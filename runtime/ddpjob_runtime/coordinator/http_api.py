@@ -1,6 +1,6 @@
 """The HTTP half of the coordinator's port, one request per connection.
 
-Anyone may read health and metrics; the report, progress and changes need the job's token.
+Anyone can read health and metrics; the report, progress and changes need the job's token.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ async def _answer(
     if route[0] != method:
         raise BadRequest(405, f"{url.path} takes {route[0]}, not {method}")
     if not known and url.path in GUARDED:
-        raise BadRequest(401, "needs the header Authorization: Bearer TOKEN with the job's token, or a proof of it")
+        raise BadRequest(401, "needs the job's token: send Authorization: Bearer TOKEN, or a proof made with the token")
     if method == "POST":
         return _change(server, route[1], body)
     if url.path == protocol.STATUS_PATH:

@@ -37,7 +37,7 @@ class Member:
         self.drain_by: float | None = None
         """The deadline for stopping its workers, if the member was asked to stop them."""
         self.drain_planned = False
-        """Whether the workers may save before they end."""
+        """Whether the workers are allowed to save before they end."""
         self.given_up = False
         """Whether the member was declared lost although its connection is still open."""
 

@@ -95,10 +95,11 @@ def _check_metrics(metrics: Any) -> None:
     if not isinstance(metrics, dict):
         raise ValueError("metrics: must be an object of numbers")
     if len(metrics) > MAX_FIGURES:
-        raise ValueError(f"metrics: at most {MAX_FIGURES} entries, not {len(metrics)}")
+        raise ValueError(f"metrics: must have at most {MAX_FIGURES} entries, not {len(metrics)}")
     for name, value in metrics.items():
         if len(name) > MAX_FIGURES:
-            raise ValueError(f"metrics: names have at most {MAX_FIGURES} characters, not {len(name)}: {name[:40]}...")
+            why = f"names must have at most {MAX_FIGURES} characters, not {len(name)}"
+            raise ValueError(f"metrics: {why}: {name[:40]}...")
         if not _may_be_number(value):
             raise ValueError(f"metrics.{name}: must be a number, not {value!r:.80}")
 

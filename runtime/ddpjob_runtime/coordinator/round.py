@@ -82,7 +82,7 @@ class Round:
         self.broken_at: float | None = None
         self._ended_at: float | None = None  # when members were first asked to stop their workers
         self.ended_planned = False
-        """Whether members were asked for a planned end, in which their workers may save first."""
+        """Whether members were asked for a planned end, before which their workers can save."""
         self._dump: HangDump | None = None
         self._hangs = ""
         self._look: HangDump | None = None
@@ -288,8 +288,8 @@ class Round:
     def come_apart(self, member: Member, planned: bool = False) -> None:
         """Break the round because a member has left or is about to leave, for an unknown reason.
 
-        `planned` means that an earlier coordinator has asked the member to stop its workers, and
-        that all workers of the round may save first.
+        `planned` means that an earlier coordinator has begun a planned end of the round, in which
+        workers are allowed to save.
         """
         why = f"node {member.pod} left the round on its own"
         self._evidence.came_apart(self._loop.now(), {"pod": member.pod, "index": member.index, "message": why})

@@ -1,7 +1,7 @@
 """The sequence of rounds: form, run, break, find the first cause, form the next.
 
-It does not use sockets, and time is passed in. After each event, `advance` does whatever is due and
-sets an alarm for whatever will be due later.
+This module opens no sockets, and its clock is passed in. After each event, `advance` does whatever
+is due and sets an alarm for whatever will be due later.
 
 Two rounds must never run at the same time, because both would write checkpoints, and an old worker
 may still hold the GPU that a new worker needs. So a round forms only when no member of the last
@@ -452,7 +452,10 @@ class Rounds:
     # ---- takeover from an earlier coordinator, changes by the operator, progress
 
     def hold(self) -> None:
-        """Begin and judge no round, because an earlier coordinator's round may be running."""
+        """Begin or judge no round until `release`.
+
+        An earlier coordinator's round may still be running.
+        """
         self.held = True
 
     def release(self) -> None:

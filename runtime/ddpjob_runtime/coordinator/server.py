@@ -53,8 +53,8 @@ STARTING_SECONDS = 120.0
 disk stalls all threads of a launcher.
 """
 PROBE_SECONDS = 1.0
-"""How long the kernel of a silent member may take to acknowledge data. If it does, the member is
-suspended but alive.
+"""How long the kernel of a silent member may take to acknowledge data. If it acknowledges the data
+in time, the member is suspended but alive.
 """
 SLOW_SECONDS, BLIND_SECONDS = 15.0, 30.0
 """Maximum silence of a suspended member, and of any member while most of them are silent."""
@@ -291,7 +291,7 @@ class Server:
     def _answer_beats(self, member: Member, writer: asyncio.StreamWriter) -> None:
         """Answer the member's heartbeats without waking its task.
 
-        The task still gets heartbeats that it may have to answer by ending the connection.
+        Heartbeats still reach the task if it may have to end the connection.
         """
         transport, answer = writer.transport, protocol.encode(ToMember.HEARTBEAT)
 

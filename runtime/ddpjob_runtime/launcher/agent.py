@@ -182,9 +182,10 @@ class CoordinatedAgent(LocalElasticAgent):
     def _end_workers(self, context: Any, death_sig: signal.Signals) -> bool:
         """Stop the workers, and return whether they and their children are gone.
 
-        They get SIGTERM, and SIGKILL after the grace period. No worker may start while a worker of
-        an earlier round, or its child, still holds the device. After SIGKILL, torch itself waits
-        forever (2.6) or gives up after the grace period (2.15), and it never waits for children.
+        They get SIGTERM, and SIGKILL after the grace period. A new worker must not start while a
+        worker of an earlier round, or its child, still holds the device. After SIGKILL, torch
+        itself waits forever (2.6) or gives up after the grace period (2.15), and it never waits for
+        children.
         """
         handlers = list(context.subprocess_handlers.values())
         for handler in handlers:

@@ -55,7 +55,7 @@ Group = tuple[int, ...]
 
 
 class Abandoned(Exception):
-    """The round ended before its check."""
+    """A check was cancelled because its result is no longer needed."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,9 @@ class NodePreflight:
 
     @property
     def wanted_seconds(self) -> int:
-        """Seconds that a check may add to the start of this node's next round; 0 if none."""
+        """Maximum number of seconds by which a link check delays this node's next round; 0 if no
+        check is needed.
+        """
         if not self.settings.group or self.passed_group:
             return 0
         return int(STAGES * (self.settings.seconds + 4 * MARGIN_SECONDS))

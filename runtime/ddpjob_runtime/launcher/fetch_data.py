@@ -252,7 +252,7 @@ class Fetch:
         for name in known:
             if name in wanted:
                 continue
-            with contextlib.suppress(OSError, ValueError):  # A recorded name may be impossible as a file name.
+            with contextlib.suppress(OSError, ValueError):  # A recorded name might not be a valid file name.
                 (self._folder / name).unlink()
                 for folder in list((self._folder / name).parents)[: name.count("/")]:
                     folder.rmdir()  # This fails, which ends the loop, if the folder is not empty.

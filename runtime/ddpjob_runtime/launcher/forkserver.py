@@ -5,7 +5,8 @@ on `import torch`; forking a process that has imported it takes about 20 ms.
 
 The launcher imports torch and forks the server from itself before it starts threads. The server
 imports the modules of DDPJOB_PRELOAD, freezes the garbage collector so that workers share its
-pages, and waits for orders. The two exchange JSON objects, one per line, over a pair of sockets:
+pages, and waits for orders. It and the launcher exchange JSON objects, one per line, over a pair of
+sockets:
 
     server -> launcher   {"importing": "timm"}                   to be named if the import hangs
     server -> launcher   {"ready": ""}                           or the reason for a refusal
@@ -574,8 +575,8 @@ def _finalize(shared: set[str]) -> None:
     threading._shutdown()  # type: ignore[attr-defined]
     with contextlib.suppress(BaseException):  # Python 3.9 raises the last exception, which it has already printed
         atexit._run_exitfuncs()
-    # The interpreter suspends daemon threads while it ends. Here they could otherwise run without
-    # their globals.
+    # The interpreter suspends daemon threads while it ends. Here, a long switch interval keeps them
+    # from running without their globals.
     sys.setswitchinterval(1000.0)
     threading.excepthook = lambda _: None
     program = [sys.modules.pop(name) for name in list(sys.modules) if name not in shared or name == "__main__"]

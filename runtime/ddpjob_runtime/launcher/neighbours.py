@@ -5,7 +5,7 @@ seconds. All other nodes wait until it is clear which of the two has happened. T
 host acknowledges bytes even for a paused process (`acknowledgements`).
 
 So the nodes of a round form a ring. Each connects to the next one, and both ends of a connection
-send a byte every TICK_SECONDS, once the last byte is acknowledged. An end whose byte is not
+send a byte every TICK_SECONDS, if their previous byte is acknowledged. An end whose byte is not
 acknowledged for SILENT_SECONDS reports this to the coordinator, and reports again when the byte is
 acknowledged. In a job of any size, a node has only two such connections, and they cost the
 coordinator nothing.

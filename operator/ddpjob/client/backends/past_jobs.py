@@ -35,7 +35,7 @@ _MOST_RESTARTS = 200
 _MOST_ROUNDS = 200
 _LOOK_SECONDS = 2.0
 _NAME = re.compile(r"[a-z0-9][-a-z0-9.]{0,252}")
-_READ_ONLY = "the job is shown from its checkpoint folder and cannot be changed"
+_READ_ONLY = "jobs that are shown from their checkpoint folders cannot be changed"
 
 
 class PastJobs:

@@ -64,7 +64,8 @@ _ALIVE = ("Running", "Pending", "Terminating")
 _OF_POD = re.compile(rf"(\d+-\d+|coordinator-\d+(-\d+)?)(\.{COORDINATOR_CONTAINER})?")
 """The part of pod and log names that follows the job's name."""
 _Known = tuple[tuple[int, int, int] | None, Json, bool]
-"""The inode, time and size of a record's file, its content, and whether its job has ended."""
+"""The inode, modification time and size of a record's file, the record, and whether the job has
+ended."""
 
 
 _P = ParamSpec("_P")
@@ -150,7 +151,7 @@ class ProcessBackend:
         folder, lines = job.run(record["local"]["run"]).pods, []
         states = {pod["name"]: pod["state"] for pod in record["local"]["pods"]}
         if runner(job) is None:
-            # The runner has stopped all pods, but may have been killed before it could record that.
+            # No pod outlives its runner, but a runner that was killed could not record their end.
             states = {pod: "Ended" if state in _ALIVE else state for pod, state in states.items()}
         roles = {pod["name"]: str(pod.get("role", "node")) for pod in record["local"]["pods"]}
         created = {pod["name"]: known_time(pod.get("created")) for pod in record["local"]["pods"]}
@@ -254,7 +255,7 @@ class ProcessBackend:
             self._ask(folder, "suspend" if spec["runPolicy"]["suspend"] else "resume", name)
         else:
             changed = ", ".join(spec)
-            raise Mistake(f"{changed}: cannot change in a job on this machine; change the manifest and run it again")
+            raise Mistake(f"{changed}: cannot be changed for a job on this machine; change the manifest and rerun it")
 
     @_report_disk_errors
     def create(self, manifests: list[Json], *, fresh: bool = False) -> str:
@@ -303,7 +304,7 @@ class ProcessBackend:
                 run.kill()  # Otherwise, the job might start after its submission has been reported as failed.
                 run.wait()
                 raise Mistake(
-                    f"`ddpjob run` was stopped, because it wrote no record within {_STARTED_SECONDS:g} s; see {output}"
+                    f"`ddpjob run` was killed, because it wrote no record within {_STARTED_SECONDS:g} s; see {output}"
                 )
             time.sleep(0.1)
 

@@ -230,7 +230,7 @@ _File = tuple[str, int, Callable[[], bytes]]
 def _limited(files: Iterable[_File], source: str) -> dict[str, bytes]:
     """Return the contents by name.
 
-    Raises Mistake instead of reading a file that exceeds the limit.
+    Raises Mistake before reading a file with which their total size exceeds the limit.
     """
     found, size = dict[str, bytes](), 0
     for name, length, read in files:
@@ -304,7 +304,7 @@ def _volume(text: str) -> Json:
 
 
 def read_settings(texts: Iterable[str]) -> dict[str, Any]:
-    """Read `FIELD=VALUE` strings, with the value as YAML."""
+    """Read `FIELD=VALUE` strings, in which VALUE is YAML."""
     settings = {}
     for setting in texts:
         path, equals, text = setting.partition("=")

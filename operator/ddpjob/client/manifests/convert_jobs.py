@@ -93,8 +93,8 @@ def convert(
 ) -> Conversion:
     """Convert another operator's manifest. Raises Mistake for an unknown kind.
 
-    `runtimes` are the runtimes that a TrainJob may name. `image` replaces the manifest's image, and
-    `script` is the entry point if only the image defines it.
+    `runtimes` are the runtimes that a TrainJob may name. `image` replaces the manifest's image.
+    `script` is the entry point for a manifest that leaves the entry point to its image.
     """
     made = _converted(manifest, runtimes)
     _complete(made, script, image)
@@ -159,7 +159,7 @@ def convert_command(words: Sequence[str], name: str = "", image: str = "IMAGE") 
     line = list(words) if len(words) > 1 else _shell_words(text)
     if len(words) == 1 and (signs := _signs_of_shell(text)) and not _reads_only_theirs(text):
         made.notes.append(
-            f"{' '.join(signs)}: no shell starts a script or module, so these words became arguments; leave "
+            f"{' '.join(signs)}: a script or module starts without a shell, so these words became arguments; leave "
             'them out, or write command: [bash, -c, "..."]'
         )
     while line and (variable := _VARIABLE.fullmatch(line[0])):
@@ -247,7 +247,7 @@ def _pytorch_job(manifest: Mapping[str, Any]) -> Conversion:
     of_workers = target.get("recovery", {}).get("maxRestarts", elastic.get("maxRestarts"))
     of_pods = 0 if policies == {"Never"} else (spec.get("runPolicy") or {}).get("backoffLimit")
     if limits := [limit for limit in (of_workers, of_pods) if limit is not None]:
-        # The limits of workers and of pods, which a DDPJob does not tell apart.
+        # A DDPJob has one limit for the failures of workers and of pods.
         target.setdefault("recovery", {})["maxRestarts"] = max(limits)
     _sharing(made)
     _left_out(made, manifest, _OF_PYTORCH_JOB)
@@ -255,7 +255,7 @@ def _pytorch_job(manifest: Mapping[str, Any]) -> Conversion:
 
 
 def _wanted(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a part of the job, or an empty mapping if it has no pods.
+    """Return the job's Master or Worker, or an empty mapping if it has no pods.
 
     Charts write `replicas: 0` if a job does not need workers.
     """
@@ -375,7 +375,7 @@ def _procs(made: Conversion, count: Any) -> None:
     elif not gpus and {"script", "module"} & spec.keys():
         claims = _pod_spec(spec).get("resourceClaims")
         each = "device of resourceClaims" if claims else "CPU"
-        notes.append(f"procsPerNode: set to 1; torchrun started one process per {each}; write that number")
+        notes.append(f"procsPerNode: set to 1, but torchrun started one process per {each}; write that number")
 
 
 def _rendezvous(made: Conversion, settings: Iterable[tuple[str, Any]]) -> None:
@@ -474,7 +474,7 @@ def _pod_spec(spec: Json) -> Json:
 
 
 def _privileges(made: Conversion, pod: Json, container: Json) -> None:
-    """Add a note about programs that fail for root in a container without capabilities."""
+    """Add a note about programs that root cannot run in a container without capabilities."""
     contexts = [holder.get("securityContext") or {} for holder in (pod, container)]
     command, args = (made.job["spec"].get(name, ()) for name in ("command", "args"))
     tools = dict.fromkeys(_ROOTS_TOOLS.findall(" ".join([*command, *args]))) if command else {}
@@ -638,7 +638,7 @@ def _entry_point(made: Conversion, command: list[str], args: list[str]) -> None:
     if not command:
         made.notes.append(
             f"command: taken from args ({args[0]} ...), which used to be passed to the image's entry point; if the "
-            f"entry point does more than start the command, put it first"
+            f"entry point does more than start the command, put the entry point first"
         )
     made.notes.append(
         "command: runs unchanged, so it must start torchrun itself (which reads the PET_ variables); with script or "

@@ -1,7 +1,7 @@
-"""Finds faults that a DDPJob's schema allows, but that the API server or kubelet rejects in pods.
+"""Finds faults that a DDPJob's schema allows, but for which the API server or kubelet rejects pods.
 
-`ddpjob validate` uses it. The operator does not: it creates the pods and shows the API server's own
-response, which a check here can only predict.
+`ddpjob validate` uses this module. The operator does not: it creates the pods and shows the API
+server's own response, which a check here can only predict.
 """
 
 from __future__ import annotations

@@ -51,7 +51,9 @@ def as_torchrun(words: Sequence[str]) -> LauncherLine | None:
 
 
 class _Options:
-    """Options before the script, in torchrun's and argparse's forms."""
+    """The options before the script. Their names have dashes or underscores, and a value follows a
+    space or `=`.
+    """
 
     def __init__(self, words: Sequence[str], bare: Sequence[str]) -> None:
         self.given: dict[str, str] = {}

@@ -54,7 +54,7 @@ def standard_input() -> str:
 
 
 def refuse_address(source: str, command: str) -> None:
-    """Raise BadInput for a web address; a download can be piped to `ddpjob COMMAND -`."""
+    """Raise BadInput for a web address. The message suggests piping a download to `command`."""
     if source.startswith(("http://", "https://")):
         raise BadInput(f"{source}: URLs are not fetched; write `curl -fsSL {source} | ddpjob {command} -`")
 

@@ -17,8 +17,8 @@ Accelerator or the Trainer of Lightning or Hugging Face. If they do not, the fol
   that trains.
 
 Example: `opt = torch.optim.SGD(net.parameters(), lr=0.1)` names the optimizer `opt` and the model
-`net`. If a name is missing or has two candidates, `doubts` says so, and callers fall back to the
-general form.
+`net`. If a name is missing or has two candidates, `doubts` says so, and callers show the general
+form of the lines instead.
 """
 
 from __future__ import annotations

@@ -89,5 +89,6 @@ def _refused(backend: ClusterBackend, pod: Json) -> Iterator[str]:
         other = as_non_root(pod) if "violates PodSecurity" in str(refusal) else None
         if other is not None and "runAsNonRoot" in str(refusal):
             yield from _refused(backend, other)
-        elif refusal.status != _EXISTS:  # The API server checks the name last.
+        # The API server checks last whether the name exists, so it has accepted everything else.
+        elif refusal.status != _EXISTS:
             yield f"the job's pod {name}: {refusal}"

@@ -140,8 +140,8 @@ def _operators(api: ApiServer, namespace: str) -> Iterator[Diagnosis]:
 
 
 _WRONG = {("Progressing", "False"), ("ReplicaFailure", "True")}
-"""Type and status of a Deployment's conditions that report a fault. ReplicaFailure: the API server
-rejects new pods."""
+"""Type and status of a Deployment's conditions that report a fault. ReplicaFailure means that the
+API server rejects new pods."""
 
 
 def _rollout(deployment: Json, where: str) -> Diagnosis:

@@ -90,7 +90,7 @@ def _ports() -> Diagnosis:
 
 
 def _disk() -> Diagnosis:
-    """Check the disk of the folder of runs, which may not exist yet."""
+    """Check the disk on which the folder of runs is, or will be created."""
     runs = runs_folder()
     there = next(folder for folder in (runs, *runs.parents) if folder.exists())
     if not os.access(there, os.W_OK | os.X_OK):

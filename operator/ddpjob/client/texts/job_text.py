@@ -350,8 +350,8 @@ def why(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
     if held and deleted is not None:
         ago = _since(deleted, now)
         yield (
-            f"It was deleted {ago} ago, and the operator ignores it until the finalizer {held[0]} "
-            f"is removed by its owner."
+            f"The job was deleted {ago} ago. The operator ignores it until the owner of the finalizer {held[0]} "
+            f"has removed this finalizer."
         )
         return
     seen = (body.get("status") or {}).get("observedGeneration")

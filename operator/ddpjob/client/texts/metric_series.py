@@ -128,7 +128,7 @@ class MetricSeries:
         return f"the curves start after step {self.starts[0]}, where training continued from a checkpoint"
 
     def after_last_loss(self) -> str:
-        """Return a note if the newest steps have no finite loss.
+        """Return a note if the newest steps have no finite loss, or report no loss.
 
         The note is empty if their loss is finite.
         """
