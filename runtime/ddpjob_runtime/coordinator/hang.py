@@ -45,7 +45,8 @@ UNKNOWN = {START: 600.0, TRAINING: 60.0}
 UNKNOWN_ACTIVITY = 120.0
 """Minimum number of seconds without a report while an activity's pace is unknown."""
 LEAST_AT_START = 60.0
-"""Minimum number of seconds for the start of a round, if an earlier round has completed a step."""
+"""Minimum number of seconds without a report at the start of a round, if an earlier round has
+completed a step."""
 LOOK_EVERY, MOST_BETWEEN_LOOKS = 5.0, 30.0
 
 OVERDUE_SECONDS = 300.0

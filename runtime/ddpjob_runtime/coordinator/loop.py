@@ -49,8 +49,8 @@ async def within(seconds: float, what: Awaitable[T], left: Callable[[], float] =
     """Await `what`, and return its result, or None after a timeout.
 
     When the time is up, `left` returns how many more seconds to allow. Unlike `asyncio.wait_for`
-    before Python 3.12, this awaits `what` in the current task, because creating a task for each
-    line took a third of the CPU time when hundreds of members connected at once.
+    before Python 3.12, this awaits `what` in the current task. A task for each line would take a
+    third of the CPU time when hundreds of members connect at once.
     """
     task, loop, over = asyncio.current_task(), asyncio.get_running_loop(), False
     assert task is not None

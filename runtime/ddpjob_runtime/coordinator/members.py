@@ -146,7 +146,7 @@ class Members:
         self.by_index: dict[int, Member] = {}
         self.missing: dict[int, LostMember] = {}
         """Members lost without notice, by index. They are listed until a pod takes the index or the
-        operator knows the reason.
+        operator reports that the member's pod is gone.
         """
         self._dismissed: dict[str, str] = {}
         self._tally: Counter[MemberState] = Counter()

@@ -124,7 +124,7 @@ class Strangers:
     def recognize(self, writer: asyncio.StreamWriter) -> None:
         """Stop counting this connection as a stranger's.
 
-        Its peer has proved that it knows the token, or it has ended.
+        Its peer has proved that it knows the token, or the connection has ended.
         """
         self._open.pop(writer, None)
 
@@ -429,7 +429,7 @@ class Server:
             probed, seconds = member.heard, PROBE_SECONDS
 
     def _lives(self, member: Member, writer: asyncio.StreamWriter) -> bool:
-        """Whether a silent member may be only slow, or partitioned together with most others."""
+        """Whether a silent member may just be slow, or be partitioned together with most others."""
         silence = now() - member.heard
         if silence < SLOW_SECONDS and is_acknowledged(writer.get_extra_info("socket")):
             return True

@@ -60,8 +60,8 @@ ABORTED = (
 output then shows the reason.
 """
 STAYED = " (its process was still running 10 s later, and was killed)"
-"""Added to the message if a worker's program failed and the worker's own alarm then ended it
-(worker.py).
+"""Added to the message if a worker's program failed and the alarm that worker.py sets then ended
+the process.
 """
 LOADER_KILLED = re.compile(r"DataLoader worker \(pid.*\) (is killed by signal: Killed|exited unexpectedly)")
 """How torch's DataLoader reports, in the worker, that one of its processes was killed."""
@@ -70,8 +70,8 @@ GONE_SECONDS = 60.0
 or a lot of memory.
 """
 TRACKER_SECONDS = 1.0
-"""How many seconds resource trackers may take to end. A tracker stays as long as a process outside
-its session uses it.
+"""How many seconds resource trackers may take to end. Then they are killed, because a tracker stays
+as long as a process outside its session uses it.
 """
 _COUNTS_PER_ATTEMPT = 1000
 LAST_SECONDS = 3.0

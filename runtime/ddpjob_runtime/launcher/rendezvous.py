@@ -70,7 +70,7 @@ complete."""
 
 
 class CoordinatedRendezvous(RendezvousHandler):
-    """Code shared by both modes. `number` is this node's round, or 0 before the first."""
+    """Code shared by both modes. `number` is this node's round, or 0 before its first round."""
 
     def __init__(
         self, client: MemberClient, shutdown: Shutdown, host: str, preflight: NodePreflight | None = None
