@@ -60,7 +60,7 @@ def read_pod(body: Mapping[str, Any]) -> PodView:
     placed, disrupted = conditions.get("PodScheduled", {}), conditions.get("DisruptionTarget", {})
     prepared = conditions.get("PodReadyToStartContainers", {}).get("status")
     unplaced = placed.get("message", "") if placed.get("status") == "False" else ""
-    # Otherwise the reason is Unschedulable or the scheduler's SchedulerError.
+    # Other reasons are Unschedulable and the scheduler's SchedulerError.
     gated = placed.get("reason") == "SchedulingGated"
     hit = disrupted.get("status") == "True"
     return PodView(

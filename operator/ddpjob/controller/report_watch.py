@@ -38,9 +38,9 @@ from ddpjob.engine.ports import JobKey
 
 log = logging.getLogger("ddpjob.coordinator")
 PROGRESS_SECONDS, LONGEST_WAIT = 10.0, 60.0
-"""How long, in seconds, a coordinator holds a request without news. This limits the age of its
-progress. PROGRESS_SECONDS applies to up to JOBS jobs and grows in proportion beyond that.
-Coordinators themselves enforce the upper limit."""
+"""How long, in seconds, a coordinator holds a request without news. This limits the age of the
+reported progress. PROGRESS_SECONDS applies to up to JOBS jobs and grows in proportion to the number
+of jobs beyond that. Coordinators themselves enforce the upper limit, LONGEST_WAIT."""
 JOBS = 50
 PAUSE, SLOW_PAUSE = 0.1, 1.0
 """Delays in seconds between requests to one coordinator: during the first BURST requests, and
@@ -48,7 +48,7 @@ later."""
 BURST = 10
 WAKE_SECONDS = 1.0
 """Minimum delay in seconds between wake-ups of one job. The first news after a quiet second wakes
-it immediately."""
+the job immediately."""
 FIRST_RETRY, LONGEST_RETRY = 0.5, 10.0
 """Delays in seconds between retries. The longest one is also how long a user waits for the current
 state after a network has recovered."""

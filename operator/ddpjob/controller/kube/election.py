@@ -1,7 +1,7 @@
 """Leader election with client-go's algorithm. Only the replica that holds a Lease acts.
 
-Two replicas must never act at the same time, and a replica that dies must be replaced soon. Neither
-may depend on two machines having the same time.
+Two replicas must never act at the same time, and a replica that dies must be replaced soon. The
+algorithm must not rely on two machines having the same time.
 
 - The holder renews the Lease every RETRY_SECONDS. If no renewal has succeeded for RENEW_SECONDS, it
   stops acting. The RENEW_SECONDS begin when it starts the last successful write.

@@ -55,7 +55,7 @@ Id = tuple[str, str]
 
 PAGE = 500
 PAGE_BYTES = 2 * 1024 * 1024
-"""Maximum size of one page of a list in bytes. As Python objects, a page may take up 30 times as
+"""Maximum size of one page of a list in bytes. As Python objects, a page can take up 30 times as
 much memory. A larger page is requested again as smaller pages, down to one object, whose size the
 API server limits."""
 WATCH_SECONDS = 300

@@ -272,7 +272,7 @@ class Turns:
         if not self._taken[group]:
             del self._taken[group]
         if is_slow:
-            self._slow -= 1  # Its slot was handed to another worker long ago.
+            self._slow -= 1  # The slot of a slow turn was handed over after SLOW seconds.
         else:
             self._next()
 
