@@ -34,20 +34,21 @@ combines them.
 _OPERATOR = """\
 ## The operator
 
-On `metrics.port` (9090) of each replica. Counters and histograms start at 0 with each process. Each
-event is counted once, by the replica that acts, so sum `rate` or `increase` over the replicas. At
-most {most} jobs have their own series, and the series of a deleted job disappear. The Python
-client's `process_...` and `python_...` metrics are exported too.
+These metrics are on `metrics.port` (9090) of each replica. Counters and histograms start at 0 with
+each process. Each event is counted once, by the replica that acts, so sum `rate` or `increase` over
+the replicas. At most {most} jobs have their own series, and the series of a deleted job disappear.
+The Python client's `process_...` and `python_...` metrics are exported too.
 """
 _COORDINATOR = """\
 ## The coordinators
 
-On port `rendezvous.port` + 1 (29401, named `coordinator`) of each job's coordinator.
+These metrics are on port `rendezvous.port` + 1 (29401, named `coordinator`) of each job's
+coordinator.
 """
 _TRAINER = """\
 ## The built-in trainer
 
-On `report.prometheus_port` of rank 0, if it is set.
+These metrics are on `report.prometheus_port` of rank 0, if that key is set.
 """
 _ALERTS = """\
 ## Alerts

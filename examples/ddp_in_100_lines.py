@@ -4,7 +4,7 @@
     torchrun --nproc-per-node=2 examples/ddp_in_100_lines.py 3    two ranks
     ddpjob run examples/ddp-in-100-lines.yaml                     two nodes
 
-Each prints the same losses, up to rounding. So does the built-in trainer:
+All three commands print the same losses, up to rounding, as does the built-in trainer:
 
     python -m ddpjob_trainer --config digits data.augment=false amp.level=O0 train.epochs=3
 """
@@ -39,7 +39,7 @@ def mix(z):
     return z ^ z >> 31
 
 
-# 2. The data: 1797 digits. A fifth of each class is for testing. Every rank has all of them.
+# 2. The data: 1797 digits. A fifth of each class is for testing. Every rank has all digits.
 digits = load_digits()
 by_class = [(digits.target == label).nonzero()[0].tolist() for label in range(10)]
 test = [n for own in by_class for n in sorted(own, key=mix)[: round(len(own) * 0.2)]]

@@ -1,4 +1,4 @@
-"""A plain DDP script with three lines for node memory: a restart continues after the last step."""
+"""A plain DDP script with three lines that keep its state in memory across restarts."""
 
 import argparse
 import time

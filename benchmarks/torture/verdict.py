@@ -91,9 +91,9 @@ def table(verdicts: list[Verdict], for_all: Counter[str], seed: int) -> str:
         )
     kills = sum(verdict.kills.total() for verdict in verdicts) + for_all.total()
     exact = sum(verdict.samples for verdict in verdicts)
-    also = f"; plus {listed(for_all)}" if for_all else ""
+    also = f" They include kills that affect all jobs: {listed(for_all)}." if for_all else ""
     return "\n".join(
-        [*lines, "", f"{kills} kills, seed {seed}{also}. {exact} samples, each exactly once in its epoch."]
+        [*lines, "", f"{kills} kills with seed {seed}.{also} {exact} samples, each exactly once in its epoch."]
     )
 
 

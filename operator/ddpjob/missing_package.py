@@ -9,13 +9,13 @@ import sys
 
 INSTALL = "pip install '.[{extra}]' in the checkout of DDPJob"
 """How a user installs an extra. The package is not in any index yet, and its name is not reserved,
-so anyone who registers it could run code on the machines of readers who install it by name. After
-the first release this becomes "pip install 'ddpjob[{extra}]'". Until then tests/unit/test_names.py
-finds every file that installs it by name."""
+so anyone who registers it could run code on the machines of readers who install it by name. Until
+the first release, tests/unit/test_names.py finds every file that installs it by name. After the
+first release, this command becomes "pip install 'ddpjob[{extra}]'"."""
 
 
 def missing_package(error: ModuleNotFoundError, program: str, extra: str) -> str:
-    """Name the package and the extra that includes it.
+    """Return a message that names the missing package and the extra that includes it.
 
     Re-raises the error if one of DDPJob's own modules is missing.
     """

@@ -568,7 +568,7 @@ def test_the_coordinator_exits_immediately_on_sigterm_or_if_its_store_dies(tmp_p
         (0, (), "--nodes: must be at least 1"),
         (2, ("--min-nodes", "3"), "--min-nodes: must be from 1 to --nodes (2), not 3"),
         (2, ("--attempt", "-1"), "--attempt: must not be negative"),
-        (2, ("--backoff", "9:1"), "INITIAL must be above 0 and not above MAXIMUM"),
+        (2, ("--backoff", "9:1"), "INITIAL must be above 0 and at most MAXIMUM"),
         (2, ("--backoff", "soon"), "must be INITIAL:MAXIMUM in seconds"),
         (2, ("--hang-after", "0"), "must be above 0"),
         (2, ("--store-port", "1"), "--store-port has no effect with --mode Fast"),

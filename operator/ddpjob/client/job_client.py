@@ -1,4 +1,4 @@
-"""`Client`: jobs for Python programs and notebooks, on a cluster and on this machine."""
+"""`Client`: manages jobs on a cluster or this machine, from Python programs and notebooks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class JobFailed(Mistake):
 
 @dataclass(frozen=True)
 class Progress:
-    """The values that the script reported last. None means that it has not reported the value."""
+    """The values that the script reported last; None for each value that it has not reported."""
 
     epoch: int | None = None
     epochs: int | None = None
@@ -89,13 +89,13 @@ class Job:
     body: Json = field(repr=False)
     """The whole object, as `kubectl get -o json` prints it."""
     returned_by: Client | None = field(default=None, repr=False, compare=False)
-    """The Client that returned the job. `wait`, `logs` and `metrics` use it."""
+    """The Client that returned the job, which the job's own methods use."""
 
     @classmethod
     def read(cls, body: Json, client: Client | None = None) -> Job:
         """Read a job from its object in the API.
 
-        Raises Mistake if a newer release wrote it in a way that this client cannot read.
+        Raises Mistake if the object has values from a newer release that this client cannot read.
         """
         meta = body["metadata"]
         with readable(body):
@@ -159,8 +159,8 @@ _Item = TypeVar("_Item")
 def if_allowed(read: Callable[[str], list[_Item]], job: str, faults: list[str]) -> list[_Item]:
     """Return the result of `read` for a job.
 
-    If the user may not read it, return an empty list and add a note to `faults`. This is not an
-    error, because the status contains most of the information anyway.
+    If the user is not permitted to read it, return an empty list and add a note to `faults`. This
+    is not an error, because the job's status contains most of the information anyway.
     """
     try:
         return read(job)
@@ -222,35 +222,35 @@ class Client:
         """Create a job that runs a function, a script, a folder with a script, or a module.
 
         `program`: the program to run. A function is sent as source code, so it must import and
-        define everything that it uses. A script or folder on this machine is also sent to a
-        cluster; a folder of more than 1 MiB is uploaded to a bucket. A job on this machine runs it
-        in place. Any other absolute path is a file in the image, and any other string is a module's
-        name.
-        `args`: the words for a script, or the keyword arguments of a function. Keyword arguments
+        define everything that it uses. A script or folder on this machine is copied to the cluster;
+        a folder of more than 1 MiB is copied through a bucket. On the local backend, scripts and
+        folders run in place. An absolute path that does not exist on this machine is a file in the
+        image. Any other string is the name of a module.
+        `args`: the arguments of a script, or the keyword arguments of a function. Keyword arguments
         are sent as JSON, so a tuple arrives as a list.
-        `packages`: the requirements of a function, such as ["einops>=0.8"]. Before the function
-        runs, pip installs those that the image lacks in each pod. They never replace the image's
-        torch.
-        `image`: any image with Python and PyTorch. It is not used on this machine.
+        `packages`: the packages that a function needs, such as ["einops>=0.8"]. In each pod, pip
+        installs the ones that the image lacks before the function runs. The image's torch is never
+        replaced.
+        `image`: any image with Python and PyTorch. The local backend ignores it.
         `name`: the job's name; by default, the program's name and four random characters.
         `gpus`, `procs`: the number of GPUs and processes per node; by default, one GPU, and one
         process per GPU. With gpus=0, the job trains on the CPU.
         `spares`: the number of pods on standby.
         `min_nodes`: the minimum number of nodes with which training continues.
-        `max_nodes`: the maximum number of nodes that `scale` may set.
+        `max_nodes`: the maximum number of nodes that `scale` can set.
         `mode`: how a group recovers; by default, Standard.
         `env`: environment variables of the workers.
         `cpu`, `memory`: the resources of each node, such as "8" and "64Gi".
         `checkpoints`: "claim:NAME", "s3://BUCKET/FOLDER", or the absolute path of a folder on every
         Kubernetes node.
-        `entry`: the script to start in a folder.
-        `code`: the s3:// folder for the upload; by default, a folder in the bucket for
-        checkpoints.
-        `git`: "URL" or "URL@REF" of a repository. REF is resolved to a commit now, and `program` is
-        a path in the repository, or a module.
+        `entry`: the script to start, if `program` is a folder.
+        `code`: the s3:// folder to which `program` is uploaded, if it is a folder; by default, the
+        folder `code` in the s3:// folder of `checkpoints`.
+        `git`: "URL" or "URL@REF" of a repository. `program` is then a path in the repository, or a
+        module. REF is resolved to a commit when the job is created.
         `settings`: any other fields of spec, such as {"recovery.maxRestarts": 3,
-        "storage.sharedMemory": "8Gi"}. Mappings are merged with the values of other parameters, and
-        other values replace them.
+        "storage.sharedMemory": "8Gi"}. If another parameter sets the same field, mappings are
+        merged, and any other value in `settings` takes precedence.
         """
         from ddpjob.client.manifests.manifest_sources import SUFFIXES, check_made
 
@@ -265,9 +265,9 @@ class Client:
             source, words = script_of(program, args if isinstance(args, Mapping) else {}, packages), ()
             program = str(getattr(program, "__name__", ""))
         elif packages:
-            raise Mistake("packages: only for a function; install what a script needs in its image")
+            raise Mistake("packages: only for a function; install the packages of a script in its image")
         if isinstance(words, str | PathLike | Mapping):
-            raise TypeError("args of a script must be a list of its words, such as ['--epochs', '3']")
+            raise TypeError("args of a script must be a list of strings, such as ['--epochs', '3']")
         bodies = build(
             JobRequest(
                 program=str(program), source=source, args=words, image=image, name=name, nodes=nodes, gpus=gpus,
@@ -281,7 +281,7 @@ class Client:
         return self.get(self._backend.create(bodies))
 
     def submit(self, manifest: str | Path | Mapping[str, Any]) -> Job:
-        """Create the job in a manifest: a mapping, or a YAML file with one DDPJob."""
+        """Create the job that a manifest (a mapping, or a YAML file with one DDPJob) describes."""
         return self.get(self._backend.create([_read_manifest(manifest)]))
 
     def list(self) -> tuple[Job, ...]:
@@ -293,7 +293,7 @@ class Client:
         return Job.read(self._backend.job(_name(job)), self)
 
     def watch(self, job: str | Job, *, timeout: float | None = None) -> Iterator[Job]:
-        """Yield the job now and after each change to its status, until it has finished.
+        """Yield the job now and after each change, until it has finished.
 
         Stop after `timeout` seconds. Raises NoSuchJob if the job does not exist, and JobFailed if
         it is deleted.
@@ -346,11 +346,12 @@ class Client:
     ) -> Iterator[tuple[str, str]]:
         """Yield (pod, line) from the logs of the training pods.
 
-        `rank` selects the pod that has this global rank, without lines known to come from other
-        ranks. `index` selects the pods of this slot. `tail` limits the output to the last lines of
-        each existing pod. With `follow`, the logs continue until the job has finished, and include
-        all lines of replacement pods. Raises Mistake if nothing can be read, for example because no
-        pod has this `rank` or `index`. Warns about each pod that could not be read.
+        `rank` selects the pod that has this global rank, and leaves out lines known to come from
+        other ranks. `index` selects the pods of this slot. `tail` is the number of last lines to
+        read from each pod that exists now. With `follow`, the logs continue until the job has
+        finished, and include all lines of replacement pods. Raises Mistake if nothing can be read,
+        for example because no pod has this `rank` or `index`. Warns about each pod that could not
+        be read.
         """
         from ddpjob.client.logs.log_follower import Chosen, LogFollower
 
@@ -398,7 +399,7 @@ class Client:
         if len(curve.points) < 2:
             known = sorted({column for row in rows for column in row} - {"step"})
             raise Mistake(
-                f"{name} has fewer than two values of {metric} so far; its metrics are {', '.join(known) or 'empty'}"
+                f"{name} has fewer than two values of {metric} so far; its metrics: {', '.join(known) or 'none'}"
             )
         if output is not None:
             Path(output).write_text(curve._repr_svg_(), encoding="utf-8")
@@ -426,7 +427,7 @@ class Client:
         return self._backend.events(self.get(job).name)
 
     def why(self, job: str | Job) -> str:
-        """Explain why the job waits or failed, and what to do, in the words of `ddpjob why`."""
+        """Explain why the job waits or failed, and what to do, as `ddpjob why` does."""
         from ddpjob.api.job_status import utc_now
         from ddpjob.client.texts.job_text import why
 
@@ -464,13 +465,14 @@ class Client:
         change(self._backend, _name(job), {"runPolicy": {"suspend": False}})
 
     def kill(self, pod: str | PodLine) -> None:
-        """Kill a pod to see the job recover, as `kubectl delete pod --force --grace-period=0`."""
+        """Kill a pod, as `kubectl delete pod --force --grace-period=0` does, to test recovery."""
         self._backend.kill(pod if isinstance(pod, str) else pod.name)
 
     def delete(self, job: str | Job) -> None:
         """Delete a job and its pods.
 
-        Checkpoints on volumes are kept, as is RUNS/JOB/checkpoints on this machine.
+        Checkpoints on volumes, and in RUNS/JOB/checkpoints on this machine, are kept, unless
+        `whenDeleted: Delete` is set.
         """
         self._backend.delete(_name(job))
 
@@ -518,7 +520,8 @@ def _name(job: str | Job) -> str:
 def _read(follower: LogFollower, stop: threading.Event, *, named: bool) -> Iterator[tuple[str, str]]:
     """Yield (pod, line), and raise Mistake if nothing could be read.
 
-    If a rank was `named` but has no lines, raise Mistake too, because the rank may not exist.
+    `named` means that the caller chose a rank. In that case, also raise Mistake if the rank has no
+    lines, because it might not exist.
     """
     try:
         for line in follower.lines():

@@ -86,7 +86,7 @@ class MetricCurve:
         )
 
     def _repr_html_(self) -> str:
-        """Show the curve with its numbers in words."""
+        """Show the curve, followed by its label."""
         return f"{self._repr_svg_()}<small>{escape(self.label)}</small>"
 
     def __repr__(self) -> str:

@@ -14,7 +14,8 @@ cannot have been used before because its name contains a part of the old job's U
     {url: s3://b/f}                          s3://b/f          url: s3://b/f/after-1c2d3e4f
     none: the folder is lost with its pod                      none
 
-`fresh` is refused if the job's class or podTemplate sets the folder instead of storage.checkpoints.
+`fresh` is refused if the folder is set by the job's class or podTemplate, and not by
+storage.checkpoints.
 """
 
 from __future__ import annotations
@@ -104,7 +105,10 @@ def where_it_begins(name: str, resumes: bool) -> str:
 
 
 def checkpoints_that_stay(body: Json) -> str:
-    """Return where a deleted job's checkpoints are kept on a cluster; empty if they are deleted."""
+    """Return a phrase that says where a deleted job's checkpoints are kept on a cluster.
+
+    The phrase is empty if they are deleted.
+    """
     storage = (body.get("spec") or {}).get("storage") or {}
     volume = storage.get("checkpoints") or {}
     template = volume.get("claimTemplate") or {}

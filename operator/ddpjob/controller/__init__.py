@@ -1,5 +1,5 @@
 """The operator's process on Kubernetes.
 
-It has the watches, the work queue, leader election, and `Cluster` on top of the API server. It
-imports `engine`, `objects`, `core` and `api`, but never `local` or `cli`.
+It consists of the watches, the work queue, leader election, and the implementation of `Cluster` for
+the API server. It imports `engine`, `objects`, `core` and `api`, but never `local` or `cli`.
 """

@@ -1,8 +1,8 @@
 """Caches the objects of all jobs from watches, so that a reconcile need not ask the API server.
 
-Reading everything from the API server would take about 240 requests per job and minute. Instead,
-one `Informer` per kind (and watched namespace) keeps the data that decisions need. No requests are
-made while nothing changes.
+Reading everything from the API server would take about 240 requests per minute for each job.
+Instead, one `Informer` per kind (and watched namespace) keeps the data that decisions need. No
+requests are made while nothing changes.
 
 - Views are kept, not objects. A pod is a `PodView`; only the metadata of services, ConfigMaps,
   policies and budgets is read; and a finished job's spec loses the parts that pods are made from.
@@ -21,7 +21,7 @@ Example: a node is drained, and its pod is deleted before the job is reconciled.
 
     watch: pod train-1-0, disruption=EvictionByEvictionAPI   the job is woken, urgently
     watch: pod train-1-0 DELETED                             the pod moves to `departed` for 30 s
-    reconcile: `departed` has it, `pods` does not            its cause is Evicted, not counted
+    reconcile: the pod is in `departed`, not in `pods`       the cause is Evicted, never counted
 
 A leader lists everything after it has taken the Lease (`complete`), so its decisions are never
 based on data older than its predecessor's writes.
@@ -69,8 +69,8 @@ DEPARTED_FOR = 30.0
 """How long a deleted pod's last state is kept, in seconds. A late reconcile may need it to find out
 why the pod ended."""
 MOST_REFERENCES = 2000
-"""Maximum number of owners read from an object. Objects shared by many jobs have up to a
-thousand."""
+"""Maximum number of owner references read from an object. An object that many jobs share can have a
+thousand owners."""
 _View = TypeVar("_View", PodView, WorkloadView)
 
 _ROOTS = {
@@ -88,8 +88,8 @@ _ROOTS = {
 }
 
 WATCHED = tuple(kind for kind in _ROOTS if kind not in ("Secret", "PersistentVolumeClaim"))
-"""The watched kinds. The operator may not read Secrets, and reads claims one by one before a job's
-first pod."""
+"""The watched kinds. The operator has no permission to read Secrets, and it reads claims one by one
+before it creates a job's first pod."""
 
 
 def watches(namespaces: int) -> int:
@@ -113,7 +113,7 @@ def collection(kind: str, namespace: str) -> str:
 class Owned:
     """An object's owners and its uid.
 
-    `job` and `job_uid` are empty for an object that several jobs share.
+    `jobs` and `job_uids` are empty if no DDPJob owns the object.
     """
 
     uid: str
@@ -138,7 +138,7 @@ class OwnedView(Generic[_View]):
 class Caches:
     """One `Informer` per kind, or per kind and watched namespace, and one for Kubernetes nodes.
 
-    `wake` is called with each job that a change concerns, except for the operator's own writes.
+    `wake` is called with each job that a change concerns, unless the operator made the change.
     `namespaces` lists the watched namespaces; if it is empty, all are watched. The caches hold only
     objects in namespaces for which `keep` is true. `on_job(before, after)` is called for each
     change to a job, regardless of what caused it.
@@ -176,8 +176,8 @@ class Caches:
         }
         for kind in ("Service", "ConfigMap", "PodDisruptionBudget"):
             more[kind] = _read_owned, self._owned_changed, {"selector": ours, "metadata_only": True}
-        # If the operator may not list policies, jobs run without them, and their Isolated condition
-        # shows this.
+        # If the operator has no permission to list policies, jobs run without them, and their
+        # Isolated condition shows this.
         more["NetworkPolicy"] = _read_owned, self._owned_changed, {**more["Service"][2], "optional": True}
         # Most clusters do not serve these kinds.
         for kind in (GANG, VOLCANO_GANG):
@@ -228,7 +228,7 @@ class Caches:
     def complete_in(self, namespace: str) -> bool:
         """Whether everything in a namespace has been read.
 
-        A namespace that may not be read does not delay the other namespaces.
+        A namespace that the operator is not permitted to read does not delay the other namespaces.
         """
         return all(self._of(kind, namespace).listed.is_set() for kind in WATCHED)
 
@@ -260,7 +260,7 @@ class Caches:
     def pods(self, job: DDPJob) -> tuple[PodView, ...]:
         """Return the job's pods, sorted by name.
 
-        A pod whose labels are removed is released, as by a ReplicaSet.
+        A pod whose labels were removed no longer belongs to the job, as with a ReplicaSet.
         """
         return tuple(pod for _, pod in sorted(self._pods.get((job.namespace, job.uid), {}).items()))
 
@@ -288,7 +288,7 @@ class Caches:
     def serves_gangs(self, job: DDPJob) -> bool:
         """Whether the API server serves the PodGroups of the job's scheduler.
 
-        The operator must also be allowed to read them.
+        The result is False if the operator is not permitted to read them.
         """
         return self._of(kind_for(job), job.namespace).served
 
@@ -430,9 +430,9 @@ class Caches:
 
 
 def _kept(job: DDPJob) -> DDPJob:
-    """Return a job, without the fields that pods are made from if the job has finished.
+    """Return the job as it is cached.
 
-    A finished job does not create pods.
+    A finished job creates no pods, so the fields that pods are made from are dropped.
     """
     if not job.status.terminal:
         return job

@@ -19,14 +19,14 @@ Changed = Callable[[Hosts | None, frozenset[str]], None]
 
 NODES = "/api/v1/nodes"
 _FORBIDDEN_RETRY = 600.0
-"""Seconds between attempts to read nodes while the operator has no permission to do so."""
+"""Seconds between attempts to read Kubernetes nodes without permission to do so."""
 
 
 class HostWatch(Informer[HostView]):
     """Keeps a `HostView` of every Kubernetes node.
 
     It calls `on_hosts(hosts, changed)` when at least one view has changed. Heartbeats do not change
-    a view. `hosts` is None if nodes are not known yet or may not be read.
+    a view. `hosts` is None before the first list, and if the operator is not permitted to list.
     """
 
     def __init__(self, rest: Rest, on_hosts: Changed, signals: HealthSignals | None = None) -> None:
@@ -45,9 +45,9 @@ class HostWatch(Informer[HostView]):
             self._publish()
 
     async def list(self) -> None:
-        """List the nodes, and report all changes in the list together.
+        """List the Kubernetes nodes, and report all changes in the list together.
 
-        This way, 1,000 new nodes are reported as a single change.
+        For example, 1,000 new Kubernetes nodes are reported as a single change.
         """
         self._listing = True
         try:
@@ -60,7 +60,7 @@ class HostWatch(Informer[HostView]):
     def gone(self, name: str) -> None:
         """Record that the API server has no Kubernetes node with this name.
 
-        Called for a node to which a pod is bound.
+        Called for a Kubernetes node to which a pod is bound.
         """
         if self.hosts is not None and name not in self.hosts:
             self.hosts = {**self.hosts, name: HostView(name=name, ready=False, since=None, out_of_service=False)}
@@ -82,7 +82,7 @@ class HostWatch(Informer[HostView]):
                 " the operator get, list and watch on nodes with a ClusterRole",
                 error,
             )
-        self.listed.set()  # If nodes may not be read, there is nothing to wait for.
+        self.listed.set()  # Without permission to list, there is nothing to wait for.
         if self.hosts is not None:
             self.hosts = None
             self.on_hosts(None, frozenset())

@@ -1,18 +1,18 @@
 """Caches the DDPJobs, which kopf watches, for reconciles to read.
 
-kopf reports that a job has changed, and its new version (`handlers.py`). The job itself is then
-read here. User data therefore never passes through kopf. The operator's own writes are not read
-again, because the response to a write already holds that version.
+kopf (`handlers.py`) reports which job has changed, and the job's new version. This module then
+reads the job from the API server, so user data never passes through kopf. A version that the
+operator itself has written is not read again, because the response to the write contains it.
 
 This module adds three things that kopf does not do:
 
 - kopf does not report deletions that happen while its watch is interrupted. It only lists the jobs
-  again, and shows the existing ones. Whenever kopf lists, and once a minute, the names of all jobs
-  are listed here. A job that is not on this list is gone.
+  again, and shows the existing ones. This module therefore lists the names of all jobs whenever
+  kopf lists, and once a minute. A job that is not on this list is gone.
 - kopf does not report the end of its first list. The cache is complete once kopf has shown all jobs
   in the first list of names and each of them has been read.
-- After a restore from a backup, kopf keeps watching from a version that the API server's store no
-  longer has. The list of names reveals this. `restored` is then set, and kopf is restarted.
+- After a restore from a backup, kopf keeps watching from a version that the API server has not
+  reached again. The list of names reveals this. `restored` is then set, and kopf is restarted.
 
 Example: with 300 jobs, kopf's first list shows 300 versions, all of them new. Because more than FEW
 are due, the jobs are read in pages. A user then changes one job: kopf shows the job's version, a
@@ -41,7 +41,7 @@ log = logging.getLogger("ddpjob.jobs")
 JOBS_PAGE = 100
 """Number of jobs in one page of a list. It is small because a DDPJob may be as large as 1.5 MB."""
 FEW = 20
-"""Maximum number of due jobs that are read one by one. If more are due, all jobs are listed."""
+"""Maximum number of due jobs that are read one by one. If more jobs are due, all are listed."""
 AT_A_TIME = 4
 """Maximum number of single-job reads in progress at the same time."""
 NAMES_SECONDS = 60.0
@@ -70,8 +70,8 @@ class JobCache(Cache[DDPJob]):
     ) -> None:
         super().__init__(rest, collection(namespace), read, on_change, keep)
         self._collection, self._restored = collection, restored
-        """`_restored` is set if kopf's watch is ahead of the store. The watch would then report
-        nothing."""
+        """`_restored` is set if kopf's watch is at a later version than the API server. The watch
+        would then report nothing."""
         self._due: dict[Id, int] = {}
         """Jobs that must be read, each with the version that kopf has shown."""
         self._busy: set[Id] = set()
@@ -104,13 +104,13 @@ class JobCache(Cache[DDPJob]):
         """Cache a job from the API server's response, unless a later version is known."""
         super().take(body)
         if version_of(body) < self._versions.get(id_of(body), 0):
-            self._look.set()  # The response is stale, or the store was restored from a backup.
+            self._look.set()  # The response is stale, or etcd was restored from a backup.
 
     @contextlib.contextmanager
     def writing(self, key: Id) -> Iterator[None]:
-        """Mark a job as being written.
+        """Mark a job as being written, so that it is not read meanwhile.
 
-        kopf may show the new version before the response to the write arrives.
+        kopf can show the new version before the response to the write arrives.
         """
         self._busy.add(key)
         try:
@@ -145,8 +145,7 @@ class JobCache(Cache[DDPJob]):
                 else:
                     log.warning("%s will be read again in %s s: %s", self.path, pause, error)
             except Exception as error:
-                # The response may be a proxy's page, for instance. The process continues in any
-                # case.
+                # An invalid response, such as a proxy's error page, must not end the process.
                 log.warning("%s will be read again in %s s: the response is invalid: %r", self.path, pause, error)
             self._errors.inc()
             await asyncio.sleep(pause)

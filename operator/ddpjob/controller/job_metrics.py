@@ -1,9 +1,9 @@
 """Prometheus metrics of jobs, from the statuses that the operator writes and reads anyway.
 
 Events are counted when a job's status in the cache changes, once for each status that the API
-server has stored. The cache may get the status from a response or from a watch. Events are not
-counted if they happened before this replica read the job or while no replica acted. Counters start
-at 0 with the process, as Prometheus expects.
+server has stored. The status may reach the cache in a response or through a watch. Events are not
+counted if they happened before this replica first read the job, or while no replica acted. Counters
+start at 0 with the process, as Prometheus expects.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ MOST_PAYERS = 1000
 """Maximum number of (namespace, queue) pairs whose GPU seconds have their own series. The seconds
 of all other pairs are summed under OTHER."""
 OTHER = "Other"
-"""Label for any unknown reason, because the writer of a status must not be able to create
-series."""
+"""Label for any unknown reason, because someone who writes a status must not be able to create
+series with it."""
 FAILURES = frozenset(
     {
         *("RestartBudgetSpent", "RuleFailed", "InitFailure", "ConfigurationError", "ProgramError"),
@@ -117,7 +117,7 @@ class _Account:
     pod_seconds: float = 0.0
     useful_seconds: float = 0.0
     step_at_break: int | None = None
-    """The last step before a break; None if no step is awaited after a break."""
+    """The last step before a break; None unless the first step after a break is awaited."""
 
     def at(self, now: float) -> tuple[float, float]:
         """Return the pod seconds and the useful seconds up to `now`."""
@@ -128,7 +128,7 @@ class _Account:
 
 
 class JobAccounts:
-    """The jobs during one term as a shard's leader.
+    """The accounts of all jobs during one term as a shard's leader.
 
     `changed` must be called for each change to a job in the cache.
     """

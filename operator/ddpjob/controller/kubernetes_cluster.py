@@ -91,7 +91,7 @@ LOOK_AGAIN = 5.0
 """How long a reading of an apparently lost Kubernetes node is trusted, in seconds."""
 _MOST_CHECKED = 5000
 """Maximum number of ConfigMaps recorded as checked. Each namespace with jobs has one or two, but
-users may delete them at any time, and new ones are then created."""
+users can delete them at any time, and new ones are then created."""
 LARGE_TEMPLATE = 16 * 1024, 300
 """Numbers of characters and of values in a podTemplate. A larger podTemplate is checked for faults
 in a thread instead of the event loop."""
@@ -113,17 +113,17 @@ class _Pause:
     def holds(self, now: float, generation: int, living: int) -> bool:
         """Whether to wait.
 
-        The wait ends early if a user changes the job or if fewer pods are alive, because there may
-        then be room.
+        The wait ends early if a user changes the job, or if fewer of its pods are alive, which may
+        have made room.
         """
         return now < self.until and generation == self.generation and living >= self.living
 
 
 @dataclass
 class _Shared:
-    """The queue for becoming an owner of a ConfigMap: whose turn it is, and which jobs wait.
+    """The queue of jobs that must become owners of a ConfigMap.
 
-    The owner references of waiting jobs are kept by the jobs' uids.
+    The job that is writing holds `turn`. `waiting` has each queued job's owner reference by uid.
     """
 
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -131,7 +131,7 @@ class _Shared:
 
 
 class _Collected(NameTaken):
-    """A shared ConfigMap is gone or has been replaced, according to the caches."""
+    """A shared ConfigMap that was in the caches is gone or has been replaced."""
 
 
 class KubernetesCluster:
@@ -161,8 +161,8 @@ class KubernetesCluster:
         """Jobs whose status may have been written by someone else, or by a request that got no
         response. They are read again."""
         self._pauses: dict[JobKey, tuple[str, dict[str | tuple[str, str], _Pause]]] = {}
-        """Pauses by job (together with its uid), and then by kind and role of a refused object, or
-        by a pod's uid and the refused change."""
+        """Each job's uid and pauses. The key of a pause is the kind and role of an object whose
+        creation was refused, or the uid of an existing object and the refused change."""
         self._tokens: dict[JobKey, str] = {}
         """Names of Secrets that are known to exist, by job."""
         self._found: dict[JobKey, dict[tuple[str, str, str], float]] = {}
@@ -239,9 +239,9 @@ class KubernetesCluster:
         return self.report_watch.report(key)
 
     async def _look_at_lost(self, hosts: Iterable[str]) -> None:
-        """Read these Kubernetes nodes if they seem lost.
+        """Read those of these Kubernetes nodes that seem lost.
 
-        Otherwise a late watch would be enough to replace pods on a healthy Kubernetes node.
+        Without this check, a late watch could replace pods on a healthy Kubernetes node.
         """
         known = self.caches.hosts.hosts
         if known is not None:
@@ -282,7 +282,8 @@ class KubernetesCluster:
         runtime = await self._runtime(job, job.status.runtime or runtime_name())
         workloads = tuple([await self._with_flavors(job, workload) for workload in self.caches.workloads(job)])
         faults = await self._template_faults(job)
-        # Nothing is awaited from here on. A later change to a host wakes the job again.
+        # Nothing is awaited from here on, so the caches do not change until the world is complete.
+        # A later change to a host wakes the job again.
         return replace(
             self._known_world(job, pods),
             departed=self.caches.departed(job),
@@ -347,7 +348,7 @@ class KubernetesCluster:
                 try:
                     flavor = await self.rest.request("GET", f"{_KUEUE}/resourceflavors/{name}")
                 except ApiError as error:
-                    # Without the flavor, pods would use machines that the quota does not cover.
+                    # Without the flavor's fields, pods could use machines outside the quota.
                     why = f"the job is admitted, but the operator cannot read ResourceFlavor {name}: {error.message}"
                     return replace(workload, admitted=False, grant=None, message=why)
                 spec = flavor.get("spec") or {}
@@ -367,7 +368,7 @@ class KubernetesCluster:
     async def _runtime(self, job: DDPJob, name: str) -> str:
         """Return `name` if this ConfigMap exists and is usable, otherwise an empty string.
 
-        To be usable, it must have the right content and the job as an owner.
+        A usable ConfigMap has the right content and exists as long as the job needs it.
         """
         found, jobs = (self.caches.known("ConfigMap", job.namespace, n) for n in (name, runtime_jobs_name(name)))
         if found is None:
@@ -391,9 +392,9 @@ class KubernetesCluster:
         meta = {"name": job.name, "namespace": job.namespace, "resourceVersion": job.resource_version}
         body = make_object(API_VERSION, KIND, meta, status=status)
         key, stored = JobKey(job.namespace, job.name), JobStatus.read(status)
-        # The write succeeds only if the rest of the object still equals that of `job`. The response
-        # need not include the rest, which may be up to 1.5 MB. It is read only if the class in the
-        # status has changed, because that changes the meaning of the spec.
+        # The write succeeds only if the object still has the version of `job`. The response need
+        # not include the spec, which can have 1.5 MB. The full object is requested only if the
+        # class in the status has changed, because that changes the meaning of the spec.
         same_spec = stored.job_class == job.status.job_class
         accept = METADATA if same_spec else JSON
         self._unsure.add(key)
@@ -410,7 +411,7 @@ class KubernetesCluster:
             version = answer["metadata"]["resourceVersion"]
             written = replace(job, status=stored, resource_version=version) if same_spec else DDPJob.read(answer)
             result = self.caches.take_job(written)
-        # Follow the coordinator as soon as it may run, because the next reconcile may be far off.
+        # Follow the coordinator as soon as it can run, because the next reconcile may be far off.
         self._follow(key, result)
         return result
 
@@ -427,8 +428,8 @@ class KubernetesCluster:
         """Send a change. Raises the same errors as `Rest.request`.
 
         Also raises ApiError if an admission webhook fails or cannot be called. Such a failure may
-        last, and must not hold up the job's other work. Any other 500 comes from the API server
-        itself.
+        last long, and must not hold up the job's other work. Any other 500 response comes from the
+        API server itself.
         """
         try:
             return await self.rest.request(
@@ -443,7 +444,7 @@ class KubernetesCluster:
     async def create(self, job: DDPJob, manifest: Json) -> None:
         kind, pauses = manifest["kind"], self._pauses_of(job)
         if kind == "Secret" and self._is_found(job, kind, manifest["metadata"]["name"]):
-            return  # The Secret exists; the pod only waits until its kubelet retries.
+            return  # The Secret exists, and the pod starts when its kubelet retries.
         user = manifest.get("spec", {}).get("securityContext", {}).get("runAsNonRoot")
         what = f"{kind} {manifest['metadata'].get('labels', {}).get(LABEL_ROLE)} {user}"
         before = pauses.get(what)
@@ -528,8 +529,8 @@ class KubernetesCluster:
     def _has_token(self, job: DDPJob, secret: Json, error: ApiError) -> bool:
         """Whether the Secret exists although the API server refuses to create it.
 
-        The operator may not read Secrets. The API server checks a ResourceQuota before the name, so
-        an exhausted quota causes a refusal even if the Secret already exists.
+        The operator has no permission to read Secrets. The API server checks a ResourceQuota before
+        the name, so an exhausted quota causes a refusal even if the Secret already exists.
         """
         key, name = JobKey(job.namespace, job.name), secret["metadata"]["name"]
         if error.status == 409 and error.reason == "AlreadyExists":
@@ -576,7 +577,7 @@ class KubernetesCluster:
             return  # `_share` decides whether the ConfigMap can be used.
         labels = found["metadata"].get("labels", {})
         if manifest["kind"] == "PersistentVolumeClaim" and labels.get(LABEL_UID) == job.uid:
-            return  # The claim may have no owner.
+            return  # A job's claim need not have an owner.
         owners = found["metadata"].get("ownerReferences", ())
         if any(o["kind"] == KIND and o["name"] == job.name for o in owners):
             if not any(o["uid"] == job.uid for o in owners):
@@ -607,8 +608,8 @@ class KubernetesCluster:
                     try:
                         return await self._share(job, manifest, await self._become_owner(job, shared.waiting))
                     except _Collected:
-                        # The ConfigMap was deleted together with the last job that owned it, as a
-                        # watch will show. This may happen twice in a row.
+                        # The ConfigMap was deleted together with the last job that owned it. This
+                        # can happen twice in a row.
                         if not left:
                             raise
         finally:
@@ -653,7 +654,7 @@ class KubernetesCluster:
     async def _add_owners(self, job: DDPJob, name: str, found: Owned, owners: Sequence[Json]) -> None:
         """Add owners with a strategic merge patch.
 
-        Such a patch keeps owners that others add at the same time.
+        Such a patch keeps owners that other writers add at the same time.
         """
         body = {"metadata": {"uid": found.uid, "ownerReferences": owners}}
         path = _path("ConfigMap", job.namespace, name)
@@ -711,7 +712,7 @@ class KubernetesCluster:
         pauses[uid, what] = self._pause(job, Refused(error.status, f"{of}: {error.message}"), before)
 
     def _deletion_refused(self, job: DDPJob, pods: tuple[PodView, ...]) -> str:
-        """Return why the last deletion of an existing pod was refused; empty if it was not."""
+        """Return why the API server refuses to delete one of the job's pods; otherwise empty."""
         pauses = self._pauses_of(job)
         refusals = (pauses[pod.uid, _DELETION].refusal for pod in pods if (pod.uid, _DELETION) in pauses)
         return next((refusal.message for refusal in refusals if isinstance(refusal, Refused)), "")
@@ -719,7 +720,7 @@ class KubernetesCluster:
     async def _is_lost(self, pod: PodView) -> bool:
         """Whether a pod may be removed without waiting for its host.
 
-        A Ready host confirms that the pod has ended.
+        A host that is Ready will itself confirm that the pod has ended.
         """
         if not pod.host or self.caches.hosts.hosts is None:
             return True
@@ -729,7 +730,7 @@ class KubernetesCluster:
     async def delete(self, job: DDPJob, kind: str, name: str, uid: str) -> None:
         """Delete an object, and record an event if the deletion is refused.
 
-        No condition shows that such an object still exists.
+        The event is needed because no condition shows that such an object still exists.
         """
         if self._waits(job, uid, _DELETION):
             return
@@ -751,7 +752,7 @@ class KubernetesCluster:
     ) -> None:
         """Replace the current Workload with the one that `change` returns for it.
 
-        If it returns None, no change is needed.
+        If `change` returns None, no change is needed.
         """
         path = _path(WORKLOAD, job.namespace, name)
         if self._waits(job, uid, _CHANGE):
@@ -775,8 +776,8 @@ class KubernetesCluster:
     async def label_pod(self, job: DDPJob, name: str, uid: str, role: Role) -> None:
         """Set a pod's role.
 
-        Because the patch contains the uid, the API server rejects it if a different pod now has
-        this name.
+        The patch contains the uid, so the API server rejects it if a different pod has this name by
+        now.
         """
         body = {"metadata": {"uid": uid, "labels": {LABEL_ROLE: role}}}
         path = _path("Pod", job.namespace, name)
@@ -844,7 +845,7 @@ class KubernetesCluster:
 
 
 def _stays_for(job: DDPJob, owned: Owned) -> bool:
-    """Whether an object will exist long enough.
+    """Whether a shared object will exist as long as the job needs it.
 
     It will if the job is one of its owners, or if it has the maximum number of owners.
     """

@@ -25,8 +25,8 @@ from ddpjob.controller.kube.informer import PAGE_BYTES
 from ddpjob.controller.kube.rest import JSON, METADATA, METADATA_LIST, loads
 
 WATCH_PAUSE = 1.0
-"""Minimum delay in seconds between the starts of two watches. Otherwise kopf would retry
-immediately, regardless of what ended the last watch."""
+"""Minimum delay in seconds between the starts of two watches. Without it, kopf would retry
+immediately, whatever ended the last watch."""
 _IDENTITY = ("name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp", "deletionTimestamp")
 
 
@@ -74,7 +74,8 @@ def _is_of_jobs(response: Any) -> bool:
 class _Requests:
     """Requests only the metadata of jobs.
 
-    A watch must not request the list type, because the API server would end it at the first event.
+    A watch must not request the list type, because the API server would then end the watch at the
+    first event.
     """
 
     def __init__(self) -> None:

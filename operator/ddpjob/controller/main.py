@@ -109,7 +109,7 @@ class Leader:
         return int(living >= job.spec.pods)
 
     def wake(self, key: JobKey, urgent: bool) -> None:
-        """Queue a job. Called whenever someone else changes a job or its objects."""
+        """Queue a job. Called for each change to the job or its objects by other clients."""
         self.queue.add(key, urgent=urgent)
 
     def hosts_changed(self, hosts: Hosts | None, changed: frozenset[str]) -> None:
@@ -124,8 +124,8 @@ class Leader:
         (self._reconciled.add if known else self._reconciled.discard)(key)
         outcomes: list[str] = []
         try:
-            # An unknown job is forgotten, regardless of which replica acts in its namespace. If it
-            # exists, its next event adds it again.
+            # A job that is not cached is forgotten, whichever replica acts in its namespace. If the
+            # job exists, its next event queues it again.
             pause = await self._find_pause(key) if known else 0.0
             if pause:
                 outcomes.append("left")
@@ -162,7 +162,7 @@ class Leader:
     async def _follow_by_kopf(self) -> None:
         """Run kopf until cancelled.
 
-        Restart kopf if the API server's store was restored from a backup.
+        Restart kopf if the API server was restored from a backup.
         """
         watched = replace(self.settings, namespaces=tuple(filter(None, self.caches.namespaces)))
         while True:
@@ -200,7 +200,7 @@ class Leader:
 class Operator:
     """One replica: the leader of each shard whose Lease it holds.
 
-    Without a Lease it only waits and makes no other requests.
+    A replica without a Lease requests only the Leases and the served schema.
     """
 
     def __init__(
@@ -301,7 +301,7 @@ async def run(settings: Settings) -> None:
         stack.push_async_callback(coordinators.close)
         leases: Sequence[Lease] = ()
         if settings.lease_namespace:
-            # Leases must not wait for connections that reconciles use.
+            # Requests for Leases must not wait for connections that reconciles use.
             alone = await Rest.connect(connections=2 * settings.shards)
             stack.push_async_callback(alone.close)
             place = settings.lease_namespace, settings.lease_name
@@ -338,7 +338,7 @@ def main() -> int:
     logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for chatty in ("kopf", "aiohttp.access"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
-    # This process handles signals itself, and kopf runs in a thread.
+    # Hide kopf's warning that it ignores signals in a thread. This process handles them itself.
     logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)
     raise_open_files()  # Each running job has a connection.
     gc.freeze()

@@ -1,8 +1,9 @@
 """Claims namespaces, so that only the first of two operators acts on the jobs of a namespace.
 
-Otherwise each operator would mistake the other's key for a change to its own key, and would restart
-jobs because of it. Helm prevents most such installations, but not all of them. Two operators that
-may not hold Leases restart each job once (`slots.is_superseded`).
+Without claims, each operator would mistake the other's key for a change to its own key, and would
+therefore restart jobs. Helm prevents most installations in which two operators watch a namespace,
+but not all of them. Two operators without permission for Leases restart each job once
+(`slots.is_superseded`).
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class NamespaceClaims:
         try:
             held = await known.claim.hold()
         except ApiError as error:
-            # The operator may not hold Leases in the namespace, or the namespace is being deleted.
+            # The operator has no permission for Leases here, or the namespace is being deleted.
             log.info("namespace %s is not claimed: %s", name, error)
             held = refused = True
         except Unavailable:

@@ -1,8 +1,8 @@
 """Posts notifications to receivers: webhooks named by the platform team, with their URLs in files.
 
 A job only names a receiver, so people who create jobs cannot choose the address to which the
-operator sends. Each receiver has its own workers, shared by its namespaces,
-so a receiver that hangs does not delay the others.
+operator sends. Each receiver has its own workers, which its namespaces share, so a receiver that
+hangs does not delay the other receivers.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Receivers:
     def url(self, name: str) -> str:
         """Read a receiver's URL.
 
-        The URL is read for each attempt, because a mounted Secret may change while the operator
+        The URL is read for each attempt, because a mounted Secret can change while the operator
         runs. Raises Unsent.
         """
         try:
@@ -131,7 +131,7 @@ class Notifier:
     def send(self, key: JobKey, id: str, receiver: str, body: Json) -> None:
         """Start sending a notification.
 
-        A known id is ignored, unless the job now uses a different receiver.
+        Do nothing if this id is already being sent to this receiver, or if its outcome is known.
         """
         known = self._sending.setdefault(key, {}).get(id)
         if known is not None and (known.receiver == receiver or known.outcome is not None):

@@ -117,7 +117,7 @@ class TurnMeter(selectors.DefaultSelector):
 # --- the port ---------------------------------------------------------------------------------------------------
 
 CONNECTIONS = 16
-"""Maximum number of simultaneous scrapes. More are refused, because anyone may connect."""
+"""Maximum number of simultaneous scrapes, because any client can connect. Others are refused."""
 PATIENCE = 10.0
 """Maximum time in seconds for which a client may be silent."""
 FRESH_SECONDS = 0.5

@@ -64,7 +64,7 @@ class Settings:
     """NODE_CONDITIONS (TYPE=STATUS) and NODE_TAINTS (keys) that mark unhealthy nodes, as JSON
     lists. A final * makes an entry a prefix."""
     code_image: str = Platform.git_image
-    """The image whose git clones spec.code.git."""
+    """The image whose `git` command clones the repository in spec.code.git."""
     classes: JobClasses = field(default_factory=JobClasses)
     """CLASSES is {NAME: {namespaces, spec, queue, fixed, limits}} in JSON."""
 

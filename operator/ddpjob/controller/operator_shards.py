@@ -4,12 +4,12 @@ One process can reconcile only as many jobs as one CPU allows. With more jobs, s
 at the same time, but never two for the same job. Each shard has a Lease, elected as in `election`;
 the rules here only decide which replica should take which Lease.
 
-- A replica without a Lease takes a free one immediately. Otherwise it waits until the Lease has
-  been free for PATIENCE per Lease that it holds, so that others can take it first.
+- A replica without a Lease takes a free one immediately. A replica that holds Leases first leaves a
+  free one to other replicas, for PATIENCE multiplied by the number of Leases that it holds.
 - A replica with at least two fewer shards than another replica asks that replica for a shard by
   writing its own name into an annotation of the Lease. The holder stops acting for that shard and
   releases it.
-- The Leases' names contain the number of shards. While a Lease for a different number is held, this
+- The Leases' names contain the number of shards. While a Lease for a different number is held, a
   replica does not take a Lease, because the two numbers put the same namespace into different
   shards.
 
@@ -137,8 +137,8 @@ class ShardLease(Lease):
         """Whether no Lease of a different shard count is held.
 
         If one is held, release this Lease and wait a moment. Two replicas configured with different
-        counts may take Leases at the same time. Each one then detects the other here and retries
-        later.
+        counts can take Leases at the same time. Each replica then detects the other here and
+        retries later.
         """
         if not await self.shards.another_number_is_held():
             return True

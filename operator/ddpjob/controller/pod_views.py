@@ -248,10 +248,10 @@ def _checks_changes(status: Mapping[str, Any], pod_set: str) -> PodChanges:
 def _with_topology(
     changes: PodChanges, workload: str, assignment: Mapping[str, Any], sets: Mapping[Any, Any]
 ) -> PodChanges:
-    """Return the changes, with the label and annotations that tell Kueue a pod's pod set.
+    """Return the changes, with the label and annotations of a pod set with topology domains.
 
-    If Kueue has assigned topology domains to the pod set, it then writes each pod's domain into its
-    node selector.
+    Kueue recognizes a pod's pod set by them, and writes the pod's domain into its node selector.
+    The changes of a pod set without topology domains stay as they are.
     """
     if not assignment.get("topologyAssignment"):
         return changes
@@ -264,9 +264,9 @@ def _with_topology(
 
 
 def added(changes: PodChanges, more: Mapping[str, Any], selector: Mapping[str, str] | None) -> PodChanges:
-    """Return these changes together with the changes of a flavor or an admission check.
+    """Return these changes together with those of a flavor or an admission check.
 
-    The latter are the selector, and the tolerations, labels and annotations in `more`.
+    The added changes are `selector`, and the tolerations, labels and annotations in `more`.
     """
     tolerations = [t for t in more.get("tolerations") or () if t not in changes.tolerations]
     return PodChanges(

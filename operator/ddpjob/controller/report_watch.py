@@ -144,7 +144,7 @@ class ReportWatch:
         return sum((followed.failing_since is None) == answers for followed in list(self._followed.values()))
 
     def is_asking(self, key: JobKey) -> bool:
-        """Whether the coordinator was asked for the first time and may still respond."""
+        """Whether the coordinator's first response is still pending."""
         followed = self._followed.get(key)
         return followed is not None and followed.report is None and followed.failing_since is None
 
@@ -171,9 +171,9 @@ class ReportWatch:
     def _share(self, followed: FollowedCoordinator, size: int) -> float:
         """Return how long to wait so that all reports stay below READ_BYTES per second.
 
-        The wait is the shorter of two times at that rate: the time to read the last report of every
-        coordinator, and the time to read as many reports of this `size`. So a large report waits
-        only if many reports are large, and a small report never waits for large ones.
+        The wait is the time to read the last reports of all coordinators at this rate. If this
+        report is smaller than the average, all reports are taken to have its `size`. So a large
+        report waits only if many reports are large, and a small report never waits for large ones.
         """
         self._bytes += size - followed.size
         followed.size = size
@@ -249,6 +249,6 @@ def _news(report: Report) -> Any:
     settings = report.nodes, report.min_nodes, report.hang_after, report.hangs, report.backoff
     last = [i.id for i in report.incidents[-1:]]
     recovery = report.recovery.last_seconds, progress_news(report.progress)
-    # The time differs in each report, because clocks are compared each time.
+    # Leave out the time, which differs in each report, because clocks are compared each time.
     overdue = report.overdue and (report.overdue.where, report.overdue.activity)
     return report.state, report.round, last, members, lost, len(report.notes), settings, recovery, overdue

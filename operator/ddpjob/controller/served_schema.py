@@ -23,8 +23,8 @@ log = logging.getLogger("ddpjob.schema")
 LOOK_SECONDS, RETRY_SECONDS = 60.0, 2.0
 UNKNOWN_SECONDS = 45.0
 """How long, in seconds, an unknown schema may keep the operator from acting. Afterwards the
-operator acts without the check. A schema is unknown after 429 and 5xx, if the index does not list
-it, or if its request gets no response although the API server responds to others."""
+operator acts without the check. A schema is unknown after a 429 or 5xx response, if the index does
+not list the schema, or if only requests for the schema get no response."""
 INDEX = "/openapi/v3"
 """The index of schemas. Every authenticated client may read it, so no permission to read CRDs is
 needed."""
@@ -118,7 +118,7 @@ class ServedSchema:
         return True
 
     async def _is_served(self) -> bool:
-        """Whether discovery lists the resource. The index may be late, or filtered by a proxy."""
+        """Whether discovery lists DDPJobs. INDEX may lag behind, or a proxy may filter it."""
         try:
             found = await self.rest.request("GET", f"/{_API}")
         except ApiError as error:

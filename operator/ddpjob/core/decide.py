@@ -7,7 +7,7 @@ play years of any job's history in seconds.
 
 1. `GATES`: a finished, faulty, suspended or waiting job stops here.
 2. `begin`: plan slots for a job that is starting, is resuming or has changed.
-3. `follow`: find pods that have ended, their causes, and the next attempts.
+3. `follow`: find pods that have ended and why, and plan their next attempts.
 4. The job ends if its deadline has passed, an object is invalid, or the group failed or finished.
 5. `plan_actions` and `describe`: which pods to create and delete, and the conditions.
 6. Last come the messages to the coordinator, and the time of the next reconcile.
@@ -58,8 +58,8 @@ GATES: tuple[Callable[[View], View | Decision], ...] = (
     gates.pass_with_class,
     gates.pass_with_quota,
 )
-"""The gates that a job passes before it may run, in this order. The first gate that returns a
-decision ends the reconcile; otherwise the next gate gets its view."""
+"""The gates that a job passes before it may run, in this order. A view that a gate returns goes to
+the next gate. The first decision that a gate returns ends the reconcile."""
 
 _SUPERSEDED_POLL = 60.0
 """Seconds between reconciles of a job that a different operator has taken over."""
@@ -71,13 +71,13 @@ def decide(job: DDPJob, world: World, now: datetime) -> Decision:
     `job` holds the spec and the last written status. `world` was observed after `job` was read.
     `now` is timezone-aware UTC.
 
-    The function is pure: the same arguments always give the same decision. The decision may be
-    performed twice, because created objects are named by index and attempt, and deletions carry a
-    uid. If an operator dies partway through, the next reconcile decides from a new observation.
+    The function is pure: the same arguments always give the same decision. Performing a decision
+    twice is harmless, because created objects are named by index and attempt, and deletions carry
+    a uid. If an operator dies partway through, the next reconcile decides from a new observation.
 
     A job that is being deleted, or that belongs to another controller or operator, is left alone.
-    For any other job, the GATES come first and then `_run`. The job's GPU seconds and the
-    notifications for its receiver are added to either decision.
+    For any other job, one of the GATES or else `_run` makes the decision. The job's GPU seconds and
+    the notifications for its receiver are then added to that decision.
     """
     if job.deleting or job.spec.managed_elsewhere:
         return Decision(job.status)
@@ -153,7 +153,7 @@ def _end_of_group(followed: Followed, events: list[Event]) -> Decision | None:
 
 def _restart_events(followed: Followed) -> list[Event]:
     failure = followed.failure
-    # The failure has its own event, so the restart does not get a second event.
+    # The failure has its own event, so the restart with the same reason does not get one.
     restarts = tuple(r for r in followed.restarts if failure is None or r.reason != failure.reason)
     return restart_events(followed.view, restarts, followed.idle, failed=failure is not None)
 

@@ -23,7 +23,7 @@ class Preparation(Enum):
     CLAIM = auto()
     """The PersistentVolumeClaim of storage.checkpoints.claimTemplate."""
     RUNTIME = auto()
-    """The ConfigMap with the runtime of the job's pods, named `status.runtime`."""
+    """The ConfigMap with the runtime of the job's pods. `status.runtime` holds its name."""
     BUDGET = auto()
     """The PodDisruptionBudget of the job's node pods."""
     POLICY = auto()
@@ -40,12 +40,12 @@ class CreateWorkload:
 
     name: str
     pods: int
-    """Number of the slots' pods."""
+    """Number of slots' pods to request."""
     least: int = 0
     """The smallest number of pods that Kueue may admit instead; 0 means all of them."""
     replaces: str = ""
-    """Name of the Workload that currently holds the job's quota. Once the new Workload, with a
-    different number of pods, is admitted, it replaces that Workload."""
+    """Name of the Workload that holds the job's quota now. The new Workload replaces it once Kueue
+    admits the new one."""
     after: int = 0
     """Number of pods for which the job already has quota. If it is not 0, this Workload asks for
     additional pods, without the coordinator's."""
@@ -72,7 +72,7 @@ class DeletePod:
     uid: str
     grace: int | None = None
     """Grace period in seconds; None means the pod's own. 0 deletes the pod without waiting for its
-    host to confirm that it has ended."""
+    host to confirm that the containers have ended."""
 
 
 @dataclass(frozen=True)

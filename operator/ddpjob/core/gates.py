@@ -6,8 +6,8 @@ run now. `decide.GATES` has the order, in which each gate relies on the previous
 1. A job that has ended is only wound down. Its spec no longer matters.
 2. A new job with a faulty podTemplate fails. A job that has already run keeps its pods.
 3. A suspended job loses its pods.
-4. A job that starts or resumes takes its class, which may change everything below.
-5. A job in a queue gets pods only while it holds quota, and only as many as were granted.
+4. A job that starts or resumes gets the values of its class before gate 5 reads the spec.
+5. A job in a queue gets pods only while it holds quota, and never more pods than were granted.
 
 Example of a new job that names a class and a queue:
 
@@ -113,7 +113,7 @@ def _without_quota(view: View) -> Decision:
         queue = next((w.asks[0] for w in (held, lost) if w is not None and w.asks[0]), view.job.queue)
         if lost is None and held is not None and held.admitted and not (held.finished or held.leaving):
             why = f"the quota that queue {queue} has granted no longer fits the job's spec"
-            events.append(Event(False, Cause.SPEC_CHANGED, f"{why}; the job requests it again; checkpoints are kept"))
+            events.append(Event(False, Cause.SPEC_CHANGED, f"{why}; the job requests new quota; checkpoints are kept"))
         else:
             why = lost.message if lost is not None else "the job's Workload is gone"
             evicted = f"queue {queue} has withdrawn the quota: {why}; checkpoints are kept"

@@ -35,7 +35,7 @@ from ddpjob.core.view import View
 from ddpjob.core.world import Role
 
 _OF_THE_POD = frozenset({"name", "emptyDir", "configMap", "secret", "projected", "downwardAPI", "image", "ephemeral"})
-"""Keys of volumes that are deleted with their pod, or that are read-only."""
+"""Keys of volumes. A volume with no other key is deleted with its pod, or is read-only."""
 
 
 ONLY_COPY, STATE = "OnlyCopy", "the newest state"

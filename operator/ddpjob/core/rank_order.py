@@ -5,9 +5,9 @@ Kubernetes nodes. If neighbouring ranks are in different racks, every byte cross
 several times. `spec.rankOrder` lists labels of Kubernetes nodes, the widest level first. Only the
 operator can read these labels, so it sends the order to the coordinator as a list of pods.
 
-- A node's place consists of its Kubernetes node's values for these labels and that Kubernetes
-  node's name (`place_of`). If a label is missing, the Kubernetes node is a separate place from that
-  level on.
+- A node's place is a list: the values of these labels on its Kubernetes node, and then that
+  Kubernetes node's name (`place_of`). If a label is missing, the Kubernetes node is a separate
+  place from that level on.
 - Places are sorted by their lowest index, level by level, so index 0 is always first, and its logs,
   metrics and checkpoints stay where users look for them.
 
@@ -34,9 +34,9 @@ from ddpjob.core.view import View
 from ddpjob.core.world import HostView
 
 Place = tuple[str, ...]
-"""A node's place: its value for each label, from the widest level to the narrowest, and then its
-Kubernetes node. From the first missing label on, the Kubernetes node's name replaces the unknown
-values."""
+"""A node's place: its Kubernetes node's value for each label, from the widest level to the
+narrowest, and then that Kubernetes node's name. From the first missing label on, the name replaces
+the values."""
 
 
 def order_pods(view: View) -> tuple[str, ...]:
@@ -49,8 +49,8 @@ def order_pods(view: View) -> tuple[str, ...]:
     hosts, places, names = view.world.hosts, dict[int, Place](), dict[int, str]()
     for index, pod in enumerate(view.pods):
         # A Kubernetes node that the watch has not reported yet will be known soon, so its pod is
-        # left out. If `hosts` is None, the operator may not watch nodes, so every pod gets a place
-        # of its own.
+        # left out. If `hosts` is None, the operator is not permitted to watch nodes, so every pod
+        # gets a place of its own.
         if pod is not None and pod.host and (hosts is None or pod.host in hosts):
             names[index] = pod.name
             places[index] = place_of(pod.host, (hosts or {}).get(pod.host), view.job.spec.rank_order)
@@ -65,7 +65,7 @@ def judge_order(view: View, report: Report, group: Sequence[str]) -> tuple[bool,
     labels, hosts = view.job.spec.rank_order, view.world.hosts
     if hosts is None:
         remedy = "grant it get, list and watch on nodes with a ClusterRole"
-        return False, "NodesUnknown", f"the operator may not read the labels of Kubernetes nodes; {remedy}"
+        return False, "NodesUnknown", f"the operator is not permitted to read the labels of Kubernetes nodes; {remedy}"
     pods = view.world.nodes_by_name
     placed = [pods[name] for name in group if name in pods and pods[name].host in hosts]
     places = [place_of(pod.host, hosts[pod.host], labels) for pod in placed]

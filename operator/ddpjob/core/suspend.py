@@ -1,6 +1,6 @@
 """Decides how a job loses its pods when it is suspended or waits for a class or quota.
 
-Scripts must be able to save, nothing may be left running, and the job must find a new plan when it
+Scripts must be able to save, no pod must be left running, and the job must find a new plan when it
 resumes.
 
 1. If the group has already finished its work, the job is complete and is not suspended.
@@ -128,7 +128,7 @@ def _send_away(view: View, leaving: list[PodView]) -> list[Action]:
 def is_left(pod: PodView, world: World) -> bool:
     """Whether the pod still has to terminate.
 
-    A sidecar may still be running after the pod's program has ended. On a dead host, it is ignored.
+    A sidecar that runs on after the pod's program has ended counts too, except on a dead host.
     """
     return not pod.ended or (has_leftovers(pod) and not is_down(pod.host, world.hosts))
 

@@ -90,7 +90,7 @@ class View:
 
     @cached_property
     def has_run(self) -> bool:
-        """Whether the program in any of the job's pods may ever have run."""
+        """Whether a program may already have run in any of the job's pods."""
         status = self.status
         began = any(s.state not in (SlotState.PLANNED, SlotState.CREATED) for s in status.slots)
         return bool(status.slots) and (began or status.round > 0 or status.rendezvous.generation > 0)

@@ -5,7 +5,8 @@ no pod is created until every claim exists, suits the number of nodes, and holds
 
 - A claim that only one Kubernetes node can mount cannot serve several nodes.
 - A claim from `claimTemplate` is used only if this job made it, or an earlier job with the same
-  name made it from an equal template. If it is lost with its checkpoints, no new pod is created.
+  name made it from an equal template. If the claim is lost with its checkpoints, no new pod is
+  created.
 - A checkpoint folder belongs to the first job that starts with it, until that job has ended or is
   deleted. A suspended job keeps its folder. Another job with the same folder of the same volume
   waits (`FolderTaken`), because it would continue and overwrite the first job's training. Jobs
@@ -126,7 +127,7 @@ def _is_exclusive(job: DDPJob) -> bool:
 def _has_its_folder(job: DDPJob) -> bool:
     """Whether the job has begun to use its folder.
 
-    A job that was suspended early may not have used it yet.
+    A job that was suspended before it got pods has not used the folder yet.
     """
     status, scheduled = job.status, job.status.condition(ConditionType.SCHEDULED)
     if not status.slots or (scheduled is not None and scheduled.reason == FOLDER_TAKEN):
@@ -163,9 +164,9 @@ def list_claims_to_read(job: DDPJob, pods: Iterable[PodView]) -> tuple[str, ...]
     """Return the names of the claims that this reconcile must read.
 
     All claims are read until a pod is active and, in a job of several pods, two of them are placed,
-    because a claim that serves one pod may not serve two. Later, only a claim that the job made is
-    read, and only while a pod is missing. Such a claim may be deleted while the job runs, and the
-    next pod would train from scratch.
+    because a claim that can serve one pod cannot always serve two. Later, only a claim that the
+    job made is read, and only while a pod is missing. If a user has deleted that claim in the
+    meantime, the missing pod would otherwise train from scratch.
     """
     slots = job.status.slots
     wanted = {node_pod_name(job, i, s.attempt) for i, s in enumerate(slots) if s.state is not SlotState.SUCCEEDED}
@@ -229,15 +230,15 @@ def _lost(job: DDPJob, claim: ClaimView) -> Unusable | None:
         return None
     message = (
         f"the claim {claim.name} of {FIELD} no longer exists, and its checkpoints are lost; to train from the "
-        "beginning, delete the job and create it again; to continue from a copy, suspend it and set claimName to the "
-        "copy's claim and subPath to ., instead of claimTemplate"
+        "beginning, delete the job and create it again; to continue from a copy, suspend the job, and replace "
+        "claimTemplate with the copy's claimName and `subPath: .`"
     )
     return Unusable("ClaimNotFound", message)
 
 
 _USE = (
-    "to use it as it is, set claimName to it and subPath to ., instead of claimTemplate; otherwise remove it, or "
-    "choose a different name for the job"
+    "to use the claim as it is, replace claimTemplate with its claimName and `subPath: .`; otherwise remove the claim, "
+    "or choose a different name for the job"
 )
 _WAIT = "wait until it is removed, or choose a different name for the job"
 

@@ -194,8 +194,8 @@ class HostView:
 
     name: str
     ready: bool
-    """Whether its Ready condition is True. Unknown, which is the status of a host without a
-    network, counts as not ready."""
+    """Whether the host's Ready condition is True. Unknown, the condition's status while a host has
+    no network, counts as not ready."""
     since: datetime | None
     """When the operator last saw `ready` change, by its own clock (see `remembered`). None if
     unknown."""
@@ -210,7 +210,7 @@ class HostView:
     """When the operator saw the fault begin, by its own clock. None if the host already had the
     fault when the operator first saw it."""
     schedulable: bool = True
-    """Whether the host is not cordoned, and all of its taints could be read."""
+    """False if the host is cordoned, or has more taints than `taints` can list."""
     taints: tuple[tuple[str, str, str], ...] = ()
     """Key, value and effect of taints that keep pods away (NoSchedule and NoExecute)."""
     devices: Mapping[str, int] = field(default_factory=dict)
@@ -256,12 +256,12 @@ def _devices(allocatable: Mapping[str, Any]) -> dict[str, int]:
 def remembered(
     before: Mapping[str, HostView] | None, found: Mapping[str, HostView], now: datetime
 ) -> dict[str, HostView]:
-    """Return the hosts that were `found`, with the operator's memory of them from `before`.
+    """Return the hosts in `found` and recently deleted ones, with what `before` says about them.
 
     The operator remembers when each host became ready, not ready or unhealthy, and which hosts were
-    deleted. A host that was never seen is unknown, not deleted, because it may be newer
-    than the list. If a host is already unhealthy when it is first seen, the beginning of the fault
-    is unknown.
+    deleted. A host that the operator has never seen is unknown, not deleted, because it may be
+    newer than the list. If a host is already unhealthy when it is first seen, the beginning of the
+    fault is unknown.
     """
     hosts = {}
     for name, host in (before or {}).items():
@@ -296,7 +296,7 @@ class ClaimView:
     template: str = ""
     """Hash of the claimTemplate from which the claim was made."""
     owners: tuple[str, ...] = ()
-    """UIDs of the objects that own the claim. It is deleted with them."""
+    """UIDs of the objects that own the claim. The claim is deleted with them."""
     deleting: bool = False
 
 
@@ -407,11 +407,11 @@ class World:
     """Short hash of the key from which the jobs' tokens are derived. Pods reject each other if
     their tokens come from different keys."""
     is_sole_operator: bool = False
-    """Whether this operator holds the Lease for the job's namespace, so that no other one acts
-    there."""
+    """Whether this operator holds the Lease for the job's namespace, so that no other operator
+    acts there."""
     has_token: bool = False
-    """Whether the Secret with the token has been created. The operator cannot read it, so it may
-    have been deleted since."""
+    """Whether the operator has created the Secret with the token. The operator cannot read that
+    Secret, which may have been deleted since."""
     report: Report | None = None
     report_refused: str = ""
     """Why the coordinator's last response could not be used. Empty if it could be used, or if the
@@ -437,7 +437,7 @@ class World:
     """Hash of the job's own claimTemplate."""
     hosts: Mapping[str, HostView] | None = None
     """Kubernetes nodes by name. A missing name means that nothing is known about that node. None if
-    the operator may not watch nodes."""
+    the operator is not permitted to watch nodes."""
     problems: tuple[str, ...] = ()
     """Faults of the podTemplate, one sentence each."""
     rejections: tuple[Rejection, ...] = ()

@@ -60,9 +60,9 @@ async def _serve() -> None:
 
 
 async def _renew(tls: ssl.SSLContext, folder: Path) -> None:
-    """Reload the certificate from the folder for new connections.
+    """Reload the certificate every _RELOAD_SECONDS, for new connections.
 
-    cert-manager renews the certificate there.
+    cert-manager replaces the files in the folder whenever it renews the certificate.
     """
     while True:
         await asyncio.sleep(_RELOAD_SECONDS)

@@ -83,7 +83,10 @@ class FleetRow:
         return self.namespace, self.name
 
     def runtime(self, now: datetime) -> float | None:
-        """Return how many seconds the job has run or ran."""
+        """Return the seconds from the job's start to its end, or to `now` if it has not ended.
+
+        None if it has not started.
+        """
         return ((self.ended or now) - self.started).total_seconds() if self.started is not None else None
 
 
@@ -102,7 +105,7 @@ def read_job(body: Json) -> DDPJob:
 def fleet_row(body: Json) -> FleetRow:
     """Return a job's row in the list.
 
-    A job that cannot be read gets a row too, so that it does not hide the others.
+    A job that cannot be read gets a row too, so that it does not hide the other jobs.
     """
     namespace, name = key_of(body)
     created = known_time(body["metadata"].get("creationTimestamp"))
@@ -209,9 +212,9 @@ class Goodput:
 class Fleet:
     """Follows jobs.
 
-    Use it as a context manager. It reads all jobs once when it is entered (raises Mistake), and
-    then follows them until it exits. Each of `backends` lists its own jobs, such as those of one
-    namespace, and is followed in its own thread.
+    Use it as a context manager. On entry it reads all jobs once (raises Mistake), and it then
+    follows them until exit. Each of `backends` lists its own jobs, such as those of one namespace,
+    and is followed in its own thread.
     """
 
     def __init__(self, *backends: Backend, clock: Callable[[], float] = time.monotonic) -> None:
@@ -254,9 +257,9 @@ class Fleet:
             return Goodput(share, self._since - self._begun, self._unknown)
 
     def _account(self) -> None:
-        """Add the pod and training seconds since the last change.
+        """Add the pod seconds, and the useful ones among them, since the last call.
 
-        Called with the lock held, before a row changes.
+        Call it with the lock held, before a row changes.
         """
         now = self._clock()
         self._pod_seconds += (now - self._since) * sum(row.pods for row in self._rows.values())
@@ -264,9 +267,10 @@ class Fleet:
         self._since = now
 
     def _account_restarts(self, before: FleetRow, row: FleetRow) -> None:
-        """Subtract the time of repeated steps.
+        """Subtract the time of repeated steps that were counted as new.
 
-        Only repetitions that were already over when they were first seen are subtracted.
+        A repetition that is seen while it lasts is never counted as new. So this concerns only
+        repetitions that were already over when they were first seen.
         """
         again = max(0.0, row.repeated_seconds - before.repeated_seconds) * before.pods_useful
         self._useful_seconds = max(0.0, self._useful_seconds - again)
@@ -303,7 +307,8 @@ class Fleet:
                     else:
                         self._keep(body, backend)
             except Exception as error:
-                # Neither mistakes nor bugs in this program may stop all jobs from being followed.
+                # Neither a Mistake nor a bug in this program must end this thread, because its jobs
+                # would no longer be followed.
                 self._fail(backend, error)
             while backend in self._failures and not self._stop.wait(_RETRY_SECONDS):
                 try:
@@ -327,7 +332,7 @@ class Fleet:
         return [key for key, source in self._sources.copy().items() if source is backend]
 
     def _look(self, backend: Backend) -> None:
-        """Read all jobs, and find those that were deleted while they were not followed."""
+        """Read a backend's jobs, and drop jobs that were deleted while it was not followed."""
         now = {key_of(body): body for body in backend.jobs()}
         for key in self._keys(backend):
             if key not in now:

@@ -47,11 +47,11 @@ class Shared:
 
 
 class FleetView:
-    """The jobs that holders of a credential may see, with all state kept about them.
+    """The jobs that a credential gives access to, with all state kept about these jobs.
 
     Views do not share any state. `scoped` returns the backend for one namespace. `commands` is true
-    if the view may run commands in pods at a viewer's request. `past` is true if the jobs are gone
-    and only the records that they left are known.
+    if the view is allowed to run commands in pods when a viewer asks for it. `past` is true if the
+    jobs are gone and only the records that they left are known.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class FleetView:
         """Run a function in a thread of this view.
 
         Each view has its own threads, so that one viewer's slow requests do not delay another's.
-        Raises AccessRefused once the view is closed, because the viewer has signed out in another
-        window or now has different rights.
+        Raises AccessRefused once the view is closed. This happens during a request if the viewer
+        signs out in another window, or gets different rights.
         """
         if self.closed.is_set():
             raise AccessRefused(401, "Open the page again", "This view was closed while its page was being rendered.")

@@ -87,7 +87,7 @@ SORTS: dict[str, Callable[[FleetRow, datetime], Any]] = {
     "runtime": lambda row, now: (row.runtime(now) or -1.0, row.name),
     "age": lambda row, now: (-_moment(row.created), row.name),
 }
-"""Maps a column to its sort key. The smallest comes first."""
+"""Maps a column to its sort key. The row with the smallest key comes first."""
 
 
 @dataclass(frozen=True)
@@ -153,8 +153,8 @@ class Span:
     begin: float
     width: float
     kind: str
-    """start, round, restart, repeat (steps taken before), or unknown (the time before the restarts
-    that the status still lists).
+    """start, round, restart, repeat (of steps that were taken before the restart), or unknown (the
+    time before the first restart that the status still lists).
     """
     title: str
 
@@ -179,13 +179,13 @@ class Timeline:
 
 
 def timeline(job: DDPJob, state: str, now: datetime) -> Timeline | None:
-    """Return a job's rounds between its restarts; None before the job has started."""
+    """Return the timeline of a job's rounds and restarts; None if the job has not started."""
     status = job.status
     begin, end = status.start_time, status.completion_time or now
     if begin is None or end <= begin:
         return None
-    # Restarts are recorded in the order in which they were seen. A kubelet's report of one pod's
-    # end may come after that of a pod that ended later.
+    # Restarts are recorded in the order in which they were seen. This can differ from the order in
+    # which they happened, because kubelets report the ends of pods with different delays.
     restarts = sorted(
         (restart for restart in status.restarts.recent if begin <= restart.time <= end and not restart.consequence),
         key=lambda restart: restart.time,
@@ -197,7 +197,8 @@ def timeline(job: DDPJob, state: str, now: datetime) -> Timeline | None:
         if until > since:
             spans.append(Span(since / whole * 1000, (until - since) / whole * 1000, kind, title))
 
-    # A suspension ends a period, so earlier listed restarts do not belong to the current period.
+    # The start time changes when a suspended job is resumed. Restarts that the status lists from
+    # before then are not part of this timeline.
     earlier = [restart.round for restart in status.restarts.recent if restart.time < begin]
     at, lost, number = 0.0, 0.0, max(earlier, default=0)
     unlisted = status.restarts.total > len(status.restarts.recent) and not earlier
@@ -256,8 +257,8 @@ class SlotRow:
 def slot_rows(job: DDPJob, body: Json, pods: Sequence[PodLine]) -> tuple[list[SlotRow], int]:
     """Return (the rows of a page, the number of rows not shown).
 
-    Rows are the coordinator and the slots, in order. If there are many, only those with problems
-    are shown.
+    Rows are the coordinator and the slots, in order. If there are more than MOST_SLOTS, those with
+    problems come first.
     """
     ranks = ranks_of_pods(pods, body)
     slots, rows, with_pod = job.status.slots, list[SlotRow](), set[int]()

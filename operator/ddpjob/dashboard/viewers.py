@@ -39,11 +39,11 @@ MOST_VIEWS = 64
 """Maximum number of views. Each holds its jobs' rows and a watch per namespace."""
 MOST_SESSIONS = 1000
 MOST_OF_A_USER = 4
-"""Maximum number of a user's views and sessions. It prevents one user with many tokens from
+"""Maximum number of views, and of sessions, of one user. It prevents a user with many tokens from
 displacing other users."""
 MOST_OF_A_NAMESPACE = 16
-"""Maximum number of views and sessions of the service accounts in a namespace. The namespace's
-admins can create any number of accounts."""
+"""Maximum number of views, and of sessions, of all service accounts in a namespace together. It
+prevents a namespace's admins from displacing other users by creating many accounts."""
 MOST_NAMESPACES = 16
 _MOST_WAITING = 64
 """Maximum number of requests whose tokens are being checked."""
@@ -51,7 +51,7 @@ _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]{1,16384}=*")
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _SERVICE_ACCOUNT = re.compile(r"system:serviceaccount:([^:]+):[^:]+")
 _CHOICE = "ddpjob-namespaces"
-_WHOSE = "This dashboard shows what your own token may read."
+_WHOSE = "This dashboard shows what your own token can read."
 _T = TypeVar("_T")
 _K = TypeVar("_K")
 _log = logging.getLogger(__name__)
@@ -92,8 +92,8 @@ class Viewers:
     """The gate of a dashboard in a cluster (`gate.Gate`).
 
     `url` and `ca` belong to the API server. `names` are host names under which a TLS-terminating
-    proxy forwards requests here. `namespaces` are used for viewers who may not read all namespaces
-    and do not choose any.
+    proxy forwards requests here. `namespaces` are shown to viewers who are not permitted to read
+    all namespaces and have not chosen any.
     """
 
     def __init__(self, url: str, ca: str, names: Sequence[str] = (), namespaces: Sequence[str] = ()) -> None:
@@ -245,7 +245,7 @@ class Viewers:
     async def _judged(self, key: tuple[bytes, tuple[str, ...]], token: str) -> _Opened:
         """Check what the token may read now, and return its view.
 
-        A view with different rights is closed, together with its cache.
+        If the token's rights have changed, its old view is closed, together with the cache.
         """
         found = self._views.get(key)
         if found is not None:
@@ -285,9 +285,9 @@ class Viewers:
         return await asyncio.get_running_loop().run_in_executor(self._pool, what)
 
     async def _in_turn(self, make: Callable[[], Awaitable[_T]]) -> _T:
-        """Limit concurrent checks of unknown tokens, since they cost requests to the API server.
+        """Run a check of a token, unless too many such checks are already running.
 
-        Requests beyond the limit are refused.
+        The limit protects the API server. Requests beyond it are refused.
         """
         if self._waiting >= _MOST_WAITING:
             raise web.HTTPServiceUnavailable(reason="too many viewers are signing in; try again")
@@ -311,7 +311,7 @@ class Viewers:
     def _scope(self, api: BearerServer, user: str, chosen: tuple[str, ...]) -> tuple[str, ...]:
         """Return the namespaces to follow; empty means all.
 
-        Raises Mistake, or AccessRefused if no namespace may be read.
+        Raises Mistake, or AccessRefused if the token can read no namespace.
         """
         if not chosen and _may_list(api, ""):
             return ()
@@ -322,9 +322,9 @@ class Viewers:
             return allowed
         tried = f"{'in' if chosen else ', nor in'} {', '.join(candidates[:MOST_NAMESPACES])}" if candidates else ""
         raise AccessRefused(
-            403, "No jobs that you may read",
-            f"{user or 'The token'} may not list DDPJobs {'' if chosen else 'in all namespaces'}{tried}. Enter the "
-            "namespaces that you work in; the roles view, edit and admin of a namespace include its jobs.",
+            403, "No jobs that you can read",
+            f"{user or 'The token'} is not permitted to list DDPJobs {'' if chosen else 'in all namespaces'}{tried}. "
+            "Enter the namespaces that you work in; the roles view, edit and admin of a namespace include its jobs.",
             form=True,
         )  # fmt: skip
 
@@ -392,12 +392,12 @@ def _user(api: BearerServer) -> str:
     except ApiRefusal as refusal:
         if not refusal.denied:
             raise
-        return ""  # The token is valid but may not query its own user.
+        return ""  # The token is valid but is not permitted to query its own user.
     return str(((answer.get("status") or {}).get("userInfo") or {}).get("username") or "")
 
 
 def _may_list(api: BearerServer, namespace: str) -> bool:
-    """Whether the token may list the DDPJobs of a namespace (empty: of all namespaces).
+    """Whether the token can list the DDPJobs of a namespace (empty: of all namespaces).
 
     Raises Mistake for other failures.
     """

@@ -195,8 +195,8 @@ class Dashboard:
     async def _admit(self, request: web.Request) -> None:
         """Give the request its view.
 
-        Raises AccessRefused if another site may have caused the request, or if it has no known
-        user.
+        Raises AccessRefused if another site may have caused the request, or if the request has no
+        valid token.
         """
         if not own_host(request.headers.get("Host", ""), self.gate.names):
             raise AccessRefused(421, "Not this server", "The address must be an IP address or this machine's name.")
@@ -364,9 +364,9 @@ class Dashboard:
     # --- streams
 
     async def live(self, request: web.Request) -> web.StreamResponse:
-        """Send an event for each change shown on the page.
+        """Send an event after each change to the job that the query names.
 
-        These are changes to all jobs or to the job named by `job`.
+        If the query names no job, send an event after each change to any job.
         """
         namespace, _, name = request.query.get("job", "").partition("/")
         view = _view(request)
@@ -387,7 +387,8 @@ class Dashboard:
     async def log(self, request: web.Request) -> web.StreamResponse:
         """Send a log's lines as JSON events, followed by the event `end`.
 
-        Covers one pod or the whole job.
+        It is the log of the pod that the query names. If the query names no pod, it is the log of
+        the whole job.
         """
         key, view, pod = _key(request), _view(request), request.query.get("pod", "")
         if view.log_streams >= LOG_STREAMS:
@@ -586,7 +587,7 @@ def _job(body: Json) -> DDPJob:
 def _nodes(body: Json, job: DDPJob) -> str:
     """Return the nodes as shown in the list of jobs.
 
-    A deleted job's record does not have slots to count.
+    The record of a deleted job contains only that text, and no slots to count.
     """
     stored = (body.get("status") or {}).get("nodes") or {}
     return str(stored.get("display") or job.status.nodes_display(job.spec))

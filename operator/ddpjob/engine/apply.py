@@ -5,7 +5,7 @@ between any two calls to the API server, and its successor knows only what is st
 order of the calls is therefore fixed, and every call may be made twice.
 
 1. The status, guarded by the version that was read. It holds everything that a later reconcile must
-   know: attempts, counts and causes. If there is a conflict, nothing is done.
+   know: attempts, counts and causes. If this write conflicts, none of the later steps is taken.
 2. Deletions, which make room in a quota. They carry the uid, so a repeated deletion cannot remove a
    newer object with the same name.
 3. Creations. Names are deterministic, so a repeated creation finds its object and changes nothing.
@@ -18,7 +18,8 @@ Example: pod train-1-0 is lost, and the operator dies after each step in turn.
     after 1  the status plans slot 1 at attempt 1, and has the updated counts. The next
              reconcile finds no pod train-1-1 and creates it. Nothing is counted again
     after 3  the next reconcile finds the pod. The event is missing, which does no harm
-    the reverse order would miss the restart or count it twice
+
+If the pod were created before the status was written, the restart could be missed or counted twice.
 
 A creation that the API server rejects is not an error here. It is returned as a `Rejection`, and
 the next decision judges it.
@@ -72,14 +73,14 @@ from ddpjob.objects.workload import build_workload, marked, released
 CONCURRENT = 16
 """Maximum number of simultaneous requests in one reconcile."""
 MESSAGES_SECONDS = 5.0
-"""Timeout for all messages to a coordinator together. The next reconcile sends lost ones again."""
+"""Timeout in seconds for all messages of one decision. The next reconcile resends lost ones."""
 
 
 @dataclass(frozen=True)
 class Applied:
     """The outcome of `apply`: the job as written, and all rejected objects.
 
-    The rejected objects include optional ones.
+    The rejected objects include those that the job can do without.
     """
 
     job: DDPJob

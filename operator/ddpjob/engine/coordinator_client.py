@@ -2,7 +2,7 @@
 
 A coordinator runs the user's image, and its address may by now belong to a different pod. A peer
 must therefore prove that it knows the job's token before its response is trusted. The token itself
-is never sent, and responses are read within bounds.
+is never sent, and the size of a response is limited.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from ddpjob.objects.platform import Platform
 log = logging.getLogger("ddpjob.coordinator")
 
 SECONDS = 2.0
-"""Timeout of a request in seconds, in addition to the time for which a long poll may be held."""
+"""Timeout of a request in seconds. A long poll may take its requested wait in addition."""
 CONNECT_SECONDS = 1.5
 """Connect timeout in seconds. It exceeds 1 s, after which Linux retransmits a lost SYN."""
 SMALL = 64 * 1024
-"""Maximum size in bytes of a response that any number of coordinators may send at the same time."""
+"""Maximum size in bytes of a response that does not count against LARGE_ANSWERS."""
 LARGE_ANSWERS = 64
 """Maximum number of responses larger than SMALL that are read at the same time."""
 SAME_CLOCK = timedelta(seconds=1)
@@ -92,7 +92,7 @@ class CoordinatorClient:
             await self._opened.close()
 
     def link(self, target: Target) -> CoordinatorLink:
-        """Return the link to a coordinator. The last link is reused."""
+        """Return a link to a coordinator. Reuse the last link if it has the same target."""
         if self._last is None or self._last.target != target:
             self._last = CoordinatorLink(self, target)
         return self._last
@@ -113,8 +113,7 @@ class CoordinatorClient:
     async def notify(self, target: Target, verb: str, body: Json) -> None:
         """Send `POST /v1/VERB`.
 
-        If the message is lost, the next reconcile sends it again, provided that the reason for it
-        still holds.
+        If the message is lost and its reason still holds, the next reconcile sends it again.
         """
         try:
             await self.link(target).request("POST", Command(verb).path, json.dumps(body).encode())
@@ -164,7 +163,7 @@ class CoordinatorLink:
     async def request(self, method: str, path: str, body: bytes = b"", wait: float = 0.0) -> bytes:
         """Return the authenticated response to a request. Raises the same errors as `report`."""
         async with asyncio.timeout(wait + SECONDS):
-            # Use a copy, because another request may change `_instance` in the meantime.
+            # Use a copy, because a concurrent request can change `_instance`.
             nonce, instance = secrets.token_hex(16), self._instance
             status, headers, content = await self._ask(method, path, body, nonce, instance)
             offered = headers.get(INSTANCE_HEADER, "")[:64]
@@ -191,7 +190,7 @@ class CoordinatorLink:
             if answer.headers.get("Content-Encoding", "identity") != "identity":
                 raise ValueError(f"the response is encoded: {answer.headers['Content-Encoding'][:40]!r}")
             async with asyncio.timeout(SECONDS):
-                # A long poll has stopped waiting when its response begins.
+                # The wait of a long poll is over when its response begins.
                 content = await self._read(answer.content)
             return answer.status, answer.headers, content
 
@@ -282,7 +281,8 @@ def _on_our_clock(record: Any, received: datetime, offset: timedelta) -> Any:
 def _moment(moment: datetime, received: datetime, name: str) -> datetime:
     """Check a time in a report and return it.
 
-    Only the end of a wait may lie in the future, even if a clock is wrong.
+    Only `backoff_until` can lie in the future. A later time in any other field is a clock error and
+    becomes `received`.
     """
     if abs(moment - received) > LONGEST_AGE:
         raise ValueError(f"{name}: {moment} is out of bounds")

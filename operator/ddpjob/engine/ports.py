@@ -128,7 +128,7 @@ class Cluster(Protocol):
     async def send_notification(self, job: DDPJob, id: str, receiver: str, body: Json) -> None:
         """Queue a notification for the receiver without waiting for its delivery.
 
-        A known id is ignored.
+        Do nothing if this id has already been queued.
         """
 
     async def record(self, job: DDPJob, event: Event) -> None:

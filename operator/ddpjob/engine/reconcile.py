@@ -41,9 +41,9 @@ async def reconcile(
 ) -> float | None:
     """Bring one job a step closer to its spec.
 
-    Return the seconds until the next reconcile; None if only a change to the job requires one.
+    Return the seconds until the next reconcile; None if none is needed before something changes.
     `outcome` is called with the result to count: done, conflict or unavailable. A bug in this
-    program raises an exception, which also appears in an event of the job.
+    program raises an exception, which is also recorded as an event on the job.
     """
     try:
         delay = await _reconcile(cluster, key, clock)
@@ -71,7 +71,7 @@ async def _reconcile(cluster: Cluster, key: JobKey, clock: Callable[[], datetime
     except (Conflict, Unavailable):
         raise
     except Exception as defect:
-        # Record an event, because the job's owner may not be able to read the operator's log.
+        # Record an event, because the job's owner might be unable to read the operator's log.
         await apply(cluster, seen.job, Decision(seen.job.status, events=(_failed(defect),)))
         raise
 

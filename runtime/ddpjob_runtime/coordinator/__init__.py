@@ -1,5 +1,5 @@
-"""One job's coordinator: admits members, forms rounds, finds the first cause of breaks, reports.
+"""The coordinator of one job. It admits members, forms rounds, judges their breaks, and reports.
 
-The decisions do not use sockets, and the clock is passed in; `__main__` adds sockets and time. Only
-the standard library is needed.
+The modules that decide open no sockets and read no clock, so tests can run them step by step.
+`server` provides both. The package needs only the standard library.
 """

@@ -1,4 +1,4 @@
-"""One job's coordinator: forms rounds of its members and reports on them.
+"""Runs the coordinator of one job, which forms rounds of members and reports on them.
 
     python3 PATH/ddpjob_runtime coordinator --port 29401 --nodes N [--min-nodes M] [--mode Standard|Fast] [--attempt A]
         [--store-port 29400] [--host ADDRESS] [--hang-after SECONDS] [--hangs End|Report]
@@ -7,9 +7,9 @@
 Environment: DDPJOB_TOKEN, DDPJOB_GENERATION, DDPJOB_RANK_ORDER (1: the operator will send the order
 of the ranks), DDPJOB_NO_RESTARTS (1: recovery.maxRestarts is 0), POD_IP.
 
-With --store-port, a child process hosts the c10d store, and the coordinator exits when the store
-ends (with code 1; 78 if torch is unusable). The store listens on one address: --host or, if that is
-not set, POD_IP.
+With --store-port, a child process hosts the c10d store. When that process ends, the coordinator
+exits with code 1, or with 78 if torch is unusable. The store listens on one address: --host or, if
+that is not set, POD_IP.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ async def _host_store(server: Server, host: str, port: int) -> int:
 
 
 async def _read(output: asyncio.StreamReader, said: bytearray, server: Server) -> None:
-    """Read the output of the store's process to its end; `said` keeps the last KEPT_OUTPUT bytes.
+    """Read the output of the store's process to its end, and wait for its line `ready PORT`.
 
-    The image's own code may print too: when Python starts, when torch is imported, or later, in
-    lines of any length.
+    `said` keeps the last KEPT_OUTPUT bytes. The image's own code may print too: when Python starts,
+    when torch is imported, or later, in lines of any length.
     """
     ready = False
     while piece := await output.read(KEPT_OUTPUT):
@@ -85,7 +85,7 @@ async def _until_asked(server: Server) -> int:
 
 
 async def run(arguments: argparse.Namespace, settings: CoordinatorSettings, token: str) -> NoReturn:
-    """Serve until asked to exit (exit code 0) or until the store ends (1; 78 without torch).
+    """Serve until asked to exit (exit code 0) or until the store ends (1, or 78 without torch).
 
     SIGTERM ends the process immediately with 143. After the group has finished, the code is 0
     instead, so that the pod is not shown as failed. Never returns. Raises OSError if it cannot
@@ -114,7 +114,7 @@ def backoff(text: str) -> tuple[float, float]:
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be INITIAL:MAXIMUM in seconds, such as 1:60, not {text!r}") from None
     if not 0 < initial <= maximum < float("inf"):
-        raise argparse.ArgumentTypeError(f"INITIAL must be above 0 and not above MAXIMUM, not {text!r}")
+        raise argparse.ArgumentTypeError(f"INITIAL must be above 0 and at most MAXIMUM, not {text!r}")
     return initial, maximum
 
 

@@ -18,9 +18,9 @@ Example, initial=10 and maximum=300. The script fails at step 120 each time, aft
 
 Once a new checkpoint lets the script reach step 121, the next wait is 0 s again.
 
-A job without restarts waits VERDICT_SECONDS instead. Meanwhile, the operator decides whether the
-failure counts and, if so, ends the job. The operator backs off by the same rule when it replaces
-pods that end soon after they were created (`core/plan/slots.py`).
+A job whose recovery.maxRestarts is 0 waits for at least VERDICT_SECONDS. Meanwhile, the operator
+decides whether the failure counts and, if so, ends the job. The operator backs off by the same rule
+when it replaces pods that end soon after they were created (`core/plan/slots.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ HEALTHY_SECONDS = 60.0
 """A round that has run for at least this long is not part of a crash loop."""
 VERDICT_SECONDS = 5.0
 """How long a job without restarts waits after its own failure, so that the operator can decide
-whether the failure counts. Then the job continues, because no operator may be running.
+whether the failure counts. If the job has not been ended by then, it continues, because the
+operator could be down.
 """
 
 
@@ -57,7 +58,7 @@ class RoundBackoff:
             self._furthest, self._advanced = position, True
 
     def fail(self, now: float, ran: float) -> float:
-        """Count a round that failed after `ran` seconds, and return how long to wait."""
+        """Count a round that failed after `ran` seconds, and return the back-off in seconds."""
         healthy = self._advanced or ran >= HEALTHY_SECONDS
         self._failures = 1 if healthy else self._failures + 1
         self._advanced = False

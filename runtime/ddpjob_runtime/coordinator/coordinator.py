@@ -8,8 +8,8 @@
 - `takeover`: how a new coordinator finds the members' round;
 - `witnesses`: whether an unreachable host is declared lost early.
 
-After each event, `_advance` does whatever is due. Example: a member reports `failed`. `failure`
-breaks the round, and `_advance` forms the next one as soon as no member has workers.
+After each event, `_advance` does whatever is due. Example: a member reports `failure`. The method
+`failure` breaks the round, and `_advance` forms the next one as soon as no member has workers.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _NO_STEP = frozenset({ACTIVITY, STRAGGLERS, ROUND, START, ENVIRONMENT, AT_RISK, 
 
 
 class Coordinator:
-    """Decides for the whole group. It does not use sockets, and time is passed in.
+    """Decides for the whole group. It opens no sockets, and its clock is passed in.
 
     `clock()` returns Unix seconds and never goes back. `later(seconds, function)` calls the
     function after that time. `changed()` is called after every change to the report, and
@@ -142,7 +142,7 @@ class Coordinator:
     def _reconnect(self, old: Member, send: Send, resumed: Resume | None) -> None:
         """Continue with the same process over a new connection.
 
-        Its last lines may have been lost.
+        Lines may have been lost with the old connection, so their effects are repeated.
         """
         old.reconnect(send, self._now())
         send(ToMember.WELCOME, {"generation": self.settings.generation})
@@ -170,9 +170,7 @@ class Coordinator:
         self._advance()
 
     def gone(self, pod: str, why: str) -> None:
-        """Remove a pod that is gone according to the operator, although its connection has not
-        ended.
-        """
+        """Remove a pod that is gone according to the operator, even if its connection is open."""
         self.members.dismiss(pod, why)
         self.members.forget_missing(pod)
         self._notes = {key: text for key, text in self._notes.items() if key[0] != pod}
@@ -187,7 +185,7 @@ class Coordinator:
     def send_away(self, pod: str, why: str) -> None:
         """Remove a deleted pod, and refuse it from now on, unless its workers may be saving.
 
-        A starting or ready launcher has nothing to save, and may not have noticed the deletion.
+        A starting or ready launcher has nothing to save, and might not have noticed the deletion.
         """
         members = (member for member in self.members if member.pod == pod)
         if all(member.state in (MemberState.STARTING, MemberState.READY) for member in members):
@@ -227,7 +225,7 @@ class Coordinator:
         """Record that a neighbour of the member is silent, or is heard again.
 
         Raises:
-            ValueError: the rank is not a neighbour's.
+            ValueError: `rank` is not a neighbour of the member.
         """
         self._witnesses.report(member, number, rank, silent)
 
@@ -332,8 +330,8 @@ class Coordinator:
     def replaced(self, generation: int, attempt: int) -> None:
         """Leave the group to a later coordinator, which a member has found at the job's name.
 
-        This coordinator then exits, so that all members look up the name again. Until then, it does
-        not judge any round. An earlier coordinator is ignored.
+        This coordinator then exits, so that all members look up the name again. Until it exits, it
+        does not judge any round. If the other coordinator is not later, nothing happens.
         """
         if (generation, attempt) <= (self.settings.generation, self.settings.attempt):
             return
@@ -402,6 +400,6 @@ def _same_workers(old: Member, resumed: Resume | None) -> bool:
         return True  # The member is leaving in any case, and the round breaks once it is gone.
     if not old.has_workers:
         return resumed is None or not resumed.has_workers
-    # If its workers have ended since then, the member sends its failures and `ready` again. That is
-    # not a loss, and other members may still be saving.
+    # If the member's workers have ended since then, it reports their failures and `ready` again.
+    # That is not a loss, and other members may still be saving.
     return resumed is not None and resumed.round == old.round

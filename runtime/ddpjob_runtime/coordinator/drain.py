@@ -12,8 +12,8 @@ DRAIN_SECONDS = 30.0
 """Time limit from `restart` to `ready`. A killed worker that holds a device or a lot of memory
 takes many seconds to disappear."""
 PLANNED_SLACK = 5.0
-"""How much longer than its grace period a member may take in a planned restart, because it may be
-saving.
+"""How many seconds a member gets in a planned restart in addition to its grace period, in which its
+workers may be saving.
 """
 
 
@@ -24,7 +24,7 @@ class Drains:
         self._members, self._loop, self._fence = members, loop, fence
 
     def ask(self, member: Member, why: str, planned: bool) -> None:
-        """Ask `member` to stop its workers. If `planned`, it may use its grace period to save."""
+        """Ask `member` to stop its workers. If `planned`, they can use its grace period to save."""
         seconds = member.grace + PLANNED_SLACK if planned else DRAIN_SECONDS
         if member.drain(self._loop.now() + seconds, planned):
             self._loop.later(seconds + 0.001, self._check)

@@ -1,4 +1,4 @@
-"""Decides which event broke a round: the first cause among failures, losses and departures.
+"""Determines which event broke a round: the first cause among failures, losses and departures.
 
 When one rank fails, its peers fail a moment later with connection errors. Every worker's exit code
 may be 1. The order in which reports arrive does not show the cause, because a consequence is often
@@ -6,13 +6,13 @@ reported before the error that caused it.
 
 1. Each failure gets a suspicion (`_suspicion`): 0 for a worker's own error, 1 for an abort, 2 for a
    communication error, and 3 for any failure after the members were asked to stop their workers.
-   The higher it is, the more likely the failure is a consequence. The least suspicious failure
-   counts, and among equals the earliest.
-2. If members were lost or have left, the earliest of these events and of workers' own errors
-   counts. Suspicious failures are then consequences. So are deaths by signal, because a pod's
-   workers end with the pod.
-3. If only suspicious failures are known, and a worker has ended with 0 before the others, its end
-   is the cause: its peers waited for it in a collective.
+   The higher it is, the more likely the failure is a consequence. The failure with the lowest
+   suspicion is the cause; if several have it, the earliest of them.
+2. If members were lost or have left, the cause is the earliest of these events and of the failures
+   with suspicion 0. Then all other failures are consequences, and so are deaths by signal (except
+   OOM kills), because a pod's workers are killed with the pod.
+3. If only suspicious failures are known, and a worker has ended with exit code 0, that end is the
+   cause, because the worker's peers were still waiting for it in a collective.
 
 Example. All times are in seconds on the coordinator's clock, to which the times in reports are
 converted:
@@ -47,7 +47,7 @@ ORDER_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Source:
-    """The node at which something happened."""
+    """The node on which something happened."""
 
     pod: str
     index: int
@@ -76,18 +76,18 @@ class WorkerFailure:
     def stepped_aside(self) -> bool:
         """Whether the worker saved and exited because another node is leaving.
 
-        That node may not have reported its departure yet.
+        The leaving node might not have reported its departure yet.
         """
         return self.exit_code == protocol.EXIT_STEPPED_ASIDE
 
     @property
     def communication(self) -> bool:
-        """Whether a peer's death can cause such an error."""
+        """Whether the error is one that a peer's death can cause."""
         return not (self.oom or self.init) and bool(protocol.COMMUNICATION_ERROR.search(self.message))
 
     @property
     def kind(self) -> IncidentKind:
-        """The kind of the incident whose cause this failure is."""
+        """The kind of incident that this failure causes."""
         if self.oom:
             return IncidentKind.OOM_KILLED
         return IncidentKind.INIT_FAILURE if self.init else IncidentKind.WORKER_FAILED
@@ -149,7 +149,7 @@ def _suspicion(failure: WorkerFailure, ended_at: float | None) -> int:
 
 
 def _own(failure: WorkerFailure, losses: list[MemberLoss], ended_at: float | None) -> bool:
-    """Whether a failure can be the cause although members were lost or left in the same round."""
+    """Whether a failure can be the cause, given the `losses` in the same round."""
     if _suspicion(failure, ended_at) > 0:
         return not losses
     if failure.oom or failure.init:

@@ -8,8 +8,8 @@ nodes:
 - In between, the first round waits FIRST_GRACE, because pods start at different times.
 - A later round begins immediately if as many nodes are ready as the last round had. With fewer, it
   waits SHRINK_GRACE, which is 10 s in Standard mode and 0 in Fast mode, where a restart is cheap.
-- A running round that could have more nodes is restarted. If the joiners complete the group, the
-  round is restarted FILL_SECONDS after it began; otherwise after GROW_SECONDS, because every
+- A running round that could have more nodes is restarted, FILL_SECONDS after it began if the
+  joiners complete the group. If they do not, it is restarted only after GROW_SECONDS, because every
   restart costs steps.
 
 Example, nodes=8 and min_nodes=6:
@@ -43,8 +43,8 @@ FILL_SECONDS = 10.0
 GROW_SECONDS = 60.0
 """How long a round runs before it is restarted for joiners that do not complete the group."""
 ORDER_SECONDS = 10.0
-"""How long a round waits for a new member's position in the order. The operator knows the position
-before the pod starts."""
+"""How long a round waits for the operator to send a new member's position in the order. It rarely
+waits at all, because the operator knows the position before the pod starts."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class RankOrder:
         return sorted(chosen, key=lambda m: (m.index != 0, self.places.get(m.pod, last), m.index))
 
     def known_at(self, chosen: Iterable[Member]) -> float:
-        """Return until when to wait for these members' positions; 0 means not to wait."""
+        """Return the time until which to wait for these members' positions; 0 means not to wait."""
         if not self.expected:
             return 0.0
         return max((m.since + ORDER_SECONDS for m in chosen if m.pod not in self.places), default=0.0)
@@ -84,7 +84,8 @@ def begins_at(
 ) -> float | None:
     """Return when a round of the ready members may begin: 0 for now, None if there are too few.
 
-    `before` is the size of the last round. If as many members are ready, the round does not wait.
+    `enough_since` is when `min_nodes` became ready, and `before` is the size of the last round. If
+    at least `before` members are ready, the round does not wait.
     """
     if ready >= size.nodes:
         return 0.0
@@ -106,9 +107,9 @@ def choose(ready: list[Member], nodes: int, last: int) -> list[Member]:
 
 
 def resizes_at(world: int, since: float | None, ready: int, size: Size) -> float | None:
-    """Return when to restart a round of `world` nodes to change its size; None if it should not be.
+    """Return when to restart a round of `world` nodes to change its size; None to keep its size.
 
-    `since` is when the round began to run.
+    `since` is when the round began to run, and `ready` is the number of nodes that could join.
     """
     if since is None:
         return None

@@ -5,12 +5,13 @@ but does nothing. From outside, that looks like a long evaluation or a slow chec
 alone only raises a suspicion, and the ranks' activity decides:
 
 - **Suspicion.** `UsualGaps` learns the gaps between reports for each activity: the start of a
-  round, training, and whatever the script reports, such as evaluating. After FACTOR times their
-  99th percentile, and at least LEAST_SECONDS, the coordinator checks the ranks. Before LEAST_GAPS
-  gaps are known, the minimum is longer (UNKNOWN), and at startup much longer.
+  round, training, and whatever the script reports, such as evaluating. If no report arrives for
+  FACTOR times the 99th percentile of these gaps, and for at least LEAST_SECONDS, the coordinator
+  checks the ranks. Until LEAST_GAPS gaps are known, the minimum is longer, especially at the start
+  of a round (UNKNOWN).
 - **Proof.** If two more checks, LOOK_EVERY seconds apart, show a standstill (`standstill`), the
-  round ends as a hang, unless recovery.hangs is Report. From the first of these two on, the report
-  shows the step as overdue. If something moves, the pauses between checks grow.
+  round ends as a hang, unless recovery.hangs is Report. The report shows the step as overdue from
+  the first of these two checks on. If something moves, the pauses between checks grow.
 - **hangAfterSeconds** ends the round after that time even without a proof. If the script's steps
   are not counted, silence proves nothing, so the ranks' stacks are compared, and all ranks must
   have been idle for that time.
@@ -19,8 +20,8 @@ alone only raises a suspicion, and the ranks' activity decides:
 
 Example, with steps of 0.5 s: rank 1 deadlocks in its data loader. The first check comes after 15 s,
 the step is reported as overdue at 20 s, and the round ends at 25 s: "no step for 25 s: rank 1 in
-wait (...), the other ranks wait for it". An evaluation of 60 s gets four checks, each of which
-shows CPU time or transferred bytes, so nothing is reported.
+wait (FILE:LINE) (the other ranks are waiting for it); rank 0 in ...". An evaluation of 60 s gets
+four checks. Each shows CPU time or transferred bytes, so nothing is reported.
 
 A hang is treated as a first cause, like any other: docs/decisions/0010. Why hung rounds are stopped
 automatically: docs/decisions/0024.
@@ -44,7 +45,8 @@ UNKNOWN = {START: 600.0, TRAINING: 60.0}
 UNKNOWN_ACTIVITY = 120.0
 """Minimum number of seconds without a report while an activity's pace is unknown."""
 LEAST_AT_START = 60.0
-"""Minimum number of seconds for the start of a round, if an earlier round has completed a step."""
+"""Minimum number of seconds without a report at the start of a round, if an earlier round has
+completed a step."""
 LOOK_EVERY, MOST_BETWEEN_LOOKS = 5.0, 30.0
 
 OVERDUE_SECONDS = 300.0
@@ -191,9 +193,9 @@ class Suspicion:
         self._pause = LOOK_EVERY
 
     def ask(self, now: float) -> bool:
-        """Begin a check, and return whether it may prove a hang.
+        """Begin a check, and return whether it could prove a hang.
 
-        If so, logs should keep its stacks.
+        If so, the members should keep its stacks in their logs.
         """
         self._asked = now
         return self.standstill.looks == 1

@@ -1,6 +1,6 @@
 """The HTTP half of the coordinator's port, one request per connection.
 
-Anyone may read health and metrics; the report, progress and changes need the job's token.
+Anyone can read health and metrics; the report, progress and changes need the job's token.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ async def _answer(
     if route[0] != method:
         raise BadRequest(405, f"{url.path} takes {route[0]}, not {method}")
     if not known and url.path in GUARDED:
-        raise BadRequest(401, "needs the header Authorization: Bearer TOKEN with the job's token, or a proof of it")
+        raise BadRequest(401, "needs the job's token: send Authorization: Bearer TOKEN, or a proof made with the token")
     if method == "POST":
         return _change(server, route[1], body)
     if url.path == protocol.STATUS_PATH:
@@ -137,7 +137,7 @@ async def _answer(
 
 def _report(report: Report) -> str:
     """Return the report as JSON, with strings shortened if it is too large for the operator."""
-    most = report.nodes + protocol.MAX_SPARES  # A job cannot have more pods; the operator cuts the lists too.
+    most = report.nodes + protocol.MAX_SPARES  # The maximum number of pods; the operator cuts the lists too.
     report = replace(report, members=report.members[:most], lost=report.lost[:most])
     text, allowed = _json(report), protocol.MAX_TEXTS
     if _bytes(text) > allowed:
@@ -180,7 +180,7 @@ def _change(server: Any, change: Any, body: bytes) -> tuple[int, str, str]:
     try:
         content = json.loads(body)
     except RecursionError:
-        raise BadRequest(400, "the body is nested too deep") from None
+        raise BadRequest(400, "the body is nested too deeply") from None
     except ValueError as error:
         raise BadRequest(400, f"the body is not JSON: {error}") from None
     try:

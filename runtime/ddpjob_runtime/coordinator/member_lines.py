@@ -15,7 +15,7 @@ LONGEST_AGE = 600.0
 """Maximum number of seconds from a failure to its report. A longer time means that a clock was
 adjusted."""
 LONGEST_CHECK = 4 * 3600
-"""Maximum time in seconds that a round may spend checking its links."""
+"""Maximum number of seconds that a round spends checking its links."""
 
 
 def _ready(coordinator: Coordinator, member: Member, message: dict[str, Any]) -> None:

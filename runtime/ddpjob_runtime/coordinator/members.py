@@ -29,15 +29,15 @@ class Member:
         self.rank: int | None = None
         self.host, self.port, self.ready_at = "", 0, 0.0
         self.watch = 0
-        """Port on which its neighbours watch the member; 0 if they cannot."""
+        """Port on which the member's neighbours watch it; 0 if they cannot."""
         self.check = 0
-        """Seconds that the member's next round may spend on checking the links; 0: no check is
-        requested.
+        """Maximum number of seconds that the member's next round spends on checking the links; 0 if
+        the member does not request a check.
         """
         self.drain_by: float | None = None
         """The deadline for stopping its workers, if the member was asked to stop them."""
         self.drain_planned = False
-        """Whether the workers may save before they end."""
+        """Whether the workers are allowed to save before they end."""
         self.given_up = False
         """Whether the member was declared lost although its connection is still open."""
 
@@ -52,13 +52,13 @@ class Member:
 
     @property
     def has_workers(self) -> bool:
-        """Whether workers of its round may be alive, and the member has not announced its
-        departure.
+        """Whether the member may have live workers of its round, and has not announced that it is
+        leaving.
         """
         return self.state in (MemberState.RUNNING, MemberState.FINISHED)
 
     def count_in(self, tally: Counter[MemberState]) -> None:
-        """Count the member's state in `tally`, together with other members', from now on."""
+        """Count this member's state in `tally`, which all members share, from now on."""
         self._tally = tally
         self._tally[self.state] += 1
 
@@ -136,9 +136,9 @@ class Member:
 class Members:
     """The members (one per index), the missing members, and the pods that are never admitted again.
 
-    The number of ready members is needed for every line from a member. It is updated whenever a
-    state changes. With a thousand members, counting them for each line was half of the work before
-    a round began.
+    Every line from a member needs the number of ready members, so a tally is updated whenever a
+    state changes. With a thousand members, counting them again for each line took half of the CPU
+    time before a round began.
     """
 
     def __init__(self, loop: Loop) -> None:
@@ -146,7 +146,7 @@ class Members:
         self.by_index: dict[int, Member] = {}
         self.missing: dict[int, LostMember] = {}
         """Members lost without notice, by index. They are listed until a pod takes the index or the
-        operator knows the reason.
+        operator reports that the member's pod is gone.
         """
         self._dismissed: dict[str, str] = {}
         self._tally: Counter[MemberState] = Counter()

@@ -4,10 +4,12 @@ Scripts call `ddpjob_report`, and the step counter in the workers reports withou
 script. Both may run in one job, so their reports are merged:
 
 - Once the script reports a step, the counter's figures are ignored and its speed is dropped.
-- A figure keeps its value until it is reported again. Figures about ranks end with their round.
+- A figure keeps its value until it is reported again. Figures about ranks are dropped at the end
+  of their round.
 - An activity, such as evaluating, applies until the next report. `shows_life` decides whether a
   report restarts the time limit for hangs. A repeated step does not restart it.
-- Reports about copies in the bucket are sent in the background, so they do not show life.
+- Reports about copies in the bucket are sent in the background, so they do not show that the
+  script is alive.
 
 Example: the counter reports step 40, so the progress is 40. Then the script, which counts optimizer
 steps, reports step 2. The progress is now 2, and the counter's 41 is ignored.
@@ -93,10 +95,11 @@ def _check_metrics(metrics: Any) -> None:
     if not isinstance(metrics, dict):
         raise ValueError("metrics: must be an object of numbers")
     if len(metrics) > MAX_FIGURES:
-        raise ValueError(f"metrics: at most {MAX_FIGURES} entries, not {len(metrics)}")
+        raise ValueError(f"metrics: must have at most {MAX_FIGURES} entries, not {len(metrics)}")
     for name, value in metrics.items():
         if len(name) > MAX_FIGURES:
-            raise ValueError(f"metrics: names have at most {MAX_FIGURES} characters, not {len(name)}: {name[:40]}...")
+            why = f"names must have at most {MAX_FIGURES} characters, not {len(name)}"
+            raise ValueError(f"metrics: {why}: {name[:40]}...")
         if not _may_be_number(value):
             raise ValueError(f"metrics.{name}: must be a number, not {value!r:.80}")
 

@@ -9,20 +9,22 @@ parts, so that finding the cause does not delay the restart:
 - The workers are stopped. Members get `restart`, and reply `ready` when their workers are gone. A
   planned end (a resize, or a node that leaves) lets workers save first. A planned end can become
   unplanned, but not the reverse.
-- The cause is judged, once. SETTLE_SECONDS after the break, the verdict is final if it is sure and
-  no member is silent. Otherwise the coordinator judges when every worker has ended.
+- The coordinator determines the cause, once. SETTLE_SECONDS after the break, the verdict is final
+  if it is sure and no member is silent. Otherwise the coordinator judges when every worker has
+  ended.
 
 Example: one of four nodes has an error in its program.
 
-    0.00  node 2 reports `failed` with a ValueError: the round is BROKEN, everyone gets `restart`
+    0.00  node 2 reports `failure` with a ValueError: the round is BROKEN, all nodes get `restart`
     0.03  nodes 0, 1 and 3 report connection errors, which are only evidence
-    0.50  the verdict is sure: JUDGED, the operator's next reconcile finds the incident
-    0.90  the last `ready`: the next round may form (`round_sequence`)
+    0.50  the verdict is sure: the round is JUDGED, and the operator's next reconcile finds the
+          incident
+    0.90  the last `ready` arrives: the next round can form (`round_sequence`)
 
-If a connection error comes first, `restart` waits SETTLE_SECONDS: the real cause may still arrive,
-and workers that are asked to stop would fail with misleading errors.
+If a connection error comes first, `restart` is sent SETTLE_SECONDS later, because the real cause
+may still arrive, and workers that are asked to stop would fail with misleading errors.
 
-`states` has a table of the states and their transitions. Why the coordinator judges:
+`states` has a table of the states and their transitions. Why the coordinator determines causes:
 docs/decisions/0010.
 """
 
@@ -80,7 +82,7 @@ class Round:
         self.broken_at: float | None = None
         self._ended_at: float | None = None  # when members were first asked to stop their workers
         self.ended_planned = False
-        """Whether members were asked for a planned end of their workers, which may then save."""
+        """Whether members were asked for a planned end, before which their workers can save."""
         self._dump: HangDump | None = None
         self._hangs = ""
         self._look: HangDump | None = None
@@ -134,7 +136,8 @@ class Round:
     def drains(self) -> bool:
         """Whether `draining` has any members.
 
-        The member that the last search found is checked first, because every line needs the result.
+        Every line from a member needs the result, so the member found by the last search is checked
+        first.
         """
         known = self._drains
         if known is None or not self._has(known) or not self._may_have_workers(known):
@@ -151,13 +154,13 @@ class Round:
 
     @property
     def absent(self) -> int:
-        """Number of ranks in `absent_ranks`. It is computed separately, because every hello needs
-        it.
+        """Number of ranks in `absent_ranks`. Every hello needs it, so it is computed without the
+        list.
         """
         return self.world - len(self._joined)
 
     def absent_ranks(self) -> list[int]:
-        """Return the ranks that have not started workers or not reconnected after a takeover."""
+        """Return the ranks that have not started workers, or not reconnected after a takeover."""
         return [rank for rank in range(self.world) if rank not in self._joined]
 
     # ---- begin, join, run, finish
@@ -204,7 +207,7 @@ class Round:
     def run(self) -> bool:
         """Begin to run if every member has started its workers.
 
-        Return True if the round begins now.
+        Return True if the round begins to run now.
         """
         if self.state is not RoundState.BUILDING or not self.complete:
             return False
@@ -234,7 +237,7 @@ class Round:
     def fail(self, member: Member, failure: WorkerFailure) -> None:
         """Handle a worker that has exited on its own. The member then stops its other workers.
 
-        Exit code 0 is not a failure, but it may be the cause of failures reported with it.
+        Exit code 0 is not a failure, but it may be the cause of other workers' failures.
         """
         if failure.exit_code == 0:
             self._evidence.add_finish(Finish(failure.source, failure.time, failure.rank, failure.local_rank))
@@ -285,7 +288,8 @@ class Round:
     def come_apart(self, member: Member, planned: bool = False) -> None:
         """Break the round because a member has left or is about to leave, for an unknown reason.
 
-        `planned` means that an earlier coordinator asked it to leave and lets workers save.
+        `planned` means that an earlier coordinator has begun a planned end of the round, in which
+        workers are allowed to save.
         """
         why = f"node {member.pod} left the round on its own"
         self._evidence.came_apart(self._loop.now(), {"pod": member.pod, "index": member.index, "message": why})
@@ -419,7 +423,7 @@ class Round:
         self.judge()
 
     def judge(self) -> None:
-        """Decide the first cause of the break, once."""
+        """Determine the first cause of the break. Only the first call has an effect."""
         if self.judged:
             return
         if self._dump is not None:

@@ -1,7 +1,7 @@
 """The sequence of rounds: form, run, break, find the first cause, form the next.
 
-It does not use sockets, and time is passed in. After each event, `advance` does whatever is due and
-sets an alarm for whatever will be due later.
+This module opens no sockets, and its clock is passed in. After each event, `advance` does whatever
+is due and sets an alarm for whatever will be due later.
 
 Two rounds must never run at the same time, because both would write checkpoints, and an old worker
 may still hold the GPU that a new worker needs. So a round forms only when no member of the last
@@ -20,7 +20,7 @@ Example, with three nodes, when node 2's machine loses power:
     30.0  node 1 is fenced. Node 0 is the only remaining member of round 7
     38.0  the replacements of nodes 1 and 2 are ready: round 8 begins with three nodes
 
-A change of the group's size also breaks a running round, but in a planned way: `formation` decides
+A change of the group's size also breaks a running round, but in a planned way. `formation` decides
 when that is worthwhile. After repeated failures of the job itself, the next round waits
 (`backoff`). While a new coordinator waits for its predecessor's members, no round begins or is
 judged (`takeover`).
@@ -166,7 +166,8 @@ class Rounds:
     def record(self, event: str, **fields: Any) -> None:
         """Make one member, rank 0 if possible, record a line that outlives the job's pods.
 
-        The coordinator has no volume, and is gone soon after the job ends.
+        The coordinator cannot keep it, because it has no volume and is gone soon after the job
+        ends.
         """
         writer = self._writer()
         if writer is None:
@@ -261,16 +262,16 @@ class Rounds:
     def _counts_steps(self) -> bool:
         """Whether silence means that the job is not taking steps.
 
-        This is so if steps were counted, unless the counter has since reported that it can no
-        longer count.
+        It does if steps have been counted, unless the counter has since reported that it can no
+        longer count them.
         """
         return self.watch.steps_known and not self._progress.values.get(UNCOUNTABLE)
 
     def _on_look_without_steps(self, since: float, dump: HangDump) -> None:
-        """Decide whether a round whose steps are not counted hangs.
+        """Decide whether a round whose steps are not counted is hung.
 
-        It does not hang while any rank is working. If that is unknown, as after the first check,
-        the time limit starts again.
+        It is not hung while any rank is working. If it is unknown whether any rank is, as after the
+        first check, the time limit starts again.
         """
         current = self.current
         if self.watch.since != since or current is None or current.broken or self.watch.hang_after is None:
@@ -304,13 +305,13 @@ class Rounds:
         """Record that the member has no workers and could begin a round.
 
         `after` is the last round that the member knows of, `check` is how many seconds the next
-        round may spend checking the links, and `watch` is the port on which its neighbours watch
-        it.
+        round may spend checking the links, and `watch` is the port on which the member's neighbours
+        watch it.
         """
         if member.state in (MemberState.LEAVING, MemberState.LOST):
             return
         if member.has_workers and member.round is not None and member.round > after:
-            return  # it was sent before our `go` arrived
+            return  # the member sent this `ready` before our `go` arrived
         self.last_number = max(self.last_number, after)
         current = self.current
         left = current is not None and current.holds(member) and not current.broken
@@ -405,7 +406,7 @@ class Rounds:
     def lose(self, member: Member, why: str) -> None:
         """Handle a member that has disappeared without notice.
 
-        The caller calls `advance` after removing all lost members.
+        The caller must call `advance` after removing all lost members.
         """
         if not self.over:
             self._members.miss(member, why)
@@ -414,7 +415,7 @@ class Rounds:
     def remove(self, member: Member, why: str) -> None:
         """Handle a member that is gone.
 
-        The caller calls `advance` after removing all lost members.
+        The caller must call `advance` after removing all lost members.
         """
         current, was = self.current, member.state
         held = current is not None and current.holds(member)
@@ -451,7 +452,10 @@ class Rounds:
     # ---- takeover from an earlier coordinator, changes by the operator, progress
 
     def hold(self) -> None:
-        """Begin and judge no round, because an earlier coordinator's round may be running."""
+        """Begin or judge no round until `release`.
+
+        An earlier coordinator's round may still be running.
+        """
         self.held = True
 
     def release(self) -> None:
@@ -494,8 +498,8 @@ class Rounds:
     def progress(self, alive: bool, activity: str, step: bool) -> None:
         """Process a progress report.
 
-        `alive` indicates whether the report shows that the job is alive, and `step` whether it has
-        values of a step.
+        `alive` indicates whether the report shows that the job is alive, and `step` whether it
+        contains figures of a step.
         """
         if step:
             self.downtime.step(self._now(), self.state == CoordinatorState.RUNNING)

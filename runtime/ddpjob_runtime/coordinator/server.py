@@ -7,11 +7,11 @@ member lost costs a restart, and waiting for a dead one stops the whole group. S
 checked:
 
 - After SILENCE_SECONDS, the member gets a heartbeat. If its kernel acknowledges the heartbeat, the
-  process is only suspended, and may be silent for SLOW_SECONDS. Otherwise it is lost after
-  PROBE_SECONDS.
-- If most members are silent, this coordinator or its network is failing. They may be silent for
-  BLIND_SECONDS. After that, all silent members are lost together, so that the operator replaces
-  this coordinator.
+  process is only suspended, and is lost only after SLOW_SECONDS of silence. If not, the member is
+  lost after PROBE_SECONDS.
+- If most members are silent, this coordinator or its network is failing. Then no member is lost
+  before BLIND_SECONDS of silence. After that, all silent members are lost together, so that the
+  operator replaces this coordinator.
 - If a training member's connection ends after a silence, or after a suspension of this process, the
   member has RETURN_SECONDS to reconnect.
 
@@ -49,18 +49,18 @@ from ddpjob_runtime.protocol import FromMember, MemberState, ToMember
 
 HELLO_SECONDS = 10.0
 STARTING_SECONDS = 120.0
-"""How long a starting member may be silent. Loading torch from a cold disk stalls all threads of a
-launcher.
+"""How long a starting member may be silent. The limit is high because loading torch from a cold
+disk stalls all threads of a launcher.
 """
 PROBE_SECONDS = 1.0
-"""How long the kernel of a silent member may take to acknowledge data. If it does, the member is
-suspended but alive.
+"""How long the kernel of a silent member may take to acknowledge data. If it acknowledges the data
+in time, the member is suspended but alive.
 """
 SLOW_SECONDS, BLIND_SECONDS = 15.0, 30.0
 """Maximum silence of a suspended member, and of any member while most of them are silent."""
 RETURN_SECONDS = 10.0
-"""How long a member may take to reconnect after its connection ended. This applies if the member
-was silent before or this process was suspended.
+"""How long a member may take to reconnect if its connection ended after a silence of the member, or
+after a suspension of this process.
 """
 TICK_SECONDS, STALL_SECONDS = 0.25, 1.0
 MAX_BACKLOG = 1024 * 1024
@@ -103,7 +103,8 @@ class Strangers:
     """Connections whose peers have not proved that they know the job's token.
 
     If there are too many, the oldest connection from the address with the most connections is
-    closed. So nobody can lock out members and the operator by holding connections open.
+    closed. This keeps strangers from locking out members and the operator by holding connections
+    open.
     """
 
     def __init__(self) -> None:
@@ -123,7 +124,7 @@ class Strangers:
     def recognize(self, writer: asyncio.StreamWriter) -> None:
         """Stop counting this connection as a stranger's.
 
-        Its peer has proved that it knows the token, or it has ended.
+        Its peer has proved that it knows the token, or the connection has ended.
         """
         self._open.pop(writer, None)
 
@@ -140,7 +141,7 @@ class Strangers:
 class MemberConnection(asyncio.StreamReaderProtocol):
     """A connection that handles a member's heartbeats itself.
 
-    Waking the member's task for each heartbeat was most of the work during training.
+    During training, waking the member's task for each heartbeat took most of the CPU time.
     """
 
     _on_beat: Callable[[], bool] | None = None
@@ -153,7 +154,7 @@ class MemberConnection(asyncio.StreamReaderProtocol):
         self._on_beat = on_beat
 
     def data_received(self, data: bytes) -> None:
-        """Receive bytes. A heartbeat usually arrives alone."""
+        """Receive bytes, and handle a heartbeat if it arrives alone, as it usually does."""
         if data != BEAT or self._on_beat is None or not self._on_beat():
             super().data_received(data)
 
@@ -177,7 +178,7 @@ class Server:
         self.coordinator = Coordinator(settings, now, later, self._on_change, log, self._acknowledges)
 
     def renew(self) -> None:
-        """Choose a new random number.
+        """Choose a new random number as `instance`.
 
         Proofs made for an earlier number become invalid.
         """
@@ -288,8 +289,10 @@ class Server:
             await _flush(writer)
 
     def _answer_beats(self, member: Member, writer: asyncio.StreamWriter) -> None:
-        """Answer the member's heartbeats without waking its task, while it has nothing to do."""
+        """Answer the member's heartbeats without waking its task.
 
+        Heartbeats still reach the task if it may have to end the connection.
+        """
         transport, answer = writer.transport, protocol.encode(ToMember.HEARTBEAT)
 
         def on_beat() -> bool:
@@ -426,7 +429,7 @@ class Server:
             probed, seconds = member.heard, PROBE_SECONDS
 
     def _lives(self, member: Member, writer: asyncio.StreamWriter) -> bool:
-        """Whether a silent member may be only slow, or partitioned together with most others."""
+        """Whether a silent member may just be slow, or be partitioned together with most others."""
         silence = now() - member.heard
         if silence < SLOW_SECONDS and is_acknowledged(writer.get_extra_info("socket")):
             return True
@@ -443,7 +446,7 @@ class Server:
         """Return the silent members if they are the majority, because then this coordinator is the
         one that is partitioned. Otherwise, return an empty list.
         """
-        # A starting member imports torch, and may be silent for a long time.
+        # Starting members do not count, because importing torch may silence them for a long time.
         others = [other for other in self.coordinator.members if other.state != MemberState.STARTING]
         silent = [other for other in others if now() - other.heard > protocol.SILENCE_SECONDS / 2]
         return silent if len(silent) > max(1, len(others) / 2) else []

@@ -9,7 +9,7 @@ from ddpjob_runtime.protocol import Hangs, Mode
 
 @dataclass(frozen=True)
 class CoordinatorSettings:
-    """The coordinator's arguments, except addresses. Times are in seconds.
+    """The coordinator's arguments other than addresses. Times are in seconds.
 
     If `hang_after` is None, silence alone never ends a round. `ordered` means that the operator
     will send the order of the ranks, so the first round waits briefly for it. `no_restarts` means

@@ -2,27 +2,28 @@
 
 A check (`Look`) asks every launcher for the stacks of its workers, and for what they have done
 since the last check (`worker_vitals`). One check proves nothing, so a `Standstill` compares each
-check with the last one. The round stands still between two checks if the stack of every rank is the
-same, and
+check with the previous one. The round stands still between two checks if the stack of every rank is
+the same, and one of these is true:
 
-- the ranks outside of a collective have not read, written, received or computed anything. The other
-  ranks wait for them, so they are the culprits;
-- or every rank is in a collective, and no rank has transferred anything.
+- Some ranks are outside of a collective, and have not read, written, received or computed anything.
+  The other ranks wait for them, so they are the culprits.
+- Every rank is in a collective, and no rank has transferred anything.
 
 A rank that uses a GPU may spend CPU time while its stack stays the same, because a wait for a GPU
 spins. A long computation on the GPU looks the same. Such a rank is not a culprit, and if there is
 such a rank, the others must stand still for SPIN_LOOKS checks. Otherwise LEAST_LOOKS checks are
-enough. Some waits often end by themselves, and must last longer (PATIENCE): a stopped process, a
-system call on storage, a server's response, a sleep. After any movement, the comparison starts
-again.
+enough. Some waits often end by themselves: for a stopped process, a system call on storage, a
+server's response, or a sleep. They must last longer to count (PATIENCE). After any movement, the
+comparison starts again.
 
 Example, 5 s between checks:
 
      0  rank 0 in all_reduce; rank 1 in get (queue.py:180), no CPU time known yet
-     5  the same places; rank 1 used 0.00 s, 0 bytes: a standstill, rank 1 is awaited
-    10  the same again: proved. If rank 1 had been in fsync, it would be proved after 120 s
+     5  the same places; rank 1 used 0.00 s of CPU time and moved 0 bytes: a standstill, in which
+        rank 0 waits for rank 1
+    10  the same again: the hang is proved. If rank 1 were in fsync, the proof would take 120 s
 
-A check that lacks the response of a member is dropped. Why: docs/decisions/0024.
+A check without the response of every member is dropped. Why: docs/decisions/0024.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from ddpjob_runtime.coordinator.members import Member
 from ddpjob_runtime.protocol import RankLook, ToMember, WaitKind
 
 LEAST_MEMBERS = 3
-"""Minimum number of members. With fewer, it is unclear which of them waits for the other, unless
-one is in a collective."""
+"""Minimum number of members for naming the one whose stacks differ as the culprit. With two
+members, it is unclear which one waits for the other, unless one is in a collective."""
 NAMED_RANKS = 8
 
 LOOK_SECONDS = 4.0
@@ -48,13 +49,13 @@ rank spins on a GPU."""
 LEAST_GAP = 2.0
 """Two checks closer together than this, in seconds, do not prove anything."""
 IDLE_SHARE, IDLE_BYTES = 0.02, 8192
-"""Idle ranks use a smaller share of a core and transfer fewer bytes between two checks. Threads
-that only watch, such as NCCL's, stay below that."""
+"""An idle rank uses at most this share of a core and transfers at most this many bytes between two
+checks. Threads that only watch, such as NCCL's, stay below these limits."""
 PATIENCE = {
     WaitKind.STOPPED: 60.0, WaitKind.STORAGE: 120.0, WaitKind.ASLEEP: 120.0, WaitKind.TRACED: float("inf"),
 }  # fmt: skip
 """How many seconds ranks must stand still if they wait for something that often ends on its own. A
-traced process waits for its debugger.
+traced process is never a proof, because it waits for its debugger.
 """
 
 FRAME = re.compile(r'^[ \t]*File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$', re.M)
@@ -72,8 +73,9 @@ BACKWARD = "_engine_run_backward"
 
 
 class Look:
-    """Collects the responses of one check. It calls `done` with the places of all ranks, or with
-    None if a member did not respond.
+    """Collects the responses of one check.
+
+    It calls `done` with itself once all members have responded, or with None after LOOK_SECONDS.
     """
 
     def __init__(self, loop: Loop, members: list[Member], done: Callable[[Look | None], None]) -> None:
@@ -116,7 +118,7 @@ class Standstill:
         """The ranks that the others wait for; all ranks if every rank is in a collective."""
 
     def add(self, now: float, look: Look) -> bool:
-        """Compare a check with the last one, and return False if something has moved in between."""
+        """Compare a check with the previous one, and return False if something has moved."""
         before, self._before = self._before, look
         found = None if before is None else _compare(before.ranks, look.ranks)
         if found is None:
@@ -188,7 +190,7 @@ class Stacks:
     """The stacks of a round without steps, by rank.
 
     `members` maps each rank to the member that runs it. `apart` contains the ranks that the others
-    wait for; it is empty if unknown. `waits` contains any other facts that are known about a rank.
+    wait for; it is empty if unknown. `waits` describes what a rank waits for, as far as known.
     """
 
     def __init__(

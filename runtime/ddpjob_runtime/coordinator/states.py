@@ -12,7 +12,7 @@ from ddpjob_runtime.protocol import CoordinatorState, MemberState
 class RoundState(Enum):
     """The states of a round.
 
-    `JUDGED` means that its first cause is decided, although its workers may still be ending.
+    `JUDGED` means that the cause of its break is settled, although its workers may still be ending.
     """
 
     BUILDING = "Building"
@@ -65,8 +65,8 @@ COORDINATOR_TRANSITIONS: Mapping[CoordinatorState, set[CoordinatorState]] = {
     CoordinatorState.SUCCEEDED: set(),
     CoordinatorState.STOPPED: set(),
 }
-"""The state returns to Forming if the round was superseded. It becomes Succeeded without Running if
-all members of a round that was taken over had already finished."""
+"""The state returns to Forming if the round was superseded. It becomes Succeeded without
+having been Running if all members of a round that was taken over had already finished."""
 
 S = TypeVar("S", bound=Enum)
 

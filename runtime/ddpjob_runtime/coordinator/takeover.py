@@ -6,12 +6,12 @@ hello: the number and size of their round, their rank, and whether their workers
 danger is that a new coordinator begins a second, concurrent round with the members that have
 reconnected so far.
 
-So from the first hello on, no round begins or is judged (`hold`) until one of these is known:
+So from the first hello on, no round begins or is judged (`hold`) until one of these is true:
 
-- Every rank of the round has reconnected: the round continues.
-- ADOPT_SECONDS have passed: the round breaks because some ranks did not reconnect.
-- The round is known to be over, or as many pods are gone as ranks are absent: the remaining members
-  have BROKEN_SECONDS to reconnect.
+- Every rank of the round has reconnected. Then the round continues.
+- ADOPT_SECONDS have passed. Then the round breaks because some ranks did not reconnect.
+- The round is known to be over, or as many pods are gone as ranks are absent. Then the hold ends
+  after another BROKEN_SECONDS, in which the remaining members can reconnect.
 
 Example, with four nodes in round 7, when the coordinator's pod is replaced:
 
@@ -22,8 +22,8 @@ Example, with four nodes in round 7, when the coordinator's pod is replaced:
 If node 3 had died with the coordinator, the operator would report its pod as gone. The hold would
 end after 5 s, and round 7 would break with the cause PeerLost.
 
-A member from a later round than the adopted one supersedes it, and members of the earlier round are
-drained. Round numbers cannot collide (NUMBERS_PER_ATTEMPT).
+If a member of a later round than the adopted one reconnects, the later round is adopted instead,
+and members of the earlier round are drained. Round numbers cannot collide (NUMBERS_PER_ATTEMPT).
 
 Why the loss of the coordinator does not lose a step in Fast mode: docs/decisions/0008.
 """
@@ -39,8 +39,9 @@ from ddpjob_runtime.coordinator.round_sequence import Rounds
 from ddpjob_runtime.protocol import MAX_PODS, MemberState, whole_number
 
 ADOPT_SECONDS = 45.0
-"""How long members of an undisturbed round may take to reconnect. If their former coordinator still
-runs, they look for the next one every 10 s, and a name server may return the old address for 30 s.
+"""How long members of an undisturbed round may take to reconnect. While their former coordinator is
+still running, they look for a new one only every 10 s, and a name server may return the old address
+for 30 s.
 """
 BROKEN_SECONDS = 5.0
 """How long members may take to reconnect once the round is known to be over."""
@@ -55,7 +56,8 @@ class Resume:
     world: int
     state: MemberState
     planned: bool = False
-    """Whether the member was asked to stop that round's workers; they may save before exiting."""
+    """Whether the member was asked to stop the round's workers in a planned way, so that they may
+    save before they exit."""
 
     @property
     def has_workers(self) -> bool:
@@ -149,9 +151,9 @@ class Takeover:
         if current is None:
             known = self._members.ready_count >= self._rounds.size.nodes
         else:
-            # The absent members' names are unknown. So if as many pods are gone, assume that they
-            # are the absent members' pods. After a planned end, keep the long limit, because
-            # members may be saving before they look for this coordinator.
+            # The absent members' names are unknown. So if as many pods are gone as members are
+            # absent, assume that they are the same. After a planned end, keep the long limit,
+            # because members may be saving before they look for this coordinator.
             over = current.broken and not current.ended_planned
             known = over or len(self._gone) >= current.absent
         if known and self._until > self._loop.now() + BROKEN_SECONDS:

@@ -10,8 +10,8 @@ spare when it reconnects. So a loss is decided within a second if two witnesses 
 
 A report makes the coordinator check all members, not only the reported one. If most of them
 are silent, this coordinator is the one that is partitioned, and no member is lost. A spare counts
-only if it also acknowledges the heartbeat. There must be a spare for each lost member; otherwise
-the server's limits decide.
+only if it also acknowledges the heartbeat. If there are fewer spares than lost members, only the
+time limits of `server` apply.
 
 A link that is down for less than 0.5 s cannot cause a loss. Both kernels resend every 0.2 s
 (`resend_often`), so the heartbeat is acknowledged at most 0.7 s after the outage began. The
@@ -38,11 +38,12 @@ from ddpjob_runtime.protocol import MemberState, ToMember
 CONFIRM_SECONDS = 0.35
 """How long members' kernels may take to acknowledge a heartbeat."""
 LATE_SECONDS = 0.3
-"""If a check is this many seconds late, this process or its host was stopped. The check is then
-repeated.
+"""If a check is this many seconds late, this process or its host must have been paused. The check
+is then repeated.
 """
 FRESH_SECONDS = 2.0
-"""How long a report is valid. Neighbours repeat it every second, and a withdrawal may be lost."""
+"""How long a report is valid. Reports expire because a withdrawal may be lost. Neighbours repeat a
+valid report every second."""
 PAUSE_SECONDS = 1.0
 """Minimum time between checks that find no loss."""
 
@@ -65,7 +66,7 @@ class Witnesses:
         """Record that a neighbour of this member is silent, or is heard again.
 
         Raises:
-            ValueError: the rank is not a neighbour's.
+            ValueError: `rank` is not a neighbour of the member.
         """
         current = self._rounds.current
         if current is None or number != current.number or not current.holds(member) or member.rank is None:
@@ -81,7 +82,10 @@ class Witnesses:
         self._look()
 
     def _look(self) -> None:
-        """Ask all members' kernels to acknowledge, if a member is reported and a spare is ready."""
+        """Send all members a heartbeat, if a member is reported and a spare is ready.
+
+        `_judge` then checks whose kernel has acknowledged it.
+        """
         now = self._loop.now()
         if self._looked_at is not None or now < self._rests_until:
             return

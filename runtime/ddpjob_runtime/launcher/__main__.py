@@ -90,7 +90,7 @@ def main() -> NoReturn:
     shutdown.clean_up = clean_up
     watch_signals(lambda number: on_signal(number, client, shutdown))
     shutdown.close_client = client.close
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # otherwise, a replaced node never finds rank 0's store
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # otherwise, a replacement never finds rank 0's store
     os.environ["DDPJOB_LAUNCHER_PID"] = str(os.getpid())
     if preflight is not None:
         preflight.begin()
@@ -401,9 +401,9 @@ def require_torchrun() -> Any:
 
 
 def parse(run: Any, arguments: list[str]) -> Any:
-    """Parse as torchrun does.
+    """Parse the arguments as torchrun does.
 
-    Arguments that torchrun rejects are an error in the job's manifest.
+    Raises InitFailure if torchrun rejects them, because the job's manifest must then be corrected.
     """
     parser = run.get_args_parser()
 
@@ -479,7 +479,7 @@ def classify(error: BaseException) -> tuple[str, int]:
     A lost rendezvous is a consequence; any other exception is a failure of this node.
     """
     if "torch.distributed.elastic.rendezvous.api" not in sys.modules:
-        return "Error", 1  # The error has a different type, and importing torch here may fail too.
+        return "Error", 1  # No rendezvous was begun, and importing torch here could fail too.
     import torch.distributed as dist
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 

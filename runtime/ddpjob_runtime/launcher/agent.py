@@ -9,7 +9,8 @@ begins:
 - `restart` stops all workers and their sessions with SIGTERM, and with SIGKILL after the grace
   period. The launcher then waits until the kernel has removed them, because they may hold the
   device. In a planned restart, workers have the pod's grace period to save.
-- A worker that exits with EXIT_STEPPED_ASIDE has saved. Its node waits for its other workers.
+- A worker that exits with EXIT_STEPPED_ASIDE has saved. The launcher then waits for the node's
+  other workers.
 
 Example: rank 5 fails on node 1. Node 1 reports the ValueError and ends its other workers. Nodes 0
 and 2 get `restart` and stop their workers within 0.3 s (Fast mode). All three then send `ready`.
@@ -55,12 +56,12 @@ ABORTED = (
     ": a library aborted the process; its reason is at the end of the pod's log. With GPUs, it is usually NCCL's "
     "watchdog, because a device failed or a collective timed out"
 )
-"""Added to the message of a worker that SIGABRT ended without an exception, because only its output
-shows the reason.
+"""Added to the message if SIGABRT ended a worker without an exception, because only the worker's
+output then shows the reason.
 """
 STAYED = " (its process was still running 10 s later, and was killed)"
-"""Added to the message if a worker's program failed and the worker's own alarm then ended it
-(worker.py).
+"""Added to the message if a worker's program failed and the alarm that worker.py sets then ended
+the process.
 """
 LOADER_KILLED = re.compile(r"DataLoader worker \(pid.*\) (is killed by signal: Killed|exited unexpectedly)")
 """How torch's DataLoader reports, in the worker, that one of its processes was killed."""
@@ -69,13 +70,13 @@ GONE_SECONDS = 60.0
 or a lot of memory.
 """
 TRACKER_SECONDS = 1.0
-"""How many seconds resource trackers may take to end. A tracker stays as long as a process outside
-its session uses it.
+"""How many seconds resource trackers may take to end. Then they are killed, because a tracker stays
+as long as a process outside its session uses it.
 """
 _COUNTS_PER_ATTEMPT = 1000
 LAST_SECONDS = 3.0
-"""How many seconds workers may take to end when this node ends. Leftover processes end with its
-container.
+"""How many seconds workers may take to end when this node ends. Processes that take longer are
+killed with the container.
 """
 RESTART_GRACE = {Mode.STANDARD: 2.0, Mode.FAST: 0.3}
 """Seconds between SIGTERM and SIGKILL in a broken round, whose step can no longer be completed."""
@@ -104,7 +105,7 @@ class CoordinatedAgent(LocalElasticAgent):
         self._remaining_restarts: int
         self._grace = RESTART_GRACE[mode]
         self._ended: dict[int, int] = {}  # exit codes, by local rank, of workers that we did not end
-        self._ending: dict[int, int] = {}  # exit codes of programs that ended before their process
+        self._ending: dict[int, int] = {}  # exit codes of programs whose process has not ended yet
         self._oom_kills = 0
         self._activity = stacks.Activity()
         shutdown.stop_workers = self._stop_for_good
@@ -181,9 +182,10 @@ class CoordinatedAgent(LocalElasticAgent):
     def _end_workers(self, context: Any, death_sig: signal.Signals) -> bool:
         """Stop the workers, and return whether they and their children are gone.
 
-        They get SIGTERM, and SIGKILL after the grace period. No worker may start while a worker of
-        an earlier round, or its child, still holds the device. After SIGKILL, torch itself waits
-        forever (2.6) or gives up after the grace period (2.15), and it never waits for children.
+        They get SIGTERM, and SIGKILL after the grace period. A new worker must not start while a
+        worker of an earlier round, or its child, still holds the device. After SIGKILL, torch
+        itself waits forever (2.6) or gives up after the grace period (2.15), and it never waits for
+        children.
         """
         handlers = list(context.subprocess_handlers.values())
         for handler in handlers:
@@ -252,10 +254,11 @@ class CoordinatedAgent(LocalElasticAgent):
         return RunResult(state=WorkerState.HEALTHY)
 
     def _report(self, context: Any, number: Any, ranks: dict[int, int]) -> None:
-        """Report the workers that this launcher did not end because of their peers.
+        """Report the workers that ended on their own, not because this launcher stopped them.
 
-        A worker whose exception is in its error file may still be waiting for one of its threads or
-        a device. Exit code 0 of a worker may explain its peers' errors.
+        They include a worker whose exception is in its error file although its process still waits
+        for a thread or a device. Exit code 0 is reported too, because it may explain the errors of
+        the worker's peers.
         """
         codes = {**self._ending, **self._ended}
         if not any(codes.values()) and len(codes) == len(ranks):
@@ -343,8 +346,8 @@ class CoordinatedAgent(LocalElasticAgent):
 def restarts_before(number: int) -> int:
     """Return TORCHELASTIC_RESTART_COUNT of a round.
 
-    Workers use the count to meet in the store, so it must be equal on all nodes, and depends only
-    on the round's number. After a restart it is never 0, because scripts use it to decide whether
+    Workers use the count to meet in the store. It must be equal on all nodes, so it depends only on
+    the round's number. After a restart it is never 0, because scripts use it to decide whether
     to resume. It always grows (by a thousand with each coordinator that takes over), because
     torchrun empties the log folder of a repeated count.
     """
@@ -376,7 +379,8 @@ def _kill_sessions(context: Any, spare_trackers: bool) -> set[int]:
     """Send SIGKILL to leftover worker processes, and return the pids that have not ended yet.
 
     Every worker leads its own session. With `spare_trackers`, Python's resource trackers are not
-    killed. A tracker ends after its users, and unlinks leftovers of killed processes in /dev/shm.
+    killed, because a tracker ends by itself after the processes that use it, and removes what
+    killed processes have left in /dev/shm.
     """
     left = set()
     for pid in _processes_of(set(context.pids().values())):
@@ -490,8 +494,9 @@ def signal_name(code: int) -> str | None:
 class ErrorFile:
     """A worker's own record of its end.
 
-    `init` means that it had not begun to train, and that a retry would not help. `exit_code` is the
-    program's exit code if it ended with this error; None if it may have caught the error.
+    `init` means that the worker had not begun to train, and that a retry would not help.
+    `exit_code` is the program's exit code if this error ended it; None if the program may have
+    caught the error.
     """
 
     message: str = ""

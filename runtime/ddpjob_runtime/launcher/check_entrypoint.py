@@ -16,7 +16,7 @@ class InitFailure(Exception):
 
 
 def check_script(script: str) -> None:
-    """Check that SCRIPT is a file, or a folder or archive with a __main__.py."""
+    """Check that `script` is a file, or a folder or archive with a __main__.py."""
     path = Path(script)
     where = f"{script!r} (working directory {Path.cwd()})"
     unreadable = f"script {where} cannot be read by user {os.getuid()}; change its permissions, or those of its folders"
@@ -69,8 +69,8 @@ def check_module(name: str) -> None:
 def _missing_part(name: str, placeholders: list[str]) -> str:
     """Return what is wrong with a dotted name; empty if it is valid.
 
-    Parent packages are replaced by placeholder modules, because the import system looks them up by
-    name.
+    The import system looks up parent packages by name in sys.modules, so placeholder modules take
+    their place there.
     """
     path: list[str] | None = None
     parts = name.split(".")

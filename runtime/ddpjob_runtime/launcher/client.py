@@ -5,8 +5,9 @@ lose information for the coordinator.
 
 - The coordinator's name is resolved at each attempt, because a new coordinator has a new address.
   Before a hello, the coordinator proves that it knows the job's token.
-- Lines that cannot be sent wait for the next welcome. Notes are part of every hello. Failures of
-  the current round are sent again to the same coordinator, because a link may lose them.
+- Lines that cannot be sent wait for the next welcome. Notes are part of every hello. If this node
+  reconnects to the same coordinator, it resends the current round's failures, because the broken
+  connection may have lost them.
 - In Standard mode, a node gives up after RECONNECT_SECONDS. In Fast mode, a node with workers never
   gives up; a node without workers gives up after torchrun's join timeout.
 - In Fast mode, a coordinator that was replaced may still be running. So `_look` checks whether the
@@ -22,7 +23,7 @@ Why: docs/decisions/0008.
 from __future__ import annotations
 
 import contextlib
-import encodings.idna  # noqa: F401  (encodes names; imported here, since two threads must not be the first to do so)
+import encodings.idna  # noqa: F401  (encodes names; imported here, so that two threads never import it at once)
 import random
 import secrets
 import socket
@@ -39,14 +40,14 @@ from ddpjob_runtime.protocol import FromMember, MemberState, Mode, ToMember
 
 CONNECT_SECONDS = 2.0
 LOOKUP_SECONDS = 10.0
-"""Seconds between checks whether the coordinator's name leads to a later coordinator. A coordinator
-that was replaced because its host was unreachable may still be running and sending.
+"""Seconds between checks whether the coordinator's name leads to a later coordinator. They are
+needed because a coordinator that was replaced when its host was unreachable may still be running.
 """
 FIRST_SECONDS = 60.0
 """Seconds without a coordinator after which attempts to connect become less frequent."""
 MAX_UNSENT = 1000
-"""Maximum number of lines that wait for a connection. A node with many ranks reports each failure,
-and any of them may be the cause."""
+"""Maximum number of lines that wait for a connection. There may be many, because a node reports the
+failure of each of its ranks, and any of them may be the cause."""
 SHORT_MESSAGE = 300
 """Number of characters of a failure message that fit into one packet on any link."""
 GOODBYE_SECONDS = 1.0
@@ -158,8 +159,8 @@ class MemberClient:
         """Report that this node can begin a round, and return the coordinator's `go`.
 
         Return None if the job is done. `port` is the port of the store that this node would host as
-        rank 0; 0 without a store. The round may first spend `check` seconds checking its links; 0
-        if this node does not request a check.
+        rank 0; 0 without a store. `check` is the maximum number of seconds that the round spends on
+        checking its links before it trains; 0 if this node does not request a check.
         """
         with self.changed:
             self._go, self._idle_since = None, time.monotonic()
@@ -183,7 +184,7 @@ class MemberClient:
     def note(self, kind: str, why: str) -> None:
         """Give the operator a note about this pod.
 
-        The note replaces the last one of its kind. An empty note only removes it.
+        The note replaces the previous note of its kind. If `why` is empty, that note is removed.
         """
         why = protocol.clip(why, protocol.MAX_NOTE)
         with self._lock:
@@ -308,7 +309,7 @@ class MemberClient:
     def _gives_up(self, missed_since: float, known: bool) -> bool:
         """Whether to stop waiting for a coordinator.
 
-        `known` indicates whether there was one before.
+        `known` indicates whether a coordinator has ever admitted this node.
         """
         if known and self._mode == Mode.STANDARD:
             return time.monotonic() >= missed_since + self._reconnect_seconds
@@ -316,7 +317,10 @@ class MemberClient:
         return idle_since is not None and time.monotonic() >= max(missed_since, idle_since) + self._join_seconds
 
     def _connect(self) -> socket.socket:
-        """Connect to the first coordinator of this job found at its addresses. Raises OSError."""
+        """Connect to the first of the name's addresses at which this job's coordinator responds.
+
+        Raises OSError.
+        """
         problem = OSError(f"no address was found for {self._address[0]}")
         for host in self._resolve():
             try:
@@ -368,7 +372,7 @@ class MemberClient:
 
         Return both nonces, and (generation, attempt). The name or address may currently belong to a
         different job, or to this job with an older token. The proof also covers the generation and
-        attempt, because otherwise a relay could claim any of them. Raises OSError.
+        attempt, because otherwise a relay could claim any numbers. Raises OSError.
         """
         nonce = secrets.token_hex(16)
         stream.sendall(protocol.encode(FromMember.CHALLENGE, nonce=nonce))
@@ -415,7 +419,7 @@ class MemberClient:
                 continue  # not a coordinator of this job
             if place[0] > self._identity.get("generation", place[0]):
                 self._leave_generation(place[0])
-                return  # another address of this coordinator does not count as the second find
+                return  # another address of the same coordinator must not count as the second time
             if place > self._place:
                 self._move(stream, place)
                 return
@@ -423,7 +427,7 @@ class MemberClient:
     def _leave_generation(self, found: int) -> None:
         """End when a later generation is found for the second time.
 
-        By then, a live kubelet would have asked this pod to end.
+        By then, this host's kubelet would have asked this pod to end, if it were alive.
         """
         if self._outdated:
             expected = self._identity["generation"]
@@ -442,7 +446,8 @@ class MemberClient:
     def _read(self, stream: socket.socket) -> tuple[bool, str, bool]:
         """Handle lines until the connection ends.
 
-        Return (whether everything was received, why it ended, whether this node was welcomed).
+        Return (whether the coordinator has sent its last line, why the connection ended, whether
+        this node was welcomed).
         """
         why, self._refusal = "it closed the connection", ""
         try:
@@ -533,8 +538,8 @@ class MemberClient:
         with self._lock:
             self.welcomed = True
             self._write_all_kept()
-            # Read this only now, because `wait_go` sets it first, and sends it only if this node is
-            # already welcomed.
+            # Read `_ready` only after setting `welcomed`. `wait_go` sets `_ready` and then sends it
+            # only if this node is welcomed, so one of the two threads sends it.
             ready = self._ready
             if ready is not None:
                 self._write(protocol.encode(FromMember.READY, **ready))

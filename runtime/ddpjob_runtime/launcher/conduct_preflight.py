@@ -7,8 +7,9 @@ with a link check in stages. The later stages are needed only if the first one f
 2. `alone`: the ranks of each node do an all-reduce, if a node has several ranks.
 3. `pairs0` to `pairs2`: neighbours in a ring do an all-reduce, so that each link is tried once.
 
-A node fails if its own ranks fail, or both of its links. If only one link fails, the fault may be
-at either end. Then one of the two nodes ends with an ordinary failure, and no culprit is named.
+A node fails if its own ranks fail, or if both of its links fail. If only one link fails, the fault
+may be at either end. Then one of the two nodes ends with an ordinary failure, and no culprit is
+named.
 
 Example: the all-reduce of 4 nodes fails. Pairs (0, 1) and (2, 3) are tried, then (1, 2) and (3, 0).
 The pairs (0, 1) and (1, 2) fail, so the node of rank 1 is the culprit and ends as unfit.
@@ -44,7 +45,7 @@ stages of pairs.
 """
 MARGIN_SECONDS = 15.0
 """Seconds to allow for an exchange over the store. In addition to its check, a stage may take this
-once for the meeting address, once for the results, and twice for the verdict."""
+long once for the meeting address, once for the results, and twice for the verdict."""
 _POLL_SECONDS = 0.05
 _MAX_OUTPUT = 64 * 1024
 
@@ -54,7 +55,7 @@ Group = tuple[int, ...]
 
 
 class Abandoned(Exception):
-    """The round ended before its check."""
+    """A check was cancelled because its result is no longer needed."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class HardwareCheck:
         self._output, self._ended = b"", False
 
     def wait(self, until: float, cancelled: Cancelled) -> dict[str, Any]:
-        """Return the result or, after `until` (monotonic seconds), the part that hangs.
+        """Return the result or, after `until` (monotonic seconds), the step that hangs.
 
         Raises Abandoned.
         """
@@ -128,7 +129,7 @@ class HardwareCheck:
         """Kill the process, whatever it is doing."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # A process that a driver blocks is left behind.
+        with contextlib.suppress(subprocess.TimeoutExpired):  # If a driver blocks the process, leave it behind.
             self._process.wait(1)
 
 
@@ -142,7 +143,9 @@ class NodePreflight:
 
     @property
     def wanted_seconds(self) -> int:
-        """Seconds that a check may add to the start of this node's next round; 0 if none."""
+        """Maximum number of seconds by which a link check delays this node's next round; 0 if no
+        check is needed.
+        """
         if not self.settings.group or self.passed_group:
             return 0
         return int(STAGES * (self.settings.seconds + 4 * MARGIN_SECONDS))
@@ -227,7 +230,7 @@ class NodePreflight:
         return NodeResult(pod, on, problem, min(rates, default=0.0), str(found[0].get("transport", "")))
 
     def _linger(self, store: Any, stage: str, group: Group, cancelled: Cancelled) -> None:
-        """Keep a group's store until its other nodes are done.
+        """Keep the group's store until the group's other nodes are done.
 
         Otherwise, the loss of the store would look like a broken link.
         """
@@ -287,8 +290,8 @@ class NodeResult:
 class LinkVerdict:
     """The outcome of a link check.
 
-    `culprits` maps ranks to the reason why a node may not train. `failed` is why the check failed;
-    if it is empty, all nodes may train and `passed` describes the group. `ends` is the rank that
+    `culprits` maps ranks to the reason why a node must not train. `failed` is why the check failed;
+    if it is empty, all nodes can train and `passed` describes the group. `ends` is the rank that
     ends with an ordinary failure if no culprit is known.
     """
 
@@ -327,9 +330,9 @@ def stages(world: int, procs: int) -> Iterator[tuple[str, list[Group]]]:
 def judge(world: int, procs: int, results: Mapping[str, Mapping[int, NodeResult]], least: float) -> LinkVerdict | None:
     """Return the verdict after these stages, or None if the next one is needed.
 
-    A culprit fails alone, or together with both of its neighbours in the ring while others pass. Of
-    consecutive nodes, only as many are named as are needed to explain the failures. The next check
-    tests the remaining ones again.
+    A culprit is a node that fails alone, or whose links to both neighbours in the ring fail while
+    other links pass. If several consecutive nodes are suspect, only the fewest that explain the
+    failures are named, and the next check tests the others again.
     """
     group = results["group"]
     faults = {rank: fault for rank, result in group.items() if (fault := result.fault(least))}
@@ -370,7 +373,7 @@ def judge(world: int, procs: int, results: Mapping[str, Mapping[int, NodeResult]
 
 
 def _middles(world: int, group: Mapping[int, NodeResult], broken: Mapping[Group, str]) -> dict[int, str]:
-    """Return every second node in each sequence of broken links.
+    """Return every second node in each sequence of broken links, and why it is a culprit.
 
     A sequence begins with the first node whose links are both broken.
     """

@@ -1,6 +1,6 @@
 """Fetches spec.code.archive, verifies it and unpacks it before the workers start.
 
-The bucket is shared, so anyone who may write there can replace an archive. A crafted archive may
+The bucket is shared, so anyone with write access can replace an archive. A crafted archive could
 escape from its folder, fill the disk or exhaust the memory. Therefore, three rules apply.
 
 1. The archive is not read until its SHA-256 is known to equal spec.code.digest.
@@ -70,8 +70,8 @@ from ddpjob_runtime.protocol import MOST_CODE_BYTES, MOST_CODE_FILES, MOST_UNPAC
 
 _MARKER, _PART, _LOCK = OWN + "code-", OWN + "part-code", OWN + "lock"
 _LARGEST_READ = 2**20
-"""Maximum number of bytes that one read of an archive may request. Python's tarfile would read a
-header of any size in one call."""
+"""Maximum number of bytes that one read of an archive may request. Without this limit, Python's
+tarfile would read a header of any size in one call."""
 _MALFORMED = (
     tarfile.TarError, zlib.error, gzip.BadGzipFile, EOFError, ValueError, OverflowError, RecursionError, LookupError,
     struct.error, TypeError, AttributeError,
@@ -118,8 +118,8 @@ class CodeSettings:
 class CodeFetch:
     """Fetches the archive once, when a launcher starts.
 
-    `report(text)` is called occasionally to update the job's status, and finally with an empty
-    string at the end.
+    `report(text)` is called occasionally to update the job's status, and with an empty string at
+    the end.
     """
 
     def __init__(self, settings: CodeSettings, cancelled: Callable[[], bool], report: Callable[[str], None]) -> None:
@@ -276,7 +276,7 @@ def unpack(archive: Path, folder: Path, most: int = MOST_UNPACKED_BYTES, most_fi
     """
     names, count = set[str](), 0
     with archive.open("rb") as packed, _malformed():
-        # Padding and headers take at most 1 KiB more for each file.
+        # The limit includes 2 KiB for the headers and padding of each file.
         plain: Any = _Unpacked(packed, most + 2048 * most_files)
         tar: Any = tarfile.TarFile(fileobj=plain, mode="r")
         unpacked = 0

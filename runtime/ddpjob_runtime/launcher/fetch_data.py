@@ -10,11 +10,12 @@ everything there. A pod that starts again with the same folder downloads only wh
 
 - The bucket is listed. An object counts as fetched if the record has its ETag, and the file still
   has the recorded size and time. Recorded files that the bucket no longer has are deleted.
-- THREADS threads download the missing objects, and continue partial downloads from this boot.
+- THREADS threads download the missing objects. They continue partial downloads that were begun
+  since the host booted.
 - A part is renamed only if its size and checksums match. After WRONG_TRIES, the job fails.
 - During outages of the bucket, requests are retried indefinitely. A full disk makes the node
-  unfit, so that the operator can use a different node. If the bucket changes during the fetch, it
-  is listed again.
+  unfit, so that the operator replaces its pod on a different host. If the bucket changes during
+  the fetch, it is listed again.
 
 Example: the pod is killed after 60 of 100 objects. Its successor lists the bucket and finds 60
 objects in the record. It reads the partial downloads to compute their checksums, and continues
@@ -80,7 +81,7 @@ _Found = TypeVar("_Found")
 
 
 class Unfit(Exception):
-    """This node's disk cannot hold the data, but another node's disk may."""
+    """This host's disk cannot hold the data, but the disk of a different host might."""
 
 
 class FetchAbandoned(Exception):
@@ -119,8 +120,8 @@ class FetchSettings:
 class Fetch:
     """Fetches the data once, when a launcher starts.
 
-    `report(text)` is called occasionally to update the job's status, and finally with an empty
-    string at the end.
+    `report(text)` is called occasionally to update the job's status, and with an empty string at
+    the end.
     """
 
     def __init__(self, settings: FetchSettings, cancelled: Callable[[], bool], report: Callable[[str], None]) -> None:
@@ -251,7 +252,7 @@ class Fetch:
         for name in known:
             if name in wanted:
                 continue
-            with contextlib.suppress(OSError, ValueError):  # A recorded name may be impossible as a file name.
+            with contextlib.suppress(OSError, ValueError):  # A recorded name might not be a valid file name.
                 (self._folder / name).unlink()
                 for folder in list((self._folder / name).parents)[: name.count("/")]:
                     folder.rmdir()  # This fails, which ends the loop, if the folder is not empty.
@@ -259,8 +260,8 @@ class Fetch:
     def _part(self, remote: Remote) -> Path:
         """Return the path of the partial download of this version of an object.
 
-        The path includes this boot, so that a download truncated by a power failure is never
-        resumed.
+        The path depends on the host's boot ID, so that a download truncated by a power failure is
+        never resumed.
         """
         text = f"{remote.name}\0{remote.etag}\0{_read_boot_id()}"
         return self._folder / (_PART + hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:32])
@@ -429,7 +430,7 @@ class Fetch:
     def _say(self, text: str) -> None:
         """Log `text` at most twice a minute.
 
-        Report it to the coordinator after each 5 %, or when the problem changes.
+        Report it to the coordinator every 5 %, and when the problem changes.
         """
         now = time.monotonic()
         if now - self._logged >= LOG_SECONDS:
@@ -464,8 +465,8 @@ class Sums:
     def problem(self) -> str:
         """Return which checksum differs; empty if all match.
 
-        For an object uploaded in one part, the ETag is the MD5, unless it is encrypted with a
-        customer-provided key.
+        For an object uploaded in one part, the ETag is the MD5, unless the object is encrypted with
+        a KMS key or a customer-provided key.
         """
         said = self._headers.get
         encrypted = said("x-amz-server-side-encryption", "AES256") != "AES256"

@@ -5,9 +5,10 @@ on `import torch`; forking a process that has imported it takes about 20 ms.
 
 The launcher imports torch and forks the server from itself before it starts threads. The server
 imports the modules of DDPJOB_PRELOAD, freezes the garbage collector so that workers share its
-pages, and waits for orders. The two exchange JSON objects, one per line, over a pair of sockets:
+pages, and waits for orders. It and the launcher exchange JSON objects, one per line, over a pair of
+sockets:
 
-    server -> launcher   {"importing": "timm"}                   for the message if it hangs
+    server -> launcher   {"importing": "timm"}                   to be named if the import hangs
     server -> launcher   {"ready": ""}                           or the reason for a refusal
     launcher -> server   {"number": 1, "words": [...], "environment": {...}, "stdout": FILE, ...}
     server -> launcher   {"number": 1, "pid": 4711}              or "problem": why it cannot fork
@@ -19,8 +20,8 @@ starts its workers cold, and a condition of the job shows the reason.
 
 A worker must look like a fresh process (`_become`). It gets its own session, signals, environment,
 output streams, random seeds and number of threads. torch is hidden from it, so that `import torch`
-in the script makes torch reread the environment variables. At its end, a worker finalizes only the
-program's modules, as the interpreter would. torch is not finalized, because that takes a second.
+in the script makes torch reread the environment variables. At its end, a worker finalizes the
+program's modules as the interpreter would. It does not finalize torch, because that takes a second.
 
 The server ends with the launcher, and the workers end with the server, because each process asks
 the kernel to signal it when its parent dies.
@@ -66,8 +67,8 @@ PRELOADED = ("torch", "torch.optim", "torch.nn.parallel", "torch.utils.data")
 """Modules that every DDP script imports."""
 IDLE_SECONDS = 30.0
 """Seconds without an order after which the fork server imports torch's compiler, which some scripts
-need (see late_dynamo). An order that arrives during the import has to wait, so the compiler is not
-imported earlier: losses are common in a job's first seconds.
+need (see late_dynamo). The import does not begin earlier, because an order that arrives during the
+import has to wait, and losses are common in a job's first seconds.
 """
 SHARED_PACKAGES = ("ddpjob_report", "ddpjob_pod", "ddpjob_runtime")
 """Packages of DDPJob that a program may import."""
@@ -75,8 +76,8 @@ SHARED_RUNTIME = ("ddpjob_runtime", "ddpjob_runtime.protocol")
 """Modules of the launcher that `ddpjob_report` uses."""
 POLL_SECONDS = 0.002
 PRELOAD_SECONDS = 300.0
-"""Time limit in seconds for importing the modules in DDPJOB_PRELOAD. Cold workers import them
-without a time limit.
+"""Time limit in seconds for importing the modules in DDPJOB_PRELOAD. If it is exceeded, workers are
+started cold, and their own imports have no limit.
 """
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 TORCH_PATHS: list[str] = []
@@ -225,7 +226,7 @@ class ForkServer:
             event = json.loads(line)
             if "number" in event:
                 self._started[event["number"]] = event.get("problem") or event["pid"]
-                self._ended.pop(event["pid"], None)  # an earlier worker had the same pid
+                self._ended.pop(event["pid"], None)  # the code of an earlier worker that had the same pid
             elif "importing" in event:
                 self._importing = event["importing"]
             elif "ready" in event:
@@ -235,7 +236,7 @@ class ForkServer:
 
 
 class Worker:
-    """The part of subprocess.Popen that torchrun uses."""
+    """A forked worker, with the part of subprocess.Popen's interface that torchrun uses."""
 
     def __init__(self, fork_server: ForkServer, pid: int, args: Sequence[str]) -> None:
         self._server, self.pid, self.args = fork_server, pid, args
@@ -264,9 +265,10 @@ class Worker:
 
 
 def handler_class(base: Any, fork_server: ForkServer, entry: str, on_cold: Callable[[str], None]) -> Any:
-    """Return a SubprocessHandler that forks workers that run `entry` (worker.py) in this Python.
+    """Return a subclass of torch's SubprocessHandler (`base`) that forks the workers.
 
-    `on_cold(why)` is called for each worker that is not forked.
+    Only workers that run `entry` (worker.py) in this Python can be forked. `on_cold(why)` is called
+    for each other worker.
     """
 
     class WarmHandler(base):  # type: ignore[misc]
@@ -325,9 +327,9 @@ def _serve(orders: socket.socket, modules: list[str]) -> NoReturn:
 def import_report(place: str) -> None:
     """Import `ddpjob_report` for all workers, and hide it from programs until they import it.
 
-    Otherwise, each restarted worker would spend a tenth of a second of CPU time on the
-    import, while its group waits. Programs must not see it, because an image may have a different
-    version installed, which needs its own modules.
+    Without this, each restarted worker would spend a tenth of a second of CPU time on the import
+    while its group waits. The package is hidden because an image may have a different version
+    installed, which needs its own modules.
     """
     spec = importlib.util.find_spec("ddpjob_report")
     if spec is not None and spec.origin != str(Path(place, "ddpjob_report", "__init__.py")):
@@ -367,7 +369,7 @@ def _import(modules: list[str], orders: socket.socket) -> str:
         _send(orders, importing=name)
         try:
             importlib.import_module(name)
-        except ImportError as error:  # The script may not need this module.
+        except ImportError as error:  # The script might not need this module.
             log(f"DDPJOB_PRELOAD: {name} cannot be imported: {error}")
         except BaseException as error:
             return f"importing {name} (DDPJOB_PRELOAD) fails: {type(error).__name__}: {error}"
@@ -385,7 +387,7 @@ def _import(modules: list[str], orders: socket.socket) -> str:
 def _import_compiler(orders: socket.socket) -> None:
     """Import the compiler while no worker is requested.
 
-    Refuse to serve if forked processes do not survive the import.
+    If forked processes would not survive the import, refuse to fork workers from now on.
     """
     try:
         with _remove_traces():
@@ -491,7 +493,7 @@ def _become(order: dict[str, Any], parent: int) -> NoReturn:
         _renew_libraries()
         shared = set(sys.modules)
         runtime = [sys.modules.pop(name) for name in shared if name.partition(".")[0] == __name__.partition(".")[0]]
-        # The worker itself hides torch, after hooking into the existing optimizers to count steps.
+        # worker.py hides torch once it has installed its hook in torch.optim, which counts steps.
         code = _exit_code_of(lambda: worker.run(order["words"], lambda: hide_torch(TORCH_PATHS)))
         _finalize(shared)
         del runtime  # keeps the hidden modules alive until here
@@ -532,7 +534,7 @@ def _redirect(order: dict[str, Any]) -> None:
 
 
 def _renew_libraries() -> None:
-    """Renew state that forks would share or that was read too early from the environment.
+    """Renew state that all forks would share, or that was read from the launcher's environment.
 
     Python's own random generator reseeds itself.
     """
@@ -573,8 +575,8 @@ def _finalize(shared: set[str]) -> None:
     threading._shutdown()  # type: ignore[attr-defined]
     with contextlib.suppress(BaseException):  # Python 3.9 raises the last exception, which it has already printed
         atexit._run_exitfuncs()
-    # The interpreter suspends daemon threads while it ends. Here they could otherwise run without
-    # their globals.
+    # The interpreter suspends daemon threads while it ends. Here, a long switch interval keeps them
+    # from running without their globals.
     sys.setswitchinterval(1000.0)
     threading.excepthook = lambda _: None
     program = [sys.modules.pop(name) for name in list(sys.modules) if name not in shared or name == "__main__"]

@@ -27,10 +27,10 @@ def import_torchrun() -> Any:
 
 @contextlib.contextmanager
 def _backport() -> Iterator[None]:
-    """Substitute a package that torch imports on Python 3.9 without requiring its installation.
+    """Provide a substitute for a package that torch imports on Python 3.9 but does not depend on.
 
-    torch imports `entry_points` from it (pytorch/pytorch#163946). Images without the package get a
-    substitute, but only during the import, because scripts must not find it later.
+    torch imports `entry_points` from it (pytorch/pytorch#163946). Images without the package get
+    the substitute, but only during torch's import, because scripts must not find it later.
     """
     if sys.version_info >= (3, 10) or importlib.util.find_spec(BACKPORT) is not None:
         yield

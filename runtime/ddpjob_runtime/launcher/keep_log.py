@@ -7,21 +7,23 @@ Rule: the launcher and its workers write into two pipes instead of the container
 container's first process (pid1.py), which exists anyway, reads them. It adds each piece to a
 bounded buffer and passes it on unchanged. A thread writes the buffer to a file or to the bucket.
 
-    worker, launcher --pipe--> PID 1 --> container's output    as fast as it is read, as before
+    worker, launcher --pipe--> PID 1 --> container's output    as fast as its reader takes it
                                     \\-> buffer --> file        by a thread
 
 - Adding to the buffer never waits, so a full or hung volume costs only the kept log. A line in the
   pod's own log reports this once, and the kept log contains the number of missing bytes.
-- Closing the log takes at most three seconds, or a quarter of a short grace period. The launcher
-  and its workers have this much less, so that PID 1 returns the exit code before the pod is killed.
+- Closing the log takes at most three seconds, or a quarter of the grace period if that is less.
+  The grace period of the launcher and its workers is shorter by this time, so that PID 1 returns
+  the exit code before the pod is killed.
 - PID 1 outlives the launcher and the workers, so their last lines are kept no matter what ends
   them. If the whole container is killed without warning, the output of the last second is lost;
   with a bucket, that of the last minute.
 - A pod keeps at most MAX_KEPT_LOG bytes. When it starts, it removes the oldest logs of its slot.
   DDPJOB_LOGS_KEPT is the number of logs per slot. If it is 0 or unset, no logs are kept.
 
-Example: with 3, `first-1-7` starts and removes the log of `first-1-2`; the logs of `first-1-4` and
-`first-1-5` stay. Attempts decide which log is older, because the clocks of hosts may differ.
+Example: DDPJOB_LOGS_KEPT is 3. When the pod `first-1-7` starts, it removes the log of `first-1-2`
+and leaves those of `first-1-4` and `first-1-5`. The attempt in the name determines which log is
+older, because the clocks of hosts may differ.
 
 Why: docs/decisions/0031.
 """
@@ -63,7 +65,7 @@ class Tail:
         self._data, self._dropped, self._added = bytearray(), 0, 0
 
     def add(self, data: bytes) -> None:
-        """Add bytes. Never waits for a writer."""
+        """Add bytes, without waiting for a writer."""
         with self._lock:
             self._data += data
             self._added += len(data)
@@ -233,7 +235,8 @@ class KeptLog:
     def begin(self) -> None:
         """Pass on and keep the launcher's output, in threads.
 
-        Call this while signals are blocked. The kernel then delivers them to the main thread.
+        Must be called while signals are blocked. The threads then keep them blocked, so that the
+        kernel delivers them to the main thread.
         """
         for target, (reader, writer) in self._pipes.items():
             os.close(writer)
@@ -306,7 +309,7 @@ def _read_grace(job: JobEnvironment) -> float | None:
 
 
 def surplus(names: Iterable[str], job: JobEnvironment, kept: int) -> list[str]:
-    """Return the kept logs of this pod's slot to remove, so that `kept` remain, including its own.
+    """Return the logs of this pod's slot to remove, so that `kept` remain, including this pod's.
 
     Logs of an earlier job with the same name count as older.
     """

@@ -107,7 +107,7 @@ def read_again(changed: Iterable[str]) -> None:
     for names, read in RENEWALS:
         found = names.intersection(changed)
         if found:
-            with contextlib.suppress(Exception):  # if this torch lacks it, the variable is reported
+            with contextlib.suppress(Exception):  # if this torch lacks the function, the variable is reported
                 read(sys.modules["torch"])
                 left -= found
     read_configurations(changed)
@@ -115,7 +115,7 @@ def read_again(changed: Iterable[str]) -> None:
         with contextlib.suppress(OSError):  # The disk may be full.
             sys.stderr.write(
                 f"ddpjob: these variables were set before `import torch`, but recovery.mode Fast had imported torch "
-                f"already, so they have no effect: {', '.join(sorted(left))}; set it in spec.env\n"
+                f"already, so they have no effect: {', '.join(sorted(left))}; set them in spec.env\n"
             )
 
 
@@ -125,7 +125,7 @@ def read_threads(torch: Any) -> None:
 
 
 def read_allocator(torch: Any) -> None:
-    """Set the options of the GPU allocator. This is possible because it has not been used yet."""
+    """Set the options of the GPU allocator, which has not been used yet."""
     text = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if change is not None:  # otherwise the allocator reads the variable on first use

@@ -1,17 +1,17 @@
 """Watches the nodes before and after this one in rank order, to notice an unreachable host.
 
-A host without power or network sends nothing, and neither does a process that is stopped for a few
+A host without power or network sends nothing, and neither does a process that is paused for a few
 seconds. All other nodes wait until it is clear which of the two has happened. The kernel of a live
-host acknowledges bytes even for a stopped process (`acknowledgements`).
+host acknowledges bytes even for a paused process (`acknowledgements`).
 
 So the nodes of a round form a ring. Each connects to the next one, and both ends of a connection
-send a byte every TICK_SECONDS, once the last byte is acknowledged. An end whose byte is not
+send a byte every TICK_SECONDS, if their previous byte is acknowledged. An end whose byte is not
 acknowledged for SILENT_SECONDS reports this to the coordinator, and reports again when the byte is
 acknowledged. In a job of any size, a node has only two such connections, and they cost the
 coordinator nothing.
 
 A single connection may break for other reasons. So the coordinator also checks its own connection
-to the member before it decides (`coordinator/witnesses.py`).
+to the silent member before it declares the member lost (`coordinator/witnesses.py`).
 
 Example with 8 nodes, when the host of rank 3 loses its network:
 
@@ -50,7 +50,8 @@ SILENT_SECONDS = 0.5
 REPEAT_SECONDS = 1.0
 """Seconds after which a silent neighbour is reported again, in case a report was lost."""
 STALL_SECONDS = 0.5
-"""If a tick is this late, this process or its host was stopped, and the measurement restarts.
+"""If a tick is this late, this process or its host must have been paused, so the measurement
+restarts.
 """
 GREETING_SECONDS = 2.0
 """How long both sides of a connection may take to prove that they know the token."""
@@ -261,7 +262,7 @@ class Neighbours:
         return True
 
     def _greet(self, link: _Link, place: RingPlace) -> bool:
-        """Send the first line.
+        """Send the first line of a connection that this node opens.
 
         Return False if the connection is not established yet. Raises OSError.
         """

@@ -1,4 +1,4 @@
-"""PID 1 of a container: forwards signals, reaps orphans, keeps the launcher's exit code and log."""
+"""A container's PID 1: forwards signals, reaps orphans, and keeps the exit code and log."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from types import FrameType
 
 from ddpjob_runtime.launcher.keep_log import KeptLog
 
-# Only these signals, because others, such as SIGUSR1, would end the launcher. The kernel does not
-# deliver signals without a handler to PID 1.
+# No other signals are forwarded, because some of them, such as SIGUSR1, would end the launcher. The
+# kernel does not deliver a signal to PID 1 unless PID 1 has a handler for it.
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -19,7 +19,7 @@ def become_init(kept: KeptLog | None = None) -> None:
 
     The parent passes on the child's output and keeps it in `kept`.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # no signal may be lost between fork and handler
+    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # so that none is lost between the fork and the handlers
     child = os.fork()
     if child == 0:
         if kept is not None:

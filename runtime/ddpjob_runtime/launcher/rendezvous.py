@@ -57,7 +57,8 @@ STORE_SECONDS = 15.0
 either there or dead."""
 CONNECT_SECONDS = 2.0
 LOOKUP_SECONDS = 25.0
-"""How long to wait for a connection to a listening store, as a name server may be slow or down."""
+"""How long to wait for a connection to a listening store. It is long because torch first looks up
+the address's name, and the name server may be slow or down."""
 LONGEST_PAUSE = 0.5
 """Longest pause between checks for a missing key. A store's own wait could not be interrupted when
 the round is over."""
@@ -69,7 +70,7 @@ complete."""
 
 
 class CoordinatedRendezvous(RendezvousHandler):
-    """Code shared by both modes. `number` is this node's round, or 0 before the first."""
+    """Code shared by both modes. `number` is this node's round, or 0 before its first round."""
 
     def __init__(
         self, client: MemberClient, shutdown: Shutdown, host: str, preflight: NodePreflight | None = None
@@ -143,8 +144,8 @@ class CoordinatedRendezvous(RendezvousHandler):
     def use_agent_store(self) -> bool:
         """Whether workers are clients of a store that rank 0's launcher hosts.
 
-        A store of their own would listen on every address of the machine. Its port would be chosen
-        before it is opened, so another program could take it in between.
+        If the workers hosted a store, it would listen on every address of the machine. Its port
+        would be chosen before the store opens it, so another program could take the port first.
         """
         return True
 
@@ -207,7 +208,7 @@ class StandardRendezvous(CoordinatedRendezvous):
     def _wait_for_first(self, ranks: Any) -> None:
         """Wait until rank 0 has written its address.
 
-        If rank 0 is dead, the round may end first.
+        Raises one of CAME_APART if the round ends first, or if rank 0 does not write it in time.
         """
         deadline, pause = time.monotonic() + STORE_SECONDS, 0.01
         while not ranks.check([RendezvousStoreInfo.MASTER_ADDR_KEY, RendezvousStoreInfo.MASTER_PORT_KEY]):
@@ -264,8 +265,8 @@ class FastRendezvous(CoordinatedRendezvous):
             try:
                 found = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=wait))
             except (dist.DistNetworkError, dist.DistStoreError) as error:
-                # Before connecting, torch resolves the address to a name, which counts towards the
-                # timeout.
+                # Before connecting, torch looks up the address's name, and the timeout includes the
+                # lookup.
                 wait = LOOKUP_SECONDS if _listens(host, port) else CONNECT_SECONDS
                 if self._client.must_restart(self.number) or time.monotonic() > began + max(wait, STORE_SECONDS):
                     raise dist.DistStoreError(f"no store of rank 0 at {host}:{port}: {error}") from error

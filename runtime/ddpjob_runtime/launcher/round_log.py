@@ -71,7 +71,7 @@ class RoundLog:
     def _append(self, line: bytes) -> None:
         path = self._path
         if path is None or not path.parent.is_dir():
-            return  # Not created: if the volume were not mounted, it would be on the node's own disk.
+            return  # It is not created, because without the volume it would be on the host's disk.
         with path.open("ab+", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
             if size:

@@ -43,8 +43,8 @@ _RENEW_SECONDS = 300.0
 _PASSING = frozenset(
     {"SlowDown", "RequestTimeout", "InternalError", "ServiceUnavailable", "OperationAborted", "RequestTimeTooSkewed"}
 )
-"""Transient error codes. The last one occurs on a node whose clock is still wrong, which should
-not fail the job."""
+"""Transient error codes. RequestTimeTooSkewed is one of them because a host whose clock is not set
+yet should not fail the job."""
 _PASSING_OF_KEYS = re.compile(r"\b(Throttling|ThrottlingException|TooManyRequestsException|IDPCommunicationError)\b")
 """HTTP 400 errors that occur when many pods request keys at the same time."""
 _UNRESERVED = "-_.~"
@@ -121,8 +121,8 @@ class Credentials:
     """Reads signing keys as a container's variables specify, and renews them in time.
 
     The variables may contain the keys themselves or name sources of keys: a role for the service
-    account's token (IRSA) or EKS Pod Identity. The first that is set counts. Without any, requests
-    are not signed, which is enough for a public bucket.
+    account's token (IRSA) or EKS Pod Identity. The first one that is set is used. If none is set,
+    requests are not signed, which is enough for a public bucket.
     """
 
     def __init__(self, variables: Mapping[str, str], region: str, field: str = "storage.data") -> None:

@@ -1,6 +1,6 @@
 """Ends the launcher: its only exit path, which records the reason and runs only once.
 
-Signals, the coordinator's `stop`, a lost coordinator and errors may all end the launcher, on
+Signals, the coordinator's `stop`, a lost coordinator and errors can all end the launcher, on
 different threads and at the same time. The first caller decides the exit code, and the others
 sleep. The order is fixed: announce the departure, stop the workers, close the connection, clean up,
 write the termination log. If a step fails, the next ones still run.
@@ -82,7 +82,10 @@ class Shutdown:
 
 
 def _attempt(act: Callable[[], None]) -> None:
-    """Run a step of the shutdown. Log its failure, because nothing else would end this process."""
+    """Run a step of the shutdown.
+
+    If it fails, only log that, because the later steps must still end this process.
+    """
     try:
         act()
     except Exception:

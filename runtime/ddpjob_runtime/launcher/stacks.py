@@ -21,7 +21,8 @@ from ddpjob_runtime.launcher.shutdown import log
 NONE = "(this rank has written no stack)"
 WRITING_SECONDS = 1.0
 IDLE_SWITCHES, IDLE_SHARE = 20, 0.02
-"""A worker is idle if its main thread wakes up less often and it uses a smaller share of a core."""
+"""A worker is idle if, between two checks, its main thread wakes up fewer times than this and its
+session uses less than this share of a core."""
 ENVIRONMENT = "DDPJOB_STACKS_DIR"
 PREFIX = "ddpjob-worker-stacks-"
 
@@ -129,7 +130,7 @@ class Activity:
     def remember(self, pids: Iterable[int]) -> None:
         """Make the next check compare with the current state.
 
-        Call this after stacks are written, because that wakes up workers.
+        Call this after stacks are written, because writing them wakes up the workers.
         """
         found = {pid: _counters(pid) for pid in pids}
         self._before = {pid: counters for pid, counters in found.items() if counters is not None}

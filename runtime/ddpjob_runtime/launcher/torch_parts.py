@@ -1,7 +1,7 @@
 """The private parts of torch that the launcher replaces or uses, and a check that they exist.
 
-torchrun has no hooks for a custom agent, so the launcher replaces five of its names. It does so
-only through this module's functions. All have existed since torch 2.6, the oldest supported
+torchrun has no hooks for a custom agent, so the launcher replaces five of torchrun's names, always
+through this module's functions. All five have existed since torch 2.6, the oldest supported
 version.
 
     torch.distributed.                                  replaced, so that
@@ -14,10 +14,10 @@ version.
         __post_init__                                   a damaged error file is ignored
 
 agent.py and rendezvous.py override or call the other names in NAMES, SET and CALLED. A version of
-torch that lacks one is refused at startup with a message that names it (`missing`). Otherwise the
-launcher would fail with an AttributeError in the middle of a job, or silently use torchrun's own
-handler or barrier. Only `get_subprocess_handler` has a fallback: workers are then started cold, and
-the log says so.
+torch that lacks one of them is refused at startup, with a message that names it (`missing`).
+Otherwise the launcher would fail with an AttributeError in the middle of a job, or silently use
+torchrun's own handler or barrier. Only `get_subprocess_handler` has a fallback: workers are then
+started cold, and the log says so.
 
 worker.py itself replaces `FileBaton.try_acquire`, because it cannot import other modules. The
 modules `late_*.py` call the parts that exist, and report those that they cannot find. The trainer
@@ -97,7 +97,10 @@ def use_signal_handler(handler: Callable[..., None]) -> None:
 
 
 def wrap_configuration(wrap: Callable[[Callable[[Any], Any]], Callable[[Any], Any]]) -> None:
-    """Make torchrun read its parsed arguments with `wrap(FUNCTION)`; FUNCTION is its own."""
+    """Replace the FUNCTION that turns torchrun's parsed arguments into its configuration.
+
+    The replacement is `wrap(FUNCTION)`.
+    """
     _replace("torch.distributed.run", "config_from_args", wrap)
 
 

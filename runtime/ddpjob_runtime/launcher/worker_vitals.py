@@ -60,8 +60,8 @@ SELECTS = {"x86_64": (23, 270), "aarch64": (72,)}
 """System calls that sleep. Those in SELECTS do so only if they do not wait for files."""
 
 DIAGNOSE, OF_FAMILY, DUMP, DONE, ERROR = 4, 20, 0x301, 3, 2
-"""Netlink's numbers for the protocol, the request, its flags, and the types of the last
-messages."""
+"""Netlink's numbers for the protocol, the request, its flags, and the types of the messages that
+end a response."""
 MESSAGE, LENGTH_OF_SOCKET, INODE_AT = struct.Struct("=IHHII"), 72, 68
 INFO, RECEIVED_AT = 2, 120
 """The attribute with TCP's counters, and the position of the acknowledged and received bytes in
@@ -82,7 +82,10 @@ class Vitals:
     call: str = ""
 
     def since(self, before: Vitals | None) -> dict[str, object]:
-        """Return the fields of a RankLook that compare with the last check; 0 at the first."""
+        """Return the fields of a RankLook that describe this worker.
+
+        Counters are differences from the last check (`before`), and 0 at the first check.
+        """
         start = self if before is None else before
         return {
             "seconds": self.at - start.at,

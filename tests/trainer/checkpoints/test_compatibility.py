@@ -202,7 +202,7 @@ def test_training_starts_from_the_average_that_was_evaluated(
     raw, mean = saved["model"][name], saved["average"]["averages"][name]
     found = weights(tmp_path / "step-000000008.pt")[name]
     assert torch.equal(found, mean if average else raw) and not torch.equal(raw, mean)
-    kind = "the moving average of the weights, which its" if average else "the weights, from"
+    kind = "the moving average of the weights, as in that run" if average else "the weights, from"
     assert f"checkpoint.load: {kind}" in capfd.readouterr().out
 
 

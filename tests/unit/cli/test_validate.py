@@ -147,7 +147,7 @@ REFUSED = {
     "claim": (in_spec("storage: {checkpoints: {claimName: My_Claim}}"), "did you mean my-claim?"),
     "a way back": (
         in_spec("storage: {data: {hostPath: /data/../other}}"),
-        "spec.storage.data.hostPath: /data/../other contains '..', which pods may not use; write the folder itself",
+        "spec.storage.data.hostPath: /data/../other contains '..', which is not allowed in pods; write the folder",
     ),
     "a volume's way back": (
         JOB + TEMPLATE % "volumes: [{name: a, hostPath: {path: /data/..}}]",

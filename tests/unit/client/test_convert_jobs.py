@@ -177,8 +177,8 @@ def test_a_command_line_in_a_single_argument_is_split() -> None:
 @pytest.mark.parametrize(
     ("line", "signs"),
     [
-        ("torchrun a.py 2>&1 | tee log", ">& |: no shell starts a script or module"),
-        ('torchrun a.py --lr $LR --out "$OUT" && date', "$LR $OUT &&: no shell starts a script or module"),
+        ("torchrun a.py 2>&1 | tee log", ">& |: a script or module starts without a shell"),
+        ('torchrun a.py --lr $LR --out "$OUT" && date', "$LR $OUT &&: a script or module starts without a shell"),
         ("torchrun a.py --re='^a$|b' --text \"it's; fine\" --cost 5$ a\\;b", ""),
     ],
 )
@@ -592,8 +592,8 @@ def test_a_command_copied_over_several_lines_is_a_single_command() -> None:
 @pytest.mark.parametrize(
     ("line", "sign"),
     [
-        ("torchrun a.py\npython b.py", "a line break: no shell starts a script or module"),
-        ("torchrun a.py # all", "#: no shell starts"),
+        ("torchrun a.py\npython b.py", "a line break: a script or module starts without a shell"),
+        ("torchrun a.py # all", "#: a script or module starts without a shell"),
     ],
 )
 def test_shell_text_after_a_command_line_is_reported(line: str, sign: str) -> None:
@@ -777,7 +777,7 @@ def test_ports_of_a_sidecar_are_reported() -> None:
     assert valid(made.job)
     [note] = made.notes
     assert note.startswith(
-        "ports of tensorboard: only the job's own pods can reach them; to admit others, set network.isolate: false"
+        "ports of tensorboard: only the job's own pods can reach them; to admit other pods, set network.isolate: false"
     )
 
 

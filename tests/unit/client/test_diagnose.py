@@ -25,7 +25,7 @@ class Refusing:
 def test_a_user_who_lacks_rights_is_not_advised_to_use_a_role_without_them() -> None:
     """If watchNamespaces is set, the built-in role edit has no rights on DDPJobs."""
     (check,) = _rights(cast("ApiServer", Refusing()), "vision")
-    assert check.ok is False and "you may not get ddpjobs" in check.what
+    assert check.ok is False and "you are not permitted to get ddpjobs" in check.what
     assert "ClusterRole edit in namespace vision" in check.remedy and "with the chart's watchNamespaces" in check.remedy
 
 

@@ -162,7 +162,7 @@ def test_mistakes_in_a_job_are_reported_before_anything_is_created(
         (lambda: None, {}, "a lambda"),
         ("no-such.py", {}, "no such file or folder on this machine"),
         (fit, {"args": {"epochs": 1}, "nodes": 0}, r"spec\.nodes: 0 is less than 1"),
-        (fit, {"args": {"epochs": 1}, "name": "A b"}, "a name has at most 40 characters"),
+        (fit, {"args": {"epochs": 1}, "name": "A b"}, "a name can have at most 40 characters"),
         (fit, {"args": {"epochs": 1}, "settings": {"recovry.mode": "Fast"}}, "did you mean recovery"),
         (
             fit,
@@ -180,7 +180,7 @@ def test_mistakes_in_a_job_are_reported_before_anything_is_created(
     with pytest.raises(TypeError, match="a mapping of its keyword arguments"):
         train(fit, args=["3"], image="a")
     for words in ("--epochs 3", {"epochs": 3}):
-        with pytest.raises(TypeError, match="a list of its words"):
+        with pytest.raises(TypeError, match="a list of strings"):
             train("pkg.train", args=words, image="a")
     monkeypatch.setattr("ddpjob.client.manifests.function_source.inspect.getsource",
                         lambda function: f"def too_large():\n    print('{'x' * MOST_BYTES}')\n")  # fmt: skip
@@ -393,7 +393,7 @@ def test_a_plot_can_be_shown_in_a_notebook_and_saved_to_a_file(tmp_path: Path) -
     curve = seen.plot(output=tmp_path / "a.svg")
     assert repr(curve) == "<MetricCurve: loss from 2 to 0.5, steps 1 to 2>" and "<polyline" in curve._repr_html_()
     assert ElementTree.parse(tmp_path / "a.svg").getroot().tag.endswith("svg")
-    with pytest.raises(Mistake, match="fewer than two values of recall so far; its metrics are eval_accuracy, loss"):
+    with pytest.raises(Mistake, match="fewer than two values of recall so far; its metrics: eval_accuracy, loss"):
         seen.plot("recall")
     with pytest.raises(Mistake, match=r"must end in \.svg; for .png and .pdf, run `ddpjob plot j"):
         seen.plot(output="a.png")

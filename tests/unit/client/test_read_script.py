@@ -143,7 +143,7 @@ def test_an_uncertain_suggestion_is_marked_and_uses_the_general_form(
          "init_device_mesh('cuda', (2,))\n", "forms a group (init_device_mesh)"),
         ("from transformers import Trainer\nTrainer(model=m).train()\n", "line 2: add callbacks=[ddpjob_report.hugg"),
         ("import lightning as L\n\nL.Trainer(max_epochs=2).fit(m)\n", 'line 3: add strategy="ddp", num_nodes='),
-        ("import lightning as L\n\nL.Trainer(num_nodes=2).fit(m)\n", "num_nodes is there, so nothing is missing"),
+        ("import lightning as L\n\nL.Trainer(num_nodes=2).fit(m)\n", "the script has num_nodes, so nothing is missing"),
         ("from transformers import Trainer\nTrainer(model=m).train()\n", "top: import ddpjob_report.huggingface"),
         ("from accelerate import Accelerator\na = Accelerator()\n", "line 2: add log_with="),
         ("from ddpjob_trainer.api import Group\nGroup.from_env()\n", "forms a group (ddpjob_trainer)"),

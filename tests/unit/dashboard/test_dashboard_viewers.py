@@ -188,7 +188,7 @@ async def test_without_a_token_no_page_is_served(cluster: tuple[Rbac, str]) -> N
             assert answer.status == 401
         assert (await visitor.ask("/healthz"))[0] == 200
         status, page = await visitor.ask("/", "nobody")
-        assert status == 403 and "user-of-nobody may not list DDPJobs" in page and "alpha" not in page
+        assert status == 403 and "user-of-nobody is not permitted to list DDPJobs" in page and "alpha" not in page
 
 
 async def test_pages_read_by_one_viewer_are_not_served_to_another(cluster: tuple[Rbac, str]) -> None:

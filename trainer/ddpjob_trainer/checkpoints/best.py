@@ -63,11 +63,11 @@ def mark_best(folder: Path, metric: Metric, scores: dict[int, float], best: Path
         temporary.symlink_to(best.name)
     except OSError:  # Not every file system supports links; best.json names the checkpoint too.
         return
-    # The link may be a copy of the checkpoint, as made by rsync --copy-links.
+    # A tool such as rsync --copy-links may have replaced the link with a copy of the checkpoint.
     if link.is_dir() and not link.is_symlink():
         temporary.unlink()
         print(
-            f"warning: {link} is not a link, so it is left in place and may not be the best checkpoint; remove it",
+            f"warning: {link} is not a link, so it is left in place and might not be the best checkpoint; remove it",
             file=sys.stderr,
             flush=True,
         )

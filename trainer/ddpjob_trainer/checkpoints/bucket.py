@@ -1,4 +1,4 @@
-"""Copies a checkpoint folder to an object store, from which a starting job can fetch checkpoints.
+"""Copies a checkpoint folder to a bucket, from which a starting job can fetch checkpoints.
 
 Copies are uploaded in the background. If a checkpoint is in parts, each rank uploads the files that
 it has written. Before the upload, all ranks know the manifest, which lists every file with its size
@@ -67,7 +67,7 @@ class Share:
     """Uploads this rank's files of multi-part checkpoints. Rank 0 uses `Copies` instead."""
 
     def __init__(self, bucket: Bucket, term: int, mark: str) -> None:
-        """Prepare to upload under rank 0's `term` and `mark`, as in its `Copies`."""
+        """Prepare to upload with the `term` and `mark` of rank 0's `Copies`."""
         self._bucket, self._mark, bucket.term = bucket, mark, term
         self._uploads = Uploads(bucket, lambda: None, _warn, publish=self._publish, in_turn=True)
 
@@ -91,7 +91,8 @@ class Share:
 class Offered:
     """A complete checkpoint that the bucket has.
 
-    The checkpoint is either a file that has been fetched, or in parts that the ranks read together.
+    A single-file checkpoint is already fetched. Of a checkpoint in parts, each rank fetches the
+    files that it reads.
     """
 
     entry: Stored
@@ -103,7 +104,7 @@ class Offered:
         return self.manifest.name.endswith(dcp.SUFFIX)
 
     def written(self) -> bytes:
-        """Return this checkpoint as a string, for the other ranks."""
+        """Return this checkpoint as bytes, to send to the other ranks."""
         return f"{self.entry.term} ".encode() + self.manifest.written(self.entry.step)
 
     @classmethod
@@ -118,8 +119,9 @@ class Offered:
     def fetcher(self, bucket: Bucket, folder: Path, first: int) -> dcp.Fetch:
         """Return a function that fetches this checkpoint's missing or damaged files into a folder.
 
-        Processes that share a folder do not fetch a file twice. Each begins with a different file,
-        which `first` determines. The function raises CheckpointError and FetchError.
+        Processes that share a folder do not fetch a file twice. To work on different files, each
+        process begins at file number `first` (modulo their count). The function raises
+        CheckpointError and FetchError.
         """
         files = {file.path.partition("/")[2]: file for file in self.manifest.files}
         certain = set[str]()
@@ -338,7 +340,7 @@ def _patiently(act: Callable[[], T]) -> T:
 
 
 def _fetch_once(bucket: Bucket, manifest: CopyManifest, file: File, path: Path) -> None:
-    """Fetch a file, unless it exists. Another process on this machine may be fetching it."""
+    """Fetch a file unless it exists. Wait if another process on this machine is fetching it."""
     # The files are next to the folder. A starting job removes leftovers there.
     start = f".{path.parent.name}.{path.name}"
     with _disk(path), alone(path.parent.parent / f"{start}.lock.tmp"):

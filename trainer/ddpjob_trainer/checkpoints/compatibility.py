@@ -22,13 +22,13 @@ _SHOWN = 3
 _SHAPING = ("model.", "data.name", "data.shape", "data.classes", "optim.name", "amp.")
 """Prefixes of keys that determine which tensors exist."""
 _WHERE = ("model", "state_dict", "model_state_dict")
-"""Keys under which the state dict may be in torch.save files (this trainer, torchvision, timm,
-PyTorch's examples).
+"""Keys that may hold the state dict in torch.save files (this trainer, torchvision, timm, PyTorch's
+examples).
 """
 _AVERAGES = ("state_dict_ema", "model_ema")
 """Keys of the moving average in files from timm and torchvision's references."""
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""Parts of tensor names that torch.compile and other module wrappers add."""
+"""Parts that torch.compile and other module wrappers add to tensor names."""
 
 
 def list_differences(saved: Tensors, wanted: Tensors) -> list[str]:
@@ -79,7 +79,7 @@ def check_resume(snapshot: Mapping[str, Any], wanted: Tensors, settings: Mapping
 
 
 def changed_keys(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the checkpoint's `key=value` for each key that shapes tensors and has changed."""
+    """Return the checkpoint's `key=value` for each changed key that determines its tensors."""
     # Every other data set determines its shape and classes itself.
     fixed = () if was.get("data.name") == "synthetic" else ("data.shape", "data.classes")
     shaping = (key for key in was if key.startswith(_SHAPING) and key not in fixed)
@@ -145,7 +145,7 @@ def _take_fitting(path: Path, keep: tuple[str, ...], model: Tensors, average: bo
             f"loaded; the model has {', '.join([*model][:2])}, ..., {', '.join([*model][-2:])}"
         )
     if has_average(content):
-        kind = "the moving average of the weights, which its evaluations used" if average else "the weights"
+        kind = "the moving average of the weights, as in that run's evaluations," if average else "the weights"
         other = "false loads the weights themselves" if average else "true loads their moving average"
         print(f"checkpoint.load: {kind}, from {path} (checkpoint.load_average={other})", flush=True)
     weights = {

@@ -463,7 +463,7 @@ def _finish(temporary: Path, path: Path, manifest: bytes, parts: dict[int, Any],
     read_manifest(temporary)
     sync_folder(temporary)
     may_write()
-    if path.exists():  # It must be broken, or training would have resumed from it.
+    if path.exists():  # That folder must be broken, or training would have resumed from it.
         path.rename(temporary.with_suffix(".old.tmp"))
     temporary.rename(path)
     sync_folder(path.parent)

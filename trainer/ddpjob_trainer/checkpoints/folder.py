@@ -62,8 +62,8 @@ class CheckpointFolder:
         self._parts_group: Any = None
         self._ownership = Ownership(path)
         self._heads: list[int] | None = None
-        """First rank that sees the folder, for each rank's folder. None means that `shared`
-        decides.
+        """The first rank that sees the same folder, for each rank. None means that
+        checkpoint.shared decides which ranks maintain a folder.
         """
         self._bucket = open_bucket(config) if config.url and (group.rank == 0 or self._parts) else None
         # Every writing rank has the same checkpoint, so one rank copies it. If it is in parts, each
@@ -170,7 +170,7 @@ class CheckpointFolder:
     # ------------------------------------------------------------ saving
 
     def due(self, step: int, *, epoch: int | None = None, last: bool = False) -> Due:
-        """Return whether to save after `step` steps, by rank 0's clock and count.
+        """Return whether to save after `step` steps. Only rank 0 decides; other ranks get Due.NO.
 
         `epoch` is the number of epochs completed by then, or None within an epoch; `last` means
         that training is complete. If a save becomes due while another is in progress, it is
@@ -260,7 +260,7 @@ class CheckpointFolder:
             copied = copies.finish(self._scores, wait)
             if not copied and seconds is None and not self._config.shared:
                 failure = CheckpointError(
-                    f"the last checkpoint is not in checkpoint.url={self._config.url} (the warnings say why),"
+                    f"the last checkpoint is not in checkpoint.url={self._config.url} (see the warnings),"
                     f" and {self.path} exists only on this machine. Training is complete only once its result"
                     " is in the bucket"
                 )
@@ -382,7 +382,7 @@ class CheckpointFolder:
     def _try_to_tidy(self) -> None:
         """Tidy the folder, with a warning if that fails.
 
-        The checkpoint itself is on disk; tidying is retried after the next one.
+        The checkpoint itself is on disk. The next save tidies again.
         """
         try:
             self._tidy()
@@ -390,7 +390,8 @@ class CheckpointFolder:
             self._unmarked = self._config.keep_best > 0
             where, why = error.filename or self.path, error.strerror or error
             print(
-                f"warning: {where}: {why}; older checkpoints stay, and the best one may not be marked",
+                f"warning: the checkpoint folder cannot be tidied: {where}: {why}; older checkpoints remain, and"
+                " best.json may be outdated",
                 file=sys.stderr,
                 flush=True,
             )
@@ -490,7 +491,8 @@ class CheckpointFolder:
         return self._in_thread(lambda: looking() if self.writes else (NOTHING, None)).result()
 
     def _newest_copy(self, step: int, layout: Layout | None) -> Snapshot | None:
-        """Return the bucket's newest checkpoint, if it is in parts and newer than every rank's.
+        """Return the bucket's newest checkpoint, if it is in parts and newer than all checkpoints
+        that ranks have.
 
         `step` is this rank's newest step. If the checkpoint is a file, this puts it into rank 0's
         folder and returns None. Raises CheckpointError on all ranks if the bucket cannot be read,
@@ -542,7 +544,7 @@ class CheckpointFolder:
         try:
             snapshot = reading.result()
             if snapshot.get("step") != step:
-                problem = "saved at a different step than its name says"
+                problem = f"of step {snapshot.get('step')}, which contradicts its name"
         except FetchError as error:
             unfetched = error
         except Exception as error:  # Reading a file that this trainer did not write can fail in any way.
@@ -609,8 +611,7 @@ class CheckpointFolder:
         return self._group.broadcast_bytes(said, source).decode()
 
     def _read_parts(self, path: Path, layout: Layout | None) -> tuple[Snapshot | None, str]:
-        """Return (this rank's data, why any rank cannot read). The data is read from the folder
-        itself.
+        """Return (this rank's data, ""), or (None, the problem of the first rank that cannot read).
 
         All ranks must call this together. If one rank does not see the folder, the checkpoint is
         not at fault, so CheckpointError is raised on all ranks.

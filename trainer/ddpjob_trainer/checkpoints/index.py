@@ -14,7 +14,7 @@ from ddpjob_trainer.checkpoints.retention import Entry
 from ddpjob_trainer.errors import CheckpointError
 
 NOTHING, BROKEN = -1, -2
-"""Values used instead of a step, if the folder has no checkpoint or no intact checkpoint."""
+"""Values used instead of a step: the folder has no checkpoint, or only broken ones."""
 _NAME = re.compile(r"step-(\d{9})(\.pt|\.dcp)")
 
 
@@ -44,7 +44,7 @@ class CheckpointIndex:
                 metadata = dcp.check_sizes(path) if path.suffix == dcp.SUFFIX else torch_file.check_file(path)
                 if metadata.step == step:
                     return step, path
-                problem = "saved at a different step than its name says"
+                problem = f"of step {metadata.step}, which contradicts its name"
             except CheckpointError as error:
                 problem = str(error)
             except OSError as error:
@@ -83,7 +83,7 @@ class CheckpointIndex:
             print(f"warning: checkpoint {entry.path} cannot be removed: {error.strerror}", file=sys.stderr, flush=True)
 
     def forget_parts_after(self, step: int) -> None:
-        """Delete later steps' incomplete folders, because these would count as the newest
+        """Delete incomplete folders of later steps. Otherwise, they would count as the newest
         checkpoint.
         """
         for later, path in self._found():

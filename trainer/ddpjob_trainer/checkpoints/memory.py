@@ -1,7 +1,7 @@
-"""The newest states of training in the memory of its nodes (`ddpjob_pod.rank_snapshots`).
+"""Keeps the newest training states in the nodes' memory (`ddpjob_pod.rank_snapshots`).
 
-Checkpoints are still needed in case all nodes are lost. A starting job resumes from the source with
-the higher step.
+Checkpoints are still needed in case all nodes are lost. A starting job resumes from a state in
+memory or a checkpoint, whichever is of the later step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ddpjob_trainer.errors import CheckpointError
 class NodeMemory:
     """One rank's access to its node's memory.
 
-    Its methods do nothing if the job does not keep states there.
+    The methods do nothing if the job does not keep states in memory.
     """
 
     def __init__(self, group: Group, order: Order, layout: Layout, *, sharded: bool) -> None:
@@ -71,8 +71,7 @@ class NodeMemory:
         return self._snapshots.news()
 
     def interrupt(self) -> None:
-        """Exclude the next step's time from the cost of copies, because it includes something
-        else."""
+        """Exclude the next step's time from the cost of copies, as after an evaluation."""
         if self._snapshots is not None:
             self._snapshots.interrupt()
 

@@ -80,7 +80,7 @@ def _find(config: ModelConfig, channels: int) -> Tensors:
     except (OSError, RuntimeError) as error:
         raise CheckpointError(
             f"{key}: the weights of {config.name} cannot be loaded ({first_line(error)}); without internet access, set"
-            " it to a file or folder with them"
+            " this key to a file or folder with these weights"
         ) from error
 
 

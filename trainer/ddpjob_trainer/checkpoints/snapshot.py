@@ -48,8 +48,8 @@ _PLAIN = frozenset({type(None), bool, int, float, str})
 def check(snapshot: Any) -> None:
     """Raise CheckpointError for a state that could be written but not resumed from.
 
-    Reading does not run code from a file (torch.load with weights_only). Any other object, even
-    from numpy, would therefore be refused only later, by the run that resumes.
+    A resume reads with torch.load(weights_only=True), which refuses most objects, even numpy's.
+    Without this check, only the run that resumes would notice such an object.
     """
     if not isinstance(snapshot, dict) or not isinstance(snapshot.get("sampler"), dict):
         raise CheckpointError(
@@ -95,11 +95,11 @@ class Staging:
         self._events: list[Any] = []
 
     def take(self, snapshot: Snapshot, *, whole: bool, wanted: bool = True) -> Snapshot:
-        """Return a copy of `snapshot`, which overwrites the previous one.
+        """Return a copy of `snapshot`. It overwrites the previous copy.
 
-        Call `settle()` before reading it. With `whole`, sharded tensors are gathered, which is a
-        collective operation; otherwise each rank keeps its own shard. A rank that does not want the
-        copy (`wanted`) still takes part, but gets an empty copy.
+        Call `settle()` before reading the copy. With `whole`, sharded tensors are gathered, which
+        is a collective operation; otherwise each rank keeps its own shard. A rank that does not
+        want the copy (`wanted`) still takes part, but gets an empty copy.
         """
         used: dict[Path, torch.Tensor] = {}
         devices: set[torch.device] = set()
@@ -143,7 +143,7 @@ class Staging:
 def with_local(sharded: Any, local: torch.Tensor) -> Any:
     """Return a DTensor on the CPU with the layout of `sharded` and the shard `local`.
 
-    The device of its mesh does not matter.
+    The device of the mesh of `sharded` does not matter.
     """
     from torch.distributed.tensor import DTensor
 

@@ -21,7 +21,7 @@ from ddpjob_trainer.errors import CheckpointError, FencedError
 class CompletedSave:
     """A checkpoint that is on disk.
 
-    It records the step, how long training paused for the save, and how long the disk took.
+    The times are how long training paused for the save, and how long writing took.
     """
 
     step: int
@@ -106,5 +106,7 @@ class Writer:
         if failure is None:
             self._completed.append(CompletedSave(step, pause_seconds, self.ended - began))
         elif self.fatal is None:
-            again = f"failure {self._failures} of {self._limit} in a row; training continues until the next save"
+            again = (
+                f"failure {self._failures} of {self._limit} in a row; training continues, and the next save tries again"
+            )
             print(f"warning: {failure} ({again})", file=sys.stderr, flush=True)

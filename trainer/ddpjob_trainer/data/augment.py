@@ -21,7 +21,7 @@ _ERASING, _CUTOUT = 0x45524153, 0x43555420
 def pad(images: torch.Tensor, width: int, padding: Padding) -> torch.Tensor:
     """Return images (n, channels, height, width) of any type with a border of `width` pixels.
 
-    torch reflects only floats.
+    Pixels are reflected by index, because torch's own reflection supports only floats.
     """
     if padding is Padding.ZEROS:
         return torch.nn.functional.pad(images, (width,) * 4)
@@ -42,10 +42,11 @@ class CropAndFlip:
     """Shifts each image in a set by up to `padding` pixels and, if `flip`, mirrors some.
 
     Shifts fill with `border`, and an image is mirrored with probability one half. With
-    `alternating`, this is drawn for epoch 0 only, and odd epochs mirror the other images, so two
-    consecutive epochs show both sides (Jordan, 94% on CIFAR-10 in 3.29 seconds, 2024). He et al.,
-    Deep residual learning, 2015, section 4.2, use padding 4 for CIFAR. Every crop is a view of the
-    padded set, so a batch is one gather operation on the device that holds the set.
+    `alternating`, the images to mirror are drawn for epoch 0 only. Odd epochs mirror all other
+    images, so two consecutive epochs show both sides of each (Jordan, 94% on CIFAR-10 in 3.29
+    seconds, 2024). He et al., Deep residual learning, 2015, section 4.2, use padding 4 for CIFAR.
+    Every crop is a view of the padded set, so a batch is one gather operation on the device that
+    holds the set.
     """
 
     def __init__(
@@ -148,8 +149,8 @@ class RandAugment:
 
     @property
     def space(self) -> dict[str, tuple[Callable[[int, int, int], torch.Tensor | None], bool]]:
-        """The operations, each with its magnitudes for (bins, height, width), and whether they have
-        signs.
+        """The operations: each has a function from (bins, height, width) to its magnitudes, and a
+        flag for whether magnitudes are signed.
         """
         return self._transform._AUGMENTATION_SPACE  # type: ignore[no-any-return]
 
@@ -247,8 +248,9 @@ def build_erasers(config: DataConfig, shape: tuple[int, ...]) -> list[Eraser]:
 def resized_crop_box(draws: npt.NDArray[np.float64], height: int, width: int) -> Box:
     """Return a random crop of 8 to 100 % of the area, with an aspect ratio from 3:4 to 4:3.
 
-    `draws` are (10, 4) uniform numbers. After ten attempts, the center is used, as in Szegedy et
-    al., Going deeper with convolutions, 2014, and in torchvision's RandomResizedCrop.
+    `draws` are (10, 4) uniform numbers, for ten attempts. If none of these crops fits, the center
+    is used, as in Szegedy et al., Going deeper with convolutions, 2014, and in torchvision's
+    RandomResizedCrop.
     """
     for area_draw, ratio_draw, top_draw, left_draw in draws:
         area = height * width * (0.08 + 0.92 * area_draw)

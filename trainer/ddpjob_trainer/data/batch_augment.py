@@ -1,6 +1,6 @@
 """RandAugment and TrivialAugment for a whole batch, with the result of `augment.RandAugment`.
 
-Problem: applied image by image, 128 images take 5,350 launches, which is more than the training
+Problem: if 128 images are augmented one by one, this launches 5,350 kernels, more than the training
 step itself. On a GPU, the launches and not the pixels take the time.
 
 Rule: images that drew the same kind of operation are processed together. Each round sorts the batch
@@ -13,10 +13,10 @@ by kind, so that a kind is a slice of the batch and can be changed in place:
 
 Example: of 128 images, 46 are warped by one `grid_sample`, although each has its own angle.
 
-Every pixel has the same bits as with torchvision, whose own functions fill the tables. Where its
-kernels use a fused multiply-add, the sum is computed in float64, in which it is exact, and rounded
-once. The draws equal those of a torch generator seeded for each image, and are computed for a whole
-epoch at once. Results were compared on CPUs, but not on a GPU.
+Every pixel has the same bits as with torchvision, whose own functions fill the tables. Where
+torchvision's kernels use a fused multiply-add, this module computes the sum in float64, which is
+exact, and rounds it once. The draws equal those of a torch generator seeded for each image, and are
+computed for a whole epoch at once. Results were compared on CPUs, but not on a GPU.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ class BatchAugment:
     """Crops, flips and augments all images of a batch together, on the device of the set."""
 
     def __init__(self, crop: CropAndFlip, images: torch.Tensor, augment: RandAugment, seed: int, versions: int) -> None:
-        """`images` are the set, (n, 3, height, width) uint8, with `versions` sample numbers."""
+        """Prepare the tables. `images` are the whole set, (n, 3, height, width) uint8.
+
+        `versions` is the number of versions of all images together (data.repeats).
+        """
         self._crop, self._seed, self._versions, self._epoch = crop, seed, versions, -1
         self._rounds, self._bin = augment.operations or 1, augment.magnitude if augment.operations else None
         self._signed = np.array([signed for _, signed in augment.space.values()])
@@ -187,7 +190,7 @@ class BatchAugment:
 
 
 class _SeenGrid(TorchFunctionMode):
-    """Keeps the grid with which torchvision samples."""
+    """Records the grid that torchvision passes to grid_sample."""
 
     grid: torch.Tensor
 
@@ -203,7 +206,7 @@ def _grid(name: str, size: float, image: torch.Tensor) -> torch.Tensor:
 
     bilinear, sheared = v2.InterpolationMode.BILINEAR, math.degrees(math.atan(size))
     with _SeenGrid() as seen:
-        if name == "Rotate":  # Without a center, torchvision does not sample for multiples of 90.
+        if name == "Rotate":  # Without a center, torchvision does not sample at multiples of 90 degrees.
             center = [image.shape[-1] * 0.5, image.shape[-2] * 0.5]
             v2.functional.rotate(image, size, bilinear, center=center)
         elif name.startswith("Shear"):
@@ -217,7 +220,7 @@ def _grid(name: str, size: float, image: torch.Tensor) -> torch.Tensor:
 
 
 def _map(name: str, size: float, ramp: torch.Tensor) -> torch.Tensor:
-    """Apply an operation on single values to all values."""
+    """Return each pixel value's new value, for an operation that maps every value by itself."""
     from torchvision.transforms.v2 import functional
 
     if name == "Brightness":
@@ -231,7 +234,7 @@ def _map(name: str, size: float, ramp: torch.Tensor) -> torch.Tensor:
 
 
 def _levels(pixels: int, ramp: torch.Tensor) -> torch.Tensor:
-    """Return new values by row and column, for channels of `pixels` pixels.
+    """Return a table of new values, by row and column, for channels of `pixels` pixels.
 
     Row s above 0 equalizes a channel in which 255 * s pixels or more (but fewer than 255 * (s + 1))
     are below the largest value; the column is the number of pixels with smaller values. Row -r

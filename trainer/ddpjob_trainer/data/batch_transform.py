@@ -25,7 +25,8 @@ class BatchTransform:
     def __init__(self, name: str, device: torch.device, classes: int = 0) -> None:
         """Load the function. Raises ConfigError.
 
-        The labels that it returns must suit `classes`, unless these are 0.
+        The labels that it returns must be valid for `classes` classes. If that is 0, labels are not
+        checked.
         """
         self._classes, self._name, self._function = classes, name, load_function("data.batch_transform", name)
         self._generator = torch.Generator(device)

@@ -1,7 +1,7 @@
 """CIFAR-10 and CIFAR-100, in both of the official versions: binary and python (pickles).
 
-Formats: https://www.cs.toronto.edu/~kriz/cifar.html. torchvision only downloads the archives. They
-are read without torchvision, because importing it takes seconds.
+Formats: https://www.cs.toronto.edu/~kriz/cifar.html. Only downloads use torchvision. Reading does
+not need it, because importing torchvision takes seconds.
 """
 
 from __future__ import annotations

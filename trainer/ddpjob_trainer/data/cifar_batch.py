@@ -144,7 +144,8 @@ class _Machine:
     def step(self, name: str, argument: Any) -> None:
         """Execute an opcode.
 
-        Raises ValueError for an opcode that does not occur in batches, and IndexError and KeyError.
+        Raises ValueError for an opcode that does not occur in batches. Raises IndexError or
+        KeyError if the file reads a value that it has not stored.
         """
         stack = self.stack
         match name:

@@ -1,4 +1,4 @@
-"""Reports the first undecodable images, counts all, and ends the run if there are too many."""
+"""Reports the first unreadable images, counts all of them, and ends the run if too many occur."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class CorruptCount:
     def add(self, step: int) -> int:
         """Add `step`, the number of a step's unreadable images on all ranks, and return it.
 
-        Raises DataError if their share of the training set exceeds data.corrupt_limit.
+        Raises DataError if the epoch's unreadable images exceed data.corrupt_limit.
         """
         self.epoch += step
         if step and self.epoch > self._limit * self._size:
@@ -78,7 +78,7 @@ class CorruptCount:
 def check_test_images(unreadable: int, size: int, config: DataConfig) -> None:
     """Raise DataError if all test images, or more than data.corrupt_limit allows, were unreadable.
 
-    A result on the remaining images would refer to a different test set, but could count as the
+    A result on the remaining images would refer to a different test set, but could be ranked as the
     best.
     """
     if unreadable > config.corrupt_limit * size or unreadable == size:

@@ -96,7 +96,10 @@ class DaliDecoder:
             return self._fallback(request)
 
     def _pixels(self, contents: Contents, crops: list[Crop], side: int) -> torch.Tensor:
-        """Return a copy (n, 3, side, side) uint8, because DALI reuses its memory."""
+        """Return the crops' pixels (n, 3, side, side) uint8, as a copy.
+
+        DALI reuses its own memory.
+        """
         pipeline = self._pipelines.get((len(crops), side)) or self._build(len(crops), side)
         pipeline.feed_input(
             "contents", [np.frombuffer(content, dtype=np.uint8) for content in contents if isinstance(content, bytes)]

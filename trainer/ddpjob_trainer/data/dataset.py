@@ -90,11 +90,11 @@ class Normalize:
 class DataSet(Protocol):
     """A training and a test set of labelled images, read by sample number.
 
-    Batches are on one device. `shape` is the shape of an image, (channels, height, width); in the
-    user's own data it may be any. `class_names` are in the order of class numbers, or None if the
-    classes have no names. If targets are float, `classes` is the number of values. `whole_numbers`
-    indicates whether inputs are whole numbers, such as tokens. `normalize` maps pixels to inputs,
-    unless samples are stored as inputs.
+    Batches are on one device. `shape` is the shape of an image, (channels, height, width); the
+    user's own data may have any shape. `class_names` are in the order of class numbers, or None if
+    the classes have no names. If targets are float, `classes` is the number of values.
+    `whole_numbers` indicates whether inputs are whole numbers, such as tokens. `normalize` maps
+    pixels to inputs; it is None if samples are stored as inputs.
     """
 
     targets: Targets = Targets.CLASSES
@@ -129,7 +129,7 @@ class DataSet(Protocol):
         """Yield one batch per list of test sample numbers, without augmentation."""
 
     def defer_normalization(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """Return the function that normalizes images, and leave this to the caller from now on.
+        """Return the function that normalizes images. From now on, the caller must normalize.
 
         Return None if samples are stored as inputs.
         """

@@ -18,10 +18,10 @@ import torch
 
 _JPEG = b"\xff\xd8\xff"
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
-"""The decoder is selected by the content, not the file name. Pillow supports many more formats, but
-its EPS decoder runs Ghostscript."""
+"""Accepted formats. The content determines the format, not the file name. Pillow supports many
+other formats, but some are unsafe: its EPS decoder runs Ghostscript."""
 MOST_PIXELS = 178_956_970
-"""Pillow's own limit. The file declares the size, and decoding takes up to 18 bytes per pixel."""
+"""Pillow's own limit. A file can declare any size, and decoding takes up to 18 bytes per pixel."""
 MOST_BYTES = 6 * MOST_PIXELS
 """Maximum size of an encoded image: three uncompressed 16-bit channels."""
 _MOST_SCANS = 500
@@ -79,7 +79,7 @@ def middle(content: bytes, size: int, share: float = TEST_CROP) -> torch.Tensor:
 
 
 def shrink(content: bytes, side: int, quality: int) -> bytes | None:
-    """Return an image as a JPEG whose longer side is `side`. Return None if it is not longer.
+    """Return an image as a JPEG whose longer side is `side`; None if that would not shrink it.
 
     Colours have half the resolution (4:2:0), as in most JPEGs. Raises UnreadableImage.
     """
@@ -137,7 +137,7 @@ def _decode(content: bytes, choose: Callable[[int, int], Box], size: int | None)
                 pixels = simplejpeg.decode_jpeg(content, min_height=-(-height // scale), min_width=-(-width // scale))
                 return _planes(pixels), _scale_box(box, pixels.shape[0] / height, pixels.shape[1] / width)
         except ValueError:
-            pass  # It may be only a warning of libjpeg, which Pillow distinguishes from a broken file.
+            pass  # This may be only a warning of libjpeg. Pillow can distinguish it from a broken file.
     pixels = _decode_with_pillow(content)
     return _planes(pixels), choose(*pixels.shape[:2])
 
@@ -173,13 +173,13 @@ def _decode_with_pillow(content: bytes) -> npt.NDArray[np.uint8]:
 def _open_image(content: bytes) -> Iterator[Any]:
     """Open an image with Pillow after reading its header and checking its size.
 
-    Raises UnreadableImage, even for errors in the body, because damaged files make Pillow raise
-    almost any exception.
+    Raises UnreadableImage, even for an error in the body of the `with`, because damaged files make
+    Pillow raise almost any exception.
     """
     from PIL import Image, UnidentifiedImageError
 
     try:
-        # Pillow creates this decoder and its memory while opening the image.
+        # For WebP, Pillow allocates the decoder's memory while opening the image.
         if size := _webp_size(content):
             check_pixels(*size)
         with Image.open(io.BytesIO(content), formats=_FORMATS) as image:

@@ -37,8 +37,8 @@ class Folder:
         images = np.bincount(self.labels, minlength=len(self.classes))
         if not self.classes or not images.all():
             empty = [name for name, count in zip(self.classes, images, strict=True) if not count]
-            which = f"class folders without images: {', '.join(empty[:5])}" if empty else "it has no class folders"
-            raise DataError(f"data folder {root} has class folders without images ({which}): {_REMEDY}")
+            found_there = f"class folders without images ({', '.join(empty[:5])})" if empty else "no class folders"
+            raise DataError(f"data folder {root} has {found_there}: {_REMEDY}")
         self._paths = found.paths(root)
         self._root = os.fsencode(root)
 

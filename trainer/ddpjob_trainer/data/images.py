@@ -32,8 +32,9 @@ from ddpjob_trainer.errors import ConfigError, DataError
 _DRAWS = 41
 _MOST_EARLY_SIZES = 3
 """torch.compile gives up after 8 shapes, and ranks may have micro-batches of two sizes."""
-# These are errors of the machine, not of an image. EIO may be due to a single bad sector, so it
-# counts as a corrupt image. If the mount is failing, data.corrupt_limit ends the training.
+# These are errors of the machine, not of an image. EIO is not among them, because it may be due to
+# a single bad sector. It counts as a corrupt image. If the mount is failing, data.corrupt_limit
+# ends the training.
 _FILES, _MACHINE = (errno.EMFILE, errno.ENFILE), (errno.ESTALE, errno.ENOMEM)
 
 
@@ -84,7 +85,7 @@ class ImageData(DataSet):
         self._early = _early_sizes(config)
         self._test_size = config.test_image_size or config.image_size
         self.train_size, self.test_size = len(train.labels), len(test.labels)
-        # On the stream that trains, a copy would wait for earlier steps. Not run on a GPU yet.
+        # On the stream that trains, a copy would wait for earlier steps. Untested on GPUs.
         self._copies: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.normalize: Normalize = Normalize(255.0, IMAGENET_MEAN, IMAGENET_STD, device)
         self._randaugment = RandAugment.of(config) if config.augment else None
@@ -147,7 +148,7 @@ class ImageData(DataSet):
         if apart:
             trains = torch.cuda.current_stream(self._device)
             trains.wait_stream(apart)
-            # Otherwise, its memory could be reused while the stream that trains still reads it.
+            # Otherwise, the pixels' memory could be reused while the stream that trains reads it.
             pixels.record_stream(trains)
         if bad:
             whole = next((index for index in range(len(numbers)) if index not in bad), None)
@@ -241,7 +242,7 @@ def _refuse_machine(error: OSError, name: str) -> None:
     """
     if error.errno in _FILES:
         raise DataError(
-            f"image {name} cannot be read ({error.strerror}); raise the limit of open files (ulimit -n, or the"
+            f"image {name} cannot be read ({error.strerror}); raise the limit on open files (ulimit -n, or the"
             " container's)"
         )
     if error.errno in _MACHINE:

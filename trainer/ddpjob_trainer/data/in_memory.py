@@ -15,8 +15,8 @@ _LOOKED_AT = 1024
 """Number of images whose pixels the fingerprint covers. It also covers all labels."""
 
 Augment = Callable[[torch.Tensor, int], torch.Tensor]
-"""Maps version numbers (n,) int64 in main memory, and the epoch, to images (n, channels, height,
-width) with values from 0 to 255, in a tensor of its own. They are uint8 or float32."""
+"""Maps version numbers (n,) int64 in main memory, and the epoch, to a new tensor of images (n,
+channels, height, width), uint8 or float32, with values from 0 to 255."""
 
 
 class MemoryData(DataSet):

@@ -95,7 +95,7 @@ def listing(root: Path, kept_in: Path | None) -> Listing:
         began = time.time_ns()
         found = _walk(root)
         settled = found.changed[:, 0].max() < began - _SETTLED_NS
-        # Otherwise, this file system may not record such times.
+        # If all times are equal, the file system may not record them, so the listing is not kept.
         if settled and (found.changed != found.changed[0]).any():
             _keep(path, found)
         return found

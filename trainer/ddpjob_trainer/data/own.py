@@ -1,8 +1,8 @@
 """The user's own data set, named by a function: `data.name=package.module:function`.
 
 The user's code may draw random numbers for a sample from Python's, NumPy's and torch's generators,
-for example for augmentation. They depend only on (seed, epoch, sample), so they are the same on any
-number of ranks and in any worker process.
+for example for augmentation. These numbers depend only on (seed, epoch, sample), so they are the
+same on any number of ranks and in any worker process.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class OwnData(DataSet):
             kind = type(value).__name__ if tensor is None else tensor.dtype
             raise ConfigError(
                 f"{self._what}: the {what} of a sample of {name} is {kind}; use a tensor or numpy array of"
-                " floats or of int64, or for images uint8 of shape (channels, height, width)"
+                " floats or of int64, or (for images) of uint8 with shape (channels, height, width)"
             )
         return tensor.float() if tensor.is_floating_point() else tensor.long()
 

@@ -99,7 +99,7 @@ class Pool(Generic[C]):
             worker_init_fn=_stay_with_the_rank,
             # Only forking shares the list of images without copying or pickling.
             multiprocessing_context="fork" if workers and "fork" in multiprocessing.get_all_start_methods() else None,
-            # Without its own generator, the loader would draw from dropout's in each epoch.
+            # Without this generator, the loader would draw from that of dropout in each epoch.
             generator=torch.Generator(),
         )
 

@@ -54,7 +54,7 @@ def derive_for_all(seed: int, epoch: int, numbers: npt.NDArray[np.int64], last: 
 
 
 def twister_words(seeds: npt.NDArray[np.uint64], count: int) -> npt.NDArray[np.uint32]:
-    """Return the first `count` words, (count, n), that a torch CPU generator with each seed draws.
+    """Return the first words that torch's CPU generator draws for each of n seeds, (count, n).
 
     The generator is MT19937 (Matsumoto, Nishimura, 1998), seeded with the last 32 bits.
     """

@@ -4,12 +4,12 @@ Training that loses a node and continues with fewer ranks should compute the sam
 result must therefore not depend on the number of ranks, and ranks must not keep their own counts.
 
 - The state is `{epoch, consumed, seed}`. An epoch is one permutation, a function of seed and epoch.
-  A step takes its next `batch` samples; the last step takes the rest.
-- This global batch is divided into `micro_batches` fixed micro-batches, which are virtual ranks.
-  Normalization statistics, dropout and mixing belong to one micro-batch, whichever rank computes
-  it.
-- `Dealing` distributes the micro-batches among the existing ranks (`share`: contiguous parts;
-  earlier ones may be larger by one item).
+  A step takes the next `batch` samples of the permutation; the last step takes the rest.
+- The samples of a step, its global batch, are divided into `micro_batches` fixed micro-batches,
+  which are virtual ranks. Normalization statistics, dropout and mixing stay within a micro-batch,
+  so they do not depend on the rank that computes it.
+- `Dealing` distributes the micro-batches among the existing ranks in contiguous parts, of which
+  earlier ones may be larger by one item (`share`).
 
 Example, with 10 samples, batch=6, micro_batches=3, and the permutation a b c d e f g h i j:
 
@@ -22,8 +22,8 @@ rank more than 110 % of an even share (_WORTH_DIVIDING), and the model permits i
 computes ab and rank 1 cd. In the second, rank 0 computes e and rank 1 f, and they exchange the
 statistics of ef (`model/shared_parts.py`).
 
-With repeated augmentation (`repeats`), versions of samples are distributed: number
-`sample + repeat * size` is version `repeat` of a sample, and seeds its augmentation.
+With repeated augmentation (`repeats`), the sampler distributes versions of samples. The number
+`sample + repeat * size` stands for version `repeat` of `sample`, and seeds its augmentation.
 
 Why: docs/decisions/0006. `ddpjob_trainer ledger RUN` verifies this from each rank's records.
 """
@@ -128,9 +128,9 @@ def _order(seed: int, epoch: int, size: int) -> torch.Tensor:
 
 
 def _versions(order: torch.Tensor, repeats: int) -> torch.Tensor:
-    """Return versions of samples, (size,) -> (size,), with the versions of a sample adjacent.
+    """Return the version numbers of an epoch, (size,), from its `order` of samples, (size,).
 
-    The result contains as many samples as fit.
+    The versions of a sample are adjacent, so only the first size / repeats samples are included.
     """
     if repeats == 1:
         return order
@@ -206,9 +206,9 @@ class Dealing:
     or whose statistics cover all ranks together.
 
     With `equal`, all ranks get the same number of micro-batches, some of which may not count;
-    strategies whose forward pass is a collective need this. `stretch` limits a rank's share of
-    divided micro-batches in one pass to this many times a micro-batch, so that activations fit into
-    memory.
+    strategies whose forward pass is a collective need this. If micro-batches are divided, a rank's
+    share in one pass is at most `stretch` times as large as a micro-batch, so that activations fit
+    into memory.
     """
 
     rank: int = 0
@@ -271,7 +271,7 @@ class Dealing:
 
     @property
     def busiest(self) -> float:
-        """The busiest rank's share in whole micro-batches, as a multiple of an even share."""
+        """The busiest rank's share of whole micro-batches, as a multiple of an even share."""
         return -(-self.micro_batches // self.world) * self.world / self.micro_batches if self.micro_batches else 1.0
 
     def _deal_divided(self, number: int, passes: int, samples: list[int], state: SamplerState) -> Micro:
@@ -360,9 +360,9 @@ class ElasticSampler:
         for start in range(before.consumed, self.size, self.batch):
             taken = order[start : start + self.batch]
             if self.repeats > 1:
-                # Separate a sample's versions, so that a micro-batch, which is a run of consecutive
-                # samples, rarely has two of them. Its statistics then come from different images,
-                # and mixing pairs different images.
+                # A micro-batch is a run of consecutive numbers. Move a sample's versions apart, so
+                # that a micro-batch rarely has two of them. Otherwise its statistics would come
+                # from fewer images, and mixup would pair versions of the same image.
                 taken = taken[torch.argsort(taken // self.size, stable=True)]
             samples: list[int] = taken.tolist()
             after = replace(before, consumed=start + len(samples))

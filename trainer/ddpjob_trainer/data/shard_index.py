@@ -87,7 +87,10 @@ def file_system(url: str) -> Any:
 
 @contextmanager
 def translate_errors(url: str) -> Iterator[None]:
-    """Turn errors from a store's library, which may be of any kind, into DataError."""
+    """Turn any exception from reading a remote `url` into DataError.
+
+    The exception's type depends on the library that fsspec uses for the URL.
+    """
     try:
         yield
     except TrainerError:
@@ -229,8 +232,8 @@ def _check(index: Index) -> None:
 def _is_of(index: Index, found: _Found, *, copied: bool = False) -> bool:
     """Return whether the index was built from these shards.
 
-    With `copied`, the index may have been copied to a store together with the shards. Its stamps
-    may then be missing, or come from the place where it was built.
+    With `copied`, the index may have been copied to object storage together with the shards. Its
+    stamps may then be missing, or come from the place where it was built.
     """
     names = [[name.rsplit("/", 1)[-1] for name in each.shards] for each in (index, found)]
     if names[0] != names[1] or not np.array_equal(index.lengths, found.lengths):

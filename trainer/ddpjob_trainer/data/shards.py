@@ -1,6 +1,6 @@
 """Tar shards (WebDataset's layout: KEY.jpg and KEY.cls), read by byte range.
 
-Shards may be on a file system or in an object store. An index of (shard, offset, size, label) is
+Shards may be on a file system or in object storage. An index of (shard, offset, size, label) is
 built once, so that sampling remains an exact permutation of all images.
 https://github.com/webdataset/webdataset describes the layout.
 """
@@ -52,9 +52,9 @@ class ShardedImages:
         return np.frombuffer(b"".join([names, *(column.tobytes() for column in columns)]), dtype=np.uint8)
 
     def read(self, numbers: list[int]) -> list[bytes | OSError]:
-        """Return the images' bytes.
+        """Return the images' bytes, or an OSError in place of each image that cannot be read.
 
-        Raises DataError if a store does not respond, because the image is not at fault then.
+        Raises DataError if remote storage does not respond, because the image is not at fault then.
         """
         if self._index.is_local:
             return [self._local(number) for number in numbers]
@@ -81,7 +81,7 @@ class ShardedImages:
 
 
 def _ranges(files: Any, paths: list[str], starts: list[int], ends: list[int]) -> Iterator[bytes]:
-    """Yield byte ranges, fetched concurrently if the store supports it.
+    """Yield byte ranges, fetched concurrently if the file system supports it.
 
     A failed range is fetched again. After the last attempt, raises DataError.
     """
@@ -146,8 +146,8 @@ def _class_names(root: str, train: Index) -> list[str] | None:
 def class_names(content: bytes, where: str) -> list[str]:
     """Return the names in classes.txt, without the newlines that editors add at the end.
 
-    Every additional line would count as another class. Raises DataError for an empty line between
-    two names.
+    Otherwise, each of these would count as one more class. Raises DataError for an empty line
+    between two names.
     """
     text = os.fsdecode(content.removeprefix(codecs.BOM_UTF8)).rstrip("\r\n")
     # Not splitlines, which would also split names at other characters, such as form feeds.

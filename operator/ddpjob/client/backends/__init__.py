@@ -1,1 +1,3 @@
-"""Backends for jobs in clusters, on this machine, and in the checkpoint folders of deleted jobs."""
+"""Backends for jobs in clusters, for jobs on this machine, and for the records that deleted jobs
+left in their checkpoint folders.
+"""

@@ -68,7 +68,7 @@ class AnswerTooLarge(Mistake):
 class ApiServer:
     """One API server, found through the kubeconfig or the pod's service account.
 
-    Raises Unreachable, ApiRefusal.
+    The methods raise Unreachable and ApiRefusal.
     """
 
     largest_answer: int | None = None
@@ -134,7 +134,8 @@ class ApiServer:
     def optional(self, path: str, absent: Collection[int] = (403, 404)) -> Json | None:
         """Return the JSON response to a GET request.
 
-        Return None if the object does not exist or the user may not read it.
+        Return None for the HTTP statuses in `absent`. By default, these mean that the object does
+        not exist, or that the user is not permitted to read it.
         """
         try:
             return self.request("GET", path)
@@ -162,8 +163,9 @@ class ApiServer:
         """Return the items of a collection and its version.
 
         Pages are smaller for large objects. `of_a_job` means that the collection belongs to one
-        job, whose owner can make it arbitrarily large. `shape` is called with each item of a page
-        before the next page is read, and returns the part that is kept.
+        job. Its total size is then limited if `largest_answer` is set, because the job's owner can
+        make the collection arbitrarily large. `shape` is called with each item of a page before the
+        next page is read, and returns the part of the item to keep.
         """
         found: list[Json] = []
         limit, total, more = LARGEST_PAGE, 0, ""
@@ -280,8 +282,8 @@ class ApiServer:
 class BearerServer(ApiServer):
     """One API server, accessed only with a viewer's bearer token.
 
-    It uses neither a kubeconfig nor this process's account. `ca` is a file with the certificates of
-    the trusted authorities.
+    It uses neither a kubeconfig nor this process's service account. `ca` is a file with the
+    certificates of the trusted authorities.
     """
 
     largest_answer = LARGEST_ANSWER

@@ -39,7 +39,7 @@ class Mistake(Exception):
     passing = False
     """Whether a later retry may succeed."""
     denied = False
-    """Whether the caller is not allowed to read this, or is not authenticated."""
+    """Whether the caller is not authenticated, or not permitted to make the request."""
 
     def _render_traceback_(self) -> list[str]:
         """Show only the message in a notebook.
@@ -101,14 +101,14 @@ class PodLine:
     """The word that kubectl shows in its STATUS column."""
     host: str = ""
     message: str = ""
-    """The reason why the pod waits or ended."""
+    """The reason why the pod is waiting or has ended."""
     created: datetime | None = None
     containers: tuple[str, ...] = ()
     ended: bool = False
 
     @property
     def label(self) -> str:
-        """The prefix of its log lines: the slot's index, or the coordinator's name."""
+        """The prefix of the pod's log lines: the slot's index, or `coordinator`."""
         return "coordinator" if self.index is None else str(self.index)
 
 
@@ -146,7 +146,10 @@ class EndedLogs(Protocol):
     """The kept logs of a job's pods, as `kept_logs` reads them."""
 
     def pods(self, known: Iterable[str] = ()) -> list[PodLine]:
-        """Return the pods whose log is kept, except `known` ones, ordered by slot and attempt."""
+        """Return the pods whose logs are kept, ordered by slot and attempt.
+
+        Pods whose names are in `known` are left out.
+        """
 
     def text(self, pod: str, options: LogOptions) -> bytes:
         """Return a pod's kept log. Raises Mistake if no log is kept, or for unsupported options."""
@@ -161,9 +164,9 @@ class Backend(Protocol):
     """Notes for the user: what the last list of jobs omits, and why `changes` currently gets no
     response."""
     whole: bool
-    """Whether `jobs` and `changes` return the large fields of specs that the operator refuses
-    because of their size. False by default, because these fields may take a hundred times as much
-    memory as all other jobs."""
+    """Whether `jobs` and `changes` include the large fields of specs that the operator refuses as
+    too large. False by default, because these fields may take a hundred times as much memory as all
+    other jobs."""
 
     @property
     def where(self) -> str:
@@ -180,9 +183,9 @@ class Backend(Protocol):
     ) -> Iterator[tuple[Json, bool]]:
         """Yield the current jobs, then every change as (object, deleted).
 
-        Stop after `seconds`; None means never. `known` are jobs that the caller already has. Any of
-        them that have been deleted come first. The object of a deleted job may consist of its name
-        alone, because callers keep the other fields that they need.
+        Stop after `seconds`; None means never. `known` are the jobs that the caller already has.
+        Those that have been deleted since are yielded first. The object of a deleted job may
+        consist of the job's name alone, because callers keep the other fields that they need.
 
         Raises NoSuchJob if job `name` does not exist or is deleted.
         """

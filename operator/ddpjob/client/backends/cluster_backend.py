@@ -81,7 +81,7 @@ if os.path.isfile(path):
 
 
 class ClusterBackend:
-    """Implements `Backend`.
+    """Implements `Backend` for a cluster.
 
     If `namespace` is None, use the context's namespace. With `everywhere`, list jobs of all
     namespaces.
@@ -103,9 +103,9 @@ class ClusterBackend:
     def path(self, plural: str, name: str | None = None, *, everywhere: bool = False) -> str:
         """Return the path of an object in the namespace, or of the collection.
 
-        `plural` is DDPJobs, events or a kind of the core API. Raises Mistake if `name` is not a
-        valid object name. An empty name, from an unset shell variable, would turn a request to
-        delete one job into a request to delete all.
+        `plural` is `ddpjobs` or a resource of the core API, such as `pods`. Raises Mistake if
+        `name` is not a valid object name. An empty name, from an unset shell variable, would turn a
+        request to delete one job into a request to delete all.
         """
         if name is not None and (name in ("", ".", "..") or "/" in name or "%" in name):
             raise Mistake(f"{name!r} is not a valid object name")
@@ -122,7 +122,7 @@ class ClusterBackend:
         return sorted(listed, key=lambda job: str(job["metadata"].get("creationTimestamp")))
 
     def _shaped(self, job: Json) -> Json:
-        """Return the job, without the large fields if its spec is oversized."""
+        """Return the job. Unless `whole` is set, omit the large fields of an oversized spec."""
         spec = job.get("spec") or {}
         small = {} if self.whole or not oversized(spec) else {"spec": without_large_fields(spec)}
         return _typed({**job, **small})
@@ -265,7 +265,7 @@ class ClusterBackend:
         """Return a pod's last warning event as text.
 
         Volume and network faults appear only in events. The text is empty if there are no warnings,
-        or if the user may not read events.
+        or if the user is not permitted to read events.
         """
         try:
             found = self._events(f"involvedObject.kind=Pod,involvedObject.name={pod},type=Warning")
@@ -337,8 +337,8 @@ class ClusterBackend:
                     patience.tolerate(failure)
             if options.stopped:
                 return
-            # The connection ended before the pod did, or between its last lines, so continue from
-            # the last line.
+            # The connection ended before the pod did, or between the pod's last lines, so continue
+            # after the last line that was read.
             time.sleep(_RETRY_SECONDS / 2)
             ended = self._has_ended(pod.name)
             if read.stamp:
@@ -350,7 +350,7 @@ class ClusterBackend:
     def kept_logs(self, name: str) -> KeptLogs:
         """Read the logs from the bucket, or from the volumes of the first few running pods.
 
-        If each pod has its own folder, a pod sees only the logs of its own Kubernetes node.
+        With a hostPath that is not shared, a pod sees only the logs on its own Kubernetes node.
         """
         body = self.job(name)
         uid, spec = body["metadata"]["uid"], body["spec"]
@@ -385,7 +385,7 @@ class ClusterBackend:
     def metrics(self, name: str) -> str:
         """Read metrics.jsonl from one of the first few running pods.
 
-        If each pod has its own folder, only rank 0's pod has the file.
+        If the pods do not share a checkpoint folder, only rank 0's pod has the file.
         """
         running = self._running_pods(name)  # Nodes come first, because spares have not trained.
         pods = running[:_METRICS_PODS]
@@ -453,7 +453,8 @@ class ClusterBackend:
     def _create_map(self, body: Json) -> None:
         """Create a ConfigMap whose name contains a digest of its content.
 
-        A deleted job's ConfigMap with the same name may still exist for a while.
+        If a deleted job's ConfigMap with the same name and content still exists, wait until it is
+        gone.
         """
         end = time.monotonic() + _LEAVING_SECONDS
         while True:
@@ -579,7 +580,8 @@ def _lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
 class _ReadPosition:
     """The position up to which a log has been read.
 
-    Lines written together share a timestamp, and timestamps go back when a clock is set back.
+    A timestamp alone does not identify a line: lines written together share one, and timestamps go
+    back when a clock is set back.
     """
 
     def __init__(self) -> None:

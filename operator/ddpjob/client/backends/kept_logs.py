@@ -80,7 +80,10 @@ class KeptLogs:
     read: Callable[[str], bytes] = field(repr=False)
 
     def pods(self, known: Iterable[str] = ()) -> list[PodLine]:
-        """Return the pods whose log is kept, except `known` ones, ordered by slot and attempt."""
+        """Return the pods whose logs are kept, ordered by slot and attempt.
+
+        Pods whose names are in `known` are left out.
+        """
         found = dict[tuple[int, int], PodLine]()
         for name in self.sizes:
             pod = (read_kept_log(name) or ("", ""))[0]

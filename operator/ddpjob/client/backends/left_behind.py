@@ -72,9 +72,10 @@ class LeftBehind:
 
     @property
     def reported(self) -> Line:
-        """The newest line with progress.
+        """The newest line with progress, or the last line if none has progress.
 
-        A new coordinator has no progress until the script's next report.
+        The last line may lack it, because a new coordinator knows no progress until the script's
+        next report.
         """
         return next((line for line in reversed(self.lines) if line.progress), self.lines[-1])
 

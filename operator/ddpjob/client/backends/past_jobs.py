@@ -1,4 +1,4 @@
-"""A `Backend` that shows deleted jobs to the dashboard, from their checkpoint folders."""
+"""A `Backend` that reads deleted jobs from their checkpoint folders, for the dashboard."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _MOST_RESTARTS = 200
 _MOST_ROUNDS = 200
 _LOOK_SECONDS = 2.0
 _NAME = re.compile(r"[a-z0-9][-a-z0-9.]{0,252}")
-_READ_ONLY = "the job is shown from its checkpoint folder and cannot be changed"
+_READ_ONLY = "jobs that are shown from their checkpoint folders cannot be changed"
 
 
 class PastJobs:
-    """Implements `Backend` for a checkpoint folder, or for a folder that contains several.
+    """Implements `Backend` for a checkpoint folder, or for a folder that contains several of them.
 
     Raises Mistake.
     """
@@ -91,9 +91,9 @@ class PastJobs:
         return sorted(bodies, key=lambda body: str(body["metadata"].get("creationTimestamp")))
 
     def _read_again(self, folder: Path) -> tuple[tuple[float, ...], LeftBehind]:
-        """Read a folder without its metrics, because many jobs' metrics would fill the memory.
+        """Read a folder if it has changed since it was last read. Raises Mistake.
 
-        Raises Mistake.
+        Metrics are not kept, because many jobs' metrics would fill the memory.
         """
         known, stamp = self._known.get(folder), _stamp(folder)
         if known is not None and known[0] == stamp:
@@ -125,7 +125,10 @@ class PastJobs:
     def changes(
         self, name: str | None, seconds: float | None = None, known: Iterable[Json] | None = None
     ) -> Iterator[tuple[Json, bool]]:
-        """Yield changes, because a job that is still training writes to its folder."""
+        """Yield changes as `Backend` defines them.
+
+        A job that is still training writes to its folder, so even these jobs may change.
+        """
         return poll_changes(self.jobs, name, f"no job {name} in {self._root}", _LOOK_SECONDS, seconds, known)
 
     def pods(self, name: str) -> list[PodLine]:

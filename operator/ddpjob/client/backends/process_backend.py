@@ -44,11 +44,11 @@ STOP_MARGIN = 15.0
 """How much longer than the pods' grace period `stop` waits for the runner, in seconds."""
 _POLL = 0.3
 _STARTED_SECONDS = 120.0
-"""Maximum time in seconds until a new `ddpjob run` has written its record. Starting Python takes
+"""Maximum time in seconds until a new `ddpjob run` has written its record. Starting Python may take
 half a minute on a very busy machine."""
 _STOPPED = "the job's `ddpjob run` was stopped; run the job again to resume"
-"""Message of the condition Suspended of an interrupted job, whose runPolicy.suspend cannot be set
-to false."""
+"""Replaces the message of an interrupted job's condition Suspended. The usual message suggests
+setting runPolicy.suspend to false, which is impossible without a running `ddpjob run`."""
 
 
 def has_jobs() -> bool:
@@ -64,7 +64,8 @@ _ALIVE = ("Running", "Pending", "Terminating")
 _OF_POD = re.compile(rf"(\d+-\d+|coordinator-\d+(-\d+)?)(\.{COORDINATOR_CONTAINER})?")
 """The part of pod and log names that follows the job's name."""
 _Known = tuple[tuple[int, int, int] | None, Json, bool]
-"""The inode, time and size of a record's file, its content, and whether its job has ended."""
+"""The inode, modification time and size of a record's file, the record, and whether the job has
+ended."""
 
 
 _P = ParamSpec("_P")
@@ -150,7 +151,7 @@ class ProcessBackend:
         folder, lines = job.run(record["local"]["run"]).pods, []
         states = {pod["name"]: pod["state"] for pod in record["local"]["pods"]}
         if runner(job) is None:
-            # The runner has stopped all pods, but may have been killed before it could record that.
+            # No pod outlives its runner, but a runner that was killed could not record their end.
             states = {pod: "Ended" if state in _ALIVE else state for pod, state in states.items()}
         roles = {pod["name"]: str(pod.get("role", "node")) for pod in record["local"]["pods"]}
         created = {pod["name"]: known_time(pod.get("created")) for pod in record["local"]["pods"]}
@@ -172,7 +173,8 @@ class ProcessBackend:
         path = folder.run((_record(folder) or {})["local"]["run"]).events
         found = []
         for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-            with suppress(ValueError):  # The disk was full, or the run was killed.
+            # A line is incomplete if the disk was full, or the run was killed.
+            with suppress(ValueError):
                 event = json.loads(line)
                 found.append(Happened(parse_time(event["time"]), event["warning"], event["reason"], event["message"]))
         return found
@@ -253,7 +255,7 @@ class ProcessBackend:
             self._ask(folder, "suspend" if spec["runPolicy"]["suspend"] else "resume", name)
         else:
             changed = ", ".join(spec)
-            raise Mistake(f"{changed}: cannot change in a job on this machine; change the manifest and run it again")
+            raise Mistake(f"{changed}: cannot be changed for a job on this machine; change the manifest and rerun it")
 
     @_report_disk_errors
     def create(self, manifests: list[Json], *, fresh: bool = False) -> str:
@@ -302,7 +304,7 @@ class ProcessBackend:
                 run.kill()  # Otherwise, the job might start after its submission has been reported as failed.
                 run.wait()
                 raise Mistake(
-                    f"`ddpjob run` was stopped, because it wrote no record within {_STARTED_SECONDS:g} s; see {output}"
+                    f"`ddpjob run` was killed, because it wrote no record within {_STARTED_SECONDS:g} s; see {output}"
                 )
             time.sleep(0.1)
 
@@ -404,7 +406,10 @@ class ProcessBackend:
 
 
 def _empty(folder: Path, kept: Collection[Path] = (), last: Path | None = None) -> None:
-    """Remove the content of a folder, but not the targets of links. Raises OSError."""
+    """Remove the content of a folder, except `kept`. Raises OSError.
+
+    Links are removed, but not their targets. The entry `last` is removed last.
+    """
     for path in sorted(folder.iterdir(), key=lambda path: path == last):
         if path in kept:
             continue
@@ -417,9 +422,9 @@ def _empty(folder: Path, kept: Collection[Path] = (), last: Path | None = None) 
 
 
 def _last_lines(log: BinaryIO, lines: int) -> bytes:
-    """Return the last `lines` of a log that may be larger than memory, up to METRICS_BYTES.
+    """Return the last `lines` lines of a log, and leave the log positioned at its end.
 
-    The log is left positioned at its end.
+    The log may be larger than memory, so no more lines are read once METRICS_BYTES have been read.
     """
     end = log.seek(0, os.SEEK_END)
     text, begin = b"", end

@@ -53,10 +53,10 @@ def ranks_per_node(body: Json) -> int:
 def ranks_of_pods(pods: Sequence[PodLine], body: Json, known: Mapping[str, range] | None = None) -> dict[str, range]:
     """Return the global ranks of each pod that trains or has trained. Spares have no ranks.
 
-    Ranks follow the slots' indices, or the order that the status shows. They change only when a new
-    group has formed, according to the status in `body`. Until then, each slot keeps its ranks from
-    `known`, the previous result. Without `known`, all slots count, including those whose pod has
-    ended.
+    Ranks follow the slots' indices, or the order that the status shows. They change only when the
+    status in `body` shows that a new group has formed. While no group is formed, each slot keeps
+    its ranks from `known`, the previous result. Slots that `known` lacks then get ranks as if all
+    slots trained, including those whose pod has ended.
     """
     per_node = ranks_per_node(body)
     status = JobStatus.read(body.get("status") or {})
@@ -73,9 +73,9 @@ def ranks_of_pods(pods: Sequence[PodLine], body: Json, known: Mapping[str, range
 
 
 def _by_rank(nodes: list[PodLine], status: JobStatus) -> list[PodLine]:
-    """Return the nodes in rank order.
+    """Return `nodes` in rank order.
 
-    If the order in the status is for different nodes, return them in index order.
+    If the status has the rank order of different nodes, keep the index order of `nodes`.
     """
     places = {index: place for place, index in enumerate(status.rank_order)}
     if {pod.index for pod in nodes} != places.keys():
@@ -86,7 +86,7 @@ def _by_rank(nodes: list[PodLine], status: JobStatus) -> list[PodLine]:
 def _nodes_of_group(status: JobStatus) -> int | None:
     """Return how many nodes train as one group or have finished in it.
 
-    Return None if the status does not show it, or if there is no group.
+    Return None if the status does not show this number, or if there is no group.
     """
     running = status.condition(ConditionType.RUNNING)
     formed = running is not None and running.status and running.reason not in _NO_GROUP_KNOWN
@@ -137,7 +137,7 @@ class Chosen:
     """Global ranks. Their pods' logs are read, without lines known to come from other ranks."""
     coordinator: bool = False
     kept: EndedLogs | None = None
-    """The job's kept logs, from which the log is read because the pod is gone."""
+    """The job's kept logs, if `pod` is gone and its log is to be read from them."""
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,8 @@ class LogFollower:
                     break
             if (over or gone > 1) and not self._reading:
                 return
-            if gone > 1 and quiet and self.backend.local:  # Local logs end when the run ends.
+            # A local log ends only with the run, so do not wait for its end.
+            if gone > 1 and quiet and self.backend.local:
                 return
 
     def _pods(self) -> list[PodLine]:

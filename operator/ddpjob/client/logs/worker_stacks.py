@@ -33,21 +33,21 @@ def files(pid):
 wanted = {"DDPJOB_POD": os.environ.get("DDPJOB_STACKS_POD"), "DDPJOB_UID": os.environ.get("DDPJOB_STACKS_UID")}
 def of_pod(pid):
     while pid:  # also check its parents, because setproctitle overwrites the environment of a process
-        env = environment(pid)  # that of the launcher, without a rank, for a forked worker
+        env = environment(pid)  # for a forked worker: the launcher's environment, without a rank
         if all(not value or env.get(name) == value for name, value in wanted.items()):
             return True
         pid = parent(pid)
     return False
 holders = {}
 for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
-    with contextlib.suppress(OSError):  # it has just ended, or belongs to another user
+    with contextlib.suppress(OSError):  # the process has just ended, or belongs to another user
         for path in files(pid):  # the signal would kill a process that does not hold the file open
             if re.search(r"/ddpjob-worker-stacks-[^/]+/\\d+\\.txt$", path) and of_pod(pid):
                 holders.setdefault(path, {})[pid] = parent(pid)
 found = {}
 for path, parents in holders.items():
-    pid = min(pid for pid in parents if parents[pid] not in parents)  # forked children (DataLoader) also hold it
-    with contextlib.suppress(OSError):  # it has just ended, or is in a container with a /tmp of its own
+    pid = min(pid for pid in parents if parents[pid] not in parents)  # forked children (DataLoader) also hold the file
+    with contextlib.suppress(OSError):  # the process has just ended, or its container has a separate /tmp
         size = os.path.getsize(path)
         os.kill(pid, signal.SIGRTMIN + 7)
         found[int(os.path.basename(path)[:-4])] = (pid, path, size)
@@ -66,7 +66,7 @@ when the group hangs."""
 
 
 _OWN_FRAME = re.compile(r'^  File "(?:[^"\n]*/ddpjob_(?:runtime|pod)/|<frozen |[^"\n]*/runpy\.py).*\n?', re.MULTILINE)
-"""A frame of the runtime, of an import or of `python -m`, which is irrelevant to the script."""
+"""Matches frames of the runtime, of imports and of `python -m`, which do not concern the script."""
 
 
 def stacks(backend: Backend, pods: list[PodLine]) -> list[tuple[PodLine, str]]:

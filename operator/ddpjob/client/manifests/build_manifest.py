@@ -65,7 +65,8 @@ class JobRequest:
     Default: the folder `code` in the checkpoints' bucket.
     """
     git: str = ""
-    """URL or URL@REF of a git repository. The program is then a path in it, or a module."""
+    """URL or URL@REF of a git repository. `program` is then a path in the repository, or a
+    module."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Values by field below spec, such as recovery.maxRestarts. Mappings are merged with the values
     of other options."""
@@ -229,7 +230,7 @@ _File = tuple[str, int, Callable[[], bytes]]
 def _limited(files: Iterable[_File], source: str) -> dict[str, bytes]:
     """Return the contents by name.
 
-    Raises Mistake instead of reading a file that exceeds the limit.
+    Raises Mistake before reading a file with which their total size exceeds the limit.
     """
     found, size = dict[str, bytes](), 0
     for name, length, read in files:
@@ -303,7 +304,7 @@ def _volume(text: str) -> Json:
 
 
 def read_settings(texts: Iterable[str]) -> dict[str, Any]:
-    """Read `FIELD=VALUE` strings, with the value as YAML."""
+    """Read `FIELD=VALUE` strings, in which VALUE is YAML."""
     settings = {}
     for setting in texts:
         path, equals, text = setting.partition("=")
@@ -330,9 +331,9 @@ def _set(spec: Json, path: str, value: Any) -> None:
 
 
 def _joined(path: str, old: Any, value: Any) -> Any:
-    """Return the value, merged with the old value if that is a mapping.
+    """Return the new value or, if both values are mappings, the new one merged into the old one.
 
-    Raises Mistake if it would replace a list from another option.
+    Raises Mistake if the new value would replace a list from another option.
     """
     if isinstance(old, list):
         raise Mistake(f"{path} (--set): also set by another option; write the whole list in one of them")

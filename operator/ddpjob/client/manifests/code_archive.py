@@ -8,8 +8,8 @@ The following rules decide which files are sent. The first rule that applies win
 
 1. `.git` and links to folders are left out.
 2. The folder's `.ddpjobignore`, in the syntax of .gitignore, decides about files that match its
-   patterns. `!NAME` sends a file that the rules below leave out. If this file exists, .gitignore is
-   not read.
+   patterns. `!NAME` sends a file that the rules below leave out. If there is a `.ddpjobignore`,
+   rule 4 does not apply.
 3. Hidden files, caches and outputs (DEFAULTS) are left out, as are files that look like secrets
    (SECRETS). The latter are reported.
 4. Files that match the patterns in a `.gitignore` file are left out. Each `.gitignore` applies to
@@ -49,16 +49,16 @@ SECRETS = (
 """Patterns of files that usually hold keys or passwords."""
 _SHOWN = 5
 _PROGRESS_BYTES, _PROGRESS_SECONDS = 16 * 2**20, 2.0
-"""Uploads of fewer bytes are not reported. The progress of larger ones is reported at most once in
-this many seconds."""
+"""The progress of an upload is reported if it has at least _PROGRESS_BYTES, and at most once in
+_PROGRESS_SECONDS."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """The files of a folder to send, and the names of excluded files to report."""
+    """The files to send from a folder, and the names of excluded files to report."""
 
     files: Mapping[str, Path]
-    """The files, by their paths in the folder, sorted."""
+    """The files by their paths in the folder, sorted."""
     secrets: tuple[str, ...] = ()
     links: tuple[str, ...] = ()
 
@@ -68,7 +68,7 @@ class Found:
         return sum(path.stat().st_size + len(name) for name, path in self.files.items())
 
     def notes(self) -> Iterator[str]:
-        """Yield a sentence about each kind of file that was left out."""
+        """Yield a sentence about skipped secrets and one about skipped links, if there are any."""
         if self.secrets:
             remedy = f"to send one, add `!NAME` to {IGNORE_FILE}"
             yield f"skipped files that look like secrets: {_some(self.secrets)}; {remedy}"
@@ -198,7 +198,11 @@ class _Walk:
     links: list[str] = field(default_factory=list)
 
     def visit(self, folder: Path, inside: str, above: tuple[tuple[str, Patterns], ...]) -> None:
-        """Visit a folder whose path below the root is `inside`, empty or ending with `/`."""
+        """Visit a folder. `above` has the patterns of the .gitignore files above it.
+
+        `inside` is the folder's path below the root. It is empty for the root, and otherwise ends
+        with `/`.
+        """
         if self.by_git and (found := _ignore_file(folder / ".gitignore")) is not None:
             above = (*above, (inside, found))
         for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):

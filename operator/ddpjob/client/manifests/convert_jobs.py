@@ -33,7 +33,7 @@ _BARE = ("standalone", "m", "module", "no-python", "run-path", "virtual-local-ra
 _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _MOST_SHOWN = 5
 _PLAIN_SHELL = re.compile(r"-[euvx]*c")
-"""Matches options with which a shell reads no profile: unlike -l and -i."""
+"""Matches options with which a shell does not read a profile. With -l or -i, it does."""
 _SHELL = re.compile(r"[;&|<>$`*?(){}#~\n]")
 _QUOTED = re.compile(r"""\\.|'[^']*'|"((?:\\.|[^"\\])*)\"""", re.DOTALL)
 _SIGN_IN_QUOTES = re.compile(r"`|\$\w+|\$[{(][^\s)}]*[)}]?")
@@ -42,13 +42,13 @@ _THEIRS = re.compile(
     r"""(^|\s)--(nnodes|node[-_]rank|master[-_](addr|port)|rdzv[-_](backend|endpoint|id)|machine_rank|"""
     r"""num_(machines|nodes)|main_process_(ip|port))(=|\s+)["']?\$\S*(?=\s)"""
 )
-"""torchrun options whose values are another operator's variables: the number of nodes and the
-rendezvous address."""
+"""Matches launcher options for the number of nodes or the rendezvous address, if their values are
+another operator's variables."""
 _NOT_SET = re.compile(
     r"\$[{(]?(WORLD_SIZE|RANK|MASTER_ADDR|MASTER_PORT|PET_NODE_RANK|PET_MASTER_ADDR|PET_MASTER_PORT)\b"
 )
-"""Variables that a PyTorchJob sets in a pod but a DDPJob does not, except for the address of index
-0, which a `command` gets.
+"""Matches uses of variables that a PyTorchJob sets in a pod but a DDPJob does not. With `command`,
+a DDPJob does set MASTER_ADDR and MASTER_PORT, the address of index 0.
 """
 _THEIR_LABELS = re.compile(
     r"\b(training\.kubeflow\.org/|trainer\.kubeflow\.org/|jobset\.sigs\.k8s\.io/|batch\.kubernetes\.io/job-)[\w.-]+"
@@ -81,10 +81,11 @@ class Conversion:
     job: Json
     notes: list[str] = field(default_factory=list)
     plain: bool = False
-    """Whether plain Python starts the script, as one process per pod regardless of GPUs."""
+    """Whether the original job starts the script with plain Python, as one process per pod
+    regardless of GPUs."""
     counted: bool = False
-    """Whether torchrun's own command line sets the number of processes per node, so that variables
-    cannot change it."""
+    """Whether torchrun's own command line sets the number of processes per node. Variables cannot
+    change it then."""
 
 
 def convert(
@@ -92,8 +93,8 @@ def convert(
 ) -> Conversion:
     """Convert another operator's manifest. Raises Mistake for an unknown kind.
 
-    `runtimes` are the runtimes that a TrainJob may name. `image` replaces the manifest's image, and
-    `script` is the entry point if only the image defines it.
+    `runtimes` are the runtimes that a TrainJob may name. `image` replaces the manifest's image.
+    `script` is the entry point for a manifest that leaves the entry point to its image.
     """
     made = _converted(manifest, runtimes)
     _complete(made, script, image)
@@ -158,7 +159,7 @@ def convert_command(words: Sequence[str], name: str = "", image: str = "IMAGE") 
     line = list(words) if len(words) > 1 else _shell_words(text)
     if len(words) == 1 and (signs := _signs_of_shell(text)) and not _reads_only_theirs(text):
         made.notes.append(
-            f"{' '.join(signs)}: no shell starts a script or module, so these words became arguments; leave "
+            f"{' '.join(signs)}: a script or module starts without a shell, so these words became arguments; leave "
             'them out, or write command: [bash, -c, "..."]'
         )
     while line and (variable := _VARIABLE.fullmatch(line[0])):
@@ -218,7 +219,7 @@ def _pytorch_job(manifest: Mapping[str, Any]) -> Conversion:
     elastic = spec.get("elasticPolicy") or {}
     if elastic and "command" in target:
         notes.append(
-            "elasticPolicy: cannot be combined with command, because the operator does not form its group; "
+            "elasticPolicy: cannot be combined with command, because the command forms its own group; "
             "use script or module"
         )
     elif elastic:
@@ -246,7 +247,7 @@ def _pytorch_job(manifest: Mapping[str, Any]) -> Conversion:
     of_workers = target.get("recovery", {}).get("maxRestarts", elastic.get("maxRestarts"))
     of_pods = 0 if policies == {"Never"} else (spec.get("runPolicy") or {}).get("backoffLimit")
     if limits := [limit for limit in (of_workers, of_pods) if limit is not None]:
-        # The limits of workers and of pods, which a DDPJob does not tell apart.
+        # A DDPJob has one limit for the failures of workers and of pods.
         target.setdefault("recovery", {})["maxRestarts"] = max(limits)
     _sharing(made)
     _left_out(made, manifest, _OF_PYTORCH_JOB)
@@ -254,7 +255,7 @@ def _pytorch_job(manifest: Mapping[str, Any]) -> Conversion:
 
 
 def _wanted(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a part of the job, or an empty mapping if it has no pods.
+    """Return the job's Master or Worker, or an empty mapping if it has no pods.
 
     Charts write `replicas: 0` if a job does not need workers.
     """
@@ -344,7 +345,7 @@ def _train_job(manifest: Mapping[str, Any], runtime: Mapping[str, Any] | None) -
 def _sharing(made: Conversion) -> None:
     """Let pods share a Kubernetes node, as in the original job.
 
-    Otherwise several pods with few GPUs would wait for separate nodes.
+    Otherwise several pods with few GPUs would wait for separate Kubernetes nodes.
     """
     spec = made.job["spec"]
     affinity = _pod_spec(spec).get("affinity") or {}
@@ -374,7 +375,7 @@ def _procs(made: Conversion, count: Any) -> None:
     elif not gpus and {"script", "module"} & spec.keys():
         claims = _pod_spec(spec).get("resourceClaims")
         each = "device of resourceClaims" if claims else "CPU"
-        notes.append(f"procsPerNode: set to 1; torchrun started one process per {each}; write that number")
+        notes.append(f"procsPerNode: set to 1, but torchrun started one process per {each}; write that number")
 
 
 def _rendezvous(made: Conversion, settings: Iterable[tuple[str, Any]]) -> None:
@@ -416,7 +417,7 @@ def _pod(made: Conversion, template: Mapping[str, Any], name: str) -> None:
     _privileges(made, pod, container)
     if exposed := [str(c.get("name")) for c in sidecars if c.get("ports") and not pod.get("hostNetwork")]:
         notes.append(
-            f"ports of {', '.join(exposed)}: only the job's own pods can reach them; to admit others, set "
+            f"ports of {', '.join(exposed)}: only the job's own pods can reach them; to admit other pods, set "
             f"network.isolate: false, or create a NetworkPolicy for the label {LABEL_JOB}"
         )
     secrets = pod.pop("imagePullSecrets", None)
@@ -473,7 +474,7 @@ def _pod_spec(spec: Json) -> Json:
 
 
 def _privileges(made: Conversion, pod: Json, container: Json) -> None:
-    """Add a note about programs that fail for root in a container without capabilities."""
+    """Add a note about programs that root cannot run in a container without capabilities."""
     contexts = [holder.get("securityContext") or {} for holder in (pod, container)]
     command, args = (made.job["spec"].get(name, ()) for name in ("command", "args"))
     tools = dict.fromkeys(_ROOTS_TOOLS.findall(" ".join([*command, *args]))) if command else {}
@@ -510,7 +511,7 @@ def _words(container: Json, name: str) -> list[str]:
 
 def _references(made: Conversion) -> None:
     """Add a note about variables that Kubernetes expanded in a PyTorchJob's arguments and
-    variables.
+    environment.
     """
     spec = made.job["spec"]
     texts = {"args": [] if "command" in spec else spec.get("args", ())}
@@ -637,7 +638,7 @@ def _entry_point(made: Conversion, command: list[str], args: list[str]) -> None:
     if not command:
         made.notes.append(
             f"command: taken from args ({args[0]} ...), which used to be passed to the image's entry point; if the "
-            f"entry point does more than start the command, put it first"
+            f"entry point does more than start the command, put the entry point first"
         )
     made.notes.append(
         "command: runs unchanged, so it must start torchrun itself (which reads the PET_ variables); with script or "
@@ -680,9 +681,9 @@ def _after_launcher(words: list[str]) -> list[str] | None:
 
 
 def _reads_only_theirs(line: str) -> bool:
-    """Whether a torchrun line needs a shell only for options that are replaced.
+    """Whether a torchrun line needs a shell only to expand variables in certain options.
 
-    The values of these options contain variables, but the operator replaces the options.
+    The operator replaces these options, so their values are not needed.
     """
     if _SHELL.search(_THEIRS.sub(" ", line)):
         return False

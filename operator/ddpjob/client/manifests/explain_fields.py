@@ -1,4 +1,4 @@
-"""Explains a DDPJob's fields, like `kubectl explain`, and makes its JSON schema for editors."""
+"""Explains a DDPJob's fields, as `kubectl explain` does, and builds the JSON schema for editors."""
 
 from __future__ import annotations
 

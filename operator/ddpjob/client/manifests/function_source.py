@@ -23,8 +23,8 @@ from ddpjob.client.manifests.build_manifest import SOURCE
 
 _ALONE = "Only the function itself is sent"
 _OF_NOTEBOOKS = {"display", "get_ipython", "__IPYTHON__", "_", "dreload"}
-"""Names that IPython adds to the builtins and that nodes therefore lack. Lines with ! and % call
-get_ipython."""
+"""Names that IPython adds to the builtins, so they do not exist on nodes. Notebook lines that begin
+with ! or % become calls of get_ipython."""
 
 
 MOST_PACKAGES, MOST_OF_A_REQUIREMENT = 50, 200
@@ -65,12 +65,13 @@ def _installation(packages: Sequence[str]) -> str:
         if not isinstance(wrong, str) or len(wrong) > MOST_OF_A_REQUIREMENT or not _REQUIREMENT.fullmatch(wrong):
             raise Mistake(
                 f"packages: {str(wrong)[:MOST_OF_A_REQUIREMENT]!r} is not a package name, optionally with versions; "
-                "write requirements such as 'einops', 'timm[x]>=1.0,<2'. Other sources belong in the image"
+                "write requirements such as 'einops', 'timm[x]>=1.0,<2'. For other sources, build an image"
             )
     if not packages:
         return ""
     code = Path(packages_in_pod.__file__).read_text(encoding="utf-8")
-    within = {"__name__": "packages_in_pod"}  # Separate its names from the function's.
+    # Keep the installer's names apart from the function's.
+    within = {"__name__": "packages_in_pod"}
     return (
         f"    _within = {within!r}\n    exec(compile({code!r}, 'packages_in_pod.py', 'exec'), _within)\n"
         f"    _within['install_packages']({list(packages)!r}, __file__)\n"
@@ -141,8 +142,8 @@ def _check_source(function: Callable[..., Any], source: str) -> None:
 def _check_used(name: str, outside: set[str]) -> None:
     if outside:
         raise Mistake(
-            f"{name} uses {', '.join(sorted(outside))}, defined outside of it. {_ALONE}, so import and define within "
-            "it what it needs, and pass values in args"
+            f"{name} uses {', '.join(sorted(outside))}, defined outside of it. {_ALONE}, so import or define these "
+            "names within the function, or pass their values in args"
         )
 
 

@@ -18,25 +18,25 @@ _MOST_LINES = 1000
 def resolve(text: str) -> dict[str, Any]:
     """Return url, ref and commit of `URL` or `URL@REF`, as in the field code.git.
 
-    REF is a branch, a tag or a whole commit; default: HEAD. Raises Mistake.
+    REF is a branch, a tag or a full commit hash; default: HEAD. Raises Mistake.
     """
     url, at, ref = text.partition("@")
     if not re.match(r"https?://[^/@]+/", url):
         remedy = "write https://HOST/PATH or https://HOST/PATH@REF, without a user name (see code.git.secretName)"
         raise Mistake(f"git (--git) {_without_password(text)}: {remedy}")
     if at and not re.fullmatch(r"[A-Za-z0-9_][-A-Za-z0-9_./+#=]*", ref):
-        raise Mistake(f"git (--git) {text}: REF must be a branch, a tag or a whole commit")
+        raise Mistake(f"git (--git) {text}: REF must be a branch, a tag or a full commit hash")
     if _COMMIT.fullmatch(ref):
         return {"url": url, "commit": ref}
     ref = ref or "HEAD"
     found = _listed(url, ref)
-    # A tag's own object is not a commit; the line of its commit ends with ^{}. git matches the end
-    # of a name, so `main` also lists refs/heads/old/main.
+    # An annotated tag is an object of its own, not a commit; the line of its commit ends with ^{}.
+    # git matches the ends of names, so `main` also lists refs/heads/old/main.
     names = (f"refs/tags/{ref}^{{}}", f"refs/tags/{ref}", f"refs/heads/{ref}", ref)
     commit = next((found[name] for name in names if name in found), "")
     if not commit:
         raise Mistake(
-            f"git (--git) {url} has no branch or tag {ref}; write a branch, a tag or a whole commit (40 digits)"
+            f"git (--git) {url} has no branch or tag {ref}; write a branch, a tag or a full commit hash (40 digits)"
         )
     return {"url": url, "ref": ref, "commit": commit}
 
@@ -48,7 +48,7 @@ def _without_password(text: str) -> str:
 def _listed(url: str, ref: str) -> dict[str, str]:
     if shutil.which("git") is None:
         raise Mistake(
-            "git (--git): git is not installed here, so the commit is unknown; write URL@COMMIT with the whole commit"
+            "git (--git): git is not installed here, so the commit is unknown; write URL@COMMIT with the full hash"
         )
     command = ["git", "ls-remote", "--", url, ref, f"{ref}^{{}}"]
     try:

@@ -1,7 +1,7 @@
-"""Finds faults that a DDPJob's schema allows, but that the API server or kubelet rejects in pods.
+"""Finds faults that a DDPJob's schema allows, but for which the API server or kubelet rejects pods.
 
-`ddpjob validate` uses it. The operator does not: it creates the pods and shows the API server's own
-response, which a check here can only predict.
+`ddpjob validate` uses this module. The operator does not: it creates the pods and shows the API
+server's own response, which a check here can only predict.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 
 
 def later_refusals(manifest: Mapping[str, Any]) -> list[Problem]:
-    """Return problems that keep a job from running anywhere although it fits the schema.
+    """Return the problems that keep a job from running anywhere, although it fits the schema.
 
-    Paths point into the manifest.
+    The path of a problem is a path in the manifest.
     """
     spec = manifest["spec"]
     if too_large := oversized(spec):
@@ -181,7 +181,7 @@ def _name(name: Any, path: str) -> Iterator[Problem]:
 
 def _host_path(path: Any, at: str) -> Iterator[Problem]:
     if ".." in str(path or "").split("/"):
-        yield Problem(at, f"{path} contains '..', which pods may not use; write the folder itself")
+        yield Problem(at, f"{path} contains '..', which is not allowed in pods; write the folder itself")
 
 
 def _resources(resources: Mapping[str, Any], path: str) -> Iterator[Problem]:
@@ -240,7 +240,7 @@ def _pod(pod: Json, *, whole: bool) -> Iterator[Problem]:
             yield from _quantity(limit, f"{at}.emptyDir.sizeLimit")
         sources = [key for key in volume if key != "name"]
         if len(sources) > 1:
-            yield Problem(at, f"has {len(sources)} sources ({', '.join(sources)}); a volume has one")
+            yield Problem(at, f"has {len(sources)} sources ({', '.join(sources)}); a volume must have one")
     for position, toleration in enumerate(pod.get("tolerations") or ()):
         yield from _toleration(toleration, f"{_TEMPLATE}.tolerations[{position}]")
     yield from _containers(pod, volumes, whole=whole)

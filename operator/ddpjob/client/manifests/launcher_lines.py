@@ -51,7 +51,9 @@ def as_torchrun(words: Sequence[str]) -> LauncherLine | None:
 
 
 class _Options:
-    """Options before the script, in torchrun's and argparse's forms."""
+    """The options before the script. Their names have dashes or underscores, and a value follows a
+    space or `=`.
+    """
 
     def __init__(self, words: Sequence[str], bare: Sequence[str]) -> None:
         self.given: dict[str, str] = {}
@@ -120,7 +122,10 @@ def _accelerate(words: Sequence[str]) -> LauncherLine | None:
     line.notes += [
         f"accelerate launch --{name}: left out; pass it to Accelerator(...) in the script" for name in options.given
     ]
-    line.notes.append("accelerate launch: torchrun starts the script; without GPUs it needs Accelerator(cpu=True)")
+    line.notes.append(
+        "accelerate launch: torchrun starts the script instead; without GPUs, the script must create "
+        "Accelerator(cpu=True)"
+    )
     return line
 
 

@@ -54,7 +54,7 @@ def standard_input() -> str:
 
 
 def refuse_address(source: str, command: str) -> None:
-    """Raise BadInput for a web address; a download can be piped to `ddpjob COMMAND -`."""
+    """Raise BadInput for a web address. The message suggests piping a download to `command`."""
     if source.startswith(("http://", "https://")):
         raise BadInput(f"{source}: URLs are not fetched; write `curl -fsSL {source} | ddpjob {command} -`")
 
@@ -100,7 +100,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def checked(manifest: Manifest) -> Json:
-    """Return the manifest with its defaults if its job can run. Raises BadInput."""
+    """Return the manifest with its defaults. Raises BadInput if its job cannot run."""
     from ddpjob.client.manifests.later_refusals import later_refusals
 
     try:

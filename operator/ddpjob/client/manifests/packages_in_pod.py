@@ -1,29 +1,30 @@
-"""Installs `Client.train(packages=...)` in a pod, before the function runs.
+"""Installs the packages of `Client.train(packages=...)` in a pod, before the function runs.
 
-This file travels within the function's script, so it must run on Python 3.9 and import only the
-standard library.
+The function's script contains this file, so it must run on Python 3.9 and import only the standard
+library.
 
 The script itself installs the packages, because it runs both on a cluster and on a laptop, unlike
 an init container. The API, the operator and the launcher need not know about packages, and the
 Python that installs them is the one that imports them. An error from pip becomes the traceback of a
 rank, which status, events and `ddpjob why` already show. The price is that a replacement pod also
-installs the packages, which lengthens that recovery. For long jobs, build an image.
+installs the packages, which lengthens the recovery. For long jobs, build an image.
 
 pip runs twice. `--target` alone ignores the image's packages: `packages=["timm"]` would install a
-second torch and hide the one that fits the driver. So pip first only makes a plan that takes the
-image's packages into account, and then installs exactly the missing ones, without dependencies:
+second torch, which would hide the one that fits the driver. So pip first only makes a plan that
+takes the image's packages into account, and then installs exactly the missing ones, without
+dependencies:
 
     plan      pip install --dry-run --report FILE timm    ->  timm==1.0.9, safetensors==0.4.5
     install   pip install --no-deps --target FOLDER timm==1.0.9 safetensors==0.4.5
 
-A plan that replaces torch is refused. The folder is next to the script if that location is
-writable, otherwise in the pod's temporary folder. On a laptop it is in the job's folder, where all
-pods share it and `ddpjob delete` removes it. The folder's name has a digest of the requirements and
-of Python's version, so an in-place restart finds everything there. A lock makes the ranks of a pod
+A plan that replaces torch is refused. FOLDER is next to the script if that location is writable,
+and otherwise in the pod's temporary folder. On a laptop it is in the job's folder, where all pods
+share it and `ddpjob delete` removes it. The folder's name has a digest of the requirements and of
+Python's version, so an in-place restart finds everything there. A lock makes the ranks of a pod
 take turns. The folder appears under its final name only when it is complete.
 
-An error from pip fails the job immediately, before its first step, like any refusal (exit code 78).
-If pip could not reach the index, the error counts as a failure and is retried.
+If pip cannot reach the index, this counts as a failure, and the job tries again. Any other error
+from pip fails the job immediately, before its first step, like any refusal (exit code 78).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ import sys
 from pathlib import Path
 
 KEPT = ("torch",)
-"""Packages of the image that the launcher uses too, and that must not be replaced."""
+"""Packages of the image that the launcher also uses, so they must not be replaced."""
 PIP_SECONDS = 1800
 """Maximum duration of each of the two runs of pip, in seconds."""
 MOST_LINES = 8

@@ -1,24 +1,24 @@
 """Reads a script without running it, to find its main names and whether its ranks form a group.
 
 A script written for one GPU also runs under torchrun, but each rank then trains its own model on
-all the data, and nothing fails. Users must learn this before the job starts, and need the lines to
-add, written with the names in their script.
+all the data, without any error. Users must learn this before the job starts. They also need to know
+which lines to add, written with the names in their script.
 
-The script is parsed with `ast`, never imported or executed. It forms a group if its own code, or a
-module that it imports from its own folder, calls a function in `_FORMS` or creates an Accelerator
-or the Trainer of Lightning or Hugging Face. Otherwise:
+The script is parsed with `ast`, never imported or executed. Its ranks form a group if its own code,
+or a module that it imports from its own folder, calls a function in `_FORMS` or creates an
+Accelerator or the Trainer of Lightning or Hugging Face. If they do not, the following is looked up:
 
 - the optimizer is the variable that gets `SGD(…)`, `Adam(…)` or another class of torch.optim;
 - the model is X in the optimizer's argument `X.parameters()`;
 - the training loader is the DataLoader that a loop with `.backward()` iterates, or that is passed
-  to a function with such a loop. Otherwise it is the DataLoader that shuffles, or that has `train`
-  in its name;
+  to a function with such a loop. If there is none, it is the DataLoader that shuffles, or that has
+  `train` in its name;
 - the epoch loop is the outermost loop in the optimizer's function that trains or calls a function
   that trains.
 
 Example: `opt = torch.optim.SGD(net.parameters(), lr=0.1)` names the optimizer `opt` and the model
-`net`. If a name is missing or has two candidates, `doubts` says so, and callers fall back to the
-general form.
+`net`. If a name is missing or has two candidates, `doubts` says so, and callers show the general
+form of the lines instead.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ class TrainingScript:
 
     text: str
     framework: str = ""
-    """huggingface, lightning or accelerate, if it forms the group."""
+    """The framework that forms the group: huggingface, lightning or accelerate; empty for none."""
     call: ast.Call | None = None
-    """The framework's object: its Trainer or Accelerator."""
+    """The call that creates the framework's Trainer or Accelerator."""
     group: str = ""
     """The function that forms the group, if no framework does."""
     where: str = ""
     """The module that forms the group, if it is not the script itself."""
     alone: list[str] = field(default_factory=list)
-    """The lines that may keep the ranks of different nodes apart, each with a remedy."""
+    """Lines that may keep the ranks of different nodes from forming one group, with remedies."""
     trains: bool = False
     """Whether the script calls `.backward()` or creates an optimizer."""
     optimizer: Named | None = None
@@ -81,7 +81,7 @@ class TrainingScript:
     scope: list[ast.stmt] = field(default_factory=list)
     """The statements of the function (or module) that creates the optimizer."""
     loop: ast.For | ast.While | None = None
-    """The epoch loop, if it is in the same scope."""
+    """The epoch loop, if it is in `scope`."""
     doubts: list[str] = field(default_factory=list)
 
     @property
@@ -166,7 +166,7 @@ def _find_group(script: TrainingScript, tree: ast.Module) -> bool:
 
 
 def _find_own_launch(tree: ast.Module) -> Iterator[str]:
-    """Yield the lines that replace what torchrun sets, as scripts for a single machine do."""
+    """Yield the lines that override what torchrun sets. Scripts for a single machine have them."""
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.Call)
@@ -214,7 +214,7 @@ def _find_names(script: TrainingScript, tree: ast.Module) -> None:
         if script.loop is None:
             script.doubts.append("its optimizer and its loop are in different functions")
         elif script.loader is not None and not _is_seen(script.loader.node, script.scope, tree):
-            script.doubts.append("its loader is set in a different function")
+            script.doubts.append("its optimizer and its loader are in different functions")
 
 
 def _trains(node: ast.AST) -> bool:
@@ -316,7 +316,7 @@ def _contains(outer: ast.stmt, inner: ast.stmt) -> bool:
 
 
 def _loops(node: ast.stmt) -> Iterator[ast.For | ast.While]:
-    """Yield the loops in a statement, the outermost first, but not those in functions."""
+    """Yield the loops in a statement, the outermost first, without the loops of inner functions."""
     if isinstance(node, ast.For | ast.While):
         yield node
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

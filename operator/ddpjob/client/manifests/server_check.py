@@ -58,7 +58,10 @@ def _claims(backend: ClusterBackend, job: DDPJob) -> Iterator[str]:
             except ApiRefusal as refusal:
                 yield f"the job's claim {name} ({FIELD}): {refusal}"
         elif found is None:
-            yield f"spec.storage: there is no claim {name} in namespace {backend.namespace}, or you may not read it"
+            yield (
+                f"spec.storage: there is no claim {name} in namespace {backend.namespace}, or you are not permitted to "
+                "read it"
+            )
         claim = read_claim(found) if found is not None else ClaimView(name=name, exists=name != job.made_claim)
         problem = find_unusable_claim(job, World(claims=(claim,), claim_template=template_mark(job)))
         if problem is not None:
@@ -68,7 +71,7 @@ def _claims(backend: ClusterBackend, job: DDPJob) -> Iterator[str]:
 def _dry_run_job(backend: ClusterBackend, manifest: Json) -> Json:
     """Apply the manifest as `kubectl apply --server-side --dry-run=server` does.
 
-    Rules for updates apply if the job exists.
+    If the job exists, the rules for updates apply.
     """
     kept = {key: value for key, value in manifest.items() if key != "status"}
     path = backend.path(PLURAL, manifest["metadata"]["name"])
@@ -86,5 +89,6 @@ def _refused(backend: ClusterBackend, pod: Json) -> Iterator[str]:
         other = as_non_root(pod) if "violates PodSecurity" in str(refusal) else None
         if other is not None and "runAsNonRoot" in str(refusal):
             yield from _refused(backend, other)
-        elif refusal.status != _EXISTS:  # The API server checks the name last.
+        # The API server checks last whether the name exists, so it has accepted everything else.
+        elif refusal.status != _EXISTS:
             yield f"the job's pod {name}: {refusal}"

@@ -9,8 +9,8 @@ Kubeflow's controller merges both in this order, and so does this module:
 3. `spec.podTemplateOverrides` and `spec.runtimePatches` for the job `node`, by strategic merge.
 
 `numNodes` and `numProcPerNode` of the TrainJob take precedence over `mlPolicy`. An initializer
-becomes an init container, because a DDPJob has no other jobs, and its `storageUri` becomes the
-container's variable STORAGE_URI.
+becomes an init container, because a DDPJob has no other jobs. The initializer's `storageUri`
+becomes the container's variable STORAGE_URI.
 """
 
 from __future__ import annotations

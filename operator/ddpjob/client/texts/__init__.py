@@ -1,1 +1,1 @@
-"""Texts for users that describe jobs and machines, and say what to do."""
+"""User-facing texts that describe jobs and machines, and suggest what to do."""

@@ -85,7 +85,7 @@ _OF_FRAMEWORK = {
 class AddedLine:
     """Text to insert before line `line`.
 
-    If `replaces` is true, the text replaces the lines up to `last` instead.
+    If `replaces` is true, the text replaces the lines from `line` to `last` instead.
     """
 
     line: int
@@ -108,7 +108,7 @@ def advice(script: TrainingScript, path: Path) -> Iterator[str]:
         yield "To resume and to show its loss: docs/own-scripts.md"
         return
     if not script.trains:
-        yield f"{path}: no training loop was found, so its ranks may not form a group."
+        yield f"{path}: no training loop was found, so its ranks might not form a group."
         yield f"If they do not, add these lines ({TUTORIAL}):"
         yield from general_form()
         return
@@ -129,7 +129,7 @@ def _advice_on_framework(script: TrainingScript, path: Path, lines: FrameworkLin
     word, text = lines.arguments
     missing = [] if word in script.text else [f"{at}: {text}", f"at the top: {lines.imports}"]
     missing += [text for word, text in lines.elsewhere if word not in script.text]
-    yield from missing or [f"{at}: {word} is there, so nothing is missing"]
+    yield from missing or [f"{at}: the script has {word}, so nothing is missing"]
     word, page = lines.resumes
     if word not in script.text:
         yield f"To make it resume: {page}"

@@ -86,7 +86,7 @@ def _definition(api: ApiServer) -> Iterator[Diagnosis]:
         shown = ", ".join(extra[:5]) + (", ..." if len(extra) > 5 else "")
         yield Diagnosis(
             False,
-            f"definition {name} is newer than this client: {shown}",
+            f"definition {name} is newer than this client, which lacks {shown}",
             f"upgrade the client: {INSTALL.format(extra='cli')}",
         )
     else:
@@ -111,7 +111,9 @@ def _operators(api: ApiServer, namespace: str) -> Iterator[Diagnosis]:
     try:
         found = api.items("/apis/apps/v1/deployments", selector)
     except ApiRefusal as refusal:
-        yield Diagnosis(None, f"the operator: you may not list deployments in all namespaces ({refusal.reason})")
+        yield Diagnosis(
+            None, f"the operator: you are not permitted to list deployments in all namespaces ({refusal.reason})"
+        )
         return
     if not found:
         yield Diagnosis(False, "the operator: no deployment has the label app.kubernetes.io/name=ddpjob-operator",
@@ -138,14 +140,15 @@ def _operators(api: ApiServer, namespace: str) -> Iterator[Diagnosis]:
 
 
 _WRONG = {("Progressing", "False"), ("ReplicaFailure", "True")}
-"""Type and status of a Deployment's conditions that report a fault. ReplicaFailure: the API server
-rejects new pods."""
+"""Type and status of a Deployment's conditions that report a fault. ReplicaFailure means that the
+API server rejects new pods."""
 
 
 def _rollout(deployment: Json, where: str) -> Diagnosis:
     """Check whether all replicas are ready and have the newest revision.
 
-    After a faulty change, the newest replica never becomes ready, and earlier ones keep running.
+    The number of ready replicas is not enough: after a faulty change, the newest replica never
+    becomes ready, but earlier ones keep running.
     """
     meta, wanted, status = deployment["metadata"], deployment["spec"].get("replicas", 1), deployment.get("status", {})
     ready, updated = status.get("readyReplicas", 0), status.get("updatedReplicas", 0)
@@ -190,6 +193,8 @@ def _rights(api: ApiServer, namespace: str) -> Iterator[Diagnosis]:
             f"ask for the ClusterRole edit in namespace {namespace}, to which the chart adds DDPJobs; with the chart's "
             "watchNamespaces or userRoles.create=false, ask for a Role that includes them"
         )
-        yield Diagnosis(False, f"your rights in namespace {namespace}: you may not {', '.join(lacking)}", remedy)
+        yield Diagnosis(
+            False, f"your rights in namespace {namespace}: you are not permitted to {', '.join(lacking)}", remedy
+        )
     else:
         yield Diagnosis(True, f"your rights in namespace {namespace}: everything that the commands need")

@@ -66,7 +66,7 @@ def _torch_and_gpus() -> Iterator[Diagnosis]:
         yield Diagnosis(True, f"GPUs: {len(gpus)} ({', '.join(dict.fromkeys(gpus))})")
     elif listed:
         remedy = "the driver is too old for this torch" if cuda else "install a build of torch with CUDA"
-        yield Diagnosis(False, f"GPUs: nvidia-smi lists {listed}, torch finds none", f"{remedy} (see pytorch.org)")
+        yield Diagnosis(False, f"GPUs: nvidia-smi lists {listed}, but torch finds none", f"{remedy} (see pytorch.org)")
     else:
         yield Diagnosis(True, "GPUs: none; jobs train on the CPU (gpusPerNode: 0)")
 
@@ -90,7 +90,7 @@ def _ports() -> Diagnosis:
 
 
 def _disk() -> Diagnosis:
-    """Check the disk of the folder of runs, which may not exist yet."""
+    """Check the disk on which the folder of runs is, or will be created."""
     runs = runs_folder()
     there = next(folder for folder in (runs, *runs.parents) if folder.exists())
     if not os.access(there, os.W_OK | os.X_OK):

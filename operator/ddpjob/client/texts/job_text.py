@@ -108,7 +108,7 @@ def readable(body: Json) -> Iterator[None]:
 
 
 def warnings(bodies: Sequence[Json]) -> Iterator[str]:
-    """Yield a line for each job that trains without a group, because its row does not show that."""
+    """Yield a line for each job that trains without a group, which its row does not show."""
     for body in bodies:
         status = JobStatus.read(body.get("status") or {})
         running = status.condition(ConditionType.RUNNING)
@@ -350,8 +350,8 @@ def why(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
     if held and deleted is not None:
         ago = _since(deleted, now)
         yield (
-            f"It was deleted {ago} ago, and the operator ignores it until the finalizer {held[0]} "
-            f"is removed by its owner."
+            f"The job was deleted {ago} ago. The operator ignores it until the owner of the finalizer {held[0]} "
+            f"has removed this finalizer."
         )
         return
     seen = (body.get("status") or {}).get("observedGeneration")
@@ -433,10 +433,10 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
 
 
 def missing_pod(status: JobStatus, name: str, pods: Sequence[PodLine]) -> Iterator[str]:
-    """Yield a line if a pod of the status does not exist, although lost pods are replaced
-    immediately.
+    """Yield a line if a pod that the status shows as running does not exist.
 
-    An empty list of pods has no meaning, because the user may not be allowed to list them.
+    An operator would replace a lost pod immediately. An empty list of pods does not count, because
+    it may only mean that the user is not permitted to list pods.
     """
     there = {pod.name for pod in pods}
     for index, slot in enumerate(status.slots) if there else ():

@@ -3,10 +3,10 @@
 Any line may be cut off, hostile or unrelated.
 
 A curve is drawn in stretches: no line crosses a restart, because nothing was measured during the
-outage. Each value carries the number of its start (0, 1, ...). A restart repeats steps, and the
-newest value of a step counts. An older value between newer ones is dropped, because it belongs to
-discarded work. Older values after the newest step are kept, as a separate stretch, until they are
-repeated.
+outage. Each value carries the number (0, 1, ...) of the start after which it was measured. A
+restart repeats steps, and the newest value of a step counts. An older value between newer ones is
+dropped, because it belongs to discarded work. Older values of steps that have not been repeated yet
+are kept, as a separate stretch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Origin:
     """When a step's newest values were measured, and after which start of the job."""
 
     start: int
-    """The number of the start in which the values were measured."""
+    """The number of the start after which the values were measured."""
     time: float | None
     """Unix time in seconds, by the writer's clock."""
 
@@ -56,15 +56,15 @@ class MetricSeries:
     evaluations: dict[str, dict[int, float]] = field(default_factory=dict)
     """Evaluation on the test set: accuracy, loss, ..."""
     starts: list[int] = field(default_factory=list)
-    """The steps after which training began, initially and after each restart."""
+    """The steps after which training continued, one for the first start and for each restart."""
     restarts: int = 0
     """Number of starts, not counting the first start of each job. Several jobs may have used the
     folder."""
     repeated: list[tuple[int, int]] = field(default_factory=list)
-    """Ranges of repeated steps: the step after which training began, and the last step that is
-    known to have been completed before."""
+    """Ranges of repeated steps. Each has the step after which training continued, and the last step
+    that is known to have been completed before the restart."""
     not_finite: set[int] = field(default_factory=set)
-    """Training steps whose loss is NaN or infinite. In files, it is null."""
+    """Training steps whose loss is NaN or infinite. Files contain null instead."""
     without_loss: set[int] = field(default_factory=set)
     """Training steps for which no loss was reported."""
     made: dict[int, Origin] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class MetricSeries:
     """Origin of the newest values of each evaluation."""
     epochs: dict[int, float] = field(default_factory=dict)
     began: float = math.inf
-    """The earliest time of a line."""
+    """The earliest time in any line."""
 
     def positions(self, by: str) -> tuple[dict[int, float], dict[int, float]]:
         """Return the position of each training step and each evaluation on one of AXES.
@@ -128,7 +128,7 @@ class MetricSeries:
         return f"the curves start after step {self.starts[0]}, where training continued from a checkpoint"
 
     def after_last_loss(self) -> str:
-        """Return a note if the newest steps have no finite loss.
+        """Return a note if the newest steps have no finite loss, or report no loss.
 
         The note is empty if their loss is finite.
         """
@@ -145,7 +145,7 @@ class MetricSeries:
 
 
 def rows_of(series: MetricSeries) -> list[dict[str, float]]:
-    """Return a row for each step, in order; numbers of the test set have the prefix `eval_`."""
+    """Return a row for each step, in order. Metrics on the test set have the prefix `eval_`."""
     rows: dict[int, dict[str, float]] = {}
     for prefix, curves in (("", series.steps), ("eval_", series.evaluations)):
         for name, curve in curves.items():

@@ -1,7 +1,7 @@
 """Reads a run's record: the code it was submitted from, the packages and the GPU it trained with.
 
 The client writes the git commit of the folder that a job is submitted from into annotations. Rank 0
-sends the versions of its packages and its GPU with its first report, and the status keeps them.
+sends its GPU and the versions of its packages with its first report, and the status keeps them.
 Neither source can be trusted, so the values are checked and bounded when they are read.
 """
 
@@ -40,7 +40,7 @@ def with_commit(manifest: Json, *, again: bool = False) -> Json:
     """Return a job's manifest with the git commit of the current folder in its annotations.
 
     An existing commit is kept, because a job that runs again on a cluster runs the code that it was
-    submitted with. `again` replaces the commit, because the job then runs the code in this folder.
+    submitted with. `again` replaces it, because the job then runs the code in the current folder.
     """
     notes = manifest["metadata"].get("annotations") or {}
     if COMMIT in notes and not again:

@@ -1,1 +1,1 @@
-"""A small controller-runtime without DDPJobs: requests, caches, work queue, leader election."""
+"""Controller parts independent of DDPJobs: requests, caches, work queue and leader election."""

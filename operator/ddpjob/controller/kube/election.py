@@ -1,13 +1,13 @@
 """Leader election with client-go's algorithm. Only the replica that holds a Lease acts.
 
-Two replicas must never act at the same time, and a replica that dies must be replaced soon. Nothing
-may depend on the clocks of two machines, because they differ.
+Two replicas must never act at the same time, and a replica that dies must be replaced soon. Neither
+may depend on two machines having the same time.
 
 - The holder renews the Lease every RETRY_SECONDS. If no renewal has succeeded for RENEW_SECONDS, it
-  stops acting. It counts from the time at which it began the last successful write.
-- The others read the Lease every RETRY_SECONDS. One of them takes it after it has seen no new
-  version for the Lease's duration, LEASE_SECONDS, by its own monotonic clock. They never compare
-  `renewTime`, which is for human readers.
+  stops acting. The RENEW_SECONDS begin when it starts the last successful write.
+- The other replicas read the Lease every RETRY_SECONDS. A replica takes the Lease after seeing no
+  new version of it for LEASE_SECONDS, the Lease's duration, by the replica's own monotonic clock.
+  Replicas never compare `renewTime`, which is for human readers.
 - Every write carries the resource version that was read, so one of two concurrent writers gets a
   conflict.
 
@@ -19,9 +19,9 @@ Example: A holds the Lease, B waits, and A is partitioned right after a renewal.
     16.0  B has seen no renewal for 15 s, and takes the Lease
 
 From 10 to 16 no replica acts, which gives A time to stop. A holder that shuts down cleanly releases
-the Lease once it has stopped, so a rolling update takes seconds. A renewal is one request, which is
-soon retried if it fails, so that a holder keeps the Lease even if the API server refuses half of
-all requests.
+the Lease once it has stopped, so a rolling update takes seconds. A renewal is a single request, and
+a failed one is retried after _AGAIN_SECONDS. A holder therefore keeps the Lease even if the API
+server refuses half of all requests.
 
 See docs/decisions/0011 for why the client's own election is not used, and `operator_shards` for
 several Leases.
@@ -42,7 +42,7 @@ from ddpjob.unavailable import Unavailable
 log = logging.getLogger("ddpjob.election")
 
 LEASE_SECONDS, RENEW_SECONDS, RETRY_SECONDS = 15, 10, 2
-"""The defaults of Kubernetes' own components."""
+"""The defaults of Kubernetes components, in seconds."""
 assert RETRY_SECONDS < RENEW_SECONDS < LEASE_SECONDS, "a holder must stop before another replica may act"
 _AGAIN_SECONDS = 0.5
 """Seconds until the next attempt after a failed renewal."""
@@ -76,7 +76,7 @@ class Lease:
         return time.monotonic() - self._read < LEASE_SECONDS
 
     async def hold(self) -> bool:
-        """Take or renew the Lease. Return False if another replica holds it or was faster.
+        """Take or renew the Lease. Return False if another replica holds it or took it first.
 
         Raises ApiError and Unavailable.
         """
@@ -99,9 +99,9 @@ class Lease:
         return True
 
     async def _renewed(self) -> bool:
-        """Renew the Lease without reading it, if the last write was this replica's own.
+        """Renew the Lease without reading it first, if this replica was the last to write it.
 
-        Return whether that succeeded. If not, the Lease must be read.
+        Return whether the Lease was renewed. If not, it must be read.
         """
         own, self._own = self._own, None
         if own is None:
@@ -166,8 +166,8 @@ class Lease:
     async def _write(self, found: Json, spec: Json) -> Json:
         """Write the Lease.
 
-        Because the metadata contains the resource version, the API server rejects a write that
-        would overwrite another replica's.
+        The metadata contains the resource version, so the API server rejects the write if another
+        replica has written the Lease since it was read.
         """
         return await self.rest.request("PUT", f"{self.collection}/{self.name}", body=_lease(found["metadata"], spec))
 
@@ -175,8 +175,8 @@ class Lease:
 async def act_while_elected(lease: Lease, act: Callable[[], Awaitable[None]]) -> None:
     """Wait for the Lease, and run `act` while the Lease is renewed.
 
-    Repeat whenever the Lease is lost. Return when `act` returns. The process keeps running however
-    long the API server is unreachable, because a restart would not help.
+    After losing the Lease, stop `act` and wait for the Lease again. Return when `act` returns. An
+    unreachable API server does not end the process, because a restart would not help.
     """
     while True:
         try:
@@ -188,8 +188,8 @@ async def act_while_elected(lease: Lease, act: Callable[[], Awaitable[None]]) ->
 async def _term(lease: Lease, act: Callable[[], Awaitable[None]]) -> None:
     """Act for one term.
 
-    Raises LeadershipLost if the Lease could not be renewed in time, or any exception from `act`.
-    Both are raised after `act` has stopped.
+    Raises LeadershipLost if the Lease could not be renewed in time, or any exception from `act`, in
+    either case after `act` has stopped.
     """
     taken = await _acquire(lease)
     acting, renewing = asyncio.ensure_future(act()), asyncio.ensure_future(_renew(lease, taken))
@@ -229,7 +229,7 @@ async def _renew(lease: Lease, renewed: float) -> None:
 async def _try(lease: Lease, seconds: float) -> bool:
     """Make one attempt, which takes at most `seconds`.
 
-    Failures do not end the process, because the next attempt may succeed.
+    Return False after a failure, because the next attempt may succeed.
     """
     try:
         async with asyncio.timeout(max(seconds, 0)):

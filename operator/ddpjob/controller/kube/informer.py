@@ -5,17 +5,17 @@ here, because kopf does not report deletions that happen while its watch is inte
 not keep a copy of the objects for reading.
 
 A reconcile reads the cache without asking the API server. The cache must therefore never go back in
-time, must notice deletions while no watch was open, and must survive every kind of failure.
+time, must detect deletions made while no watch was open, and must survive every kind of failure.
 
 - A list gives all objects and the version of the collection. Known objects that are not in the list
   have been deleted. The watch starts at that version and continues from the last event's version.
 - Each object has its own version, and the later of two versions is kept. The operator's own
   writes enter the cache with their responses (`take`), so the next reconcile sees them even
   if the watch is late; the watch's older event is then ignored.
-- Versions are compared as numbers. Kubernetes has guaranteed since 1.35 that this works; with etcd,
-  it always has.
+- Versions are compared as numbers. Kubernetes has guaranteed since 1.35 that they can be, and with
+  etcd they always could.
 
-Example of changes to a Workload that overtake the watch:
+Example of the operator's own writes to a Workload reaching the cache before the watch's events:
 
     list             the Workload is at version 40, the collection at 52; watch from 52
     own write        the response has version 57, which the cache keeps
@@ -23,11 +23,11 @@ Example of changes to a Workload that overtake the watch:
     watch event 57   older than 59: dropped
     watch event 59   already known: no second wake-up
 
-A watch ends after WATCH_SECONDS, and the next one continues from there. If a version has expired
-(410 Gone), everything is listed again. If a watch breaks, the store may have been restored from a
-backup. In that case, versions have gone backwards, and a watch from the old version would be silent
-for a long time, so the store's version is checked before the next watch. While the API server is
-unavailable, the known state is kept.
+A watch ends after WATCH_SECONDS, and the next watch continues from the last event. If that event's
+version has expired (410 Gone), everything is listed again. If a watch breaks, etcd may have been
+restored from a backup. Versions have then gone backwards, and a watch from the last known version
+would be silent for a long time. The current version is therefore checked before the next watch.
+While the API server is unavailable, the known state is kept.
 
 Memory is bounded: all informers together parse one page at a time, a page larger than PAGE_BYTES is
 requested again as smaller pages, and only views of objects are kept.
@@ -59,7 +59,7 @@ PAGE_BYTES = 2 * 1024 * 1024
 much memory. A larger page is requested again as smaller pages, down to one object, whose size the
 API server limits."""
 WATCH_SECONDS = 300
-"""Duration of a watch in seconds. The API server then ends it, and the next one continues."""
+"""Duration of a watch in seconds. The API server then ends the watch, and the next one follows."""
 _SILENCE = 75.0
 """How long a watch may go without an event, in seconds, before it counts as dead. The API server
 sends a bookmark every minute."""
@@ -68,7 +68,7 @@ TURN_SECONDS = 0.02
 thousands of events arrive at once."""
 _RETRY = 1.0
 _UNREADABLE_RETRY = 600.0
-"""Seconds between attempts to read an optional collection that may not be read or is not served."""
+"""Seconds between attempts to read an optional collection that is forbidden or not served."""
 
 
 class Cache(Generic[View]):
@@ -94,7 +94,8 @@ class Cache(Generic[View]):
         self.answered = asyncio.Event()
         """Set when `listed` is set, or when the API server has refused access to the collection."""
         self.served = False
-        """Whether the response to the last list contained the collection."""
+        """Whether the collection has been listed. False again if an optional collection is later
+        forbidden or no longer served."""
         self._views: dict[Id, View] = {}
         self._versions: dict[Id, int] = {}
         self._floor = 0
@@ -173,8 +174,8 @@ class Cache(Generic[View]):
     def _note_version(self, version: int) -> None:
         """Record the version of a list.
 
-        If it is earlier than the latest known version, everything known counts as older than any
-        object in the store.
+        If it is earlier than the latest known version, the API server may have been restored from a
+        backup. All known views then count as older than any object that the API server returns.
         """
         if version < self._latest:
             log.warning(
@@ -187,7 +188,10 @@ class Cache(Generic[View]):
         self._latest = version
 
     def _remove_but(self, found: Collection[Id], version: int) -> None:
-        """Remove objects that are known at this version but are not in the list."""
+        """Remove objects that are missing from a list at `version`.
+
+        Keep an object that is known at a later version.
+        """
         for key in [k for k, known in self._versions.items() if k not in found and known <= version]:
             self._remove(key)
 
@@ -200,7 +204,7 @@ class Cache(Generic[View]):
 class Informer(Cache[View]):
     """A cache that follows its collection itself, using a list and a watch.
 
-    If the collection is `optional` and either may not be read or is not served, the cache is empty.
+    The cache of an `optional` collection is empty if the collection is forbidden or not served.
     """
 
     def __init__(
@@ -222,8 +226,7 @@ class Informer(Cache[View]):
         self._page, self._optional = page, optional
         self._version = ""
         self._broken = False
-        """Whether the last watch broke, perhaps because the API server's store was restored from a
-        backup."""
+        """Whether the last watch broke, perhaps because etcd was restored from a backup."""
 
     # --- following
 
@@ -260,12 +263,11 @@ class Informer(Cache[View]):
                 elif error.status != HTTPStatus.GONE:
                     log.warning("%s will be listed again in %s s: %s", self.path, pause, error)
                 if error.status != HTTPStatus.GONE and pause == _RETRY:
-                    # A collection that may be withheld on purpose is retried much later, and is not
-                    # counted as an error.
+                    # An optional collection may be forbidden on purpose. It is therefore retried
+                    # much later and not counted as an error.
                     self._errors.inc()
             except Exception as error:
-                # The response may be a proxy's page, for instance. The process continues in any
-                # case.
+                # An invalid response, such as a proxy's error page, must not end the process.
                 self._version = ""
                 pause = _RETRY
                 self._errors.inc()
@@ -274,15 +276,15 @@ class Informer(Cache[View]):
 
     def _forbidden(self, error: ApiError) -> float:
         """Log the refusal, and return the seconds until the next attempt."""
-        # The permission for an optional collection may be withheld on purpose. A job that needs the
-        # collection shows this in its conditions.
+        # An optional collection may be forbidden on purpose. If a job needs the collection, its
+        # conditions show that it is missing.
         self._log_forbidden(error, logging.INFO if self._optional else logging.ERROR)
         return _UNREADABLE_RETRY if self._optional else _RETRY
 
     def _nothing_there(self) -> None:
-        """Empty the cache of an optional collection that may not be read or is not served.
+        """Empty the cache of an optional collection that is forbidden or not served.
 
-        There is nothing to wait for.
+        The empty cache counts as complete, so nothing waits for a list.
         """
         self.served = False
         for key in list(self._views):
@@ -291,10 +293,10 @@ class Informer(Cache[View]):
         self.answered.set()
 
     async def _has_gone_back(self) -> bool:
-        """Whether the API server's store is at an earlier version than the latest known one.
+        """Whether the API server is at an earlier version than the latest known one.
 
-        A watch from the known version would be silent, without an error, until the store reached
-        that version again.
+        A watch from the known version would be silent, without an error, until the API server
+        reached that version again.
         """
         query = {**self._query, "limit": "1"}
         page = await self.rest.request("GET", self.path, query=query, accept=METADATA_LIST)
@@ -333,7 +335,7 @@ class Informer(Cache[View]):
         turn = time.perf_counter()
         async for event in self.rest.watch(self.path, query, _SILENCE, accept=self._accept):
             if time.perf_counter() - turn > TURN_SECONDS:
-                # Events that have already arrived are read without waiting.
+                # Let other tasks run, because reading events that have already arrived does not.
                 await asyncio.sleep(0)
                 turn = time.perf_counter()
             kind, body = event["type"], event["object"]
@@ -350,11 +352,11 @@ class Informer(Cache[View]):
             del event, body  # Free them, because the next event may come much later.
 
     def _drop(self, body: Json) -> None:
-        """Remove an object whose deletion was reported at this version."""
+        """Remove a deleted object, unless it is known at a later version than in this event."""
         key = id_of(body)
         if self._versions.get(key, 0) <= version_of(body):
             if key in self._views:
-                self.take(body)  # Its last state may show why it ended.
+                self.take(body)  # The object's last state may show why it ended.
             self._remove(key)
 
 
@@ -365,7 +367,7 @@ def id_of(body: Json) -> Id:
 
 
 def version_of(body: Json) -> int:
-    """Return the object's version, which numbers the changes in the API server's store.
+    """Return the object's version, a number that grows with every change on the API server.
 
     Versions within one collection can be compared. Kubernetes has guaranteed this since 1.35
     (KEP-5504), and etcd always has.

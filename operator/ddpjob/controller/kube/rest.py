@@ -26,10 +26,10 @@ from ddpjob.unavailable import Unavailable
 Json = dict[str, Any]
 REQUEST_SECONDS = 30
 USER_AGENT = "ddpjob-operator"
-"""Also the manager's name in managedFields, because the API server uses the text before a slash."""
+"""Also the manager in managedFields, because the API server copies the user agent up to a slash."""
 LONGEST_PAUSE = 60.0
-"""Maximum time in seconds that a response may make the operator wait. A proxy's maintenance page
-may request an hour, although the maintenance ends sooner."""
+"""Maximum delay in seconds that a response can request. A proxy's maintenance page might request an
+hour, although the maintenance ends sooner."""
 JSON = "application/json"
 MERGE_PATCH = "application/merge-patch+json"
 STRATEGIC_MERGE_PATCH = "application/strategic-merge-patch+json"
@@ -42,7 +42,7 @@ _TRANSPORT_ERRORS = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
 
 
 class ApiError(Exception):
-    """A 4xx response except 429, with the server's message."""
+    """A 4xx response other than 429, with the server's message."""
 
     def __init__(self, status: int, reason: str, message: str) -> None:
         super().__init__(f"{status} {reason}: {message}")
@@ -89,7 +89,7 @@ class Rest:
         """Connect with the given settings."""
         settings.connection_pool_maxsize = connections
         settings.disable_strict_ssl_verification = True  # See ddpjob.controller.login.
-        # Look up the proxy only once, because aiohttp would do so in a thread for each request.
+        # Look up the proxy once. aiohttp would look it up in a thread for each request.
         # ~/.netrc does not apply to the API server.
         settings.proxy = settings.proxy or _proxy(settings.host)
         settings.client_session_kwargs = {"trust_env": False}
@@ -114,9 +114,9 @@ class Rest:
         """Return the JSON response.
 
         Raises TooLarge if the response has more than `most` bytes, without reading it in full.
-        Raises ApiError for 4xx. Raises Unavailable for 429, 5xx and connection failures. Also
-        raises it for a response that is not a JSON object, which must come from something in front
-        of the API server.
+        Raises ApiError for 4xx other than 429. Raises Unavailable for 429, 5xx and connection
+        failures, and for a response that is not a JSON object, because such a response must come
+        from something in front of the API server.
         """
         try:
             response = await self._send(
@@ -224,7 +224,7 @@ def _raise_for_status(response: Any, text: bytes, what: str) -> None:
 def _object(text: bytes, what: str) -> Json:
     """Return the object that the API server sent.
 
-    Raises Unavailable if the API server itself cannot have sent the text.
+    Raises Unavailable if the text cannot have come from the API server itself.
     """
     found = _parse(text)
     if not found:
@@ -246,8 +246,8 @@ def loads(text: bytes) -> Any:
     One user's object must not hide all other objects in its list.
     """
     with contextlib.suppress(ValueError):
-        # Three times as fast as json for a pod, but it refuses more than 200 levels and half of a
-        # surrogate pair.
+        # Three times as fast as json for a pod, but it rejects more than 200 levels of nesting and
+        # unpaired surrogates.
         return from_json(text)
     try:
         return json.loads(text)

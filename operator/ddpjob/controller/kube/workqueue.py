@@ -2,17 +2,17 @@
 
 One process reconciles all jobs, whose keys are grouped by namespace. A pod that changes ten times a
 second must not cause ten reconciles, two workers must not reconcile the same job at once, and a
-namespace with a thousand new jobs must not keep the others waiting.
+namespace with a thousand new jobs must not keep the other namespaces waiting.
 
 `DelayQueue` decides which key is handled next.
 
-- A key waits only once, and the earlier of two requested times counts. A key that is added while it
-  is being handled is handled again afterwards.
+- A key is queued at most once, and the earlier of two requested times counts. A key that is added
+  while a worker handles it is handled again afterwards.
 - A change that is not urgent waits until INTERVAL after the key's last start, so a burst of changes
   costs one reconcile per second.
 - Among due keys, the lowest rank comes first, then the group with the fewest workers, then the key
   that was scheduled first.
-- A group gets another worker only if it has none, or fewer than half the number of idle workers.
+- A group gets another worker only if it has no workers, or fewer than half the number of idle ones.
 
 Example with 8 workers and any number of keys:
 
@@ -53,7 +53,7 @@ INTERVAL = 1.0
 """Minimum delay in seconds between starts of the same key, unless the second start is urgent or was
 requested by the first."""
 CROWDED_INTERVAL = 1.7
-"""Replaces INTERVAL while work that is more urgent than repeated starts is waiting. A status may
+"""Replaces INTERVAL while work that is more urgent than repeated starts is waiting. A status can
 then be two seconds late."""
 HALF_LIFE = 10.0
 """Number of seconds after which a group's past turn counts only half."""
@@ -91,8 +91,8 @@ class DelayQueue(Generic[Key]):
     def add(self, key: Key, delay: float = 0.0, *, urgent: bool = True) -> None:
         """Schedule `key` in `delay` seconds, or sooner if an earlier wake-up is already scheduled.
 
-        A key that is not urgent starts no earlier than INTERVAL seconds after its last start, or
-        CROWDED_INTERVAL while the queue is crowded.
+        If not `urgent`, the key starts no earlier than INTERVAL seconds after its last start, or
+        CROWDED_INTERVAL seconds while the queue is crowded.
         """
         when = asyncio.get_running_loop().time() + delay
         if not urgent and key in self._began:
@@ -105,7 +105,7 @@ class DelayQueue(Generic[Key]):
         return len(self._waiting())
 
     def age(self) -> float:
-        """Return how many seconds the first due key has waited, or 0 if none is due.
+        """Return how many seconds the longest-waiting due key has waited, or 0 if no key is due.
 
         May be called from any thread.
         """
@@ -146,7 +146,7 @@ class DelayQueue(Generic[Key]):
             now = asyncio.get_running_loop().time()
             while self._heap and self._heap[0][0] <= now:
                 when, order, key = heapq.heappop(self._heap)
-                # Otherwise the key was added again for an earlier time, or is still being handled.
+                # Skip an entry whose key was added again for an earlier time or is being handled.
                 if self._due.get(key) == (when, order) and key not in self._busy:
                     heapq.heappush(self._ready.setdefault(self._group(key), []), (self._rank(key), order, key))
             share = max(1, (workers - len(self._busy)) / 2)
@@ -200,9 +200,9 @@ class DelayQueue(Generic[Key]):
 
 
 class Turns:
-    """Limits turns to `most` at a time, plus as many slow ones.
+    """Limits turns to `most` at a time, plus up to `most` slow turns.
 
-    A turn is slow if it has taken longer than SLOW seconds.
+    A turn becomes slow after SLOW seconds.
 
     While several groups wait, the group with the fewest recent turns gets the next one. A group
     that holds half of all turns comes last.
@@ -253,7 +253,7 @@ class Turns:
             await mine
         except asyncio.CancelledError:
             if mine.done() and not mine.cancelled():
-                self._end(group)  # The group was given a turn at the same time.
+                self._end(group)  # A turn was granted just before the cancellation.
             raise
 
     def _begin(self, group: Hashable) -> None:
@@ -293,6 +293,7 @@ class Turns:
     def _comes(self, group: Hashable) -> tuple[bool, float]:
         """Return the sort key of a waiting group.
 
-        Among equals the first group wins, because `_waiting` is sorted by the groups' last turns.
+        Among equals the first group in `_waiting` wins, which has waited longest since its last
+        turn.
         """
         return 2 * self._taken[group] >= self._most, self._had.get(group, 0.0)

@@ -2,7 +2,7 @@
 "use strict";
 (() => {
   const form = document.getElementById("compare");
-  if (!form) return;  // one job
+  if (!form) return;  // With a single job, there is nothing to compare.
   const button = form.querySelector("button");
   const MOST = Number(form.dataset.most), KEY = "ddpjob:chosen";
   let chosen = new Set();

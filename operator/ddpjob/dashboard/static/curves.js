@@ -6,7 +6,8 @@
   const rest = document.getElementById("curves-rest"), restPlace = document.getElementById("charts-rest");
   const FIRST = 6;  // curves that are always shown
   const plots = new Map();
-  // `wanted`: read the pods' curves next; `kept`: they are drawn; `said`: the note that came with them.
+  // `wanted`: the next load reads the pods' curves. `kept`: the page shows such curves. `said`: the note that came with
+  // them.
   let wanted = false, kept = false, said = "", busy = false, last = 0;
 
   const { colour, figure, place: at, finite, isSteep, chart } = ddpjobCharts;

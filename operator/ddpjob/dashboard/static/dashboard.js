@@ -40,7 +40,7 @@
   function announce(before) {
     const changed = [...states()].filter(([id, [, state]]) => before.has(id) && before.get(id)[1] !== state);
     const said = changed.slice(0, 3).map(([, [name, state]]) => `${name} is ${state}`);
-    if (changed.length > said.length) said.push(`${changed.length - said.length} more have changed`);
+    if (changed.length > said.length) said.push(`${changed.length - said.length} more changed state`);
     if (said.length) document.getElementById("changes").textContent = said.join(", ");
   }
 
