@@ -19,7 +19,7 @@ _EXTRA = ("torch", "torchvision", "numpy", "simplejpeg", "PIL", "fsspec", "sklea
           "prometheus_client")  # fmt: skip
 """Import names of the packages in the extra `trainer`, some of which an image may lack."""
 _INSTALL = "pip install '.[trainer]' in the checkout of DDPJob"
-"""This has the wording of ddpjob/missing_package.py, which the trainer cannot import."""
+"""The wording is that of ddpjob/missing_package.py, which the trainer cannot import."""
 
 
 def main() -> int:

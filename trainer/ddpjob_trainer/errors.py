@@ -74,8 +74,8 @@ used if another job is using the folder."""
 def exit_code(error: BaseException) -> int:
     """Return the exit code for an error that ends the program.
 
-    A job whose program exits with 78 before its first step fails with the message, because retrying
-    would not help.
+    In a job's pod, an invalid configuration causes 78. If a program exits with 78 before its first
+    step, the job fails with the message, because retrying would not help.
     """
     if isinstance(error, FolderTakenError):
         return EXIT_CONFIGURATION
@@ -96,7 +96,7 @@ class StartRefused(SystemExit):
 
 
 def install_hook() -> None:
-    """Print an uncaught TrainerError as one line, without a traceback. The exit code stays 1."""
+    """Make Python print an uncaught TrainerError as one line. The exit code is still 1."""
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

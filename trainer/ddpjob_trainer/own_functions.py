@@ -62,7 +62,10 @@ def explain(key: str, name: str, call: str, kind: type[TrainerError] = ConfigErr
 
 
 def _find_line(error: Exception) -> tuple[str, int | None]:
-    """Return the user's last line before the error; if no line is the user's, the last line."""
+    """Return the file and line of the user's code where the error occurred.
+
+    If no line is the user's, return the last line.
+    """
     if isinstance(error, SyntaxError) and error.filename:
         return error.filename, error.lineno
     frames = traceback.extract_tb(error.__traceback__)

@@ -1,7 +1,7 @@
 """The private parts of torch that the trainer replaces or calls, each through a function here.
 
-torch may rename them in any release. If a part is missing, a TrainingError names it and says what
-to install, instead of an AttributeError or, worse, no error at all.
+torch may rename them in any release. If a part is missing, a TrainingError names the part and the
+versions to install. Otherwise an AttributeError would follow or, worse, no error at all.
 
     replaced (all since torch 2.6, the oldest supported)
         torch._weights_only_unpickler.UnpicklingError   by a shorter one, at the first import of
@@ -37,7 +37,7 @@ _LONGEST_MESSAGE = 1000
 
 
 class _ShortUnpicklingError(pickle.UnpicklingError):
-    """An error from torch's restricted unpickler, with very long words shortened.
+    """An error from torch's restricted unpickler, with its message cut to 1000 characters.
 
     torch.load searches the message with a regular expression whose time grows with the square of
     the longest word. A 20 kB file kept the CPU busy for eight seconds, and a 1 MB file would

@@ -158,8 +158,9 @@ def explain_sizes(config: Config, data: DataSet) -> AbstractContextManager[None]
 
 @dataclass(frozen=True)
 class Division:
-    """The division of global batches into `micro_batches` (0: none, by sample), and among the
-    ranks.
+    """How global batches are divided into micro-batches, and these among ranks.
+
+    If `micro_batches` is 0, the samples themselves are divided among ranks.
     """
 
     config: Config
@@ -179,7 +180,7 @@ class Division:
         tied = tied or config.ddp.ordered or mixup.is_wanted(config.data) or bool(config.data.batch_transform)
         parts = strategy.data_share.parts * max(group.world, wanted_world()) // group.world
         micro_batches = config.data.micro_batches or (parts * strategy.portions if tied else 0)
-        # Sums over parts differ from sums over whole micro-batches in the last bits.
+        # ddp.ordered needs whole micro-batches, because sums over parts differ in the last bits.
         if config.ddp.ordered or not strategy.divides:
             return cls(config, data, strategy, micro_batches, Dividing.NO)
         if not config.data.exact:
@@ -280,7 +281,7 @@ class Division:
         remedy = f"data.batch={fitting}" if fitting else "a smaller data.micro_batches"
         pixels = f" (images of {' x '.join(map(str, self.data.shape[1:]))})" if len(self.data.shape) == 3 else ""
         raise ConfigError(
-            f"data.batch={batch}: {size} samples leave {min(short)} for a step, so one of its {parts}"
+            f"data.batch={batch}: {size} samples leave {min(short)} for one step, so one of its {parts}"
             f" micro-batches has a single sample, but {config.model.name} needs more than one value per"
             f" channel{pixels}; set {remedy}, or use a model that normalizes each sample separately"
         )
@@ -299,7 +300,7 @@ class Division:
             return (
                 f"{self.micro_batches} micro-batches cannot be divided evenly among {self.parts} ranks, so a"
                 " step takes"
-                f" {dealing.busiest:.2f} times as long as an even share; use a number of ranks that divides"
+                f" {dealing.busiest:.2f} times as long as with even shares; use a number of ranks that divides"
                 " data.micro_batches, or set data.exact=false (strategy=ddp or fsdp, without ddp.ordered)"
             )
         return ""
@@ -310,8 +311,8 @@ def note_choices(
 ) -> list[str]:
     """Return notes on decisions made for the user that would otherwise not be visible.
 
-    `steps` is the number of remaining steps. `float32_for` are the ranks that cannot compute in the
-    requested format. `peaks` are the ranks' FLOP/s and `flops` a sample's FLOPs; 0 means unknown.
+    `steps` are the numbers of the remaining steps. `float32_for` are the ranks whose devices do not
+    support bfloat16. `peaks` are the ranks' FLOP/s and `flops` a sample's FLOPs; 0 means unknown.
     """
     notes = []
     if float32_for:

@@ -1,4 +1,4 @@
-"""The training loop: steps shared by any number of ranks, evaluation, checkpoints, SIGTERM."""
+"""The training loop: steps on any number of ranks, evaluation, checkpoints and SIGTERM."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _SAVING = "saving a checkpoint"
 def run(config: Config) -> int:
     """Train as configured, from the newest checkpoint if there is one, and return the exit code.
 
-    The code is 0 if training is complete, 75 if SIGTERM stopped it and a checkpoint was saved.
+    The code is 0 if training is complete, and 75 if SIGTERM stopped it and a checkpoint was saved.
     Raises TrainerError with a message for the user if the input is invalid, and RuntimeError if a
     peer is gone.
     """
@@ -286,10 +286,10 @@ class Trainer:
         """Take one optimizer step.
 
         Return this rank's sum of losses, and the number of readable samples in the global batch.
-        Both are zero if the step was skipped. If images may be unreadable, the ranks agree on their
-        number. They begin before the last forward pass if the strategy `divides` micro-batches.
-        Otherwise they begin after all passes, because ranks may load their data at different points
-        between their other messages.
+        Both are zero if the step was skipped. If images may be unreadable, the ranks exchange their
+        numbers of unreadable images. The exchange begins before the last forward pass if the
+        strategy `divides` micro-batches. Otherwise it begins after all passes, because ranks may
+        load data at different points between their other messages.
         """
 
         def agree() -> None:
@@ -323,8 +323,8 @@ class Trainer:
     def _load(self, steps: Iterator[Step]) -> Iterator[tuple[Micro, Batch]]:
         """Yield each micro-batch of `steps` with its data, mixed if configured.
 
-        The steps may span several epochs, and are requested as far ahead as the data set reads. The
-        time spent waiting for data is reported.
+        The steps may span several epochs. If the data set reads ahead, it also takes steps ahead.
+        The time spent waiting for data is reported.
         """
         asked, micros = tee((step.epoch, micro) for step in steps for micro in step.micros)
         loaded = self.data.train_stream((epoch, mixup.samples_for(self.config.data, micro)) for epoch, micro in asked)
@@ -481,7 +481,8 @@ class Trainer:
 
     def _save(self) -> None:
         """Save the state after the last step. The state is written while training continues."""
-        # A restart does not repeat these steps, so check and record their results first.
+        # After a resume from this state, the steps before it are not repeated. Check and record
+        # their results first.
         self.guard.check()
         with self.reporter.during(_SAVING):
             self.checkpoints.save(self._snapshot, self.step)

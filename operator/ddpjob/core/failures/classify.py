@@ -186,7 +186,7 @@ def explain_vanished(name: str, host: str, hosts: Hosts, last: PodView | None = 
     if last is not None and (last.disruption or last.status_reason or (last.ended and not last.succeeded)):
         return explain_end(last, hosts, launcher=launcher)
     if is_down(host, hosts):
-        return End(Cause.NODE_LOST, f"pod {name} is gone with its Kubernetes node {host}")
+        return End(Cause.NODE_LOST, f"pod {name} was lost together with its Kubernetes node {host}")
     asked = last is None or last.deleted_at is not None
     return End(Cause.DELETED, f"pod {name} was deleted" + ("" if asked else ", or its labels were removed"))
 

@@ -6,8 +6,8 @@ come first, and they may come in the same reconcile or in two. A pod that was cr
 was not part of it, so the pod's failure is a separate break.
 
 Ends and incidents within SAME_BREAK of each other belong to one break, and an incident explains at
-most one break. `attribute` applies the three rules. Example: round 3 is training when a node is
-drained.
+most one break. The docstring of `attribute` has the three rules. Example: round 3 is training when
+a node is drained.
 
     10:00:00.0  pod train-1-0 is evicted; that does not count
     10:00:00.4  rank 0 fails with "Connection closed by peer", which would count
@@ -16,11 +16,12 @@ drained.
                 explained yet, so it becomes a consequence of the eviction (rule 3)
 
 Nothing counts, and `restarts.recent` shows both, with the round of their cause. If one reconcile
-had seen both, rule 2 would have given the same result. A second incident at 10:00:03 is not merged
-into break 4 again, but opens break 5 and counts.
+had seen both, rule 2 would have given the same result. A second incident at 10:00:03 would not be
+merged into break 4, but would open break 5 and count.
 
-If the pod ended with an ordinary failure of its worker and both are seen in one reconcile, the
-incident is the cause instead, because it names the rank, its exit code and its traceback.
+If train-1-0 had ended with an ordinary failure of its worker, and one reconcile had seen this end
+and the incident, the incident would be the cause, because it names the rank, the exit code and the
+traceback.
 
 Why there are two levels of judgment: docs/decisions/0010.
 """
@@ -110,9 +111,9 @@ def attribute(
     lists incidents (pod, time) that do not include a cause because a pod's end explains them.
 
     1. An end joins the last recorded break if its pod was created before that break, and the group
-       is still down because of the break or the two are within SAME_BREAK. All other ends form one
-       new break. Its cause is an end that does not count, if there is one, otherwise the earliest
-       end.
+       is still down because of the break or the end is within SAME_BREAK of it. All other ends form
+       one new break. Its cause is an end that does not count, if there is one, otherwise the
+       earliest end.
     2. The first incident within SAME_BREAK of the new break joins it. The incident is the cause if
        the ends are ordinary failures of a worker. Otherwise it is a consequence of the eviction,
        deletion or lack of memory, or a separate break if it was clearly earlier.

@@ -1,11 +1,13 @@
 """Decides which pods to move: from unhealthy Kubernetes nodes, or out of failing containers.
 
-Here a node is a Kubernetes node. Health agents mark nodes that are about to fail, and a pod there
-should move before it fails (`judge_nodes`). But agents may be wrong, so there are limits:
+Here a node is a Kubernetes node. Health agents mark nodes that are about to fail, and the pods on a
+marked node should move before the node fails (`judge_nodes`). But agents may be wrong, so there are
+limits:
 
 - A sign must last for LASTS, and at most SHARE of the nodes of one kind may show a sign.
-- A job leaves a node only once an hour, and only if a spare or another node can take over.
-- Whether that other node has room is unknown. Without a spare, the unhealthy node itself must
+- A job leaves the same node at most once an hour, and only if a spare or another node can take
+  over.
+- It is unknown whether another node has room. Without a spare, the unhealthy node itself must
   therefore be able to take the pod back.
 
 A failed worker is restarted in its pod. That does not help if the container or the node is broken,
@@ -56,8 +58,8 @@ is broken or no other node would be better."""
 MAX_MOVES = 3
 """Maximum number of moves within an hour. More moves would cost more than they could save."""
 LINK_LOSSES = 3
-"""Number of consecutive lost connections after which a pod is replaced. It is one more than for
-failures, because a restarting switch may cause two."""
+"""Number of consecutive lost connections after which a pod is replaced. Two failures of a worker
+suffice, but a restarting switch may cause two lost connections."""
 _BEYOND = (
     "the required affinity, spread constraints, claims or quantities in this job's podTemplate and resources, or the "
     "topology of its queue"
@@ -70,7 +72,8 @@ class NodeVerdict:
 
     index: int
     end: End
-    """The pod's end if it is moved."""
+    """Cause and message to record as the pod's end if the pod is moved. If the pod stays, only the
+    message is shown."""
     reason: str = ""
     """Why the pod stays, as the reason of a condition; empty if the pod is moved."""
     why: str = ""
@@ -268,7 +271,7 @@ def _came_after(pod: PodView, host: HostView) -> bool:
 
     In that case the scheduler chose an unhealthy node, and would do so again. The two times come
     from the clocks of the API server and the operator. If the clocks differ, a pod may stay or move
-    by mistake, within the limits above.
+    by mistake, but the module's other limits still hold.
     """
     return pod.created is not None and host.unhealthy_since is not None and pod.created > host.unhealthy_since
 
@@ -328,7 +331,7 @@ class Wants:
 
     @classmethod
     def of(cls, spec: JobSpec, queue: QueueStatus | None) -> Wants:
-        """Read the requirements from the spec and from the job's quota, whose flavor adds more."""
+        """Read the requirements of the spec, and those that the flavor of the quota adds."""
         added = queue.node if queue is not None else PodChanges()
         pod = _dict(spec.pod_template.get("spec"))
         affinity = _dict(pod.get("affinity"))

@@ -13,15 +13,16 @@ the job has ever completed a step. Users who know better write `recovery.rules`.
 4. Before the first step, REPEATS consecutive counted failures with the same error in the program's
    code (`find_repeated_error`) or on several ranks at once (`find_error_everywhere`) fail the job,
    because the program would be the same in the next attempt. Network, disk and device errors are
-   usually temporary, and never fail a job in this way. A missing or unreadable file is usually a
-   wrong path, so it does, if several ranks miss it. (torchrun and Ray Train end at the first
-   exception by default, a Kubernetes Job after six retries, whatever the error.)
+   usually temporary, and never fail a job in this way. The exception is a missing or unreadable
+   file, which usually means a wrong path. It fails the job if several ranks report it. (Whatever
+   the error, torchrun and Ray Train end at the first exception by default, and a Kubernetes Job
+   ends after six retries.)
 
 Example of a job without rules and with maxRestarts=10:
 
     rank 3 raises KeyError 'lr' before the first step, 3 times    fails, after 2 restarts
     rank 3 raises ConnectionError before the first step, 3 times  restarts, 3 of 10 used
-    no rank finds /data/labels.csv, for half a minute             fails, instead of after 5 minutes
+    no rank finds /data/labels.csv, for half a minute             fails; 10 restarts take 5 minutes
     rank 3 raises KeyError 'lr' in epoch 7                        restarts, 1 of 10 used
     the node of rank 3 is drained, 50 times                       restarts, 0 of 10 used
     the script refuses an option: exit code 2                     fails immediately
@@ -86,8 +87,8 @@ _OUTSIDE = re.compile(
 _WRONG_PATH = re.compile(
     r"\b(?:FileNotFound|NotADirectory|IsADirectory|Permission)Error: \[Errno (?:2|13|20|21)\] [\w ]+: '(?!\w+://)[^']*'"
 )
-"""Matches errors about the path of a file that is missing, or that the program may not read. An
-error without a path may come from a socket, whose server may start later."""
+"""Matches errors about the path of a file that is missing, or that the program is not permitted to
+read. An error without a path may come from a socket, whose server may start later."""
 _PROGRAM_ERROR = re.compile(
     r"^rank .* ended with exit code 1: ((?:SyntaxError|IndentationError|TabError|NameError|UnboundLocalError|KeyError"
     r"|ImportError|ModuleNotFoundError|AttributeError|TypeError|NotImplementedError|RecursionError): .*)$",

@@ -8,8 +8,8 @@ if all of these conditions hold:
 - It is reported as at least SLOWDOWN times as slow as the median rank, and each step would take at
   least COST less time if it kept pace. If a script reports no costs, its slow ranks are only
   reported.
-- It has been reported for LASTS by the operator's clock, in addition to the half minute before the
-  training reports it. Short loads, evaluations and checkpoints are over sooner.
+- It has been reported for LASTS by the operator's clock. By default, the script reports a rank only
+  after half a minute. Short loads, evaluations and checkpoints are over sooner.
 - At most a quarter of the pods are slow. If more are, they are not an exception.
 - A spare is ready on a different Kubernetes node. On the same node, the restart would cost work and
   gain nothing.
@@ -58,7 +58,7 @@ class PaceVerdict:
 
     index: int
     end: End
-    """The pod's end if it is moved."""
+    """Cause and message to record as the pod's end if the pod is moved."""
     what: str
     """The rank and its pod, without figures that change with each report."""
     why: str = ""

@@ -246,8 +246,8 @@ def _suspect_host(view: View, ended: Ended | None) -> Ended | None:
 
     If the operator never reached the coordinator, the end is blamed on the host. Such an end does
     not count, and the next coordinator starts on a different host. If the job already avoids a host
-    because of a start error, the host is not suspected again, because the fault is more likely in
-    the program. An image for a different platform is always judged by the platform.
+    because of a start error, no second host is suspected, because the fault is more likely in the
+    program. If the image is for a different platform, this is the cause in any case.
     """
     pod, report, rendezvous = view.coordinator, view.report, view.status.rendezvous
     if pod is None or pod.role is not Role.COORDINATOR or not pod.host or pod.deleted_at is not None:

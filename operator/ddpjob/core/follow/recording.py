@@ -1,17 +1,17 @@
 """Third stage: record restarts in the status, count them, and remember hosts to avoid.
 
 The status is written before any pod is replaced, so a restart is counted exactly once even if the
-operator dies in between. Three kinds of entries are added to the attributed restarts:
+operator dies in between. The attributed restarts are recorded first. Then this stage adds:
 
-- A pod that is alive, but whose device or host is broken, is replaced (`judge_failing`). The entry
-  is a consequence of the failure that revealed the fault.
-- The loss of the coordinator is recorded as a restart of its own. In Fast mode the group continues
-  to train without a coordinator, so the loss neither counts nor breaks the group.
-- Hosts that have become suspect are avoided from now on.
+- an entry for each pod that is alive but has a broken device or host, because such a pod is
+  replaced (`judge_failing`). The entry is a consequence of the failure that revealed the fault.
+- a separate restart for the loss of the coordinator. In Fast mode the group continues to train
+  without a coordinator, so the loss neither counts nor breaks the group.
+- hosts that have become suspect, to the list of hosts that new pods avoid.
 
 Example: rank 3's worker fails for the second time in a row, in pod train-3-0.
 
-    WorkerFailed, rank 3       does not count, because the first failure on this host has counted
+    WorkerFailed, rank 3       does not count, because the first failure on this host was counted
     PodUnhealthy, train-3-0    a consequence; the pod is replaced, and its host is avoided
 
 Why: docs/decisions/0002.
@@ -82,8 +82,8 @@ def _replace_failing(ends: Ends, restarts: list[Restart]) -> tuple[dict[int, End
     """
     view = ends.view
     failing = {f.number: f for f in judge_failing(view, restarts) if f.index not in ends.slots}
-    # A pod that is already leaving may fail again before it is gone. That failure is not counted
-    # again.
+    # A pod that is already leaving may fail again before it is gone. The second failure does not
+    # count.
     leaving = {r.pod: -1 for r in view.status.restarts.recent if r.reason in MOVE_CAUSES}
     leaving |= {f.failure.pod: number for number, f in failing.items()}
     restarts = [replace(r, counted=False) if n > leaving.get(r.pod, n) else r for n, r in enumerate(restarts)]

@@ -94,9 +94,9 @@ def _all_wait(view: View, ends: dict[int, Ended]) -> View:
 def _with_backoff(recorded: Recorded) -> JobStatus:
     """Return the status with updated back-offs of the slots and the coordinator.
 
-    A pod that ended as a consequence does not back off, unless the same failure of the program was
-    its cause. All such pods then wait equally long. Each preempted pod waits, so that its room
-    stays free for the pods that preempted it.
+    A pod that ended as a consequence does not back off, unless another pod failed for the same
+    cause in the program. All such pods then wait equally long. Each preempted pod waits, so that
+    its room stays free for the pods that preempted it.
     """
     view, coordinator = recorded.view, recorded.coordinator
     causes = {finding.restart.pod for finding in recorded.attribution.merged.causes}

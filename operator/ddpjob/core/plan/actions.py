@@ -9,7 +9,8 @@ rejected one is simply planned again.
 - A pod that no slot names is deleted. The old coordinator is deleted after its nodes. Failed pods
   stay for their logs, up to runPolicy.failedPodsKept.
 - Role labels follow the coordinator's choice of training pods.
-- Messages send the settings until the report shows them, and the names of pods that are gone.
+- Messages tell the coordinator which pods are gone. They also repeat settings until its report
+  shows them.
 
 Example: pod train-1-0 has failed, and slot 1 is planned at attempt 1 from 10:00:10.
 
@@ -70,8 +71,8 @@ def plan_actions(view: View, lost: frozenset[str]) -> PlannedActions:
     """Return the objects to create and delete, and the labels to change.
 
     `lost` names pods to delete immediately (grace period 0). A job with a faulty podTemplate gets
-    no pods. A job with an unusable claim gets no objects at all, but its pods may still be deleted,
-    because a claim that is being deleted waits for them.
+    no pods. A job with an unusable claim gets no objects at all, but deletions of its pods are
+    still planned, because a claim that is being deleted waits for the pods that use it.
     """
     view = view.with_status(with_rounds(view))
     job, status, world = view.job, view.status, view.world
@@ -278,7 +279,7 @@ def _has_been_deleted_for(pod: PodView, time: timedelta, now: datetime) -> bool:
 
 
 LONGEST_DEAF = timedelta(seconds=20)
-"""How long after a pod's deletion the message may still be sent."""
+"""How long after a pod's deletion was requested the coordinator is asked to stop its launcher."""
 
 
 def _dismissal(view: View, lost: frozenset[str]) -> list[Action]:
@@ -293,7 +294,8 @@ def _dismissal(view: View, lost: frozenset[str]) -> list[Action]:
     if not before.endpoint or (before.generation, before.attempt) == (after.generation, after.attempt):
         return []
     if before.generation == after.generation:
-        # The next coordinator may have the same address, as in the process backend.
+        # The next coordinator may have the same address, as in the process backend, so `before`
+        # limits the message to earlier attempts.
         return [
             NotifyCoordinator(
                 before.endpoint, Command.EXIT, {"why": f"{name} has been replaced", "before": after.attempt}

@@ -6,20 +6,20 @@ its pods. Only the scheduler can prevent this, so the operator creates a PodGrou
 - A generation's gang is its first `min_nodes` slots and the coordinator's own pod. Spares and nodes
   beyond `elastic.minNodes` are created later, so they neither delay the gang nor take its room.
 - Once all its pods have been seen on hosts at the same time, the gang is placed (`with_placed`),
-  and remains so in this generation. Later pods do not belong to a group, because Kubernetes 1.36
-  does not schedule a group's pods while fewer than its minimum exist.
+  and remains so in this generation. Later pods are not in a PodGroup, because Kubernetes 1.36 does
+  not schedule a PodGroup's pods while fewer of them exist than its minimum.
 - A job whose gang has been placed can later be stuck with half of its nodes. It then yields: it
   gives up all its nodes and waits as a new gang. It does so if it has held nodes for YIELD without
   training, and the scheduler finds no room for a pod that it needs. After a preemption that leaves
-  too few nodes, it yields immediately. A job whose newest state is only in these pods keeps them
-  (`only_copy`), unless another job waits for room.
+  too few nodes, it yields immediately. A job whose pods hold the only copy of its newest state
+  keeps them (`only_copy`), unless another job waits for room.
 
 Example of two jobs with 4 nodes each on a cluster with 6:
 
     both wait; A's gang is placed: 4 nodes and its coordinator. B holds no nodes
-    one of A's machines dies; the replacement does not need a group, and takes 1 of the 2 free nodes
-    two more of A's machines die while 1 is free: A holds 3 of 4 nodes and cannot train
-    30 s later A yields. Its new gang and B's each wait for 4 nodes at once
+    one of A's machines dies; the replacement needs no PodGroup, and takes 1 of the 2 free machines
+    two more of A's machines die while 1 machine is free: A holds 3 of 4 nodes and cannot train
+    30 s later A yields. A's new gang and B's gang each wait for 4 nodes at once
 
 Why: docs/decisions/0016.
 """
@@ -105,8 +105,8 @@ def explain_yield(view: View) -> str:
     """Return why the job gives up its nodes and waits as a gang again; empty if it does not.
 
     A job gives them up if it has held nodes for YIELD without training, and the scheduler finds no
-    room for a pod that it needs. Its own terminating pods may occupy that room, so the job waits
-    for them.
+    room for a pod that the job needs. The job first waits until its own terminating pods have
+    ended, because they may occupy that room.
     """
     status, spec, now = view.status, view.job.spec, view.now
     running, scheduled = (status.condition(kind) for kind in (ConditionType.RUNNING, ConditionType.SCHEDULED))

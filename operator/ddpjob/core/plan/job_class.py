@@ -1,12 +1,12 @@
 """Decides what a job takes from its class, and when it must wait for the class.
 
-The platform team writes classes, and users name one in spec.className. A job takes its class when
-it starts or is resumed, and keeps it in the status. A change to the class must not restart running
-jobs, so a job takes it only when it next starts or resumes.
+The platform team writes classes, and users name one in spec.className. When a job starts or
+resumes, the values of its class are copied to its status. A change to the class must not restart
+running jobs, so each job gets the new values only when it next resumes.
 
 - If the namespace has no such class, the job waits (ClassMissing).
-- If a job sets a field that the class fixes, or exceeds a limit, a new job fails and a resumed job
-  waits (ClassRefused).
+- A new job that sets a field that the class fixes, or that exceeds a limit, fails. A resumed job
+  waits instead. The reason is ClassRefused in both cases.
 - If a running job is changed so that it violates the class, it keeps the class's values
   (ClassExceeded).
 
@@ -77,5 +77,5 @@ def with_class_applied(view: View) -> JobStatus:
         # The job runs with the values of the class and with as many nodes as the class allows.
         message = "not applied: " + "; ".join(exceeded)
         return with_condition(status, ConditionType.CLASS_APPLIED, False, CLASS_EXCEEDED, message, view.now)
-    message = f"the job keeps the values that class {taken.name} had when it started; status.jobClass contains them"
+    message = f"the job keeps the values that class {taken.name} had when the job started (status.jobClass)"
     return with_condition(status, ConditionType.CLASS_APPLIED, True, "Applied", message, view.now)

@@ -1,18 +1,18 @@
 """Decides what a job in a Kueue queue requests, whether it may run, and at which size.
 
 Kueue grants quota through its own objects, Workloads. The owner of a Workload creates it, starts
-when it is admitted, stops when it is evicted, and releases the quota. The operator is such an
-owner.
+the pods when the Workload is admitted, stops them when it is evicted, and releases the quota. For
+jobs, this owner is the operator.
 
-- The job runs while one of its Workloads is admitted and holds quota for pods of this shape
-  (`_holding`). `status.queue` holds the grant. Pods are built from it, so the job has the granted
-  size.
+- The job runs while one of its Workloads is admitted and holds quota for pods of the job's present
+  shape (`_holding`). `status.queue` holds the grant. Pods are built from the grant, so the job has
+  the granted size.
 - A different size needs a new Workload, which names the current one as its predecessor. Kueue
   admits it without stopping the job (Kueue calls this a "slice").
 - An elastic job starts with the pods that have quota, at least `minNodes` (Kueue's "partial
   admission"). It asks for the remaining pods in additional Workloads. `status.queue.more` lists
-  them in the order of their slots. If a Workload is evicted, the job continues without the
-  Workload's slots and all later slots.
+  them in the order of their slots. If one of these Workloads is evicted, the job continues without
+  that Workload's slots and without all later slots.
 - An evicted job loses its pods first, like a suspended job. Its quota is released only after the
   pods are gone; otherwise two jobs would use it.
 
@@ -20,7 +20,7 @@ Example of a job that is scaled from 4 nodes to 6:
 
     nodes=6: Workload 7c (6 pods and the coordinator) replaces 1a. The job keeps 4 nodes
     Kueue admits 7c and finishes 1a: the job is resized to 6 nodes, 1a is deleted
-    Kueue evicts 7c: the pods end gracefully, then 7c is released and waits in its place
+    Kueue evicts 7c: the pods end gracefully, then 7c's quota is released, and 7c waits in the queue
 
 Example of a job with nodes=4 and elastic.minNodes=2:
 
@@ -50,8 +50,8 @@ from ddpjob.core.view import View
 from ddpjob.core.world import ANNOTATION_WORKLOAD, WorkloadView
 
 REPLACED = "WorkloadSliceReplaced"
-"""Kueue's reason for a finished Workload whose quota goes to its successor. It finishes a moment
-before the successor is admitted."""
+"""Kueue's reason for a finished Workload whose quota goes to its successor. Such a Workload
+finishes a moment before the successor is admitted."""
 _NOT_SERVED = (
     "the job's label names queue {}, but this cluster does not serve Workloads (kueue.x-k8s.io/v1beta2, in Kueue 0.15 "
     "or later); install Kueue, or remove the label kueue.x-k8s.io/queue-name to run the job without a queue"
@@ -76,9 +76,11 @@ def shape_of(job: DDPJob) -> str:
 
 
 def find_request(job: DDPJob, queue: QueueStatus | None) -> CreateWorkload | None:
-    """Return the Workload that the job needs in addition to `queue`, its current quota.
+    """Return the Workload for the quota that the spec needs; `queue` is the job's current quota.
 
-    Return None if the job needs no other quota. The name is a hash of the request.
+    The Workload requests all of the job's pods or, if an elastic job has quota already, only the
+    missing pods. Return None if an elastic job lacks no pods or cannot grow. The name is a hash of
+    the request, so an unchanged request has the name of the existing Workload.
     """
     pods, held = job.spec.pods, queue.workload if queue is not None else ""
     if job.spec.elastic is None and not (queue is not None and queue.more):
@@ -101,7 +103,7 @@ def _name(job: DDPJob, request: str) -> str:
 def _needs_one_domain(job: DDPJob) -> bool:
     """Whether additional pods would have to be in the same topology domain as the first pods.
 
-    Kueue places each Workload separately.
+    Kueue cannot ensure this, because it places each Workload separately.
     """
     return ONE_DOMAIN in ((job.spec.pod_template.get("metadata") or {}).get("annotations") or {})
 
@@ -175,8 +177,8 @@ def with_grant(view: View) -> View:
     if not is_queued(view):
         return view.with_status(without_condition(replace(status, queue=None), ConditionType.ADMITTED))
     if not view.world.serves_queues:
-        # Kueue was removed, or the operator may no longer read its objects. Running jobs are left
-        # alone.
+        # Kueue was removed, or the operator is no longer permitted to read its objects. Running
+        # jobs are left alone.
         return view
     held = _holding(view)
     queue = _with_more(view, held.grant) if held is not None and held.grant is not None else None

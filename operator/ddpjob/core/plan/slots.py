@@ -100,17 +100,18 @@ def key_of(status: JobStatus) -> str:
 def is_superseded(view: View) -> bool:
     """Whether a different operator has replaced this operator's key, and may still run the job.
 
-    Two operators with different keys act on the same job if they may not hold Leases. Each would
-    mistake the other's key for a change of its own key, and they would restart the job in turn,
-    forever. So an operator whose key was replaced does not put it back. Example, with keys a and b:
+    Two operators with different keys act on the same job if they are not permitted to hold Leases.
+    Each would mistake the other's key for a change of its own key, and they would restart the job
+    in turn, forever. So an operator whose key was replaced does not put it back. Example, with keys
+    a and b:
 
         a begins the job     key a
         b sees key a         key b, formerKeys [a]: one planned restart
         a sees key b         a finds its own key in formerKeys, and leaves the job alone
 
-    The key may return where nothing is interrupted: when the job resumes, or when a change of its
-    spec replaces its pods. An operator that holds the namespace's Lease is the only one there,
-    so an administrator must have restored its key, and it acts.
+    This operator puts its key back only where that interrupts nothing: when the job resumes, or
+    when a change of its spec replaces its pods. An operator that holds the namespace's Lease is the
+    only one there, so an administrator must have restored its key. Such an operator always acts.
     """
     status, world = view.status, view.world
     if world.is_sole_operator or key_of(status) == world.key_mark or world.key_mark not in status.former_keys:
@@ -175,7 +176,7 @@ def begin_generation(view: View) -> JobStatus:
     A slot keeps its attempt if no pod has been created for it yet. Otherwise its next attempt is
     higher than that of every pod with its index, in the status or in the world. Back-offs are kept.
     The first generation is 0, and the coordinator's attempts begin at 0. If pods can no longer be
-    made with the job's current runtime, the job gets the operator's own.
+    made with the job's current runtime, the job gets the operator's own runtime.
     """
     if not can_replace(view):
         view = view.with_status(replace(view.status, runtime=""))

@@ -217,8 +217,8 @@ def _clean(view: View) -> list[Action]:
 def has_leftovers(pod: PodView) -> bool:
     """Whether the pod's main container has ended while another container is still running.
 
-    A pod in phase Succeeded or Failed has no leftovers. If one of its containers has no end time,
-    it never started, for example after a failed init container.
+    A pod in phase Succeeded or Failed has no leftovers. A container of such a pod that has no end
+    time never started, for example because an init container failed.
     """
     return pod.ended and pod.phase not in ("Succeeded", "Failed") and not all(c.ended for c in pod.containers.values())
 

@@ -149,7 +149,7 @@ def _isolated(view: View) -> JobStatus:
 def _nodes_healthy(view: View) -> JobStatus:
     """Set NodesHealthy, which explains why a pod stays on an unhealthy Kubernetes node.
 
-    The condition is absent until a pod stays on one.
+    The condition is absent until this first happens.
     """
     status = view.status
     staying = [verdict for verdict in judge_nodes(view) if verdict.reason]

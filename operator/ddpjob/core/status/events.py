@@ -4,9 +4,10 @@ Events are for people who watch a job. The status is the record, and events are 
 difference between the old and the new status, so no event has to be remembered. There must be few
 of them, because Kubernetes drops events of a noisy object:
 
-- Each new restart has one event. If more than SINGLE_EVENTS restarts are alike, they share one.
-- A condition that becomes false, or changes its reason, has an event (_WARNED). Reasons that occur
-  at every start, restart or end do not (_QUIET).
+- Each new restart has one event. If more than SINGLE_EVENTS restarts are alike, they share one
+  event.
+- A condition that becomes false, or changes its reason, has an event (_WARNED), unless the reason
+  occurs at every start, restart or end (_QUIET).
 - Running, a newly avoided host, and newly lagging ranks have one event each. If the first step
   after a restart arrives later than Running, it has an event of its own, with the repeated steps.
 
@@ -97,8 +98,8 @@ def _what_follows(view: View, restart: Restart, *, broken: bool) -> str:
 
 
 SINGLE_EVENTS = 3
-"""Maximum number of restarts of one kind that get separate events. A larger number shares one
-event."""
+"""Maximum number of restarts of one kind that get separate events. If there are more restarts of
+that kind, all of them share one event."""
 MOST_EVENTS = 20
 """Maximum number of restart events in one reconcile."""
 
@@ -131,8 +132,8 @@ def change_events(old: JobStatus, new: JobStatus) -> list[Event]:
     known = {entry.node for entry in old.avoided_nodes}
     for entry in new.avoided_nodes:
         if entry.node not in known:
-            where = f"Kubernetes node {entry.node} until {entry.until:%H:%M} UTC: {entry.reason}"
-            message = f"new pods avoid {where} if they can"
+            why = f"until {entry.until:%H:%M} UTC: {entry.reason}"
+            message = f"new pods avoid Kubernetes node {entry.node} if they can, {why}"
             events.append(Event(True, "NodeAvoided", message))
     return events + _lagging(old, new)
 

@@ -8,8 +8,8 @@ The status therefore holds the sum, the number of GPUs that are held now, and si
 
 The sum covers the time up to `since`. A pod holds its GPUs from the moment that Kubernetes binds it
 to a host until all its containers have ended or its object is gone, even while images are pulled,
-while a spare stands by, and while the pod terminates. Nobody else can use these GPUs. Only GPUs
-named by spec.gpuResource count.
+while a spare stands by, and while the pod terminates. Nobody else can use these GPUs. Only devices
+of the resource spec.gpuResource count.
 
 At each reconcile, the number in `gpuUse.held` is multiplied by the time since `gpuUse.since` and
 added to the sum. The result is written together with any other change to the status, whenever the
@@ -44,7 +44,7 @@ from ddpjob.core.world import PodView, World
 REFRESH = timedelta(minutes=10)
 """Maximum age of the sum while pods hold GPUs and the job is being reconciled."""
 _MOST_GPUS = 10**6
-"""Maximum number of GPUs that are counted, because anyone who may create pods could claim more."""
+"""Maximum number of GPUs that are counted, because a pod can request any number."""
 
 
 def count_gpu_seconds(job: DDPJob, world: World, now: datetime, decision: Decision) -> Decision:

@@ -6,9 +6,9 @@ the two steps is repeated work. The last step is known if a node's memory has su
 `ddpjob_pod.snapshot_store` notes each step there. Otherwise the number of repeated steps is
 unknown. An unknown number is never shown as 0.
 
-A restart gets its number when the report of its own round arrives. If the group takes its first
-step before this report arrives, the number is unknown until then. The time that the repetition
-takes is reported later, once it is over.
+A restart's number of repeated steps is recorded when the report of its own round arrives. If the
+group takes its first step earlier, the number is unknown until that report arrives. The time that
+the repetition takes is reported later, once the repetition is over.
 
 Example: the group has completed step 903 when a node is lost.
 

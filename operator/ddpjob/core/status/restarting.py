@@ -4,8 +4,8 @@ Restarting is true from a break until the group runs again. Both moments are see
 cases need care (`judge_restarting`):
 
 - The operator may first see a break when the group already runs again. Restarting then never
-  becomes true. But if the operator itself caused the break, for example by scaling, a report of a
-  running group is older than the break.
+  becomes true. But if the operator itself caused the break, for example by scaling, the report of a
+  running group may be older than the break. Restarting then becomes true anyway.
 - For a `command`, no report shows when the group forms. If the program reported steps before, the
   next reported step shows that training has resumed. Otherwise only the pods are known to run.
 - A suspension may cut a restart short. Such a restart never gets a duration.
@@ -30,7 +30,7 @@ from ddpjob.api.job_status import ConditionType, JobStatus, Restart
 from ddpjob.core.failures.classify import Cause
 from ddpjob.core.status.conditions import with_condition, without_condition
 from ddpjob.core.status.group_counts import FORMED
-from ddpjob.core.status.messages import put_cause_first
+from ddpjob.core.status.messages import count, put_cause_first
 from ddpjob.core.status.repeated import and_repeats, current_restart
 from ddpjob.core.status.running import reported_figures
 from ddpjob.core.view import View, is_number
@@ -116,7 +116,8 @@ def judge_fast_recovery(view: View) -> JobStatus:
     """Return the status with FastRecovery: whether every pod can recover as Fast mode promises.
 
     The condition is absent until the group runs, or until a pod reports that it cannot recover that
-    way. When a coordinator takes over, its pods report to it one after another.
+    way. The pods report to a new coordinator one after another, so the condition stays unchanged
+    until one of them reports a problem or the group has formed.
     """
     status, report = view.status, view.report
     if not view.job.spec.fast:
@@ -127,7 +128,7 @@ def judge_fast_recovery(view: View) -> JobStatus:
     if notes:
         first = notes[0]
         others = len({n.pod for n in notes}) - 1
-        message = f"pod {first.pod}: {first.why}" + (f" (and {others} more)" if others else "")
+        message = f"pod {first.pod}: {first.why}" + (f" (and {count(others, 'more pod')})" if others else "")
         return with_condition(status, ConditionType.FAST_RECOVERY, False, first.kind, message, view.now)
     if report.state not in FORMED:
         return status

@@ -159,7 +159,7 @@ def _secret_hint(view: View, held: Stuck) -> str:
 
 UNREACHABLE = timedelta(minutes=1)
 """How long a coordinator may be unreachable before this causes an event."""
-UNREACHABLE_LONG = "until then, failures of workers are neither counted nor shown"
+UNREACHABLE_LONG = "failures of workers are neither counted nor shown for now"
 
 
 def _unreachable(view: View) -> str:

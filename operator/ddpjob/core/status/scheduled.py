@@ -119,7 +119,7 @@ def _refused(view: View, alive: list[PodView], rejected: Rejection) -> tuple[str
         of_coordinator = rejected.object.startswith(f"Pod {view.job.name}-coordinator-")
         what += f"; the values come from {'spec.rendezvous.resources' if of_coordinator else 'spec.resources'}"
     if "violates PodSecurity" in rejected.message:
-        where = "spec.podTemplate.spec.securityContext, or that of the container that it names"
+        where = "spec.podTemplate.spec.securityContext, or in that of the container that the message names"
         instead = "replace hostPath and nfs with claims, and remove hostNetwork and hostPort"
         what += f"; set the missing fields in {where}; {instead}"
     return CREATION_REFUSED, f"{what}; retried within a minute{_idle(view, alive)}"
@@ -182,7 +182,7 @@ def _idle(view: View, alive: list[PodView]) -> str:
     gpus = len(alive) * spec.gpus_per_node
     held = f" with {count(gpus, 'GPU')}" if gpus else ""
     text = f"; {len(alive)} of {count(spec.pods, 'pod')} {are} already waiting{held}"
-    return f"{text}: to release them, set runPolicy.suspend to true; to train with fewer, lower spec.nodes"
+    return f"{text}: to release them, set runPolicy.suspend to true; to train with fewer pods, lower spec.nodes"
 
 
 def _backing_off(status: JobStatus, now: datetime) -> str:
