@@ -3,8 +3,8 @@
     python -m scripts.demo examples/digits.yaml
     PYTHONPATH=tests python -m scripts.dashboard_pictures runs
 
-The first picture shows the job `digits` in the given folder of runs, the second 1,000 generated
-jobs. Take them again whenever a page has changed, and look at them.
+The first picture shows the job `digits` in the given folder of runs, and the second shows 1,000
+generated jobs. Take both again whenever a page has changed, and look at them.
 """
 
 from __future__ import annotations

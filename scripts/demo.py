@@ -80,7 +80,7 @@ def _demo(arguments: argparse.Namespace, manifest: Json) -> int:
         f"{arguments.file}: {nodes} nodes train; node {arguments.kill_node} is killed at {arguments.at} %\n", flush=True
     )
     run = subprocess.Popen([sys.executable, "-m", "ddpjob.cli", "run", "--fresh", str(arguments.file)])
-    # The run then stops its pods, and exits with code 143.
+    # On SIGTERM, the run stops its pods and exits with code 143.
     before = signal.signal(signal.SIGTERM, lambda *_: run.terminate())
     killer = Killer(folder, arguments.kill_node, arguments.at, run)
     killer.start()

@@ -1,4 +1,4 @@
-"""Installs packages with uv into the environment that runs it, four times as fast as pip.
+"""Installs packages with uv into the environment of this Python, four times as fast as pip.
 
     python scripts/install.py ARGUMENTS...     the arguments of `pip install`
 
@@ -24,7 +24,7 @@ HANDED_ON = {
     "client-cert": "SSL_CLIENT_CERT",
     "proxy": "ALL_PROXY",
 }
-"""Settings of pip, and uv's variables for the same values."""
+"""Maps settings of pip to uv's variables for the same values."""
 
 
 def settings(listed: str) -> dict[str, str]:

@@ -3,10 +3,10 @@
 
     python scripts/install_horovod.py [PYTHON] [--target DIR]
 
-Horovod 0.28.1, its last release, dates from 2023. It works with today's torch if its C++ is
-compiled as C++20, which torch's headers need, and if CMake accepts its old policies. The wheel is
-cached in ~/.cache/ddpjob/horovod (XDG_CACHE_HOME is respected), by the versions of torch and Python
-that it was built for. A build takes a few minutes; installing a cached wheel takes seconds.
+Horovod's last release, 0.28.1, dates from 2023. It works with today's torch if it is compiled as
+C++20, which torch's headers need, and if CMake accepts the old policies in Horovod's files. Wheels
+are cached in ~/.cache/ddpjob/horovod (XDG_CACHE_HOME is respected), one for each combination of the
+versions of torch and Python. A build takes a few minutes; installing a cached wheel takes seconds.
 
 Needs a C++20 compiler, CMake and make on PATH, and pip in the interpreter that runs this program.
 The environment variables of Horovod's build are passed through, for instance
@@ -38,7 +38,7 @@ REQUIRES = {
     "packaging": "packaging",
     "cffi": "cffi",
 }
-"""The distribution of each module that Horovod imports. Only missing ones are installed."""
+"""Maps each module that Horovod imports to its distribution. Only missing modules are installed."""
 _PROBE = """
 import importlib.util, json, platform, sys
 missing = [name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]
@@ -59,7 +59,7 @@ def main() -> None:
         "python",
         nargs="?",
         default=sys.executable,
-        help="interpreter of the environment (default: the one that runs this)",
+        help="interpreter of the environment (default: the one that runs this program)",
     )
     parser.add_argument("--target", type=Path, help="install into this folder instead, for PYTHONPATH")
     arguments = parser.parse_args()
@@ -133,7 +133,7 @@ def missing_tools() -> list[str]:
         check = subprocess.run(
             [compiler, "-std=c++20", "-fsyntax-only", "-x", "c++", "-"], input="#include <concepts>\n", text=True
         )
-        missing = [f"a compiler for C++20 ({compiler} does not; gcc 10 or newer)"] if check.returncode else []
+        missing = [f"a C++20 compiler ({compiler} is not one; install gcc 10 or newer)"] if check.returncode else []
     return missing
 
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 ARCHIVE = "kubectl-ddp.tar.gz"
 LAUNCHER = """\
 #!/bin/sh
-# kubectl ddp: the command ddpjob of the release {version}, or of any that is on PATH.
+# kubectl ddp: runs ddpjob from PATH or, if there is none, that of release {version}.
 export DDPJOB_PLACE="${{DDPJOB_PLACE:-cluster}}"
 if command -v ddpjob >/dev/null 2>&1; then exec ddpjob "$@"; fi
 if command -v uvx >/dev/null 2>&1; then exec uvx --from 'ddpjob[cli]=={version}' ddpjob "$@"; fi

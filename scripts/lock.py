@@ -1,14 +1,14 @@
 """Writes the lock files in locks/: `make locks`, or `python -m scripts.lock [OPTIONS OF uv pip compile]`.
 
 Each lock file lists every package that an installation needs, on any platform and any Python that
-pyproject.toml allows, with one version and the SHA-256 of each of its files. It does not name an
-index.
+pyproject.toml allows, with one version and the SHA-256 of each of its files. Lock files do not name
+an index.
 
     dev.txt       what CI tests with (`LOCKED=1`); its versions match the files below
     operator.txt  the operator's image
-    torch.txt     the trainer's image: torch, torchvision and what they need. A separate layer, which is
-                  skipped if TORCH_INDEX_URL names other wheels of torch
-    trainer.txt   the trainer's image: all else
+    torch.txt     the trainer's image: torch, torchvision and what they need, in a layer of their own.
+                  If TORCH_INDEX_URL is set, they are installed from that index
+    trainer.txt   the trainer's image: everything else
     build.txt     what builds the package, the images and the release's notes
 
 The newest versions that are at least a week old are chosen, because malicious releases are usually
@@ -51,7 +51,7 @@ def pins(name: str) -> dict[str, set[str]]:
 
 
 def compile_lock(name: str, words: Iterable[str], requirements: Iterable[str] = ()) -> None:
-    """Write one lock file, of `requirements` or of the extras and groups listed in `words`."""
+    """Write one lock file for `requirements`, or for the extras and groups listed in `words`."""
     listed = subprocess.run([*install.PIP, "config", "list"], stdout=subprocess.PIPE, text=True, check=True).stdout
     command = [str(Path(sys.executable).with_name("uv")), "pip", "compile", *OPTIONS]
     command += [f"--no-binary={package}" for package in FROM_SOURCE]

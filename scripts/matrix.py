@@ -1,13 +1,17 @@
 """Run the runtime's tests on every supported Python and torch: make matrix.
 
 A row is a Python version with only the standard library, or with one minor version of torch. By
-default, there is a row for every Python. For each torch there are two more, with the oldest and the
-newest installed Python for which it has wheels. With `--all`, each torch runs with every such
-Python, and all tests run instead of the quick ones. Another row is the newest Python with the
-newest pre-release of torch, from TORCH_PRE_INDEX_URL; its failures are only reported. One more row
-runs the trainer's checkpoint tests on Debian 12's Python, with the packages of the current
-environment. A row that cannot run (no interpreter, no wheel, no registry) is skipped with the
-reason. The exit code is 1 if a row fails.
+default, there are the following rows:
+
+- every Python, without torch
+- each torch with the oldest and with the newest installed Python for which it has wheels; with
+  `--all`, each torch with every such Python, and all tests instead of the quick ones
+- the newest Python with the newest pre-release of torch, from TORCH_PRE_INDEX_URL; failures of this
+  row are only reported
+- the trainer's checkpoint tests on Debian 12's Python, with the packages of the current environment
+
+A row that cannot run (no interpreter, no wheel, no registry) is skipped with the reason. The exit
+code is 1 if a row fails.
 
 Environments are kept in ~/.cache/ddpjob/matrix (XDG_CACHE_HOME is respected), by the versions of
 Python, torch and pytest.
@@ -80,8 +84,8 @@ the same result on every Python.
 TRAINER_PYTHON = "3.11.2"
 """Debian 12's python3. Its patch release pickles differently from later ones, such as CI's 3.11."""
 TRAINER = (
-    # Content can be restored in both formats, from fsdp to ddp to one process, and from other
-    # Python versions.
+    # These tests restore content in both formats, from fsdp to ddp to a single process, and from
+    # other Python versions.
     "test_checkpoint_dcp.py::test_content_read_from_a_checkpoint_keeps_its_types",
     "test_checkpoint_dcp.py::test_fsdp_then_ddp_then_a_single_process_continue_the_same_run",
     "test_manifest.py",
@@ -130,7 +134,7 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Whether the row passed, could not run, or may fail."""
+        """Whether the row passed, could not run, or is allowed to fail."""
         return self.row.pre or self.went_well
 
     @property
@@ -253,9 +257,9 @@ def index(variable: str = "TORCH_INDEX_URL") -> list[str]:
 
 
 def interpreter(python: str) -> str | None:
-    """Return an interpreter of a version such as 3.11 or 3.11.2, or None.
+    """Return an interpreter of a version such as 3.11 or 3.11.2; None if there is none.
 
-    It is pythonX.Y on PATH, otherwise pyenv's newest, otherwise the system's python3.
+    pythonX.Y on PATH is preferred, then pyenv's newest, then the system's python3.
     """
     pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
     found = [*pyenv.glob(f"{python}.*"), *pyenv.glob(python)]
@@ -319,7 +323,7 @@ def install_torch(python: Path, version: str, pre: bool = False) -> None:
     """Install torch without CUDA.
 
     This installs a CPU wheel if TORCH_INDEX_URL has one, otherwise the usual wheel with empty CUDA
-    libraries.
+    libraries. If a program in BINUTILS is missing, the wheel's real CUDA libraries are installed.
     """
     source = ["--pre", *index("TORCH_PRE_INDEX_URL")] if pre else index()
     if not all(map(shutil.which, BINUTILS)):
@@ -367,7 +371,10 @@ def replace_cuda(lib: Path) -> None:
 
 
 def pip(python: Path, *what: str) -> None:
-    """Install into an environment, which also serves as the cache of torch's wheel."""
+    """Install into an environment.
+
+    pip's cache is not used, because environments are kept and torch's wheels are large.
+    """
     options = ["--quiet", "--disable-pip-version-check", "--no-compile", "--no-cache-dir"]
     output_of([str(python), "-m", "pip", "install", *options, *what])
 
@@ -399,7 +406,8 @@ def run_row(row: Row, everything: bool = False, tests: Sequence[str] = ()) -> Re
     quick = QUICK if row.torch and not everything else ("",)
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        # tests/conftest.py and pyproject.toml need more than pytest, so they are not used here.
+        # tests/conftest.py and pyproject.toml are not used, because they need more packages than
+        # pytest.
         command = [
             str(python),
             "-m",
@@ -430,8 +438,8 @@ def run_trainer(row: Row, tests: Sequence[str]) -> Result:
         raise NotHere(f"no Python {row.python} on PATH, in pyenv or at /usr/bin/python3")
     if not row.python.startswith(f"{own}.") or importlib.util.find_spec("torch") is None:
         raise NotHere(
-            f"it needs torch from a Python {row.python.rpartition('.')[0]}, but this Python is {own} or does"
-            " not have torch"
+            f"the row needs the packages of a Python {row.python.rpartition('.')[0]} with torch, but this Python is"
+            f" {own} or does not have torch"
         )
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([base, "-m", "venv", "--without-pip", folder], check=True, capture_output=True, text=True)

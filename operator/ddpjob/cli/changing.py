@@ -40,7 +40,7 @@ a fraction of a second."""
 def _is_acted_on(backend: Backend, job: str) -> bool:
     """Wait up to ACT_SECONDS for an operator to act on the job's newest spec.
 
-    Return whether an operator has acted. If not, print a note about it.
+    Return whether an operator has acted. If none has, print a note.
     """
     end = time.monotonic() + ACT_SECONDS
     while True:

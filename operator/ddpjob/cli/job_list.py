@@ -30,6 +30,7 @@ from ddpjob.cli.keys import PressedKeys
 from ddpjob.cli.output import STATE_COLOURS, printable
 from ddpjob.client.backends.backend import ENDED, Backend, Mistake, NoSuchJob, OutagePatience
 from ddpjob.client.texts.job_text import gpu_hours, header, phase, row
+from ddpjob.core.status.messages import count
 
 _DROPPED = ("GPUHOURS", "ATRISK", "DURATION", "REASON", "", "SPEED", "LOSS", "AGE", "RESTARTS", "NODES", "PROGRESS")
 """Columns in the order in which they are dropped. The empty string marks the point at which names
@@ -102,7 +103,7 @@ class JobList:
         for line, name in zip(visible, self._names[self._top :], strict=False):
             lines.append(_painted(line, selected=name == self.selected))
         hidden = len(shown) - len(visible)
-        below = [f"{hidden} more above or below"] if hidden else []
+        below = [f"{count(hidden, 'more job')} above or below"] if hidden else []
         below += [f"{_counts(folded)} (press e to show)"] if folded else []
         lines.append(Text("   ".join(below) or ("no jobs" if not shown else ""), style="dim"))
         keys = f"find: {self.filter}_   Enter keep   Esc all" if self.finding else _HELP

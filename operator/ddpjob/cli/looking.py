@@ -76,7 +76,7 @@ def get(place: Place, job: str | None, output: str | PathTemplate, watch: bool, 
 
 
 def _format_body(body: Json, output: str | PathTemplate) -> str:
-    """Return a job, or a list of jobs, in any format except the table."""
+    """Return a job, or a list of jobs, in any format other than the table."""
     if isinstance(output, PathTemplate):
         return printable(output.text(body))
     return f"ddpjob.ddpjob.io/{body['metadata']['name']}\n" if output == "name" else document(body, output)
@@ -143,7 +143,7 @@ def dashboard(place: Place, everywhere: bool, host: str, port: int, folder: Path
     connection itself is not encrypted.
 
     With FOLDER, it shows deleted jobs, as `ddpjob show` does. FOLDER is a checkpoint folder, or a
-    folder with several of them.
+    folder that contains several checkpoint folders.
 
     \b
     Example: ddpjob dashboard
@@ -284,7 +284,7 @@ def why(backend: Backend, job: str) -> int:
     help="Keep printing until the job ends, including replacement pods. With a POD, stop when that pod ends.",
 )
 @click.option(
-    "--index", type=click.IntRange(0), multiple=True, help="Only pods of this slot, the first number in a pod's name."
+    "--index", type=click.IntRange(0), multiple=True, help="Only pods of this slot (the first number in a pod's name)."
 )
 @click.option(
     "--rank",
@@ -379,7 +379,7 @@ def _list_ended(backend: Backend, job: str) -> int:
 
 
 def _job_or_pod(backend: Backend, name: str) -> tuple[Json, str, EndedLogs | None]:
-    """Return (job, pod, kept logs if the pod is gone); the pod is empty if the name is a job's."""
+    """Return (job, pod, kept logs if the pod is gone); the pod is empty if `name` names a job."""
     try:
         return backend.job(name), "", None
     except NoSuchJob as missing:

@@ -55,9 +55,9 @@ def doctor(place: Place) -> int:
 
 
 def _cluster_if_any(place: Place) -> ClusterBackend | None:
-    """Return the cluster.
+    """Return the cluster's backend.
 
-    Return None if the jobs are local, or if no cluster is configured or selected.
+    Return None if the jobs are local, or if no cluster is configured and no option selects one.
     """
     if place.is_local():
         return None

@@ -45,10 +45,10 @@ def paint(line: str) -> str:
 
 
 def usable_streams() -> None:
-    """Make sure that printing never fails, whatever the text.
+    """Make sure that printing never fails.
 
-    It could fail because the output's encoding lacks a character, or because a stream was closed
-    (`<&-`, `>&-`).
+    Otherwise it could fail because the output's encoding lacks a character, or because a stream was
+    closed (`<&-`, `>&-`).
     """
     if sys.stdin is None:
         sys.stdin = open(os.devnull)  # noqa: PTH123, SIM115 - os.devnull is a str, and the stream stays open

@@ -416,7 +416,7 @@ def convert(words: tuple[str, ...], image: str, name: str, script: str, runtime:
     This reads PyTorchJobs, TrainJobs with their runtimes, and command lines of torchrun,
     accelerate, deepspeed and srun, and prints the DDPJob. Standard error lists the settings that
     could not be converted and the problems in the result. A runtime is read from the same file,
-    from --runtime FILE, or with --runtime cluster from the kubeconfig's cluster.
+    from --runtime FILE or, with --runtime cluster, from the kubeconfig's cluster.
 
     \b
     Exit code: 0 the result is valid, 1 it needs changes.

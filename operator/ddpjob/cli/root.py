@@ -28,9 +28,10 @@ Start here:
 """
 PLACES = """\
 A command acts on jobs on this machine with --local, and on a cluster with --cluster,
--n, --context, --kubeconfig or as `kubectl ddp`. Otherwise DDPJOB_PLACE=local or
-cluster decides. By default it uses this machine if `ddpjob run` was used here
-($DDPJOB_RUNS, else ./runs, contains a job), and the cluster if not.
+-n, --context, --kubeconfig or as `kubectl ddp`. Without any of these, DDPJOB_PLACE
+decides (local or cluster). If it is not set, the command acts on this machine if
+`ddpjob run` was used here ($DDPJOB_RUNS, else ./runs, contains a job), and otherwise
+on the cluster.
 
 Exit codes: 0 success; 1 the job failed, or a check found a fault; 2 invalid input,
 and nothing was changed (except for jobs listed earlier); 3 the cluster cannot be

@@ -40,7 +40,7 @@ class Ready:
 
 
 def ready(file: str, name: str | None, options: Options) -> Ready:
-    """Read the manifest and run all checks that do not need a folder. Raises BadInput."""
+    """Read the manifest, and run all checks that do not need the job's folder. Raises BadInput."""
     if platform.system() != "Linux":
         raise BadInput(
             f"{platform.system()}: jobs run only on Linux, and on Windows in WSL 2; `ddpjob validate` and the commands "
@@ -82,7 +82,7 @@ def _claim(job: Ready, holding: ExitStack, *, fresh: bool) -> tuple[RunFolder, t
         if fresh and storage.url:
             raise BadInput(
                 f"--fresh: the job would still resume from its copies in {storage.url} "
-                "(spec.storage.checkpoints.url); choose a different metadata.name, or remove its folder there and"
+                "(spec.storage.checkpoints.url); choose a different metadata.name, or remove the job's folder there and"
                 f" {shortest(job.folder.checkpoints)} on this machine"
             )
         # Get the ports before checkpoints are set aside, because no run can start without ports.

@@ -49,7 +49,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 def chart(values: Sequence[float], width: int, height: int) -> list[str]:
     """Return rows of blocks, the uppermost first.
 
-    The smallest value fills one eighth of a row, the largest fills all rows.
+    The smallest value fills one eighth of a row, and the largest fills all rows.
     """
     shown = means(values, width)
     low, high = min(shown), max(shown)
@@ -70,7 +70,7 @@ def points(series: MetricSeries) -> tuple[list[float], list[float], int]:
 def is_cut(text: str) -> bool:
     """Return whether `text` is only the end of a metrics file.
 
-    Backend.metrics reads at most METRICS_BYTES.
+    A text of METRICS_BYTES counts as cut, because Backend.metrics never reads more than that.
     """
     return len(text.encode()) >= METRICS_BYTES
 
@@ -182,7 +182,7 @@ def _panel(title: str, runs: Sequence[Points], right: float) -> Iterator[str]:
 
 
 def _columns(points: Points, right: float) -> dict[int, float]:
-    """Return the mean of each column of the panel, except for columns without points."""
+    """Return the mean of each column of the panel that has points."""
     found: dict[int, list[float]] = {}
     for position, value in points:
         at = round(position / right * (WIDTH - 1)) if right > 0 else 0

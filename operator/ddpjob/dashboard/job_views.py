@@ -351,7 +351,7 @@ def with_code(text: str) -> Markup:
 
 
 def metrics_of(status: JobStatus) -> list[tuple[str, str]]:
-    """Return the last reported numbers by name, without times."""
+    """Return the last reported numbers, sorted by name; times are left out."""
     metrics = {name: value for name, value in (status.progress.get("metrics") or {}).items() if is_number(value)}
     for moment in (CHECKPOINT_TIME, COPY_TIME):
         metrics.pop(moment, None)

@@ -145,14 +145,15 @@ class Viewers:
                 403,
                 "The connection is not encrypted",
                 "A token could be read in transit. Use https, or `kubectl port-forward`. A proxy that"
-                " terminates TLS must send X-Forwarded-Proto: https, and its host must be in the chart's"
-                " dashboard.hosts.",
+                " terminates TLS must send X-Forwarded-Proto: https, and its host name must be listed in the"
+                " chart's dashboard.hosts.",
             )
 
     def _token(self, request: web.Request) -> tuple[str | None, str]:
         """Return (the request's bearer token, its session).
 
-        The token in the header, which a proxy sets, takes precedence.
+        A token in the Authorization header, which a proxy may set, takes precedence over the token
+        of a session.
         """
         if header := request.headers.get("Authorization"):
             kind, _, token = header.partition(" ")
@@ -263,7 +264,7 @@ class Viewers:
         return opened
 
     async def _again(self, key: tuple[bytes, tuple[str, ...]], opened: _Opened) -> None:
-        """Close a view, together with its cache, if its rights have changed.
+        """Close a view, together with its cache, if its token's rights have changed.
 
         Raises AccessRefused and Mistakes.
         """

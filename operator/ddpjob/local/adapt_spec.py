@@ -1,4 +1,4 @@
-"""Adapts a spec to this machine, and reports warnings and problems that prevent a run."""
+"""Adapts a spec to this machine, and reports warnings, and problems that prevent a run."""
 
 from __future__ import annotations
 
@@ -105,9 +105,9 @@ def adapt_spec(job: DDPJob, folder: JobFolder, options: Options) -> LocalSpec:
 def _adapted(spec: JobSpec, given: Path | None, code: Path | None, *, on_cpu: bool) -> JobSpec:
     """Return the spec in the form that this machine can run.
 
-    Class, gang, rank order and receiver are removed. So is the time to live, because the folders,
-    which contain the logs, are kept. --data is applied, and nccl is not used on the CPU. A script
-    below CODE_FOLDER is taken from `code`.
+    Class, gang, rank order, receiver and network interface are removed. The time to live is removed
+    too, because the folders, which contain the logs, are kept. --data is applied, and nccl is not
+    used on the CPU. A script below CODE_FOLDER is taken from `code`.
     """
     storage = spec.storage
     if given is not None and (storage.data is None or storage.data.url):
@@ -266,8 +266,8 @@ def _folders(spec: JobSpec, data: Path | None, working_dir: Path, options: Optio
 def _without_torch(spec: JobSpec) -> Iterator[str]:
     """Yield a message if this Python does not have torch.
 
-    For instance, pipx may have installed the command separately from the user's own Python. A job
-    with PYTHONPATH among its variables may find torch there.
+    For instance, pipx may have installed the command separately from the user's own Python. If the
+    job sets PYTHONPATH, it may find torch in those folders, so nothing is yielded.
     """
     names = {entry["name"] for entry in (*spec.env, *(_trainer(spec)[0].get("env") or ()))}
     if spec.command or "PYTHONPATH" in names or importlib.util.find_spec("torch") is not None:
@@ -281,7 +281,7 @@ def _without_torch(spec: JobSpec) -> Iterator[str]:
 
 
 def _module_note(spec: JobSpec, working_dir: Path) -> Iterator[str]:
-    """Yield a message if a module was not found.
+    """Yield a message if spec.module was not found.
 
     The message is only a warning, because the job's own variables may add other folders.
     """
@@ -336,9 +336,9 @@ def _unreadable(spec: JobSpec) -> Iterator[str]:
 
 
 def _without_credentials(spec: JobSpec, options: Options) -> Iterator[str]:
-    """Yield a message for each bucket whose Secret has no substitute in this shell.
+    """Yield a message for each bucket whose credentials are missing here.
 
-    The Secret itself is in the cluster.
+    The bucket's Secret is in a cluster, and this shell lacks the variables that could replace it.
     """
     data = spec.storage.data if options.data is None else None
     missing = [name for name in SECRET_KEYS if name != "AWS_SESSION_TOKEN" and not os.environ.get(name)]

@@ -1,4 +1,4 @@
-"""Clones spec.code.git on this machine, with its own git and its user's credentials."""
+"""Clones spec.code.git on this machine, with the installed git and the user's credentials."""
 
 from __future__ import annotations
 

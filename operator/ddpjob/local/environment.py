@@ -79,8 +79,9 @@ def manifest_variables(pod: Json, container: Json) -> dict[str, str]:
 def inherited(cores_per_rank: int) -> dict[str, str]:
     """Return this shell's environment, adapted to one machine.
 
-    Another job's variables are removed, and variables for a single machine are added. torchrun and
-    python are found in this interpreter's folder, and traffic between ranks stays on loopback.
+    Variables that another job or torchrun has set are removed, and variables for a single machine
+    are added. torchrun and python are found in this interpreter's folder, and traffic between ranks
+    stays on loopback.
     """
     environment = {name: value for name, value in os.environ.items() if not _NOT_INHERITED.fullmatch(name)}
     beside = str(Path(sys.executable).parent)

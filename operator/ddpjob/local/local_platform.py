@@ -29,9 +29,10 @@ class LocalPlatform(Platform):
         return ADDRESS
 
     def store_host(self, job: DDPJob, status: JobStatus) -> str:
-        """Return an address of this machine that torchrun does not recognize as its own.
+        """Return the loopback address.
 
-        Otherwise torchrun would also host the store.
+        For a `command`, return an address of this machine that torchrun does not recognize as its
+        own, because torchrun would otherwise host the store itself.
         """
         return ADDRESS if job.spec.under_torchrun else "0.0.0.0"
 

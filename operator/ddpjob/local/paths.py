@@ -104,14 +104,17 @@ class JobFolder(_Folder):
     """Code from spec.code, in a folder for each archive."""
 
     def has_checkpoints(self) -> bool:
-        """Return whether a run has left more than its record of rounds. Raises OSError."""
+        """Return whether `checkpoints` has files other than the record of rounds.
+
+        Raises OSError.
+        """
         return holds_checkpoints(self.checkpoints)
 
     def is_resumable(self) -> bool:
-        """Return whether the folder has more than the record of rounds, the curves and stacks.
+        """Return whether `checkpoints` has files from which a run can resume.
 
-        `ddpjob_report.report` writes the curves, and the launcher the stacks of a hang. Raises
-        OSError.
+        The record of rounds does not count, nor do the curves that `ddpjob_report.report` writes
+        and the stacks that the launcher writes after a hang. Raises OSError.
         """
         more = holds_checkpoints(self.checkpoints / _CURVES.parent, but=(_CURVES.name,))
         return holds_checkpoints(self.checkpoints, but=(STACKS, *(() if more else (_CURVES.parent.name,))))
@@ -121,7 +124,7 @@ class JobFolder(_Folder):
 
 
 def holds_checkpoints(folder: Path, but: Collection[str] = ()) -> bool:
-    """Return whether a checkpoint folder has files other than the record of rounds and `but`.
+    """Return whether a folder has files other than the record of rounds and the names in `but`.
 
     Raises OSError.
     """

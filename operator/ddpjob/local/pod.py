@@ -52,8 +52,8 @@ class Pod:
 
     Raises OSError if their logs cannot be written. `inherited` is the environment to which the
     manifest's variables are added. The containers start after `delay` seconds. With a delay, a
-    command that cannot be executed fails with a shell's exit code. `devices` are the machine's
-    devices that the pod may use, by resource name.
+    command that cannot be executed fails with a shell's exit code. `devices` maps resource names to
+    numbers of this machine's devices that the pod uses.
     """
 
     def __init__(

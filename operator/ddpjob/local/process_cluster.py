@@ -80,10 +80,11 @@ class ProcessCluster:
             torchrun_python=str(folder.torchrun_python),
         )
         if local_spec.code is not None:
-            # Processes start in these folders before the code is fetched.
+            # These folders must exist, because processes start in them before the code is fetched.
             for needed in (local_spec.code, local_spec.working_dir):
                 needed.mkdir(parents=True, exist_ok=True)
-        # An installed package's files may lack execute permission.
+        # torchrun cannot start worker.py itself, because an installed package's files may lack
+        # execute permission.
         folder.torchrun_python.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, str(WORKER)])} "$@"\n')
         folder.torchrun_python.chmod(0o700)
         # This import takes 0.3 s, which would delay `ddpjob get`.
@@ -109,7 +110,8 @@ class ProcessCluster:
     def job(self) -> DDPJob:
         """The job as this machine runs it.
 
-        Every generation has its own ports, because two coordinators may run at once.
+        Every generation has its own ports, because the coordinators of two generations may run at
+        the same time.
         """
         job = DDPJob.read(self.body)
         spec = self.local_spec.spec

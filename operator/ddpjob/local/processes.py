@@ -27,7 +27,7 @@ def become_subreaper() -> None:
 def dying_with(parent: int) -> Callable[[], None]:
     """Return a `preexec_fn` that makes the kernel send the child SIGKILL when `parent` dies.
 
-    `parent` may already be dead.
+    If `parent` is already dead, the child exits immediately.
     """
 
     def prepare() -> None:
@@ -113,7 +113,7 @@ def reap_orphans(own: Collection[subprocess.Popen[bytes]]) -> None:
 
     Children in `own` are left to their owners, who reap them by polling and learn how they ended.
     """
-    # Process ids may be reused after a process has ended.
+    # The ids of processes whose end is known are left out, because they may have been reused.
     by_pid = {process.pid: process for process in own if process.returncode is None}
     while True:
         try:

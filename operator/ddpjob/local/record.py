@@ -56,7 +56,8 @@ def held(folder: JobFolder) -> Iterator[None]:
 def _locked(descriptor: int) -> bool:
     """Try to lock the file, for up to 0.2 s.
 
-    A single failed attempt is meaningless, because `runner` holds the lock for an instant.
+    A single failed attempt does not mean that the job is running, because `runner` also holds the
+    lock for an instant.
     """
     for _ in range(10):
         try:
@@ -105,8 +106,8 @@ def runner(folder: JobFolder) -> int | None:
 def holds(folder: JobFolder, pid: int) -> bool:
     """Whether process `pid` has the lock open.
 
-    The id may come from another machine or container. Raises PermissionError for another user's
-    process.
+    The id may have been written on another machine or in a container, and may then belong to a
+    different process here. Raises PermissionError for another user's process.
     """
     lock = folder.lock.stat()
     with suppress(FileNotFoundError, ProcessLookupError):  # There is no such process, or it has ended.
@@ -161,7 +162,7 @@ def read_record(folder: JobFolder) -> Json | None:
 def ask(folder: JobFolder, verb: str, subject: str, seconds: float = 10.0) -> bool:
     """Leave a request for the job's runner, and wait up to `seconds` until it is processed.
 
-    Return False if it is not, or if the runner ends first. Raises RequestRefused.
+    Return False if it is not processed in time, or if the runner ends first. Raises RequestRefused.
     """
     folder.requests.mkdir(exist_ok=True)
     path = folder.requests / f"{time.time_ns()}-{os.getpid()}.json"
@@ -180,7 +181,7 @@ def ask(folder: JobFolder, verb: str, subject: str, seconds: float = 10.0) -> bo
 
 
 def refuse(request: Path, reason: str) -> None:
-    """Record why a request is refused before its file is removed. Raises OSError."""
+    """Record why a request is refused. Call this before its file is removed. Raises OSError."""
     write_atomically(_refusal(request), reason)
 
 

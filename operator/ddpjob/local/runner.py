@@ -95,7 +95,8 @@ def prepare(folder: JobFolder, *, fresh: bool, now: datetime, disposable: bool =
     """Create the folders of a new run.
 
     `fresh` moves old checkpoints into the new run's folder. `disposable` means that the run's
-    checkpoints are deleted with the job, unless they include another run's. Raises OSError.
+    checkpoints are deleted with the job, unless the folder also has checkpoints of a run that was
+    not disposable. Raises OSError.
     """
     name = now.astimezone().strftime("%Y%m%d-%H%M%S")
     run = folder.run(name)
@@ -117,7 +118,8 @@ def prepare(folder: JobFolder, *, fresh: bool, now: datetime, disposable: bool =
     elif not folder.has_checkpoints():
         folder.disposable.touch()
     shutil.rmtree(folder.requests, ignore_errors=True)
-    # If sudo created the folder, this process could not remove requests.
+    # Create the folder here. If a request with sudo created it later, this process could not remove
+    # requests.
     folder.requests.mkdir(exist_ok=True)
     return run
 
@@ -206,7 +208,7 @@ class Runner:
             self._display(lambda: self.display.show(self._shown()))
             await self._sleep(max(0.0, min(TICK, due - clock())))
         if self.interrupted is not None:
-            # Remove pods from the record that have ended since the last reconcile.
+            # Pods may have ended since the last reconcile. Remove them from the record.
             await reconcile(self.cluster, self.key)
 
     async def _sleep(self, seconds: float) -> None:
@@ -223,7 +225,10 @@ class Runner:
     # --- the user's requests
 
     def _on_signal(self, number: signal.Signals) -> None:
-        """Suspend with the pods' grace period on the first signal; kill on the second."""
+        """Suspend the job on the first signal, and kill its pods on the second.
+
+        A suspended job's pods get their grace period to save a checkpoint.
+        """
         if number is signal.SIGHUP and self.interrupted is not None:
             # This is not a second request: systemd sends SIGHUP right after SIGTERM at logout and
             # shutdown.
@@ -273,10 +278,11 @@ class Runner:
     def _display(self, update: Callable[[], None]) -> None:
         """Update the display.
 
-        Output errors must not interrupt training or keep a signal from it. If the reader of the
-        output has exited (`| head`), that counts as a signal, like Ctrl-C. Ctrl-C also stops `tee`,
-        and the two together count as one signal. A closed terminal sends SIGHUP; without that
-        signal, or on a full disk, training continues without output.
+        Output errors must not interrupt training, or prevent a signal from stopping it. If the
+        reader of the output has exited (`| head`), this counts as a signal, like Ctrl-C. Ctrl-C
+        also stops a reader such as `tee`; both together count as one signal. A closed terminal
+        sends SIGHUP. If that signal is ignored, or the disk is full, training continues without
+        output.
         """
         try:
             update()

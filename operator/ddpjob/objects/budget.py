@@ -14,10 +14,11 @@ def build_budget(job: DDPJob) -> Json:
     """Build the budget, which has the job's name.
 
     It selects pods by a separate label, since spec.scheduling may change for later pods.
-    Coordinators and spares are not selected, because they may be evicted at any time.
+    Coordinators and spares are not selected, because drains are allowed to evict them at any time.
 
     Kubernetes reads the expected number of pods, `spec.nodes`, from the job's scale subresource. If
-    spares were selected too, it would allow two evictions at once.
+    a spare were selected too, Kubernetes would count one pod more than expected, and allow two
+    evictions at once.
     """
     spec = {
         "maxUnavailable": 1,

@@ -14,7 +14,7 @@ from ddpjob.objects.service import job_labels, make_object
 
 
 def template_mark(job: DDPJob) -> str:
-    """Hash the template and its whenDeleted; empty without a template.
+    """Return a hash of the claim template and its whenDeleted; empty if the job has no template.
 
     A kept claim is reused only by a job with an equal hash.
     """

@@ -34,8 +34,8 @@ DONE = ".git/ddpjob-cloned"
 _USER = 65532
 _PROXIES = ("HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY")
 PAUSES = "1 5 15 30 0"
-"""Seconds to wait after each attempt to fetch. After the last one the pod fails, which recovery
-counts, and a new pod tries again."""
+"""Seconds to wait after each attempt to fetch. After the last attempt, the pod fails; recovery
+counts this failure, and a new pod tries again."""
 
 SCRIPT = f"""\
 set -eu

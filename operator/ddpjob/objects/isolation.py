@@ -18,8 +18,8 @@ TOKEN_KEY = "token"
 def build_token(job: DDPJob, platform: Platform) -> Json:
     """Build the Secret with the job's token, which the `view` role cannot read.
 
-    The operator creates the Secret but never reads it, because the name alone determines its
-    content.
+    The operator creates the Secret but never reads it, because the Secret's name alone determines
+    its content.
     """
     data = {TOKEN_KEY: platform.token(job)}
     meta = metadata(job, platform.token_secret(job))
@@ -37,8 +37,8 @@ def token_variable(job: DDPJob, platform: Platform) -> Json:
 def policy_name(job: DDPJob, platform: Platform) -> str:
     """Return the name of the job's NetworkPolicy; empty if the job does not get one.
 
-    The name contains a hash of the content. If the operator was moved or has different metrics
-    peers, it creates an additional policy, because policies are additive.
+    The name contains a hash of the content, so an operator that was moved or has different metrics
+    peers creates an additional policy. The older policy can stay, because policies are additive.
     """
     if not job.spec.isolated or platform.operator_peer is None:
         return ""

@@ -40,7 +40,7 @@ class Platform:
     """The operator's pods as a NetworkPolicy peer. If None, they are unknown, and no policy
     is created."""
     metrics_peers: tuple[Json, ...] = ()
-    """More peers that may reach the coordinators' port to read metrics."""
+    """Other peers that are admitted to the coordinators' port, so that they can read metrics."""
     coordinator_listens_on: str = ""
     """The address that the coordinator and its store listen on. If empty, the coordinator listens
     on all of its pod's addresses, as the kubelet and `kubectl port-forward` require. The store has
@@ -51,7 +51,7 @@ class Platform:
     def bucket_folder(self, job: DDPJob) -> str:
         """Return the job's own folder below storage.checkpoints.url.
 
-        No other job in the cluster uses it, except a later job with the same name.
+        Of the cluster's other jobs, only later ones with the same name use this folder too.
         """
         return f"{job.namespace}/{job.name}"
 

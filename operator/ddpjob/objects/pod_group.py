@@ -1,9 +1,10 @@
 """Builds the PodGroup that makes a scheduler place a generation's pods all at once or not at all.
 
-For Kubernetes' scheduler it is `scheduling.k8s.io/v1alpha2` in 1.36, with the feature gates
-GenericWorkload and GangScheduling. That PodGroup does not need a Workload and cannot be changed.
-For Volcano (`scheduling.schedulerName: volcano`) it is `scheduling.volcano.sh/v1beta1`. Its pods
-name it in an annotation; Volcano gives a pod without the annotation its own PodGroup.
+For Kubernetes' scheduler, the PodGroup has the API version `scheduling.k8s.io/v1alpha2` and needs
+Kubernetes 1.36 with the feature gates GenericWorkload and GangScheduling. It does not need a
+Workload and cannot be changed. For Volcano (`scheduling.schedulerName: volcano`), it has the API
+version `scheduling.volcano.sh/v1beta1`. The group's pods name it in an annotation, because Volcano
+gives each pod without the annotation a PodGroup of its own.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ def kind_for(job: DDPJob) -> str:
 
 
 def build_gang(job: DDPJob, status: JobStatus) -> Json:
-    """Build the PodGroup of the status's generation. Raises ValueError if it has no gang.
+    """Build the PodGroup of the current generation. Raises ValueError if `status` has no gang.
 
-    The group includes the coordinator's own pod, so that a job waiting for room does not hold
-    anything. Disruption mode and priority take effect with the feature gate
+    The group includes the coordinator's own pod, so that a job waiting for room does not hold any
+    resources. Disruption mode and priority take effect with the feature gate
     WorkloadAwarePreemption; without it, the API server drops them.
     """
     if status.gang is None:
@@ -50,8 +51,8 @@ def build_gang(job: DDPJob, status: JobStatus) -> Json:
     else:
         spec = {
             "schedulingPolicy": {"gang": {"minCount": members}},
-            # A group that can train with fewer nodes may lose single pods. Any other group is
-            # useless if one of its pods is missing.
+            # A group that can train with fewer nodes can lose single pods to preemption. Any other
+            # group is useless if one of its pods is missing.
             "disruptionMode": "Pod" if job.spec.min_nodes < job.spec.nodes else "PodGroup",
         }
     priority = (template.get("spec") or {}).get("priorityClassName") or job.spec.scheduling.priority_class_name

@@ -20,7 +20,7 @@ _NOT_RESTARTED = "remove it, because the operator replaces terminated pods and c
 _OWNED_SPEC = {
     "restartPolicy": _NOT_RESTARTED,
     "hostname": "remove it, because it differs in each attempt",
-    "subdomain": "remove it, because it must be the job's service",
+    "subdomain": "remove it, because it must name the job's service",
     "nodeName": "use nodeSelector or affinity instead, so that pods can leave a lost Kubernetes node",
     "activeDeadlineSeconds": "use spec.runPolicy.activeDeadlineSeconds instead",
     "schedulerName": "use spec.scheduling.schedulerName instead",

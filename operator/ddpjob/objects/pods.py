@@ -43,8 +43,8 @@ from ddpjob.objects.strategic_merge import merge_into_coordinator, merge_into_no
 RUNTIME_VOLUME, SNAPSHOT_VOLUME, FETCHED_CODE_VOLUME = "ddpjob-runtime", "ddpjob-snapshots", "ddpjob-code"
 _CODE_MOUNT: Json = {"name": FETCHED_CODE_VOLUME, "mountPath": CODE_FOLDER}
 SECRET_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
-"""Keys of the Secret in storage.checkpoints.secretName, and variables that AWS tools read. The last
-one is optional."""
+"""Keys of the Secret in storage.checkpoints.secretName. AWS tools read variables with the same
+names. The last key is optional."""
 DATA_PREFIX = "DDPJOB_DATA_"
 """Prefix of the variables for storage.data. The launcher reads and removes them, including the
 credentials, before the workers start."""
@@ -70,7 +70,7 @@ usually mounts a bucket or a network file system, such as gcsfuse, Azure's files
 JuiceFS."""
 _POD_IP: Json = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
 _NO_DEVICES: Json = {"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}
-"""Keeps NVIDIA's container runtime from adding devices, because CUDA images request all of them by
+"""Keeps NVIDIA's container runtime from adding devices. CUDA images request all devices by
 default."""
 TOPOLOGY_GATE = "kueue.x-k8s.io/topology"
 """The scheduling gate that Kueue removes once it has chosen the pod's topology domain."""
@@ -113,8 +113,8 @@ def build_coordinator(job: DDPJob, status: JobStatus, platform: Platform) -> Jso
         "containers": [_coordinator(job, status, platform)],
         "volumes": [_runtime_volume(status)],
     }
-    # The image is known to run on the machines of the job's nodes. Other machines may be empty and
-    # would attract this pod.
+    # Prefer the architecture of the job's nodes, on which the image is known to run. Without this
+    # preference, empty machines with a different architecture could attract this pod.
     like_nodes = {"labelSelector": _node_pods(job), "topologyKey": "kubernetes.io/arch"}
     preferred = [{"weight": 100, "podAffinityTerm": like_nodes}]
     spec["nodeSelector"] = {"kubernetes.io/os": "linux"}
@@ -136,7 +136,7 @@ def _queued(pod: Json, changes: PodChanges | None) -> Json:
     """Return the pod with the changes from the queue's flavor and topology.
 
     Without these changes, the pod would use machines that its quota does not cover. If the queue
-    assigns topology domains, a gate delays the pod until Kueue has written its domain into its
+    assigns topology domains, a gate delays the pod until Kueue has written a domain into the pod's
     node selector.
     """
     if changes is None:
@@ -178,8 +178,8 @@ def _slot_labels(job: DDPJob, status: JobStatus, role: Role, index: int | None, 
 def as_non_root(pod: Json) -> Json | None:
     """Return the pod with runAsNonRoot, which a namespace may require.
 
-    Return None if podTemplate already decides whether the pod may run as root. A user other than
-    root is not such a decision: the namespace still requires the field.
+    Return None if podTemplate already sets runAsNonRoot, or sets runAsUser to root. A different
+    runAsUser is not enough, because the namespace still requires runAsNonRoot.
     """
     context = pod["spec"].get("securityContext", {})
     if "runAsNonRoot" in context or context.get("runAsUser") == 0:
@@ -221,8 +221,8 @@ def _affinity(job: DDPJob, status: JobStatus) -> Json:
         apart = {"labelSelector": _node_pods(job), "topologyKey": job.spec.scheduling.topology_key}
         affinity["podAntiAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}
     if job.spec.scheduling.same_topology and job.spec.pods > 1:
-        # Until one of the job's pods is placed, the scheduler lets a pod that matches its own
-        # selector choose the domain.
+        # While none of the job's pods is placed, the scheduler accepts any domain for a pod that
+        # matches its own selector.
         together = {"labelSelector": _node_pods(job), "topologyKey": job.spec.scheduling.same_topology}
         affinity["podAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": [together]}
     if status.avoided_nodes:
@@ -272,7 +272,7 @@ def _program(platform: Platform, name: str) -> list[str]:
 def _trainer(job: DDPJob, status: JobStatus, platform: Platform, index: int, attempt: int) -> Json:
     command, args = _entry_point(job, status, platform)
     container = _container(job, TRAINER_CONTAINER, command, args)
-    # The operator's variables come first, so that the user's variables may refer to $(POD_IP). The
+    # The operator's variables come first, so that the user's variables can refer to $(POD_IP). The
     # schema forbids equal names.
     container["env"] = [
         *_environment(job, status, platform, index, attempt),
@@ -403,8 +403,8 @@ def _for_command(job: DDPJob, status: JobStatus, platform: Platform) -> list[Jso
     """Return the variables for launchers in a `command`.
 
     They are torchrun's options and, for all other launchers, the address of index 0. That address
-    is a pod name. With `command` all pods are replaced together, so it is the same in all pods of a
-    generation, and name servers do not hold an older address for it.
+    contains a pod name. With `command`, all pods are replaced together. The name is therefore the
+    same in all pods of a generation, and name servers do not hold an older IP address for it.
     """
     settings = rendezvous_settings(job, status, platform)
     grace = str(max(1, _grace(job) - _SHUTDOWN_MARGIN))
@@ -423,9 +423,9 @@ def _for_command(job: DDPJob, status: JobStatus, platform: Platform) -> list[Jso
 def _store_elsewhere(job: DDPJob) -> list[str]:
     """Return the setting that keeps torchrun from hosting the coordinator's store.
 
-    A `command` gets it only if the coordinator shares a pod with a node. Otherwise torchrun detects
-    on its own that the coordinator's host is a different one, and `--standalone`, which uses a
-    different endpoint, must be able to host its own store.
+    A `command` gets the setting only if the coordinator shares a pod with a node. In any other pod,
+    torchrun detects on its own that the store is on a different host. The setting would also
+    prevent `torchrun --standalone` from hosting a store of its own.
     """
     shared = job.spec.rendezvous.placement is Placement.MASTER
     return ["is_host=false"] if job.spec.under_torchrun or shared else []
@@ -476,7 +476,7 @@ def _preflight(spec: JobSpec, preflight: Preflight, folder: str) -> str:
 def _interface(job: DDPJob) -> list[Json]:
     """Return the variables that select the network interface, unless the user's env sets them.
 
-    Variables in podTemplate replace them.
+    Variables with the same names in podTemplate replace them.
     """
     given, name = {variable["name"] for variable in job.spec.env}, job.spec.network.interface
     variables = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if name else ()
@@ -551,7 +551,7 @@ def _keys(secret: str | None, prefix: str) -> list[Json]:
 
 def _grace(job: DDPJob) -> int:
     grace: Any = job.spec.pod_template.get("spec", {}).get("terminationGracePeriodSeconds", DEFAULT_GRACE)
-    # Kubernetes also reads a negative value as 1. The coordinator rejects one above MAX_SECONDS.
+    # Kubernetes also reads a negative value as 1. The coordinator rejects values above MAX_SECONDS.
     return min(int(grace), MAX_SECONDS) if grace >= 0 else 1
 
 
@@ -592,8 +592,9 @@ def _coordinator(job: DDPJob, status: JobStatus, platform: Platform) -> Json:
 def _with_limits(resources: Json) -> Json:
     """Return resources with limits.
 
-    A ResourceQuota may require limits, and a LimitRange's limits may be below the requests. Each
-    limit gets a request too, because Kubernetes would otherwise request as much as the limit.
+    Without limits, a ResourceQuota may refuse the pod, and a LimitRange may set limits below the
+    requests. Each limit gets a request too, because Kubernetes would otherwise request as much as
+    the limit.
     """
     given = resources.get("limits", {})
     usual = default_of("spec.rendezvous.resources.requests")

@@ -29,14 +29,14 @@ SCRIPTS_PACKAGE = "ddpjob_report"
 
 
 def job_labels(job: DDPJob) -> dict[str, str]:
-    """Return the labels of all of a job's objects. The operator's watches select by them."""
+    """Return the labels that all objects of a job have. The operator's watches select by them."""
     return {LABEL_MANAGED: MANAGED_BY, LABEL_JOB: job.name, LABEL_UID: job.uid}
 
 
 def metadata(job: DDPJob, name: str, labels: Mapping[str, str] = MappingProxyType({})) -> Json:
     """Build the metadata of an object that is deleted with the job.
 
-    `labels` are added to the labels of all its objects.
+    `labels` are added to the labels that all objects of the job have.
     """
     meta = {"name": name, "namespace": job.namespace, "labels": job_labels(job) | dict(labels)}
     return {**meta, "ownerReferences": [job.owner_reference]}
@@ -50,7 +50,7 @@ def make_object(api_version: str, kind: str, meta: Json, **parts: Any) -> Json:
 def build_service(job: DDPJob) -> Json:
     """Build the headless service.
 
-    It publishes pods that are not ready yet, because the rendezvous happens before then.
+    It publishes pods that are not ready yet, because the rendezvous happens before pods are ready.
     """
     spec = {
         "clusterIP": "None",
@@ -68,9 +68,9 @@ def build_service(job: DDPJob) -> Json:
 def _runtime_files() -> dict[str, bytes]:
     """Return the ConfigMap's keys (file names in the mount) and their contents.
 
-    Keys cannot contain `/`, and paths for fifty files would make up half of every pod. The packages
-    are therefore in an archive, which Python runs and imports directly. Files that are run or found
-    by their path are stored next to it.
+    Keys cannot contain `/`, and a path for each of fifty keys would make up half of every pod's
+    manifest. The packages are therefore in an archive, which Python runs and imports directly.
+    Files that are run or found by their path are stored next to the archive.
     """
     files = {
         str(path.relative_to(RUNTIME_FOLDER.parent)): path.read_bytes()
@@ -118,7 +118,7 @@ def holds_runtime(config_map: Json) -> bool:
 def runtime_name() -> str:
     """Return the name of the ConfigMap with this version's runtime.
 
-    A running job keeps its original runtime as long as it can be mounted.
+    A running job keeps its original runtime as long as its pods can mount that ConfigMap.
     """
     return f"ddpjob-runtime-{_digest(_runtime_files())}"
 

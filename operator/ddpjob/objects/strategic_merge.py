@@ -91,8 +91,8 @@ _COORDINATOR_SPEC = (
 )
 _COORDINATOR_CONTAINER_FIELDS = ("securityContext", "volumeMounts", "env")
 _GPU_CLASS = re.compile(r"nvidia|gpu|cuda|amd|rocm|habana|gaudi|ascend|neuron", re.IGNORECASE)
-"""Names of runtime classes for devices. Machines without devices may lack their handlers, but the
-handlers of kata and gVisor exist in the whole cluster.
+"""Names of runtime classes for devices. Machines without devices may lack the handlers of these
+classes, whereas the handlers of kata and gVisor exist in the whole cluster.
 """
 _OF_DEVICES = re.compile(r"(?:NVIDIA|CUDA|HIP|ROCR|HSA|GPU|HABANA|ASCEND|ZE|NEURON)_")
 """Prefixes of variables that select devices for a runtime or a library."""
@@ -101,16 +101,16 @@ _FAST_NETWORKS = (
     "networking.gke.io/interfaces",
     "networking.gke.io/default-interface",
 )
-"""Annotations with which Multus and GKE give a pod more interfaces. The coordinator must not get
-these interfaces, because GKE would take them from training pods, and SR-IOV does not set up a
+"""Annotations with which Multus and GKE add interfaces to a pod. The coordinator must not get these
+interfaces, because GKE would take them from training pods, and SR-IOV does not set up a
 network for a pod that has not requested it.
 """
 _OF_A_CONTAINER = "container.apparmor.security.beta.kubernetes.io/"
 """Prefix of annotations that end with a container's name. The API server refuses a pod that lacks
 the container."""
 _OF_A_POD_SET = "kueue.x-k8s.io/podset-"
-"""Prefix of annotations that determine where nodes are placed. The coordinator is a different pod
-set, and Kueue refuses a pod with two topology annotations."""
+"""Prefix of annotations that determine where nodes are placed. The coordinator does not get them,
+because it is a different pod set, and Kueue refuses a pod with two topology annotations."""
 _MACHINE_KEYS = "kubernetes.io/"
 _LOCAL_SOURCES = ("hostPath", "emptyDir", "configMap", "secret", "projected", "downwardAPI", "image")
 _DEVICES = ("CharDevice", "BlockDevice", "Socket")
@@ -141,7 +141,7 @@ def merge_into_coordinator(pod: Json, template: Mapping[str, Any]) -> Json:
     containers = _coordinator_containers(spec)
     mounted = {mount.get("name") for container in containers for mount in container.get("volumeMounts", ())}
     # The kubelet would also wait for a sidecar's volumes, such as a fast network's, so only mounted
-    # volumes are taken. The API server refuses a volume without a name.
+    # volumes are taken. A volume without a name is taken too, so that the API server reports it.
     if volumes := [v for v in _local_volumes(spec) if v.get("name") in {None, *mounted}]:
         taken["volumes"] = volumes
     metadata = template.get("metadata") or {}

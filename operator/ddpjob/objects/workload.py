@@ -23,11 +23,11 @@ LABEL_SHAPE = "ddpjob.io/queue-shape"
 LABEL_ADDITIONAL = "ddpjob.io/queue-additional"
 """Marks a Workload that asks only for additional pods of an elastic job."""
 TOPOLOGIES = {"required": ONE_DOMAIN, "preferred": "kueue.x-k8s.io/podset-preferred-topology"}
-"""Fields of a pod set's topologyRequest, and the annotations of podTemplate that set them."""
+"""Maps fields of a pod set's topologyRequest to the annotations of podTemplate that set them."""
 UNCONSTRAINED = "kueue.x-k8s.io/podset-unconstrained-topology"
 _SLICE, _SLICE_SIZE = "kueue.x-k8s.io/podset-slice-required-topology", "kueue.x-k8s.io/podset-slice-size"
 PRIORITY_CLASSES = {"WorkloadPriorityClass": "kueue.x-k8s.io", "PriorityClass": "scheduling.k8s.io"}
-"""Kinds of priority classes and their API groups."""
+"""Maps kinds of priority classes to their API groups."""
 
 _POD_FIELDS = ("nodeSelector", "tolerations", "priorityClassName", "runtimeClassName", "schedulerName", "overhead",
                "resources", "resourceClaims")  # fmt: skip
@@ -38,9 +38,10 @@ def build_workload(job: DDPJob, platform: Platform, asked: CreateWorkload) -> Js
     """Build the request for a number of slots' pods and, unless they are additional, the
     coordinator's own pod.
 
-    Kueue can admit only a part of a Workload, or let it replace the Workload that holds the quota,
-    but rejects a request for both. Kueue takes the priority from `spec.priority`, which a
-    Workload's creator must look up in its priority class.
+    A Workload can allow Kueue to admit only some of its pods, or can replace the Workload that
+    holds the quota. Kueue rejects a Workload that does both. Kueue reads the priority from
+    `spec.priority`, which is not set here: the code that creates the Workload looks up the value in
+    the priority class.
     """
     plain = JobStatus(slots=(Slot(),))
     nodes = _pod_set(NODE_SET, build_node(job, plain, platform, 0, 0), asked.pods)
@@ -86,7 +87,7 @@ def _priority(job: DDPJob) -> Json:
 def _pod_set(name: str, pod: Json, number: int) -> Json:
     """Build a pod set with the fields that determine quota and flavor.
 
-    Environments are omitted, since they may be private.
+    Environment variables are omitted, since their values may be confidential.
     """
     whole = pod["spec"]
     spec: Json = {field: whole[field] for field in _POD_FIELDS if field in whole}
@@ -108,7 +109,7 @@ def marked(workload: Json, now: datetime, *, condition: str, reason: str, messag
 
 
 _REQUEUED_AT_ONCE = ("Preempted", "NodeFailures")
-"""Eviction reasons after which a Workload may be admitted immediately. After any other reason,
+"""Eviction reasons after which a Workload can be admitted immediately. After any other reason,
 Kueue decides when."""
 
 

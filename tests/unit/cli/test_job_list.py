@@ -172,7 +172,7 @@ def test_in_a_terminal_keys_open_a_job_and_quit(tmp_path: Path) -> None:
         lines = terminal.until("press e to show")
         assert lines[2].startswith("the-one") and len(lines) <= 24 and max(map(len, lines)) <= 80
         terminal.press("e")
-        assert any("sweep" in line for line in terminal.until("more above or below"))
+        assert any("sweep" in line for line in terminal.until("more jobs above or below"))
         terminal.press("\r")
         terminal.until("Esc back")
         terminal.press("\x1b")

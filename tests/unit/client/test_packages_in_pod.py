@@ -85,7 +85,7 @@ def test_packages_never_replace_the_torch_of_the_image(tmp_path: Path) -> None:
     make_wheel(tmp_path / "wheels", "small_thing", "1.2", needs="torch>=99")
     make_wheel(tmp_path / "wheels", "torch", "99.0")
     ran = run(tmp_path / "code" / "function.py", "small_thing")
-    assert "installing them would replace the image's torch with torch==99.0; use an image that has it" in ran.stderr
+    assert "installing these would replace the image's torch with torch==99.0; use an image with this" in ran.stderr
 
 
 def test_a_missing_package_fails_the_job_and_an_outage_of_the_index_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:

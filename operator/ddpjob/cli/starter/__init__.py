@@ -75,7 +75,7 @@ def check_script(script: Path) -> tuple[bool, list[str]]:
     try:
         read = read_script(script)
     except UnreadableScript as unreadable:
-        general = [f"{unreadable}. If its ranks do not form a group, add these lines ({TUTORIAL}):", *general_form()]
+        general = [f"{unreadable}. If the ranks do not form a group, add these lines ({TUTORIAL}):", *general_form()]
         return False, general
     except OSError as error:
         raise Mistake(f"{script}: {error.strerror}") from error

@@ -70,9 +70,9 @@ class NoSuchJob(Mistake):
 
 
 class OutagePatience:
-    """Lets long operations survive an API server outage of up to OUTAGE_SECONDS.
+    """Lets long operations survive API server outages of up to OUTAGE_SECONDS.
 
-    The API server may restart or be overloaded.
+    An outage occurs when the API server restarts or is overloaded.
     """
 
     def __init__(self) -> None:
@@ -215,7 +215,10 @@ class Backend(Protocol):
         """
 
     def delete(self, name: str) -> None:
-        """Delete a job and its pods. Checkpoints on volumes are kept."""
+        """Delete a job and its pods.
+
+        Checkpoints on volumes are kept, unless `whenDeleted: Delete` is set.
+        """
 
     def kill(self, pod: str) -> None:
         """Force-delete a pod, as if its machine were lost."""

@@ -101,7 +101,7 @@ class ClusterBackend:
         return f"{place}, context {self.api.context}"
 
     def path(self, plural: str, name: str | None = None, *, everywhere: bool = False) -> str:
-        """Return the path of an object in the namespace, or of the collection.
+        """Return the path of the object `name` in the namespace; without a name, of the collection.
 
         `plural` is `ddpjobs` or a resource of the core API, such as `pods`. Raises Mistake if
         `name` is not a valid object name. An empty name, from an unset shell variable, would turn a

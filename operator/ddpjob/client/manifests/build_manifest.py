@@ -166,7 +166,7 @@ def _program(
         entry = os.fspath(request.entry) or next((name for name in _ENTRIES if (path / name).is_file()), "")
         if not entry or not (path / entry).is_file():
             raise Mistake(
-                f"{program}: a folder needs an entry point; name its script with entry (--entry), such as {_ENTRIES[0]}"
+                f"{program}: a folder needs an entry point; set entry (--entry) to its script, such as {_ENTRIES[0]}"
             )
         if local:
             spec |= {"script": str((path / entry).absolute()), "workingDir": str(path.absolute())}

@@ -641,7 +641,7 @@ def _entry_point(made: Conversion, command: list[str], args: list[str]) -> None:
             f"entry point does more than start the command, put the entry point first"
         )
     made.notes.append(
-        "command: runs unchanged, so it must start torchrun itself (which reads the PET_ variables); with script or "
+        "command: runs unchanged, so it must start torchrun itself (torchrun reads the PET_ variables); with script or "
         "module the operator sees each rank's failure"
     )
     if unset := _unset(spec, words):

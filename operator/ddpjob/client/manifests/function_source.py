@@ -86,7 +86,7 @@ def _checked_name(function: Callable[..., Any]) -> str:
             f"{name}: a method needs its class; write a function that creates the object and calls the method"
         )
     if not inspect.isfunction(function):
-        raise Mistake(f"{name}: not a function written with def; write one that calls it")
+        raise Mistake(f"{name}: not a function written with def; write a function that calls it")
     if hasattr(function, "__wrapped__"):
         raise Mistake(f"{name}: decorators are not copied to the job; pass the function without its decorator")
     if function.__name__ == "<lambda>":

@@ -79,8 +79,8 @@ def install_missing(requirements: list[str], folder: Path) -> None:
     replaced = [pin for pin in missing if pin.partition("==")[0].lower() in KEPT]
     if replaced:
         refuse(
-            f"installing them would replace the image's torch with {replaced[0]}; use an image that has it, or require "
-            "different versions"
+            f"installing these would replace the image's torch with {replaced[0]}; use an image with this version, or "
+            "require different versions"
         )
     if missing:
         run_pip(["--no-deps", "--target", str(partial), *missing])
