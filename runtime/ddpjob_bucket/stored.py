@@ -48,7 +48,7 @@ _RANGE = 64 * 2**20
 _LARGEST_PARTS, _SMALLEST_PART = 9000, 5 * 2**20
 """S3 accepts at most 10000 parts per object, and no part smaller than _SMALLEST_PART."""
 _TRIES = 100
-"""Maximum number of other incarnations that may start at the same time as this one."""
+"""Maximum number of other incarnations that can start at the same time as this one."""
 URL = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^?#]*)?|file:///[^?#]+")
 
 
@@ -181,7 +181,7 @@ class Bucket:
     # --- reading
 
     def entries(self) -> list[Stored]:
-        """Return the complete checkpoints, newest first, except superseded ones."""
+        """Return the complete checkpoints, newest first, without superseded ones."""
         return _in_order(self._listed())
 
     def _listed(self) -> list[Stored]:

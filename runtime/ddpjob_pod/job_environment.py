@@ -1,8 +1,8 @@
 """The DDPJOB_* variables, which describe the job to a process in one of its pods (table:
 docs/protocol.md).
 
-No other module reads them, except `worker.py`, which runs before the user's program and imports
-nothing. They are read when needed, because a launcher changes DDPJOB_FENCE in each round.
+Apart from `worker.py`, which runs before the user's program and imports nothing, no other module
+reads them. They are read when needed, because a launcher changes DDPJOB_FENCE in each round.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class VariableError(ValueError):
 
 @dataclass(frozen=True)
 class JobEnvironment:
-    """The variables as they are set. A variable that is not set reads as an empty string."""
+    """The values of the variables. The value of a variable that is not set is an empty string."""
 
     cluster: str
     namespace: str

@@ -1,9 +1,9 @@
-"""Defers the import of torch._dynamo until it is needed, so that a replaced node trains sooner.
+"""Defers the import of torch._dynamo until it is needed, so that a replacement node trains sooner.
 
 DistributedDataParallel and torch.optim import torch's compiler, with sympy and half of
-torch.distributed, only to check whether the compiler is in use. That takes as long as the rest of
-`import torch`. Until torch._dynamo is needed, a stand-in module answers these checks as the real
-one would. As soon as anything else is requested, the stand-in runs the real module's code in
+torch.distributed, only to check whether the compiler is in use. Those imports take as long as the
+rest of `import torch`. Until torch._dynamo is needed, a stand-in module answers these checks as the
+real one would. As soon as anything else is requested, the stand-in runs the real module's code in
 itself.
 """
 
@@ -36,8 +36,8 @@ def uncollected(*, keep: bool = False) -> Iterator[None]:
     """Suspend the garbage collector during imports of torch.
 
     The collector takes up to a fifth of the import time, and finds no garbage among imported
-    modules. With `keep`, it permanently ignores the objects that exist after the imports. Use it at
-    the start of a program.
+    modules. With `keep`, it permanently ignores all objects that exist after the imports, so pass
+    `keep` only at the start of a program.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -58,7 +58,7 @@ def put_off() -> None:
 
 
 def find() -> ModuleSpec | None:
-    """Return the spec that defers torch._dynamo, for an import hook; None if it is not found."""
+    """Return a spec that defers torch._dynamo, for an import hook; None if torch has no _dynamo."""
     module = _not_run()
     return None if module is None else ModuleSpec(NAME, _AsItIs(module))
 
@@ -106,7 +106,7 @@ class _Late(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__all__":
-            # inspect and warnings look up such names in every module, which must not run its code.
+            # inspect and warnings look up such names in every module. That must not run its code.
             raise AttributeError(f"module {NAME!r} has no attribute {name!r}")
         return getattr(_load(self), name)
 
@@ -165,9 +165,9 @@ class _AsItIs(Loader):
 
 
 def _ddp_mode(settings: Path) -> dict[str, Callable[..., Any]]:
-    """Return the function that DistributedDataParallel calls, if its setting has the default value.
+    """Return the function that DDP calls, by name, if `optimize_ddp` has its default value.
 
-    A program can change the setting only by importing the real module.
+    A program can change this setting only by importing the real module.
     """
     try:
         known = re.search(r"^optimize_ddp\b(?:[^=\n]|\n(?!\w))*=\s*True$", settings.read_text(), re.M)

@@ -6,8 +6,8 @@ Each line is a JSON object with the event, its time and its numbers:
     {"event": "step", "time": 1764371002.1, "step": 10, "loss": 2.31}
     {"event": "eval", "time": 1764371009.9, "step": 100, "accuracy": 0.41}
 
-The built-in trainer and `ddpjob_report` write it. After a restart, they append a "start" line and
-repeat the steps since the checkpoint. In a job, a "start" line also has `run`, the first characters
+The built-in trainer and `ddpjob_report` write the file. After a restart, they append a "start" line
+and then log the repeated steps again. In a job, a "start" line also has `run`, the first characters
 of the job's UID, because a later job may continue in the same folder. A killed writer loses only
 its last line, because each line is one write.
 """

@@ -6,9 +6,9 @@ stopwatch around the step shows the same time everywhere.
 Rule: a rank's own work is the time from one step of its first optimizer to the next, excluding
 waits for other ranks. `WorkClock` recognizes two kinds of waits:
 
-- DDP waits at the end of a backward pass. Callbacks at its end run in the order in which they were
-  queued, and this module queues its callback before DDP does. So DDP's wait lasts from this
-  module's callback until `torch.autograd.backward` returns.
+- DDP waits at the end of a backward pass. Callbacks at the end of a pass run in the order in which
+  they were queued, and this module queues its callback before DDP does. So DDP's wait lasts from
+  this module's callback until `torch.autograd.backward` returns.
 - All other waits are calls of `Work.wait` or, on GPUs with a newer torch, of the collective itself.
 
 On a GPU, waits are measured by events in its stream, because it is the stream that waits, not the
@@ -59,13 +59,13 @@ _RECENT = 200
 _FEWEST = 3
 """Minimum number of steps since the last check for a median."""
 _UNREAD = 100
-"""Maximum number of steps with unread events. Further steps are not measured."""
+"""Maximum number of steps with unread events. Steps beyond this number are not measured."""
 
 
 class WorkClock:
     """Measures how long this rank itself works in each step.
 
-    The methods `waits` and `step_ends` are called in the thread that trains.
+    `step_ends` is called in the thread that trains, but `waited` may be called in any thread.
     """
 
     def __init__(self, torch: Any) -> None:
@@ -78,7 +78,7 @@ class WorkClock:
         self._steps: collections.deque[tuple[float, float]] = collections.deque(maxlen=_RECENT)
 
     def mark(self) -> Any:
-        """Return a mark for this moment: an event in the GPU's stream or, on a CPU, the process's
+        """Return a mark for this moment: an event in the GPU's stream or, on a CPU, the
         time.
         """
         cuda = self._torch.cuda
@@ -91,7 +91,8 @@ class WorkClock:
     def waited(self, begin: Any, end: Any) -> None:
         """Count the time between two marks as a wait, if it was the training thread that waited.
 
-        On a GPU, the backward pass runs in torch's own threads, which are unknown to Python.
+        On a GPU, waits in torch's own threads count as well, because the backward pass runs in
+        them. Python did not start these threads, and names them Dummy.
         """
         thread = threading.current_thread()
         if thread.ident == self._thread or (thread.name.startswith("Dummy-") and not isinstance(begin, float)):
@@ -116,7 +117,7 @@ class WorkClock:
         return bool(compiling() or (cuda.is_initialized() and cuda.is_current_stream_capturing()))
 
     def take(self) -> tuple[float, float] | None:
-        """Return the median own work and the median step time since the last call.
+        """Return the median own work and the median step time since the last call, in seconds.
 
         Return None if there were too few steps. Steps that the GPU has not finished yet are left
         for the next call.
@@ -173,7 +174,7 @@ class Lookout:
 
 
 def _key(rank: int) -> str:
-    """Return a rank's key in the store. The store may outlive a round, so the key contains it."""
+    """Return a rank's key, which contains the round, because the store may outlive a round."""
     return f"ddpjob/own-work/{JobEnvironment.read().fence}/{rank}"
 
 
@@ -265,7 +266,7 @@ def _start(torch: Any) -> WorkClock:
 
 
 def count_waits(wait: Callable[..., Any], clock: WorkClock) -> Callable[..., Any]:
-    """Wrap `wait` so that its time counts as waiting."""
+    """Wrap `wait` so that the time spent in it counts as waiting."""
 
     @functools.wraps(wait)
     def counted(*given: Any, **named: Any) -> Any:

@@ -3,9 +3,9 @@
 Few steps fall between two reports, so two reports alone give a poor estimate. With half a second
 between posts and steps of 0.3 s, the speed would change by a factor of two from post to post.
 
-The window begins with the newest report that leaves at least SECONDS in it, and either STEPS or
-LONGEST_SECONDS. There is no speed before the window holds FIRST_SECONDS or FIRST_STEPS. If the
-count falls, the script has started again, so a new window begins.
+The window begins with the newest report for which it is long enough: it must cover SECONDS, and
+also either STEPS or LONGEST_SECONDS. There is no speed before the window holds FIRST_SECONDS or
+FIRST_STEPS. If the count falls, the script has started again, so a new window begins.
 
 Example, with steps of 0.3 s and a report every half second:
 
@@ -13,7 +13,8 @@ Example, with steps of 0.3 s and a report every half second:
     count     1    3    5    6      20
     speed     -    -  4.0  3.3     3.4      measured since second 1.0
 
-The step counter loads only this file into the processes of any script, so it imports nothing.
+The step counter loads this file alone into the processes of any script, so the file imports
+nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ SECONDS = 5.0
 LONGEST_SECONDS = 60.0
 STEPS = 10
 BETWEEN_SECONDS = 0.5
-"""Reports closer together than this share one entry in the window, so that it stays small."""
+"""Reports closer together than this share one entry, so that the window stays small."""
 
 
 class Pace:

@@ -28,8 +28,8 @@ class Poster:
         self._address, self._token, self.instance = address, token, ""
         """`instance` is the number of the coordinator that responded last. A coordinator rejects
         proofs made for a different number."""
-        # Each report names the round of this process, so that the step and ranks of a fenced rank 0
-        # are not taken for those of the next round.
+        # Each report names the round of this process, so that the figures of a fenced rank 0 are
+        # not taken for figures of the next round.
         fence = JobEnvironment.read().fence
         self._round = {"round": fence} if fence else {}
         with contextlib.suppress(OSError):

@@ -9,26 +9,27 @@ mapped slot. On a GPU the tensors are first cloned on the device, in stream orde
 tenth of a millisecond for 100 MB. A side stream copies the clone to the host while the next step
 runs, and then the slot is marked complete.
 
-**Private states.** Costs and private states go to all ranks. That takes milliseconds on the
-network, more than the copy itself. So with "auto", a background thread completes the slot when
-everything has arrived, usually early in the next step. `settle` waits for the thread. If `settle`
-is called before each step of an optimizer (`settles_early`), no step is taken until the copy of the
-previous step is complete. So the interval still limits how many steps are repeated after a loss.
-Otherwise, and with a sharded state, the step waits for the exchange.
+**Private states.** Each rank's costs and its private state, such as its random generators, go to
+all ranks. That takes milliseconds on the network, more than the copy itself. So with "auto", a
+background thread completes the slot when everything has arrived, usually early in the next step.
+`settle` waits for the thread. If `settle` is called before each step of an optimizer
+(`settles_early`), no step is taken until the copy of the previous step is complete. So the interval
+still limits how many steps are repeated after a loss. If the caller does not do so, or the
+state is sharded, there is no background thread, and `take` itself waits for the exchange.
 
 **Interval** (`Cadence`). With "auto", the ranks agree at each copy on the interval at which copies
-take at most a hundredth of the time. After a loss, at most that number of steps is repeated. A
-copy's cost is its duration or the time that it adds to a step, whichever is longer. The step
-may take longer because a copy also evicts caches, wakes threads, and delays the other ranks. The
-interval is at least 2 until that time is known, because it is found by comparison with steps that
-have no copy. A single slow step changes nothing, because medians count, and the interval grows at
-most fourfold from copy to copy.
+take at most a hundredth of the time. After a loss, at most one interval of steps is repeated. A
+copy's cost is its duration or the time that it adds to a step, whichever is longer. The added time
+may be longer, because a copy also evicts caches, wakes threads, and delays the other ranks. It is
+found by comparison with steps that have no copy, so the interval is at least 2 until that time is
+known. A single slow step changes nothing, because medians count. From copy to copy, the interval
+grows at most fourfold.
 
 **Start.** Every node reports its states, and all ranks choose the same moment. Nodes that lack the
 state of that moment receive it over the process group. The ranks also agree on rank 0's interval
 and the highest incarnation, because a pod that was replaced after a change to the spec may have
-different values. A rank's private state, such as its random generators, goes to every node with
-each copy, because its own node may be lost.
+different values. A rank's private state goes to every node with each copy, because the rank's own
+node may be lost.
 
 **A different group size** (`_Regrouping`). An elastic job may continue with fewer or more ranks
 than wrote a sharded state. Each rank then reads all old parts, one after another, and takes its own
@@ -36,8 +37,8 @@ rows from each of them. So it never holds more than one old part in addition to 
 
 **Failures.** A node without a large enough volume keeps nothing, and its ranks receive the state
 into their own memory. All ranks learn this at the next copy, and report how much memory is needed.
-With replicated state, the other nodes continue. A sharded state would never be complete, so copying
-stops. If a node dies during a transfer, the collective fails, and the job restarts from the
+With replicated state, the other nodes continue to copy. A sharded state would never be complete, so
+copying stops. If a node dies during a transfer, the collective fails, and the job restarts from the
 remaining states.
 
 Example, 2 nodes, a copy every 10 steps: node 1 is lost after step 48. Node 0 holds step 40, and the
@@ -87,7 +88,7 @@ from ddpjob_pod.snapshot_store import (
 
 AUTO, NONE = "auto", "none"
 SHARE = 0.01
-"""Share of the time that copies may take with "auto"."""
+"""Maximum share of the training time that is spent on copies, with "auto"."""
 LONGEST = 10**6
 """Maximum number of steps between two copies, even if copying is very slow."""
 _FIRST_COPIES = 2
@@ -99,7 +100,7 @@ _RECENT = 15
 _ENOUGH = 3
 """Number of comparisons that determine how much a copy lengthens a step."""
 _GROWTH = 4
-"""Maximum ratio between two intervals in a row with "auto"."""
+"""Maximum ratio of an interval to the previous one with "auto"."""
 _COMPARED = 64
 """Maximum number of steps between two copies that are used for a comparison."""
 _UNKNOWN = math.nan
@@ -294,8 +295,8 @@ class Cadence:
     due: int = 0
     """The next step to copy with AUTO."""
     recent: list[tuple[float, float, float]] = field(default_factory=list)
-    """(seconds of a copy, seconds that it added to a step or NaN, seconds of a step without
-    it), for the last copies. A single copy may be an outlier."""
+    """(seconds of a copy, seconds that it added to a step or NaN, seconds of a step without a
+    copy), for the last copies. A single copy may be an outlier."""
     _interval: int = 1
 
     def is_due(self, step: int) -> bool:
@@ -490,7 +491,8 @@ class RankSnapshots:
             every: number of steps between two copies, or AUTO.
             sharded: whether each rank has a part of the state; otherwise all ranks have the same
                 state.
-            together: whether all ranks must call `make`, although only a few ranks keep the state.
+            together: whether all ranks must call the function `make` that is passed to `take`,
+                although only a few ranks keep the state.
         """
         self._together = together
         self._store, self._exchange, self._order = store, exchange, order
@@ -498,7 +500,7 @@ class RankSnapshots:
         self._part = part_of(exchange.rank, exchange.world) if sharded else ALL
         self.cadence = Cadence(every)
         self.interval = 0
-        """Steps between copies, which is the most that a loss repeats; 0 while no state is held."""
+        """Steps between copies, the maximum that a loss repeats; 0 while no state is held."""
         self.needed = 0
         """Bytes for two states that some node needs but does not have; 0 if they fit everywhere."""
         self._lacks = 0
@@ -542,7 +544,7 @@ class RankSnapshots:
     def restore(
         self, rebuild: Rebuild | None = None, rows: Rows | None = None, *, views: bool = False
     ) -> Restored | None:
-        """Return the newest state whose parts all exist on some node; None if there is none.
+        """Return the newest state of which each part is on a node; None if there is none.
 
         Afterwards, every node has that state, unless a group of a different size wrote it.
 
@@ -705,7 +707,7 @@ class RankSnapshots:
         self._noted = _UNKNOWN
 
     def take(self, step: int, make: Callable[[], Any], own: Callable[[], bytes] | None = None) -> None:
-        """Record a step, if `note` has not done so, and copy the state after it if that is due.
+        """Record a step, if `note` has not done so, and copy the state after it if a copy is due.
 
         Args:
             step: number of steps completed since training began.
@@ -746,8 +748,8 @@ class RankSnapshots:
         self._times.copied()
         if self._copies > _FIRST_COPIES:
             exchange = 0.0 if later else exchanged - exchanges
-            # Waits for another node or the device count as cost. Without them, only this thread's
-            # CPU time counts, because other processes may run during a copy.
+            # Waits for another node or the device count as cost. If there are none, only this
+            # thread's CPU time counts, because other processes may run during a copy.
             waits = self._sharded or self._stream is not None
             copying = took - exchange if waits else time.thread_time() - worked
             self._cost = Cost(copying, exchange)
@@ -820,7 +822,7 @@ class RankSnapshots:
         """Count a copy. At the second one, forget the state that training began with.
 
         By then, the first copy is complete on all nodes, because the ranks have exchanged costs
-        since. Parts that this node's ranks do not write are deleted too, such as parts from a group
+        since then. Parts that this node does not keep are deleted too, such as parts from a group
         of a different size.
         """
         self._copies += 1
@@ -1000,7 +1002,7 @@ class _StateLayout:
             return {key: self._without_tensors(value, torch) for key, value in node.items()}
         if type(node) in (list, tuple):
             return type(node)(self._without_tensors(value, torch) for value in node)
-        # A tensor whose values are not contiguous in memory is pickled.
+        # A sparse or quantized tensor is pickled with the skeleton.
         if not isinstance(node, torch.Tensor) or node.layout is not torch.strided or node.is_quantized:
             return node
         whole = tuple(node.shape) if hasattr(node, "full_tensor") else None
@@ -1118,7 +1120,7 @@ class _Shard:
         self.tensor = like.new_empty((len(self._wanted), *whole[1:]))
 
     def add(self, shard: Any) -> None:
-        """Copy the common rows of the next old shard, unless all rows were in the first one."""
+        """Copy this rank's rows from the next old shard. Skip it if the first one had all rows."""
         if self._is_complete:
             return
         first, self.seen = self.seen, self.seen + len(shard)

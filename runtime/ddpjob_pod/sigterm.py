@@ -1,13 +1,15 @@
-"""Makes SIGTERM set a flag instead of ending the process. Other modules make the ranks agree on it.
+"""Makes SIGTERM set a flag instead of ending the process. Ranks agree on the flag elsewhere.
 
 Python runs a signal handler in the main thread only, and not while that thread is blocked in a
 collective. A script that checks the flag between its steps needs nothing else. The built-in
-trainer, however, has to exit in time even if its peers no longer respond. For it, the C level
-writes the signal's number to the wake-up descriptor immediately, and a thread reads it.
+trainer, however, has to exit in time even if its peers no longer respond. So in the
+trainer, Python's C code writes the signal's number to the wake-up descriptor immediately, and a
+thread reads that number.
 
 A thread in sigwait would notice the signal just as soon, but needs SIGTERM to be blocked in every
-other thread. Threads that torch, gloo and OpenMP started earlier would then receive it and end the
-process. Child processes, such as loaders and compilers, would inherit the block and ignore SIGTERM.
+other thread. Threads that torch, gloo and OpenMP started earlier would still receive SIGTERM, which
+would end the process. Child processes, such as loaders and compilers, would inherit the block and
+ignore SIGTERM.
 
 SIGTERM still ends a forked child, such as a loader, as multiprocessing expects.
 """
@@ -32,7 +34,7 @@ class SigtermFlag:
     def __init__(self, heard: Callable[[], None]) -> None:
         """Create the flag.
 
-        `heard` is called once, in the signal handler or, with `at_once`, in a thread.
+        `heard` is called once, in the signal handler or, after `listen(at_once=True)`, in a thread.
         """
         self._heard, self._in_thread = heard, False
         self.asked_at: float | None = None
@@ -95,7 +97,8 @@ def _care_at_forks() -> None:
 def _hold() -> None:
     """Block SIGTERM before a fork.
 
-    A child that receives SIGTERM before `_restore_in_child` would write to its parent's pipe.
+    Otherwise, a child that receives SIGTERM before `_restore_in_child` has run would write to its
+    parent's pipe.
     """
     _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 

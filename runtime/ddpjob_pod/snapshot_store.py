@@ -4,20 +4,20 @@ Problem: a restart repeats all steps since the last checkpoint, and a checkpoint
 too expensive. A copy into memory costs a hundredth as much, but the memory must outlive the
 workers.
 
-Rule: each pod has a small folder in memory (a tmpfs). Each file in it is a *slot*, which holds one
-state. Each part of the state has two slots, which are written in turn. While one is overwritten,
-the other one is whole. A slot's mark is cleared before its data is written, and set afterwards,
-each time by one aligned store. So if a worker is killed in between, the slot is marked as
+Rule: each pod has a small folder in memory (a tmpfs) with *slots*, files that each hold one state.
+Each part of the state has two slots, which are written in turn. While one is overwritten, the other
+one is whole. A slot's mark is cleared before its data is written, and set afterwards, each time by
+a single aligned write. So if a worker is killed in between, the slot is marked as
 incomplete. Another file holds the number of the last step, copied or not, which shows how much a
 restart repeats.
 
-A memory barrier is not needed, not even on ARM. A kill is a precise exception: all stores before it
-in program order reach memory, and no later stores do. Other processes read only after the writer
-has ended, or after a collective with it. The launcher starts workers only once all processes of
-earlier workers have ended, so no older incarnation is still writing.
+A memory barrier is not needed, not even on ARM. A kill is a precise exception: all writes before it
+in program order reach memory, and no later writes do. Other processes read only after the writer
+has ended, or after a collective in which it took part. The launcher starts workers only once all
+processes of earlier workers have ended, so no older incarnation is still writing.
 
 The slot to overwrite is not always the older one. If another node lacked its part of the newest
-state, the job has restarted from an older one. Then the abandoned newer state is overwritten
+state, the job has restarted from an older state. Then the abandoned newer state is overwritten
 (`begin`).
 
 Example: a part has slots at steps 40 and 50, but another node's part has only 40. So all ranks
@@ -59,8 +59,8 @@ _WHOLE = 0x77686F6C65
 _MADE = struct.Struct("=8sQQQ")
 _MADE_MAGIC = int.from_bytes(_MAGIC, sys.byteorder)
 _SHARED = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0x8000 if sys.platform == "linux" else 0)
-"""Flags for mapping a slot. All its pages are mapped at once, because a page fault for each of them
-takes five times as long as copying into it. Python 3.9 lacks MAP_POPULATE.
+"""Flags for mapping a slot. All its pages are mapped at once, because a page fault takes
+five times as long as copying into the page. Python 3.9 lacks MAP_POPULATE.
 """
 _SLOT = re.compile(r"(all|[0-9]{1,6}of[0-9]{1,6})\.([01])")
 _PART = re.compile(r"([0-9]+)of([0-9]+)")
@@ -154,7 +154,7 @@ class SnapshotStore:
         return [(path, match) for path, match in found if match is not None]
 
     def begin(self, part: str, size: int, base: Moment | None = None) -> Writing:
-        """Return memory for the next state of a part, in place of its older one.
+        """Return memory for the next state of a part, in place of one of its two earlier states.
 
         `base` is the state from which training continued, until a later state is complete on all
         nodes. It is kept even if this node holds newer states, which the job has abandoned.
@@ -320,7 +320,7 @@ def parts_of(world: int) -> list[str]:
 
 
 def choose(held: Mapping[int, Iterable[Held]], world: int | None) -> tuple[Moment, int] | None:
-    """Return the newest moment whose parts are all held, and their number; otherwise None.
+    """Return (newest moment of which all parts are held, number of parts); None if there is none.
 
     Args:
         held: each holder's states.

@@ -6,7 +6,7 @@ stacks of a hang for `ddpjob stacks`. Elsewhere, the built-in trainer writes to 
 
 import signal
 
-# Python, torch and batch systems do not use this signal. macOS has no such signals.
+# Python, torch and batch systems do not use this signal. macOS has no real-time signals.
 SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR1
 FOLDER = "stacks"
 """Name of the folder, in the checkpoint folder (in a job) or in the run's folder (elsewhere)."""

@@ -10,18 +10,19 @@ they work without waiting (the trainer's `step_clock.py`, and `own_work.py` for 
   slowdown counts. A rank with more samples is not lagging, and the other ranks do not wait for a
   rank with fewer samples.
 - A rank is named once its slowdown has exceeded `factor` for `seconds` and at least three reports.
-  It stays named until its slowdown has been below the middle of 1 and `factor` for equally long. A
-  single slow batch therefore has no effect, and a rank at the limit does not flicker.
-- Its cost is the share of each step that would be saved if it kept pace. The cost may be small: a
-  rank may be twice as slow as the others in work that takes only a hundredth of the step. An excess
-  below a millisecond is noise. The operator moves a rank only if that saves something (its
-  `slow_ranks.py`).
+  It stays named until its slowdown has been below the midpoint of 1 and `factor` for the same time
+  and number of reports. A single slow batch therefore has no effect, and a rank at the limit is not
+  named and dropped again and again.
+- A rank's cost is the share of each step that would be saved if the rank kept pace. The cost may be
+  small: a rank may be twice as slow as the others in work that takes only a hundredth of the step.
+  An excess below a millisecond is noise. The operator moves a rank only if that saves something
+  (its `slow_ranks.py`).
 
 Example: 8 ranks normally need 100 ms per step and report every 10 s; factor=1.2, seconds=60.
 
       0 s  rank 5 begins to need 140 ms: slowdown 1.4
      60 s  it is named, with the slowdown 1.4
-    300 s  it needs 115 ms. That is less than 1.2, but not less than 1.1: it stays named
+    300 s  it needs 115 ms. It stays named, because 1.15 is below 1.2, but not below 1.1
     400 s  it needs 105 ms, and 60 s later it is no longer named
 """
 
@@ -69,8 +70,8 @@ class _Rank:
 class Stragglers:
     """Names a rank that is slower than the median by `factor` for `seconds` and three reports.
 
-    A rank stays named until its slowdown has been below the middle of 1 and `factor` for equally
-    long.
+    A rank stays named until its slowdown has been below the midpoint of 1 and `factor` for the same
+    time and number of reports.
     """
 
     def __init__(self, factor: float, seconds: float) -> None:
@@ -94,8 +95,9 @@ class Stragglers:
         `step` is the time of a whole step in seconds; 0 means unknown. `now` is a time in seconds
         that never goes back.
 
-        The smaller slowdown counts. A rank with fewer samples needs more time per sample, because a
-        pass has a fixed cost, but the other ranks do not wait for that rank.
+        The smaller slowdown counts. Otherwise, a rank with fewer samples would be named although
+        the other ranks do not wait for it: it needs more time per sample, because a pass has a
+        fixed cost.
         """
         if not self._factor:
             return ()

@@ -9,12 +9,13 @@
         ...
         ddpjob_report.report(epoch=epoch, step=step + 1, loss=loss, accuracy=accuracy)  # steps done
         if ddpjob_report.should_stop():  # the same result on every rank
-            save(folder / "snapshot.pt")  # of rank 0: ddpjob_report.copy_checkpoint(folder / "snapshot.pt", step + 1)
+            save(folder / "snapshot.pt")
+            ddpjob_report.copy_checkpoint(folder / "snapshot.pt", step + 1)  # to the job's bucket
             ddpjob_report.saved_and_leave()
 
 In job pods it comes with the runtime; elsewhere, with the package `ddpjob`.
 `ddpjob_report.huggingface`, `.lightning` and `.accelerate` do the same for those frameworks. If all
-ranks import it, slow ranks are found (`ddpjob_pod/own_work.py`).
+ranks import `ddpjob_report`, slow ranks are found (`ddpjob_pod/own_work.py`).
 """
 
 from __future__ import annotations
@@ -85,9 +86,9 @@ def report(
         metrics: any other figures, by name.
 
     A figure is a number, or anything that `float()` converts, such as a tensor or an array of one
-    element. For a tensor on a GPU, the call waits for the GPU, as `item()` does, so report only
-    every few steps. A loss that is infinite or undefined is shown as nan. Other such figures are
-    not shown. Otherwise `report` returns immediately. The newest figures are sent in the
+    element. A loss that is infinite or undefined is shown as nan. Other such figures are not shown.
+    For a tensor on a GPU, the call waits for the GPU, as `item()` does, so report only every few
+    steps. Without such tensors, `report` returns immediately. The newest figures are sent in the
     background, at most twice a second. If the coordinator is unreachable, only figures are lost.
     Figures with a `step` are also kept in the checkpoint folder as curves for `ddpjob plot` and the
     dashboard (run/metrics.jsonl, initially two lines per second, later fewer).
@@ -259,7 +260,7 @@ def saved_and_leave() -> NoReturn:
 
 
 def as_number(value: Any) -> int | float | None:
-    """Return the value if it is a number, or its only element; None for anything else."""
+    """Return a number, or the only element of a tensor or an array; None for anything else."""
     if isinstance(value, (bool, str, bytes, bytearray)):
         return None
     detach = getattr(value, "detach", None)  # torch warns if float() is called on a tensor that requires gradients

@@ -77,8 +77,8 @@ def save(accelerator: Any, step: int, folder: str | Path | None = None, keep: in
 
     Raises:
         ValueError: Accelerate is set to name its checkpoints itself.
-        RuntimeError: each rank trains its own model, for example without a GPU and with
-            Accelerator(cpu=True).
+        RuntimeError: each rank trains its own model, for example without a GPU if
+            Accelerator(cpu=True) is not used.
     """
     home = _home(accelerator, folder)
     made = home / f"{_NAME}{step}"
@@ -109,8 +109,8 @@ def resume(accelerator: Any, folder: str | Path | None = None) -> int:
     Raises:
         ValueError: the state in memory does not fit the prepared objects, or Accelerate is set to
             name its checkpoints itself.
-        RuntimeError: each rank trains its own model, for example without a GPU and with
-            Accelerator(cpu=True).
+        RuntimeError: each rank trains its own model, for example without a GPU if
+            Accelerator(cpu=True) is not used.
     """
     found = newest(_all(_home(accelerator, folder)), Path.is_dir)
     accelerator.wait_for_everyone()  # No rank may save (which removes old states) before all ranks have searched.

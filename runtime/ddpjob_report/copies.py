@@ -7,8 +7,8 @@ incomplete copy must not be read. So:
   rank of each node downloads it, under a lock, and the others find it in the folder.
 - `copy` links the files under a hidden name, because the script may replace them, and uploads them
   in the background (`ddpjob_bucket.uploads`). The newest `keep` copies stay in the bucket.
-- At its end, the script waits up to LAST_SECONDS for the last copy, and fails if it is not
-  complete. `saved_and_leave` waits for as long as the grace period allows.
+- At its end, the script waits up to LAST_SECONDS for the last copy, and fails if that copy is not
+  complete by then. `saved_and_leave` waits for as long as the grace period allows.
 - Without a bucket, a file in the folder names the newest checkpoint (`record`).
 
 Example: rank 0 copies steps 100 and 200, and is killed while 200 is being uploaded. Its successors
@@ -77,7 +77,7 @@ def restore(folder: Path) -> Path | None:
         found = _fetched(folder, entry)
         if found is None:
             for leftover in [*folder.glob(".*.fetch.tmp"), *folder.glob(".*.old.tmp")]:
-                discard(leftover)  # This process holds the lock, so a killed process left it.
+                discard(leftover)  # A killed process left it, because this one holds the lock.
             found = _fetch(bucket, entry, folder)
             _note_fetched(folder, entry, found)
             sys.stdout.write(f"ddpjob_report: checkpoint {found.name} of step {entry.step} is from {bucket.url}\n")
@@ -261,7 +261,7 @@ def finish(seconds: float | None) -> bool:
 def leave(seconds: float) -> None:
     """Wait at most `seconds` for the last copy.
 
-    The process may exit afterwards, without waiting again.
+    Afterwards, the process exits without waiting again.
     """
     _CopyState.leaves = True
     if not finish(seconds):
@@ -322,8 +322,8 @@ def record(folder: Path, path: Path, step: int) -> None:
 def recorded(folder: Path) -> Path | None:
     """Return the checkpoint that was recorded last, if it still exists.
 
-    Raises OSError, ValueError, because training must not begin from scratch if the newest
-    checkpoint is unknown.
+    Raises OSError or ValueError if the record cannot be read, because training must not begin from
+    scratch if the newest checkpoint is unknown.
     """
     try:
         text = (folder / RECORD).read_text()

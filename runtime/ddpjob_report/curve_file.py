@@ -79,7 +79,7 @@ def add(figures: dict[str, Any]) -> None:
     global _file
     if _file is None:
         folder = JobEnvironment.read().checkpoint_dir
-        # Not created: if the volume were not mounted, it would be on the node's own disk.
+        # Not created: if the volume were not mounted, the folder would be on the node's own disk.
         if not folder or not Path(folder).is_dir() or not link.is_reporting():
             return
         _file = CurveFile(Path(folder))

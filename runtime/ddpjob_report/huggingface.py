@@ -9,7 +9,7 @@ The callback keeps the newest state in the memory of the nodes, and `last_checkp
 it is newer than the folder's checkpoints. The state consists of weights, optimizer, scheduler,
 scaler, the Trainer's own state, and each rank's random generators. As with any checkpoint, the
 Trainer finds its position in the data by counting steps. A state is taken when the next step or
-epoch begins, so it includes the log and the evaluation that followed its step.
+epoch begins, so it includes the log and the evaluation that followed the step.
 
 The state does not include changes to other callbacks' states since the last checkpoint
 (`restore_callback_states_from_checkpoint`, such as EarlyStoppingCallback's patience), random
@@ -57,8 +57,8 @@ class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
         Warns if the Trainer does not resume in its checkpoint's epoch.
 
         Raises:
-            RuntimeError: each rank trains its own model, for example without a GPU and with
-                `use_cpu=True`.
+            RuntimeError: each rank trains its own model, for example without a GPU if
+                `use_cpu=True` is not set.
         """
         remedy = "without a GPU, pass TrainingArguments(use_cpu=True) or set ACCELERATE_USE_CPU=true"
         check_group("the Trainer", args.world_size, remedy)

@@ -11,10 +11,10 @@ it is newer than the folder's checkpoints. The state consists of everything that
 module), and each rank's random generators.
 
 If a state is from within an epoch, Lightning itself would repeat the epoch's first batches. The
-callback skips them, also after a checkpoint, if the loader has a sampler and does not restore a
-state itself. The order of the samples stays the same if it depends only on the epoch, as with
-DistributedSampler. The state after an epoch's last step is taken at the epoch's end, because
-Lightning cannot continue twice from an earlier moment.
+callback skips them if the loader has a sampler and does not restore a state itself. It also does so
+after a restart from a checkpoint. The order of the samples stays the same if it depends only on the
+epoch, as with DistributedSampler. The state after an epoch's last step is taken at the epoch's end,
+because Lightning cannot continue a second time from a state between that step and the end.
 
 The state does not include gradients that are being accumulated, changes made in the model's
 `on_train_epoch_end`, random generators in data-loader processes, or steps of optimizers that
@@ -127,7 +127,7 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
                 for old in folder.glob(f"{_STOPPED}*.ckpt"):
                     if old != made:
                         old.unlink()
-                if JobEnvironment.read().checkpoint_url:  # Keep all earlier copies; the script chooses their number.
+                if JobEnvironment.read().checkpoint_url:  # Keep all copies: the script decides how many to keep.
                     copy_checkpoint(made, trainer.global_step, keep=sys.maxsize)
             saved_and_leave()
 
@@ -151,7 +151,7 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
         for batches in filter(None, (getattr(each, "batch_sampler", None) for each in loaders)):
             if not hasattr(batches, "sampler"):
                 continue
-            if hasattr(batches.sampler, "set_epoch"):  # now, because processes of a loader draw samples at once
+            if hasattr(batches.sampler, "set_epoch"):  # now, because a loader's processes draw samples immediately
                 batches.sampler.set_epoch(trainer.current_epoch)
             if is_within:
                 batches.sampler = _Rest(batches.sampler, done * batches.batch_size)

@@ -98,7 +98,7 @@ class FrameworkMemory:
 
 
 def as_checkpoint(newest: int, name: str, write: Callable[[Path, Restored], None]) -> Path | None:
-    """Return a checkpoint of the newest state in memory; None if it has at most `newest` steps.
+    """Return a checkpoint of the newest state in memory; None if its step is at most `newest`.
 
     All ranks must call this at the start.
 

@@ -70,9 +70,9 @@ def check_group(framework: str, processes: int, remedy: str) -> None:
 
 
 def figures(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the logged values that are figures, except those with too long names.
+    """Return the logged values that are figures, at most half as many as a report can hold.
 
-    Loggers accept any value under any name.
+    Loggers accept any value under any name, so other values are dropped and long names are cut.
     """
     read = {str(name)[: protocol.MAX_FIGURES]: as_number(value) for name, value in values.items()}
     known = {name: number for name, number in read.items() if number is not None}

@@ -7,8 +7,8 @@
         snapshots.take(step + 1)
 
 A restart continues after the newest step that any node has in memory, instead of from the newest
-checkpoint. Each node copies weights and optimizer state into its memory, as often as that takes at
-most a hundredth of the time (`recovery.snapshots`). Each rank's private state goes to all nodes
+checkpoint. Each node copies weights and optimizer state into its memory, as often as is possible
+in a hundredth of the time (`recovery.snapshots`). Each rank's private state goes to all nodes
 with each copy. It consists of random generators, the states of schedulers, scalers and loaders, and
 buffers that DDP does not synchronize.
 """
@@ -109,8 +109,8 @@ class Snapshots:
         """Keep the state after `step` steps, if that is due. All ranks must call this.
 
         Call it after each step of the optimizer, the scheduler and the scaler. A second call with
-        the same step does nothing, so it may be called after each batch while gradients accumulate.
-        It then keeps the state directly after the optimizer's step.
+        the same step does nothing, so `take` may be called after each batch while gradients
+        accumulate. The kept state is then the state directly after the optimizer's step.
 
         Args:
             step: number of optimizer steps since training began, including steps before a restart.
@@ -339,7 +339,7 @@ def bare(thing: Any) -> Any:
 
 
 def _for_loading(thing: Any, state: Any) -> Any:
-    """Return a state that an object may keep, from views that are valid only until the next copy.
+    """Return a state that an object can keep, from views that are valid only until the next copy.
 
     A module copies its own parameters and buffers from the state, so these views are returned as
     they are. Anything else is copied here, because an object may keep it, as optimizers do.

@@ -1,8 +1,8 @@
 """Makes SIGTERM set a flag on which the ranks agree.
 
-Only the ranks of a deleted pod get SIGTERM, but all ranks must save the same step. So they exchange
-the flag whenever the script calls `should_stop`. The flag is one number, sent over gloo in a
-separate group, which neither waits for the GPU nor mixes with the script's collectives. The pod's
+Only the ranks of a deleted pod get SIGTERM, but all ranks must save after the same step. So they
+exchange the flag whenever the script calls `should_stop`. The flag is one number, sent over gloo in
+a separate group, which neither waits for the GPU nor mixes with the script's collectives. The pod's
 grace period limits the save.
 
 Example: node 1 gets SIGTERM during step 41. After step 41, `should_stop()` is true on every rank.

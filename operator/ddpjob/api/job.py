@@ -15,7 +15,7 @@ from ddpjob.api.merging import QUEUE, with_class
 GROUP, VERSION, KIND, PLURAL = "ddpjob.io", "v1alpha1", "DDPJob", "ddpjobs"
 API_VERSION = f"{GROUP}/{VERSION}"
 QUEUE_LABEL, PRIORITY_LABEL = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/priority-class"
-"""Labels that tell Kueue a job's LocalQueue and WorkloadPriorityClass."""
+"""Labels from which Kueue reads a job's LocalQueue and WorkloadPriorityClass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ class DDPJob:
     def checkpoint_folder(self) -> str:
         """The job's folder in its checkpoint volume; empty for the root.
 
-        In a volume that other jobs may also use, the folder has the job's name. docs/decisions/0027
+        In a volume that other jobs can also use, the folder has the job's name. docs/decisions/0027
         explains why.
         """
         volume = self.spec.storage.checkpoints

@@ -80,9 +80,9 @@ class JobClasses:
 
 
 def lacks_class(job: DDPJob) -> bool:
-    """Whether the job names a class that it has not taken.
+    """Whether the job names a class that its status does not contain.
 
-    Either the job is new or its class has changed.
+    Either the job is new or its className has changed.
     """
     taken = job.status.job_class
     return bool(job.spec.class_name) and (taken is None or taken.name != job.spec.class_name)

@@ -139,7 +139,7 @@ class BucketVolume(Volume):
 class CheckpointVolume(BucketVolume):
     """The volume of the checkpoints.
 
-    Instead of using `claim_name`, `host_path` or `nfs`, the job may create a claim or copy
+    Instead of using `claim_name`, `host_path` or `nfs`, the job can create a claim or copy
     checkpoints to a bucket.
     """
 
@@ -157,7 +157,7 @@ class CheckpointVolume(BucketVolume):
 class DataVolume(BucketVolume):
     """The volume of the training data.
 
-    Instead of using `claim_name`, `host_path` or `nfs`, pods may fetch the data from a bucket into
+    Instead of using `claim_name`, `host_path` or `nfs`, pods can fetch the data from a bucket into
     `cache`, a folder of their Kubernetes node, or onto a disk of their own.
     """
 
@@ -251,12 +251,12 @@ class Rendezvous:
 
     @property
     def endpoint_port(self) -> int:
-        """The coordinator's own port; the store's is `port`."""
+        """The coordinator's own port. The port of the rendezvous store is `port`."""
         return self.port + 1
 
     @property
     def master_port(self) -> int:
-        """MASTER_PORT for a `command`, whose processes in pod 0 may listen on this port."""
+        """MASTER_PORT for a `command`, whose processes in pod 0 can listen on this port."""
         return self.port + 2 if self.port < 65534 else self.port - 1
 
 
@@ -383,7 +383,7 @@ class JobSpec:
     """The controller that runs the job; None means this operator."""
     class_name: str = ""
     image: str = ""
-    """Empty if the image comes from a class that the job has not taken yet."""
+    """Empty if the image comes from a class that the status does not contain yet."""
     image_pull_policy: str | None = None
     image_pull_secrets: tuple[Annotated[str, BeforeValidator(_name_of)], ...] = ()
     script: str | None = None
@@ -416,7 +416,7 @@ class JobSpec:
     storage: Storage
     pod_template: Json
     template_hash: str
-    """Changes whenever a field changes that running pods cannot adopt."""
+    """Hash of the fields whose changes running pods cannot adopt."""
 
     @property
     def managed_elsewhere(self) -> bool:

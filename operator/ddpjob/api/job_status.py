@@ -128,8 +128,8 @@ _OMIT_EMPTY = Field(exclude_if=not_)
 """Omits a field that is None, empty or 0 when the status is written."""
 _OMIT_NONE = Field(exclude_if=lambda value: value is None)
 _MOST = 10**9
-"""Maximum value of a count or a number that is read from a status. A count that is then raised by
-one can still be written."""
+"""Maximum value of a number that is read from a status. The API server stores larger ones too, so a
+count at this maximum can still be incremented."""
 _Number = Annotated[int, Field(ge=0, le=_MOST)]
 _Seconds = Annotated[int, Field(ge=0, lt=2**53)]
 """A number of seconds, summed over many devices. JSON readers represent every value below 2**53
@@ -302,7 +302,7 @@ class Restart:
     node: Annotated[str, _OMIT_EMPTY] = ""
     rank: Annotated[_Number | None, _OMIT_NONE] = None
     seconds: Annotated[float | None, _OMIT_NONE] = None
-    """Seconds from the break until the group ran again; None until then."""
+    """Seconds from the break until the group ran again; None if it has not."""
     repeated_steps: Annotated[_Number | None, _OMIT_NONE] = None
     """Number of complete steps that were repeated; None if unknown."""
     repeated_seconds: Annotated[float | None, _OMIT_NONE] = None
@@ -316,8 +316,8 @@ class Restart:
     consequence: Annotated[bool, _OMIT_EMPTY] = False
     """Whether another failure in the same round caused this one."""
     everywhere: Annotated[bool, _OMIT_EMPTY] = False
-    """Whether ranks of other pods (or other ranks of the only pod) failed with the same error in
-    that round."""
+    """Whether ranks of other pods failed with the same error in the round that broke. In a job with
+    one pod, whether other ranks of that pod did."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,8 +332,8 @@ class Restarts:
     seen_incident: Annotated[int, Field(ge=0, lt=2**63), _below("seen", "incident")] = 0
     """Number of the last incident that was handled.
 
-    It has the same limit as an incident's number in a report. A larger number could not be stored,
-    so the incident would look new at each reconcile.
+    The limit is the same as in a coordinator's report. If it were lower, some numbers could not be
+    read back, and their incidents would look new at each reconcile.
     """
     seen_round: Annotated[_Number, _below("seen", "round")] = 0
     """The round of the last incident."""
@@ -399,8 +399,8 @@ class JobStatus:
     queue: Annotated[QueueStatus | None, _OMIT_EMPTY] = None
     """None if the job has no quota, because it is not in a queue or is still waiting in one."""
     job_class: Annotated[JobClass | None, _OMIT_EMPTY] = None
-    """The class as it was when the job started or last resumed; None if the job has not taken a
-    class."""
+    """The class as it was when the job started or last resumed; None if no class applies to the
+    job."""
     active: Annotated[_Number, _below("nodes", "active")] = 0
     """Number of pods that exist and have not ended, spares excluded."""
     ready: Annotated[_Number, _below("nodes", "ready")] = 0
@@ -427,7 +427,7 @@ class JobStatus:
     so.
     """
     claim_made: Annotated[bool, _OMIT_EMPTY] = False
-    """Whether the claim of the job's claimTemplate has ever existed. If so and it is now gone, the
+    """Whether the claim of the job's claimTemplate has ever existed. If it has and is now gone, the
     checkpoints are lost."""
 
     def slot(self, index: int | None) -> Slot | None:
@@ -487,10 +487,10 @@ class JobStatus:
     def read(cls, status: Mapping[str, Any]) -> JobStatus:
         """Read a `status`.
 
-        Unknown fields are ignored, because a different release may have written it. An empty status
-        belongs to a new job. Raises an error if `status` is not a JSON object. Fields that cannot
-        be read and objects that lack a required field are ignored, because the CRD admits some of
-        them and a file with a job's record may hold anything.
+        Unknown fields are ignored, because a different release may have written the status. Fields
+        that cannot be read and objects that lack a required field are ignored too, because the CRD
+        admits some of them, and a file with a job's record can hold anything. An empty status
+        belongs to a new job. Raises an error if `status` is not a JSON object.
         """
         return _validated({**status, "slots": _expanded(status.get("slots") or ())})
 
@@ -543,7 +543,7 @@ def _compact(slots: list[Json]) -> list[Json]:
 def _expanded(entries: Any) -> Any:
     """Return one entry for each slot, up to _MOST_SLOTS.
 
-    A compact entry that this operator did not write counts as one slot.
+    An entry with an invalid `count` counts as one slot.
     """
     if not isinstance(entries, list | tuple):
         return ()

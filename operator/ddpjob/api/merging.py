@@ -1,7 +1,7 @@
 """Merges parts of specs: pod templates by strategic merge patch, and a class into a job's spec.
 
-Lists merge by the keys that Kubernetes' strategic merge patch uses for them, so that a template
-adds a volume or changes the trainer's securityContext without repeating the rest.
+Lists merge by the keys that Kubernetes' strategic merge patch uses for them, so that a template can
+add a volume or change the trainer's securityContext without repeating the rest.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ CLASS_FIELDS = (
     *("runPolicy.ttlSecondsAfterFinished", "podTemplate"),
 )
 """Fields below spec that a job class may set. The CRD has no defaults for them, so a field that the
-job has not set is absent or empty, regardless of what the API server has added. A class
-fixes single variables of env, not all of them."""
+job has not set is absent or empty. A class that fixes env fixes only the variables that it sets."""
 _MERGED = ("podTemplate", "resources")
 QUEUE = "queue"
 """Name of the job's queue among the fields that a class may set and fix. The job itself has its

@@ -70,7 +70,7 @@ def validate(manifest: Mapping[str, Any], old: Mapping[str, Any] | None = None) 
     if wrong_kind:
         return wrong_kind
     stored = with_defaults(manifest)
-    # The rules assume an object that fits the schema. Otherwise they would report the same error
+    # Check the rules only if the object fits the schema. Otherwise one error could be reported
     # twice.
     return sorted(check_schema(stored) or check_rules(stored, None if old is None else with_defaults(old)))
 

@@ -161,7 +161,7 @@ def _both(tables: Iterable[_Resolvers]) -> _Resolvers:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes strings that kubectl or PyYAML would otherwise read as another type: 1e-4, y, 0o17."""
+    """Quotes strings that kubectl or PyYAML would otherwise not read as strings: 1e-4, y, 0o17."""
 
     yaml_implicit_resolvers = _both((yaml.SafeDumper.yaml_implicit_resolvers, _Loader.yaml_implicit_resolvers))
 
@@ -215,7 +215,7 @@ def _characters(text: str, line: int) -> str:
 
 
 def read_documents(text: str) -> Iterator[Document]:
-    """Read the documents in a YAML stream, except empty documents. Raises YamlError."""
+    """Read the documents in a YAML stream that are not empty. Raises YamlError."""
     try:
         loader = _Loader(_without_tabs(text))
     except yaml.reader.ReaderError as error:

@@ -91,8 +91,8 @@ def _each_rank_sees_its_own(kind: str) -> bool:
 def search_algorithms(device: torch.device, *, repeatable: bool) -> None:
     """Let cuDNN time its algorithms for each convolution size and use the fastest.
 
-    Do nothing if runs must be `repeatable` with identical bits, because the next run may choose a
-    different algorithm.
+    If runs must be `repeatable` with identical bits, turn this off, because the next run might
+    choose a different algorithm.
     """
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = not repeatable
@@ -102,8 +102,9 @@ def _gpus_of_job() -> str:
     """Return the GPUs that a job's pod was given and that this build of torch could use; empty if
     none.
 
-    If the driver fails, torch does not see any of them, even after a restart in the same pod. The
-    other nodes' ranks, whose GPUs work, would then wait for this node in NCCL.
+    If the driver fails, torch does not see any GPUs, even after a restart in the same pod. If this
+    node then trained on the CPU, the ranks of the other nodes, whose GPUs work, would wait for it
+    in NCCL.
     """
     number, _, resource = JobEnvironment.read().gpus.partition(" ")
     # On a machine with too few GPUs, `ddpjob run` hides them.
@@ -157,16 +158,17 @@ def limit_threads(threads: int, local_world: int, *, repeatable: bool = False) -
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
 _LARGEST_MMAP_THRESHOLD = 32 * 2**20
-"""The largest threshold in bytes that glibc sets by itself. It sets none if the trim threshold is
-set."""
+"""The largest threshold in bytes that glibc sets by itself. If the trim threshold is set, glibc
+does not adjust the mmap threshold, so this module sets both."""
 
 
 def keep_freed_memory() -> None:
     """Let this process keep the memory that a step on the CPU frees, for the next step.
 
-    By default, glibc returns it to the kernel, which then clears every page again in every step:
-    90,000 page faults and 4% of the CPU time with ResNet-18 at 64 images. The peak stays the same.
-    Does nothing with other C libraries, or if the user has tuned glibc's allocator, mallopt(3).
+    By default, glibc returns the memory to the kernel, which then clears every page again in every
+    step: 90,000 page faults and 4% of the CPU time with ResNet-18 at 64 images. The peak memory use
+    stays the same. This does nothing with other C libraries, or if the user has tuned glibc's
+    allocator (mallopt(3)).
     """
     tuned = any(name.startswith("MALLOC_") for name in os.environ) or "GLIBC_TUNABLES" in os.environ
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

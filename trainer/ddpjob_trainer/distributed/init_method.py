@@ -78,7 +78,7 @@ def meeting() -> Meeting:
 def open_store(group: Group, timeout_seconds: float) -> Any:
     """Return this incarnation's store (torch.distributed.Store), opened once per process.
 
-    Rank 0 serves it, unless an agent does. This does not wait for other ranks. Raises
+    Rank 0 serves the store, unless an agent does. This does not wait for other ranks. Raises
     RendezvousError if the store cannot be reached in time or rank 0 cannot listen.
     """
     where = meeting()
@@ -142,7 +142,7 @@ def _loopback_listener(where: Meeting, group: Group) -> dict[str, Any]:
     use.
     """
     if group.world > group.local_world or any(where == known for known, *_ in _stores):
-        # Another node may know this one by a different name, or this process is already listening.
+        # Other nodes must reach the store as well, or this process is already listening.
         return {}
     family, kind, _, _, address = socket.getaddrinfo(where.address, where.port, type=socket.SOCK_STREAM)[0]
     if not is_loopback(str(address[0])):
@@ -196,9 +196,9 @@ def join_group(
 ) -> Iterator[None]:
     """Join a process group for the duration of a `with`.
 
-    With `one_device`, this rank sends only from `placement.device`. NCCL then connects now. In the
-    first collective, it would connect separately for each group. The group is not destroyed while
-    an exception propagates, because peers may be gone.
+    With `one_device`, this rank sends only from `placement.device`, so NCCL connects immediately.
+    Otherwise, NCCL would connect at the first collective, separately for each group. The group is
+    not destroyed while an exception propagates, because peers may be gone.
     """
     if group.world == 1:
         yield

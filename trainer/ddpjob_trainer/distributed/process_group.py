@@ -85,7 +85,7 @@ class Group:
     def broadcast_tensors(self, tensors: list[torch.Tensor], source: int = 0) -> None:
         """Overwrite the tensors on every rank with rank `source`'s, on their own device.
 
-        The tensors may have any format and layout.
+        The tensors may have any dtype and memory layout.
         """
         if self.world == 1:
             return
@@ -183,8 +183,8 @@ def done_in_thread(
 ) -> Future[_T]:
     """Return the outcome of `function()`, which may take longer than the timeout of a collective.
 
-    Twice a second, the ranks agree on whether any rank is still busy, and call `alive`. All ranks
-    must call this together.
+    Twice a second, the ranks agree on whether any rank is still busy, and each rank calls `alive`.
+    All ranks must call this together.
     """
     work, waiting = in_thread(name, function), True
     while waiting:
@@ -196,7 +196,7 @@ def done_in_thread(
 def wanted_world() -> int:
     """Return the number of ranks that the job requests, from the environment; 0 if unknown.
 
-    There may be fewer ranks at first.
+    The job may run with fewer ranks at first.
     """
     job = JobEnvironment.read()
     return int(job.nodes or 0) * int(job.procs_per_node or 0)

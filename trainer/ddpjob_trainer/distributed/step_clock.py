@@ -6,9 +6,9 @@ autograd engine runs callbacks in the order in which they were queued. The clock
 queued when the pass begins, but DDP queues its wait for the exchange when the last gradient is
 ready. The clock's callback therefore runs between a rank's own last gradient and the wait.
 
-All other waiting, even in the middle of a pass, goes through a single method, `wait` of torch's
-Work. The trainer calls it, as do torch's FSDP, pipelines and blocking collectives. On the CPU, it
-blocks until the other ranks have sent, so the time spent in it counts as exchange in every
+All other waiting, even in the middle of a pass, goes through a single method, `Work.wait` of torch.
+The trainer calls this method, as do torch's FSDP, pipelines and blocking collectives. On the CPU,
+`wait` blocks until the other ranks have sent, so the time spent in it counts as exchange in every
 phase.
 
 On a GPU, marks are events in its stream. They are read when the numbers are reported, because the
@@ -73,7 +73,7 @@ class StepClock:
             _count_waits_of_streams()
         self._marks: list[tuple[StepPhase, _Events, list[_Events]]] = []
         self._spare: list[Any] = []
-        self._last: Any = None  # None before the first mark, because the device is not touched until then.
+        self._last: Any = None  # None before the first mark, so that the device is not used earlier.
         self._seconds: dict[StepPhase, float] = {}
 
     def restart(self) -> None:
@@ -98,9 +98,7 @@ class StepClock:
         self._last = now
 
     def watch(self, loss: torch.Tensor) -> None:
-        """Prepare to mark the end of this rank's backward pass from `loss`, which is about to
-        begin.
-        """
+        """Prepare to mark the end of the backward pass from `loss`, which is about to begin."""
         loss.register_hook(self._at_begin)  # type: ignore[no-untyped-call]
 
     def take(self) -> dict[StepPhase, float]:

@@ -1,8 +1,8 @@
 """Ends a rank without unloading torch's modules one by one.
 
-Unloading takes half a second, or several seconds on a busy machine, while peers and agents wait for
-the rank to end before they form the next group. Data that must be kept is already flushed when it
-is written.
+Unloading takes half a second, or several seconds on a busy machine. Peers and agents wait that
+long, because they form the next group only after the rank has ended. Data that must be kept is
+already flushed when it is written.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def with_code(code: int) -> int:
 
 
 def end_with(parent: int, by: signal.Signals) -> bool:
-    """Let the kernel send this process a signal when its parent ends (Linux only).
+    """Make the kernel send this process the signal `by` when its parent ends (Linux only).
 
     Return False if the parent has already ended.
     """

@@ -1,5 +1,4 @@
-"""Decides which process may write to a shared checkpoint folder. Only the newest incarnation of one
-job may write.
+"""Decides which processes may write to a checkpoint folder: the newest incarnation of one job.
 
 Leftover processes of older incarnations are fenced.
 """
@@ -26,8 +25,9 @@ from ddpjob_trainer.errors import CheckpointError, ConfigError, FencedError, Fol
 
 EXIT_FENCED = 79
 BEAT_SECONDS, WATCH_SECONDS = 5.0, 30.0
-"""A folder's owner touches its file every BEAT_SECONDS. If another job finds no sign that the owner
-has ended, it watches that file for WATCH_SECONDS. Clocks are not compared, because they differ."""
+"""A folder's owner touches `owner.json` every BEAT_SECONDS. If another job finds no sign that the
+owner has ended, it watches the file for WATCH_SECONDS. Clocks are not compared, because they
+differ."""
 _OWNER = "owner.json"
 _NAME = "fence.json"
 
@@ -119,7 +119,7 @@ def agree_on_incarnation(group: Group) -> Claim:
 
 @dataclass(frozen=True)
 class Owner:
-    """The job that uses a folder; `pod` runs its rank 0.
+    """The job that uses a folder; `pod` is the pod that runs its rank 0.
 
     Outside a job, the names are empty.
     """
@@ -224,7 +224,7 @@ class Ownership:
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_SECONDS):
-            found = Owner.read(self._path)  # The result is also None if a network file system fails briefly.
+            found = Owner.read(self._path)  # None also if a network file system fails briefly.
             if found is not None and found.job != self._owner.job:
                 return
             with contextlib.suppress(OSError):
@@ -232,7 +232,7 @@ class Ownership:
 
     def _mark(self) -> tuple[int, int] | None:
         try:
-            # Opening makes a network file system ask its server.
+            # Opening the file makes a network file system ask its server.
             with self._path.open("rb") as file:
                 found = os.fstat(file.fileno())
         except OSError:

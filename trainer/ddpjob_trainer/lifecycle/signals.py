@@ -1,12 +1,13 @@
 """Turns SIGTERM into a flag on which the ranks agree at the end of a step.
 
-In the same reduction, they agree on whether to save, and on whether every rank can still save.
-`ddpjob_pod.sigterm` holds the flag.
+In the reduction that combines their flags, they also agree on whether to save, and on whether every
+rank can still save. `ddpjob_pod.sigterm` holds the flag.
 
 The reduction costs each rank about as much as its other bookkeeping. If steps are short, the ranks
 therefore agree about ten times a second instead of at each step. They all skip the same steps,
-because the number follows from the mean step time, which is part of the reduction. Example: after
-steps of 20 ms, they agree every sixth step. A stop still follows a complete step, on all ranks.
+because the number of steps to skip follows from the mean step time, which is part of the reduction.
+Example: after steps of 20 ms, they agree every sixth step. A stop still follows a complete step, on
+all ranks.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Saver(Protocol):
 
 
 class StopRequest:
-    """Records SIGTERM, lets the ranks agree on stopping, and ends this process if they cannot
+    """Records SIGTERM, makes the ranks agree on stopping, and ends this process if they cannot
     agree.
     """
 
@@ -99,7 +100,7 @@ class StopRequest:
     def over(self) -> None:
         """Record that training is over.
 
-        SIGTERM no longer ends this process, which is only writing its last output.
+        From now on, SIGTERM does not end this process, which is only writing its last output.
         """
         self._agreed.set()
 
@@ -125,7 +126,7 @@ class StopRequest:
         now = time.monotonic()
         if not self._steps:
             self._note_step()
-        # An evaluation counts no steps, so their mean time is then unknown.
+        # No steps are counted during an evaluation, so the mean step time is unknown after one.
         mean = (now - self._last_begun) / self._steps if self._steps else math.inf
         self._last_begun, self._steps = now, 0
         state = self._saver.state if self._saver else SaverState()
@@ -163,7 +164,7 @@ class StopRequest:
     def _until(self, asked: float) -> float:
         """Return when this rank gives up, on the monotonic clock; `asked` is when SIGTERM arrived.
 
-        If the grace period is unknown, wait for slow ranks as long as they respond at all.
+        If the grace period is unknown, this rank waits for slow ranks as long as they respond.
         """
         return self._patience() + (asked if self._grace is not None else max(asked, self._last_answer))
 

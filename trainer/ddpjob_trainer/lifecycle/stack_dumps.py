@@ -1,4 +1,4 @@
-"""Writes a rank's Python stacks if no step ends for nearly train.timeout_seconds.
+"""Writes a rank's Python stacks if no step begins for nearly train.timeout_seconds.
 
 The stacks of all threads are written to rank-N.txt. faulthandler writes from C, even while Python
 is blocked in a collective or never releases the GIL. A thread copies the file to stderr. Without a
@@ -94,8 +94,8 @@ class StackDumps:
     def _arm(self) -> None:
         """Write all threads' stacks when a step is overdue.
 
-        Reading the frames of running threads may crash the process, but the collective is about to
-        fail anyway, and knowing where the threads are is more important.
+        Reading the frames of running threads could crash the process. But the collective is about
+        to fail anyway, so it is more important to know where the threads are.
         """
         left = self._limit - (time.monotonic() - self._began)
         faulthandler.dump_traceback_later(max(0.1, left), file=self._file or sys.stderr)

@@ -1,4 +1,4 @@
-"""The ways in which ranks share training, one file each; `contrib` has those with less support.
+"""The strategies, one file each; `contrib` contains the strategies with less support.
 
 A new strategy is a subclass of `strategy.Strategy`, a name in `config.sections.StrategyName` and a
 line in `registry`.

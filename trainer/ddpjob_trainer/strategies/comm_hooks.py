@@ -11,7 +11,7 @@ from ddpjob_trainer.errors import ConfigError
 
 
 def check(config: DdpConfig) -> None:
-    """Raise ConfigError if options are set that exclude each other."""
+    """Raise ConfigError if the options exclude each other or are out of range."""
     if config.comm_hook is CommHook.NONE:
         return
     if config.ordered:
@@ -32,9 +32,9 @@ def check(config: DdpConfig) -> None:
 def register(network: DistributedDataParallel, config: DdpConfig) -> Callable[[], None] | None:
     """Send the network's gradients through the hook named by `config.comm_hook`.
 
-    Return a function that clears the hook's state, or None if the hook is stateless. After a step
-    whose gradients were not finite, the state is not finite either, and would corrupt the gradients
-    of all later steps. All ranks must call the function in the same steps.
+    Return a function that clears the hook's state, or None if the hook is stateless. Call it after
+    a step whose gradients were not finite: the state is then not finite either, and would corrupt
+    the gradients of all later steps. All ranks must call it in the same steps.
     """
     match config.comm_hook:
         case CommHook.FP16 | CommHook.BF16:

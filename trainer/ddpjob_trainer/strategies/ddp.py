@@ -51,8 +51,8 @@ class Ddp(Strategy):
     def waits_apart(self) -> bool:
         """Whether a rank's own work can be distinguished from its waiting.
 
-        If ranks exchange batch statistics in each layer, the clock must be able to measure these
-        waits.
+        If ranks exchange batch statistics in each layer, this is only possible if the clock can
+        measure the waits for these exchanges.
         """
         return self.clock.sees_waits or not (self.config.model.sync_batchnorm or self.parts)
 
@@ -69,7 +69,7 @@ class Ddp(Strategy):
             torch.use_deterministic_algorithms(True, warn_only=True)
 
     def batch_statistics(self) -> BatchStatistics:
-        """Return the model's statistics; with ddp.ordered, these are also added up in order."""
+        """Return the model's statistics. With ddp.ordered, they are added up in order, too."""
         return BatchStatistics(self.model, self.group, self.config.ddp.ordered)
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -115,10 +115,10 @@ class Ddp(Strategy):
     def backward(self, micro_batches: MicroBatches, count: int) -> torch.Tensor:
         """Compute the gradients of the mean loss on every rank.
 
-        With ddp.ordered, each micro-batch's gradients are kept separate until those of all ranks
-        have arrived.
+        With ddp.ordered, each micro-batch's gradients are kept separate until the gradients of all
+        ranks have arrived. Otherwise, autograd adds them to the gradients of the earlier
+        micro-batches.
         """
-        # Here, autograd adds each micro-batch's gradients to the earlier ones.
         if not self.config.ddp.ordered or self.group.world == 1:
             if not isinstance(self.network, DistributedDataParallel):
                 return super().backward(micro_batches, count)
@@ -149,7 +149,7 @@ class Ddp(Strategy):
 
     @contextmanager
     def _watching_gradients(self) -> Iterator[None]:
-        """Record which weights get a gradient in the last micro-batch. DDP sends after it."""
+        """Record which weights get a gradient in the last micro-batch, after which DDP sends."""
         handles = [
             weight.register_post_accumulate_grad_hook(self._arrived.add)  # type: ignore[no-untyped-call]
             for weight in self.model.parameters()

@@ -1,6 +1,6 @@
 """strategy=fsdp: each rank keeps a shard of every weight and of its optimizer state (FSDP2).
 
-For computation, blocks are gathered one at a time.
+To compute a block, the ranks gather its weights, one block at a time.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class Fsdp(Strategy):
         # A weight shared by several modules can belong to only one unit, so it stays in the rest of
         # the model.
         apart = [block for block in blocks(model) if all(places[weight] == 1 for weight in block.parameters())]
-        # The model itself, which holds the remaining weights, comes last, because its backward pass
-        # follows immediately.
+        # The model itself, which holds the remaining weights, comes last. It is not resharded after
+        # its forward pass, because its backward pass follows immediately.
         for block in [*apart, model]:
             reshard = self.config.fsdp.reshard and block is not model
             norms: list[nn.Module] = [
@@ -148,10 +148,7 @@ class Fsdp(Strategy):
 
 
 class _Precision(Precision):
-    """Shards the float32 copy at O2: ranks keep shards of it, and gather them in amp.dtype.
-
-    The model itself is not converted.
-    """
+    """Keeps the model in float32 at O2: ranks keep float32 shards, and gather them in amp.dtype."""
 
     def convert(self, model: nn.Module) -> nn.Module:
         """Return the model, which at O2 is not converted."""
@@ -159,7 +156,7 @@ class _Precision(Precision):
 
 
 def _recomputed(forward: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
-    """Run a block's forward pass, and again in the backward pass.
+    """Run a block's forward pass, which the backward pass then repeats.
 
     The second pass does not stop early, because fully_shard counts the layers that have run.
     """
@@ -172,9 +169,9 @@ def _recomputed(forward: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
 def blocks(model: nn.Module) -> list[nn.Module]:
     """Return the modules that are gathered one at a time.
 
-    These are the members of a model's block sequences, or else its largest modules. A block
-    sequence is an nn.Sequential or nn.ModuleList with members that have weights and themselves
-    contain modules.
+    These are the members of the model's block sequences and, outside such sequences, its largest
+    modules. A block sequence is an nn.Sequential or nn.ModuleList with members that have weights
+    and themselves contain modules.
     """
     found: list[nn.Module] = []
     for module in model.children():

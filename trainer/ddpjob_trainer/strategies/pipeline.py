@@ -1,9 +1,9 @@
 """strategy=pipeline: a replica's stages are on different ranks.
 
-Micro-batches pass through the stages concurrently. Rank = replica * stages + stage. Micro-batches
-are the trainer's own, so that normalization statistics, dropout and mixed images are the same as
-with any other strategy. The schedules are PyTorch's (Huang et al., GPipe, 2019; Narayanan et al.,
-PipeDream, 2019, for 1F1B).
+Micro-batches pass through the stages concurrently. Rank = replica * stages + stage. The trainer
+chooses the micro-batches, so that normalization statistics, dropout and mixed images are the same
+as with any other strategy. The schedules are PyTorch's (Huang et al., GPipe, 2019; Narayanan et
+al., PipeDream, 2019, for 1F1B).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Pipeline(Strategy):
     def data_share(self) -> DataShare:
         """The replica's share of the samples.
 
-        Only the last stage counts, because it has the losses.
+        Of a replica's ranks, only the last stage counts the samples, because it has the losses.
         """
         return DataShare(self.replica, self.group.world // self.stages, self.stage == self.stages - 1)
 
@@ -110,7 +110,7 @@ class Pipeline(Strategy):
             self.precision.over_parts = self._chain.sum
 
     def batch_statistics(self) -> BatchStatistics:
-        """Return the stage's statistics, over the ranks with the same stage."""
+        """Return the stage's statistics, over the ranks that have the same stage."""
         return BatchStatistics(self.model, self._peers)
 
     # ------------------------------------------------------------ training
@@ -149,7 +149,7 @@ class Pipeline(Strategy):
         schedule.step(*inputs, **({"target": torch.arange(len(together))} if last else {}))
         self._running = None
         if not last:
-            self.precision.scaled(losses)  # GradScaler must have been called on every rank that unscales gradients.
+            self.precision.scaled(losses)  # Every rank that unscales gradients must have called GradScaler.
         return losses
 
     def _schedule(self, number: int, shape: torch.Size) -> Any:

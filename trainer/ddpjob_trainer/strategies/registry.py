@@ -26,7 +26,7 @@ _CLASSES = {
 
 
 def enter(config: Config) -> None:
-    """Translate the environment of a strategy that has its own launcher.
+    """Translate the variables of a strategy's own launcher into torchrun's variables.
 
     Must run before ranks read their variables. Raises ConfigError.
     """

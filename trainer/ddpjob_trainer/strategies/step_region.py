@@ -1,8 +1,8 @@
 """A step as one region for torch.compile: normalization, model and loss.
 
-Problem: if only the model is compiled, the other parts of a step remain single launches, and a
-batch of a different size compiles everything again. The last batch of each epoch has such a size,
-and so does the last batch of an evaluation.
+Problem: if only the model is compiled, the other parts of a step still launch their kernels one by
+one, and a batch of a different size makes torch compile everything again. The last batch of each
+epoch has such a size, and so does the last batch of an evaluation.
 
 Rule: a region is compiled for the sizes of a full batch only. All other batches run eagerly, with
 the same weights. Padding them instead would change the statistics of batch normalization.
@@ -16,10 +16,10 @@ fused kernels take one launch, and its learning rate is a number, which is not p
 Rejected: `torch.compile(optimizer.step)` with a tensor as the learning rate. torch 2.15 does not
 compile fused optimizers: the graph breaks, nothing is compiled, and a step of SGD takes 0.19 ms of
 host time instead of 0.14 ms (62 weights, as in ResNet-18). Compiled optimizers need foreach
-kernels, which take twice as long on the CPU. There, SGD compiles two graphs in all, whether its
-changing rate is a tensor or a number, and AdamW accepts a tensor only on GPUs. A graph of the whole
-step would save at most the step and the norm of the gradients, 0.35 ms of host time together. This
-has not been measured on a GPU.
+kernels, which take twice as long on the CPU. On the CPU, SGD compiles two graphs in all, whether
+its changing rate is a tensor or a number, and AdamW accepts a tensor only on GPUs. A graph of the
+whole step would save at most the time of the optimizer's step and of the gradients' norm, 0.35 ms
+of host time together. This has not been measured on a GPU.
 """
 
 from __future__ import annotations

@@ -74,15 +74,15 @@ class Strategy:
     """Whether all ranks need the same number of micro-batches because a forward pass is a
     collective."""
     divides = False
-    """Whether micro-batches may be divided if whole ones would leave ranks idle."""
+    """Whether micro-batches may be divided if some ranks would be idle without that."""
     recomputes = False
-    """Whether the backward pass repeats the forward pass, in which ranks then cannot exchange
-    statistics of shared micro-batches (see `sampler.Part`)."""
+    """Whether the backward pass repeats the forward pass. If it does, ranks cannot exchange the
+    statistics of shared micro-batches in the forward pass (see `sampler.Part`)."""
     parts: SharedParts | None = None
     stages = 1
     """Ranks r, r + stages, r + 2 * stages, ... do the same work; other ranks do different work."""
     compiles_step = False
-    """Whether the whole step may be compiled, instead of the network only."""
+    """Whether the whole step can be compiled, not only the network."""
     region: StepRegion | None = None
     """The compiled step, if model.compile is set."""
     depths: dict[str, int] | None = None
@@ -111,7 +111,7 @@ class Strategy:
 
     @property
     def portions(self) -> int:
-        """Number of portions in which a rank computes its share of a global batch."""
+        """Number of portions into which a rank divides its share of a global batch."""
         return self.config.train.accumulate
 
     # ------------------------------------------------------------ training
@@ -141,11 +141,11 @@ class Strategy:
         if self.config.optim.ema_decay:
             self.average = self.moving_average()
         if mode and self.region is None:
-            # If batches differ in size, torch compiles the network for any size.
+            # If the sizes of batches differ, torch compiles the network again, for any size.
             self.network.compile(**compiler_options(mode, dynamic=None))
 
     def moving_average(self) -> MovingAverage:
-        """Return a moving average of the weights and of running statistics."""
+        """Return a moving average of the weights and of the running statistics."""
         running = [(name, buffer) for name, buffer in self.model.named_buffers() if buffer.is_floating_point()]
         first: dict[torch.Tensor, str] = {}
         named = self.model.named_parameters(remove_duplicate=False)
@@ -163,10 +163,10 @@ class Strategy:
     def backward(self, micro_batches: MicroBatches, count: int) -> torch.Tensor:
         """Compute the gradients of the global batch's mean loss, and return the sum of losses.
 
-        The mean is over the global batch's `count` samples. All of `micro_batches`, this rank's
-        micro-batches in the step, must be processed. The result is this rank's sum of losses (a
-        float64 scalar on the device), excluding micro-batches that do not count. All ranks must
-        call this together.
+        The mean is over the global batch's `count` samples. `micro_batches` are this rank's
+        micro-batches in the step, and all of them must be processed. The result is this rank's sum
+        of losses (a float64 scalar on the device), without micro-batches that do not count. All
+        ranks must call this together.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         if self.region is not None:
@@ -204,7 +204,7 @@ class Strategy:
         seed_torch(key, self.device)
 
     def loss(self, scores: torch.Tensor, batch: Batch, micro: Micro) -> torch.Tensor:
-        """Return a micro-batch's sum of losses; if it does not count, 0 with gradients of 0."""
+        """Return a micro-batch's sum of losses; 0, with zero gradients, if it does not count."""
         total = self.criterion.sum(scores, batch)
         return total if micro.counts else total * 0.0
 
@@ -227,7 +227,7 @@ class Strategy:
     def without_exchange(self) -> AbstractContextManager[Any]:
         """Accumulate gradients inside this `with` without sending them.
 
-        The `with` surrounds all of a rank's micro-batches except the last.
+        The `with` surrounds each of a rank's micro-batches except the last one.
         """
         return nullcontext()
 
@@ -331,8 +331,8 @@ def flat_gradients(weights: Sequence[nn.Parameter]) -> torch.Tensor:
 def set_gradients(weights: Sequence[nn.Parameter], flat: torch.Tensor) -> None:
     """Set gradients from a result of `flat_gradients`, or from a sum of several.
 
-    If a weight has no gradient in any of them, it remains without one, as on a single rank. With a
-    gradient of zero, the optimizer would decay the weight.
+    A weight that has no gradient in any of these results remains without one, as on a single rank.
+    If its gradient were zero, the optimizer would decay the weight.
     """
     flat, found_by = flat[: -len(weights)], flat[-len(weights) :]
     # If all weights have a gradient, there is no need to wait for the device.
@@ -343,7 +343,7 @@ def set_gradients(weights: Sequence[nn.Parameter], flat: torch.Tensor) -> None:
 
 
 def pieces_like(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:
-    """Return the pieces of `flat` with the shapes, formats and devices of `tensors`."""
+    """Return the pieces of `flat` with the shapes, dtypes, layouts and devices of `tensors`."""
     pieces = torch.split(flat, [tensor.numel() for tensor in tensors])
     return [
         laid_out_as(piece.view_as(tensor).to(tensor), tensor) for piece, tensor in zip(pieces, tensors, strict=True)

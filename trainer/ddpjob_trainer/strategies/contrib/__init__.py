@@ -6,6 +6,6 @@ builds Horovod's last release from source; `pip install deepspeed`), and are tes
 are installed. parameter_server is the synchronous variant of that architecture, and is meant for
 study.
 
-All of them give the same guarantees on exactness, checkpoints and resuming. New features may not
-support these strategies.
+They give the same guarantees on exactness, checkpoints and resuming as the other strategies, except
+that dp is not exact on several GPUs. New features might not support them.
 """

@@ -42,13 +42,14 @@ _DECIDED = {
     "amp": "amp.*",
     "torch_autocast": "amp.*",
 }
-"""Maps keys in DeepSpeed's file to the trainer's keys that replace them."""
+"""Maps ignored keys in DeepSpeed's file to the trainer's keys that replace them."""
 
 
 class DeepSpeed(Strategy):
     """Lets DeepSpeed step the trainer's own optimizer.
 
-    This class, not DeepSpeed, decides micro-batches, loss weights and the end of an accumulation.
+    This class, not DeepSpeed, determines micro-batches, loss weights and the end of an
+    accumulation.
     """
 
     def __init__(self, config: Config, group: Group, device: torch.device) -> None:
@@ -76,14 +77,14 @@ class DeepSpeed(Strategy):
         """Wrap the model and the optimizer in DeepSpeed's engine."""
         refuse_scalars(model, "deepspeed")
         super().prepare(model, shape)
-        network = Autocasting(self.model, self.precision)  # The engine leaves autocast, so the model enters it again.
+        network = Autocasting(self.model, self.precision)  # The engine leaves autocast; Autocasting enters it again.
         engine, *_ = self._deepspeed.initialize(
             model=network, optimizer=self.optimizer, config=self._settings, dist_init_required=False
         )
         self._engine: Any = engine
         self._engine.set_gradient_accumulation_boundary(True)
         self.network, self.optimizer, self.precision.engine = engine, engine.optimizer, engine
-        if self.average is not None:  # The old one refers to weights that the engine has moved.
+        if self.average is not None:  # The old average refers to weights that the engine has moved.
             self.average = self.moving_average()
 
     # ------------------------------------------------------------ training
@@ -130,7 +131,7 @@ class DeepSpeed(Strategy):
     # ------------------------------------------------------------ checkpoints
 
     def state(self) -> State:
-        """Return the whole state. While gathering, every rank holds all of it."""
+        """Return the whole state, which every rank holds in memory while it is gathered."""
         if self._stage == 0:
             return super().state()
         with self._gathered():
@@ -208,7 +209,7 @@ class DeepSpeed(Strategy):
     def _link(self) -> None:
         """Make ZeRO 1 and 2 look up again where each weight's state is.
 
-        Otherwise, they look them up only once, when only the first group has stepped.
+        They look this up only once, at a time when only the first parameter group has stepped.
         """
         if self._stage < 3:
             self._engine.optimizer._hp_optimizer_states_linked = False

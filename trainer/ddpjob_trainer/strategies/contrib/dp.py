@@ -27,7 +27,7 @@ class Dp(Single):
             seed_torch(derive(key, number), torch.device("cuda", number))
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Put the model on every visible device, in threads that do not inherit autocast."""
+        """Wrap the model in DataParallel, whose threads do not inherit autocast."""
         casting = Autocasting(model, self.precision)
         # DataParallel would use the machine's GPUs even if training is meant to run on the CPU
         # (train.backend=gloo).

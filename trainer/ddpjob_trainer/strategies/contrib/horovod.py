@@ -130,8 +130,7 @@ def _import_horovod() -> ModuleType:
 
 
 def _meet(group: Group) -> Any:
-    """Set HOROVOD_* as horovodrun does. Return the rendezvous server on rank 0, None on other
-    ranks.
+    """Set HOROVOD_* as horovodrun does. Return the rendezvous server on rank 0, and None elsewhere.
 
     All ranks must call this together.
     """

@@ -1,4 +1,4 @@
-"""strategy=parameter_server: rank 0 holds the weights and steps, other ranks compute gradients.
+"""strategy=parameter_server: rank 0 updates the weights, and the other ranks compute gradients.
 
 Ranks communicate through torch.distributed.rpc, in rounds. Each worker pushes its gradients, the
 server adds them up in rank order and takes a step, and the workers pull the new weights. Li et al.,
@@ -72,7 +72,7 @@ class ParameterServer(Strategy):
                 pass
         self.statistics.exchange()
         self.group.barrier()  # Every worker has pushed. If a worker is gone, the collective fails.
-        # GradScaler must have been called on every rank that unscales gradients.
+        # Every rank that unscales gradients must have called GradScaler.
         self.precision.scaled(torch.zeros((), device=self.device))
         total, *others = _buffer.take(range(1, self.group.world))
         for gradients in others:
@@ -107,7 +107,7 @@ class ParameterServer(Strategy):
     def state(self) -> State:
         """Return the whole state, with the server's optimizer state on all ranks.
 
-        Each node keeps the state in memory, and only workers' nodes may be left after a loss.
+        Each node keeps the state in memory, and after a loss, only nodes of workers might be left.
         """
         state, content = super().state(), io.BytesIO()
         torch.save(state["optimizer"], content)
