@@ -106,7 +106,7 @@ class _Late(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__all__":
-            # inspect and warnings look up such names in every module. That must not run its code.
+            # inspect and warnings look up such names in every module, and must not load this one.
             raise AttributeError(f"module {NAME!r} has no attribute {name!r}")
         return getattr(_load(self), name)
 

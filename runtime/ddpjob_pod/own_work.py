@@ -92,7 +92,7 @@ class WorkClock:
         """Count the time between two marks as a wait, if it was the training thread that waited.
 
         On a GPU, waits in torch's own threads count as well, because the backward pass runs in
-        them. Python did not start these threads, and names them Dummy.
+        them. Python did not start these threads, so it names them Dummy.
         """
         thread = threading.current_thread()
         if thread.ident == self._thread or (thread.name.startswith("Dummy-") and not isinstance(begin, float)):

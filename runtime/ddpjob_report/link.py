@@ -70,7 +70,7 @@ class Link(Outbox):
     def _with_speed(self, figures: dict[str, Any]) -> dict[str, Any]:
         """Add speed and remaining time, computed from the steps, unless the script reports them.
 
-        The last report does not get them, because it is posted some time after its step.
+        The last report gets neither of the two, because it is posted some time after its step.
         """
         step, speed = figures.get("step"), self._pace.per_second
         if step is None or not speed or self._closing:

@@ -110,7 +110,7 @@ class Snapshots:
 
         Call it after each step of the optimizer, the scheduler and the scaler. A second call with
         the same step does nothing, so `take` may be called after each batch while gradients
-        accumulate. The kept state is then the state directly after the optimizer's step.
+        accumulate. It then keeps the state directly after each step of the optimizer.
 
         Args:
             step: number of optimizer steps since training began, including steps before a restart.

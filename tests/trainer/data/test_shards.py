@@ -521,9 +521,9 @@ def test_packing_continues_where_it_was_interrupted(
 
 
 def test_packing_refuses_a_folder_with_different_shards_and_invalid_sizes(folder: Path, packed: Path) -> None:
-    with pytest.raises(DataError, match=r"contains shards of other images, or with a different --size, --max-side"):
+    with pytest.raises(DataError, match=r"contains shards made from other images, or with a different --size, --max-"):
         pack_shards.pack(folder, packed, 50_000)
-    with pytest.raises(DataError, match=r"or --quality; remove it, or choose a different folder"):
+    with pytest.raises(DataError, match=r"or --quality; remove this folder, or choose a different one"):
         pack_shards.pack(folder, packed, 20_000, pack_shards.Scaling(50, 90))
     for more, message in (
         (["--quality", "90"], r"--quality=90: applies only to scaled images; set --max-side=500"),

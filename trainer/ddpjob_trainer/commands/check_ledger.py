@@ -1,10 +1,10 @@
 """`python -m ddpjob_trainer ledger DIR` checks that every sample of every epoch was taken exactly
 once.
 
-In the final history, the last execution of each global step counts. It must take every sample of
-each epoch exactly once, and an incarnation may repeat steps only back to the newest checkpoint that
-was saved before it started. The command also shows steps that did not change any weight, and images
-that could not be read.
+The final history consists of the last execution of each global step. It must contain every sample
+of each epoch exactly once. An incarnation must not repeat steps from before the newest checkpoint
+that was saved when it started. The command also shows steps that did not change any weight, and
+images that could not be read.
 
 With repeated augmentation (data.repeats), an epoch of n samples takes n versions, each exactly
 once. These are all versions of n / repeats samples (rounded up), except for some versions of the
@@ -280,7 +280,7 @@ def _check_epoch(epoch: int, steps: list[tuple[int, list[int]]], size: int, repe
 
 
 def _check_complete(last: Incarnation, taken: dict[int, int], size: int) -> None:
-    """Raise LedgerError for an incomplete epoch, except an unfinished run's current epoch."""
+    """Raise LedgerError for an incomplete epoch other than an unfinished run's current one."""
     current = None if last.end is not None else max(taken, default=None)
     expected = range(1, last.epochs + 1) if last.end is not None else range(1, max(taken, default=0) + 1)
     for epoch in expected:

@@ -57,7 +57,7 @@ usage: torchrun [...] -m ddpjob_trainer [--config FILE] [key=value ...]     trai
        python -m ddpjob_trainer COMMAND ...
 
 --spawn N [--init env://|tcp://HOST:PORT|file:///PATH] [--nodes K --node-rank R]: like mp.spawn; also for commands
-that need several ranks. --init is where the ranks meet; with env:// and several nodes MASTER_ADDR and MASTER_PORT
+that need several ranks. --init is where the ranks meet. With env:// and several nodes, MASTER_ADDR and MASTER_PORT
 must be set.
 
 commands:

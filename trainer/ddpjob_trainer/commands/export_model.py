@@ -85,8 +85,8 @@ def _read(path: Path) -> tuple[nn.Module, dict[str, Any]]:
     model = build_model(plain, tuple(data["shape"]), data["classes"], settings.data.seed)
     if wrong := compatibility.list_differences(weights, model.state_dict()):
         raise CheckpointError(
-            f"{path} does not fit model.name={plain.name}, which has changed since: {'; '.join(wrong[:3])}; use the"
-            " function with which it was trained"
+            f"{path} does not fit model.name={plain.name}, whose code has changed since training:"
+            f" {'; '.join(wrong[:3])}; use the function with which it was trained"
         )
     model.load_state_dict(weights)
     side = settings.data.size_tested
@@ -105,7 +105,7 @@ def save_safetensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str,
     """Write tensors in the format of https://huggingface.co/docs/safetensors.
 
     A JSON header is followed by the tensors' bytes. Tensors with large elements come first, so that
-    all are aligned. Raises TrainingError for a type of tensor that few readers support.
+    all are aligned. Raises TrainingError for a dtype that few readers support.
     """
     for name, tensor in tensors.items():
         if tensor.dtype not in _TYPES:

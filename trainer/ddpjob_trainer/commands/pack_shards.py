@@ -165,8 +165,8 @@ def _keep_plan(path: Path, planned: list[list[PackedImage]], scaling: Scaling | 
     digest = hashlib.sha256(text.encode()).hexdigest()
     if path.exists() and _digest_in(path) != digest:
         raise DataError(
-            f"{path.parent} contains shards of other images, or with a different --size, --max-side or --quality;"
-            " remove it, or choose a different folder"
+            f"{path.parent} contains shards made from other images, or with a different --size, --max-side or"
+            " --quality; remove this folder, or choose a different one"
         )
     write_atomically(path, json.dumps({"sha256": digest}).encode())
 

@@ -34,9 +34,9 @@ Where = Callable[[dict[str, Any]], float]
 
 
 def draw(histories: list[History], target: Path, by: str = "time") -> None:
-    """Draw four panels over one axis of time, steps or epochs.
+    """Draw four panels that share a horizontal axis of time, steps or epochs.
 
-    Lines are interrupted at restarts, because nothing was measured in between.
+    Lines break at restarts, because nothing was measured in between.
 
     The file name determines the format (PNG, SVG, PDF). Raises TrainerError if the file cannot be
     written.

@@ -12,7 +12,8 @@ call them in the same order.
                                       training ends on all of them
     state_dict(), load_state_dict(s)  the state that checkpoints keep, from rank 0
 
-A checkpoint at the end of an epoch holds the state before the evaluation, which a restart repeats.
+A checkpoint at the end of an epoch holds the state before the evaluation, so a restart repeats the
+evaluation.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class Callbacks:
         return _CallbackSums(self, inner) if self.having("on_test_batch") else inner
 
     def metrics(self, name: str, sums: torch.Tensor, taken: Collection[str]) -> dict[str, float]:
-        """Return a callback's metrics from its sums. Their names must not be `taken`."""
+        """Return a callback's metrics from its sums. Metrics must not have a name in `taken`."""
         with explain(_KEY, name, "on_test_end", TrainingError):
             found = {str(key): float(value) for key, value in self._own[name].on_test_end(sums).items()}
         if len(found) > _MOST_METRICS or not found.keys().isdisjoint(taken):
@@ -146,7 +147,7 @@ def _check_counts(name: str, counts: Collection[int]) -> None:
 
 
 class _CallbackSums:
-    """Adds up the callbacks' sums in addition to an evaluation."""
+    """Adds up the callbacks' sums in addition to those of an evaluation."""
 
     def __init__(self, callbacks: Callbacks, inner: Adding) -> None:
         self._callbacks, self._inner = callbacks, inner

@@ -18,7 +18,8 @@ from ddpjob_trainer.config.config import Config
 from ddpjob_trainer.model.models import build_model, is_own
 
 _PEAKS: tuple[tuple[str, float, float, float], ...] = (
-    # name, dense 10^12 FLOP/s in: 16 bits, TensorFloat-32, float32; by NVIDIA's data sheets, without sparsity
+    # name, dense 10^12 FLOP/s in: 16 bits, TensorFloat-32, float32; from NVIDIA's data sheets,
+    # without sparsity
     (r"H100 PCIe", 756, 378, 51),
     (r"H100 NVL", 835, 417, 60),
     (r"H(200|100|800)\b", 989, 494, 67),
@@ -35,7 +36,7 @@ _PEAKS: tuple[tuple[str, float, float, float], ...] = (
 
 
 def peak(name: str, dtype: torch.dtype, *, tf32: bool) -> float:
-    """Return a GPU's FLOP/s in a format; 0 if unknown. `name` is its torch.cuda.get_device_name."""
+    """Return a GPU's FLOP/s for `dtype`; 0 if unknown. `name` is torch.cuda.get_device_name's."""
     if re.search(r"\bMIG\b", name):  # A MIG device is only a part of the GPU, and its peak is not in the table.
         return 0.0
     for pattern, short, fast, whole in _PEAKS:
@@ -52,7 +53,7 @@ def device_peak(config: Config, device: torch.device, dtype: torch.dtype) -> flo
 
 
 def flops_of_run(config: Config, shape: tuple[int, ...], classes: int, *, whole_numbers: bool = False) -> float:
-    """Return `flops_per_sample`, kept in RUN/flops.json.
+    """Return `flops_per_sample`, cached in RUN/flops.json.
 
     Counting takes most of a second, and every restart would wait for it. For a user's own model,
     the count is not kept, because the model's code may change before the next run. This runs on
@@ -79,7 +80,7 @@ def flops_per_sample(config: Config, shape: tuple[int, ...], classes: int, *, wh
     A multiplication and an addition count as two. Nothing is computed, because the model is created
     without values. If a user's own model needs values, the result is 0. This function must be
     called before the ranks have joined. A model that communicates with its peers then gets an
-    error, and does not wait for ranks that do not call it.
+    error instead of waiting for ranks that do not call this function.
     """
     from torch.utils.flop_counter import FlopCounterMode
 

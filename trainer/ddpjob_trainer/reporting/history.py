@@ -139,9 +139,9 @@ def _place_epochs(history: History) -> None:
 
 
 def _spread(steps: list[int], epochs: dict[int, float]) -> dict[int, float]:
-    """Return the steps' positions, spread evenly over each epoch, given the steps that ended
-    epochs.
+    """Return each step's position in epochs, with an epoch's steps spread evenly over it.
 
+    `epochs` maps each step to its epoch.
     The last epoch may be unfinished, so it is assumed to be at least as long as the previous one.
     """
     ends: dict[float, int] = {}

@@ -34,7 +34,7 @@ _RANKS = 64
 class Plan:
     """The size of a training run: its epochs, total steps, and training samples per epoch.
 
-    `round` is the current round of restarts.
+    `round` is the job's current round.
     """
 
     epochs: int
@@ -68,8 +68,8 @@ class Machines:
         return samples_per_second * self.flops / self.peak if self.flops and self.peak else None
 
     def logged(self) -> dict[str, Any]:
-        """Return each rank's figures for metrics.jsonl. If there are many ranks, only the first are
-        included.
+        """Return each rank's figures for metrics.jsonl. If there are more than 64 ranks, only the
+        first 64 are included.
         """
         columns = {"ownSeconds": self.own, "dataWaits": self.data, "memoryBytes": self.memory}
         ranks = {name: [float(f"{value:.4g}") for value in values[:_RANKS]] for name, values in columns.items()}
@@ -147,9 +147,10 @@ class Reporter:
     ) -> None:
         """Report that an incarnation begins after `step` steps, with `left` steps remaining.
 
-        `warning` states why training is slow, if it is; `precision` is its number format, and
-        `notes` contains other useful facts. The total number of steps is `step + left`, because it
-        may change with the batch at a restart. A checkpoint may have more epochs than configured.
+        `warning` states why training is slow, if it is. `precision` is the dtype of computations,
+        and `notes` contains other useful facts. The total number of steps is `step + left`, because
+        it may change with the batch at a restart. If the checkpoint has more epochs than
+        configured, its number of epochs is the total.
         """
         wanted, trained = self._plan.epochs, epoch - 1
         self._plan = replace(self._plan, steps=step + left, epochs=max(wanted, trained))
@@ -185,7 +186,7 @@ class Reporter:
 
     @contextmanager
     def during(self, activity: str) -> Iterator[None]:
-        """Report to the coordinator why training pauses, so that it is not taken for a hang."""
+        """Report why training pauses, so that the pause does not look like a hang."""
         if self._link is None:
             yield
             return
@@ -467,8 +468,8 @@ def _values(status: TrainingStatus) -> dict[str, float | None]:
 
 
 def _values_of(machines: Machines | None) -> dict[str, float | None]:
-    """Return each rank's own seconds per step, for the sinks. If there are many ranks, only the
-    first are included.
+    """Return each rank's own seconds per step, for the sinks. If there are more than 64 ranks,
+    only the first 64 are included.
     """
     own = machines.own[:_RANKS] if machines is not None and any(machines.own) else []
     return {f"train/rank_step_seconds/{rank}": seconds for rank, seconds in enumerate(own)}

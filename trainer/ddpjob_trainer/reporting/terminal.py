@@ -81,7 +81,7 @@ class Display(Protocol):
         """Show the current status."""
 
     def note(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a line that remains visible."""
 
     def close(self) -> None:
         """Restore the terminal."""

@@ -73,7 +73,7 @@ class _Background:
 
 
 class Sinks:
-    """All sinks of a run. Ranks other than 0 do not have any."""
+    """All sinks of a run. Only rank 0 has sinks."""
 
     def __init__(self, parts: list[_Background]) -> None:
         self._parts = parts
@@ -97,8 +97,8 @@ class Sinks:
         self._parts = []
 
 
-# Maps a name to (whether it is wanted, package to import, package to install, module that has
-# `open_sink(config, run)`).
+# Maps a name to (whether the sink is wanted, package to import, package to install, module with the
+# function `prepare(config, run)`).
 _KINDS: dict[str, tuple[Callable[[ReportConfig], bool], str, str, str]] = {
     "TensorBoard": (
         lambda report: report.tensorboard,

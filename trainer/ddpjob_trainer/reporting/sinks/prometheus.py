@@ -92,7 +92,7 @@ def _address() -> str:
     """Return the address to listen on.
 
     In a pod, this is the wildcard address, because the network and `kubectl port-forward` use
-    different addresses. Under `ddpjob run`, it is the loopback.
+    different addresses. Under `ddpjob run`, it is the loopback address.
     """
     pod = os.environ.get("POD_IP", "")
     return pod if pod.startswith("127.") else "0.0.0.0"
