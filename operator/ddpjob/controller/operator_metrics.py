@@ -84,7 +84,7 @@ class TurnMeter(selectors.DefaultSelector):
         self._began: float | None = None
         """When the current turn began; None while the loop is waiting."""
         self._kept = 0, 0.0, 0.0
-        """The current period's number and longest turn, and the longest turn of the previous period."""
+        """The current period's number and longest turn, and the previous period's longest turn."""
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """Wait for events, which ends one turn and begins the next."""
