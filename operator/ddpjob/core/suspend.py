@@ -71,7 +71,7 @@ def suspend(view: View, reason: str = "Suspended", waits: str = "", events: list
         already = status.condition(ConditionType.SUSPENDED)
         fresh = already is None or not already.status or already.reason != reason
         had_pods = leaving or view.job.status.slots
-        said = "pods are deleted, checkpoints are kept" if had_pods else "no pods are created"
+        said = "pods are deleted, and checkpoints are kept" if had_pods else "no pods are created"
         events = [Event(False, reason, f"runPolicy.suspend is true: {said}")] if fresh else []
     message = (
         f"{count(len(leaving), 'pod')} not deleted yet: {deletion_refused(view.world)}"

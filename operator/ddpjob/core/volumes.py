@@ -230,15 +230,15 @@ def _lost(job: DDPJob, claim: ClaimView) -> Unusable | None:
         return None
     message = (
         f"the claim {claim.name} of {FIELD} no longer exists, and its checkpoints are lost; to train from the "
-        "beginning, delete the job and create it again; to continue from a copy, suspend the job, and replace "
-        "claimTemplate with the copy's claimName and `subPath: .`"
+        "beginning, delete the job and create it again; to continue from a copy, suspend the job, "
+        "remove claimTemplate, and set claimName to the copy's claim and subPath to `.`"
     )
     return Unusable("ClaimNotFound", message)
 
 
 _USE = (
-    "to use the claim as it is, replace claimTemplate with its claimName and `subPath: .`; otherwise remove the claim, "
-    "or choose a different name for the job"
+    "to use the claim as it is, remove claimTemplate, and set claimName to this claim and subPath to `.`; otherwise "
+    "remove the claim, or choose a different name for the job"
 )
 _WAIT = "wait until it is removed, or choose a different name for the job"
 

@@ -417,8 +417,8 @@ class World:
     """Why the coordinator's last response could not be used. Empty if it could be used, or if the
     coordinator has not responded."""
     report_seconds: float = 0.0
-    """Maximum age in seconds of the coordinator's report, if news in it wakes the job; 0 if only
-    reconciles read the report."""
+    """Maximum age in seconds of `report`, if news from the coordinator wakes the job; 0 if only
+    reconciles ask the coordinator for its report."""
     serves_gangs: bool = False
     """Whether the cluster serves the PodGroups of the job's scheduler and lets the operator list
     them."""

@@ -27,7 +27,7 @@ def test_the_progress_of_a_fetch_is_shown_without_hiding_other_problems() -> Non
     waits, fetches = Note("job-0-0", DATA, DATA_WAITS), Note("job-1-0", DATA, "fetching data 3.2 GiB of 40.0 GiB")
     found = shown(waits, fetches)
     assert found.reason == "GroupForming" and not found.status
-    assert found.message.endswith("; pod job-1-0 (and 1 more): fetching data 3.2 GiB of 40.0 GiB")
+    assert found.message.endswith("; pod job-1-0 (and 1 more pod): fetching data 3.2 GiB of 40.0 GiB")
     assert shown(waits).message.endswith(f"; pod job-0-0: {DATA_WAITS}")
 
 

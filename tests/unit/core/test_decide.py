@@ -407,7 +407,7 @@ def test_only_a_job_that_has_trained_is_said_to_continue_when_it_resumes(*, trai
     asked = replace(job, spec=replace(job.spec, run_policy=replace(job.spec.run_policy, suspend=True)))
     suspended = after(asked, a_pod(0), a_pod(1))
     assert [e.message for e in suspended.events] == [
-        "runPolicy.suspend is true: pods are deleted, checkpoints are kept"
+        "runPolicy.suspend is true: pods are deleted, and checkpoints are kept"
     ]
     resumed = after(replace(job, status=suspended.status))
     said = "training continues from the newest checkpoint" if trained else "runPolicy.suspend is false"

@@ -263,7 +263,7 @@ def test_pods_that_finish_before_the_others_are_reported() -> None:
     for nodes, procs, who in (
         (2, 1, "pod job-1-0 (rank 1) has"),
         (2, 2, "pod job-1-0 (ranks 2 to 3) has"),
-        (4, 1, "pod job-1-0 (rank 1) and 2 more have"),
+        (4, 1, "pod job-1-0 (rank 1) and 2 more pods have"),
     ):
         job, pods = running(nodes, procsPerNode=procs)
         reported = report(CoordinatorState.RUNNING, MemberState.RUNNING, *[MemberState.FINISHED] * (nodes - 1))

@@ -140,7 +140,7 @@ def _fetching(report: Report) -> str:
     """Describe the progress of the first pod that is fetching storage.data.url."""
     notes = [note for note in report.notes if note.kind == DATA and note.why]
     notes.sort(key=lambda note: note.why == DATA_WAITS)
-    others = f" (and {len(notes) - 1} more)" if len(notes) > 1 else ""
+    others = f" (and {count(len(notes) - 1, 'more pod')})" if len(notes) > 1 else ""
     return f"; pod {notes[0].pod}{others}: {notes[0].why}" if notes else ""
 
 
@@ -257,7 +257,7 @@ def _finished_early(view: View) -> str:
         return ""
     first = finished[0]
     ranks = "" if first.rank is None else f" ({describe_ranks(first.rank, view.job.spec.procs_per_node)})"
-    others, have = (f" and {len(finished) - 1} more", "have") if len(finished) > 1 else ("", "has")
+    others, have = (f" and {count(len(finished) - 1, 'more pod')}", "have") if len(finished) > 1 else ("", "has")
     return f"; pod {first.pod}{ranks}{others} {have} already ended with exit code 0"
 
 
@@ -292,7 +292,7 @@ def _missing(view: View) -> str:
         return waits[1] if waits is not None else f"pod {pod.name} is starting"
     spare = view.status.spare
     if spare:
-        return f"{spare} more {'joins' if spare == 1 else 'join'} at the next restart"
+        return f"{count(spare, 'more pod')} {'joins' if spare == 1 else 'join'} at the next restart"
     scheduled = view.status.condition(ConditionType.SCHEDULED)
     if scheduled is not None and not scheduled.status and scheduled.reason != "Placing":
         return f"the missing pods cannot be created ({scheduled.reason}): {scheduled.message}"
