@@ -137,7 +137,7 @@ class BucketVolume(Volume):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointVolume(BucketVolume):
-    """The volume of the checkpoints.
+    """The volume for checkpoints.
 
     Instead of using `claim_name`, `host_path` or `nfs`, the job can create a claim or copy
     checkpoints to a bucket.

@@ -59,7 +59,7 @@ class ConditionType(StrEnum):
     NODES_HEALTHY = "NodesHealthy"
     """Set only while a pod stays on a Kubernetes node that a health agent reports as unhealthy."""
     RANKS_KEEP_PACE = "RanksKeepPace"
-    """Set only while a clearly slow rank is not moved."""
+    """Set only while a clearly slow rank keeps its place, because no spare replaces it."""
     CHECKPOINTS_COPIED = "CheckpointsCopied"
     """Set only if checkpoints do not reach the bucket, although they should."""
     SNAPSHOTS_HELD = "SnapshotsHeld"
@@ -282,7 +282,7 @@ class JobClass:
     mark: str
     """Hash of the content: two classes with the same name and mark are equal."""
     spec: Annotated[Json, _OMIT_EMPTY] = field(default_factory=dict)
-    """Values of some of CLASS_FIELDS."""
+    """The class's values, for a subset of CLASS_FIELDS."""
     queue: Annotated[str, _OMIT_EMPTY] = ""
     fixed: Annotated[tuple[str, ...], _OMIT_EMPTY] = ()
     limits: ClassLimits = field(default_factory=ClassLimits)

@@ -113,7 +113,7 @@ class ReleaseWorkload:
 
 @dataclass(frozen=True)
 class LabelPod:
-    """Changes the role label of a pod that the coordinator has taken into the group or left out."""
+    """Changes the role label of a pod that the coordinator has added to the group or left out."""
 
     name: str
     uid: str

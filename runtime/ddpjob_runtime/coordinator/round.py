@@ -173,7 +173,7 @@ class Round:
         first = self.members[0]
         # Other members' addresses are not sent. With 1,024 nodes, they were a megabyte per member.
         host = [{"rank": 0, "host": first.host, "port": first.port, "pod": first.pod}]
-        # If any member asks for a check, because these links are new to it, every member checks.
+        # A member asks for a check when it has new links. If any member asks, all members check.
         check = max(member.check for member in self.members.values())
         common = {"round": self.number, "world": self.world, "members": host, **({"check": True} if check else {})}
         for rank, member in self.members.items():

@@ -80,7 +80,7 @@ def check_resume(snapshot: Mapping[str, Any], wanted: Tensors, settings: Mapping
 
 def changed_keys(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return the checkpoint's `key=value` for each changed key that determines its tensors."""
-    # Every other data set determines its shape and classes itself.
+    # Every data set except synthetic determines its own shape and classes.
     fixed = () if was.get("data.name") == "synthetic" else ("data.shape", "data.classes")
     shaping = (key for key in was if key.startswith(_SHAPING) and key not in fixed)
     return [f"{key}={_written(was[key])}" for key in shaping if key in now and was[key] != now[key]]

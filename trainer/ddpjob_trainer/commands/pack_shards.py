@@ -57,7 +57,7 @@ class PackedImage:
 
     @property
     def image_name(self) -> str:
-        """The name in the tar of an image that is not scaled."""
+        """The image's file name inside the tar, if the image is not scaled."""
         return f"{self.key}{Path(self.path).suffix.lower()}"
 
 

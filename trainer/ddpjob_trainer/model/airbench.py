@@ -32,7 +32,7 @@ _SAMPLES, _AT_ONCE = 5000, 100
 _RIDGE = 5e-4
 """Added to each eigenvalue, so that directions without variance are not amplified."""
 SMALLEST = 9
-"""Minimum side of an image, whose maps the three groups halve."""
+"""Minimum height and width of an image, because each of the three groups halves its maps."""
 
 
 class Whitening(nn.Module):

@@ -204,7 +204,7 @@ def begin_generation(view: View) -> JobStatus:
 
 
 def _unused(status: JobStatus) -> int:
-    """Return an attempt number that no pod of any slot has had, not even of a dropped slot."""
+    """Return an attempt number that no pod of any slot, including dropped slots, has had."""
     return status.highest_attempt + 1 if status.slots or status.highest_attempt else 0
 
 
