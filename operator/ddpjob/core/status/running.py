@@ -224,7 +224,7 @@ _SAME_STEP = timedelta(minutes=1)
 """Maximum difference between two reported times of the same step. The two times differ slightly,
 because each report compares the clocks again."""
 _NO_STEP = "completed no step since"
-_LAST_STEP = re.compile(r"no step since (\S+Z)")
+_LAST_STEP = re.compile(rf"{_NO_STEP} (\S+Z)")
 
 
 def last_step(running: Condition | None) -> datetime | None:
