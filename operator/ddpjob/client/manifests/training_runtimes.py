@@ -161,20 +161,22 @@ def _overrides(spec: Mapping[str, Any], node: str) -> Iterator[Json]:
 
 def _patches(spec: Mapping[str, Any], node: str) -> Iterator[Json]:
     """Yield the changes that spec.runtimePatches makes to the training pods."""
+    for job in _patched_jobs(spec):
+        if job.get("name") in (node, _NODE):
+            yield _pod_template(job)
+
+
+def _patched_jobs(spec: Mapping[str, Any]) -> Iterator[Json]:
     for patch in spec.get("runtimePatches") or ():
         template = (patch.get("trainingRuntimeSpec") or {}).get("template") or {}
-        for job in (template.get("spec") or {}).get("replicatedJobs") or ():
-            if job.get("name") in (node, _NODE):
-                yield _pod_template(job)
+        yield from (template.get("spec") or {}).get("replicatedJobs") or ()
 
 
 def _targets(spec: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names of all jobs that the overrides and patches name."""
     for override in spec.get("podTemplateOverrides") or ():
         yield from (str(target.get("name")) for target in override.get("targetJobs") or ())
-    for patch in spec.get("runtimePatches") or ():
-        template = (patch.get("trainingRuntimeSpec") or {}).get("template") or {}
-        yield from (str(job.get("name")) for job in (template.get("spec") or {}).get("replicatedJobs") or ())
+    yield from (str(job.get("name")) for job in _patched_jobs(spec))
 
 
 def _add_initializers(made: CompletedTrainJob, wanted: Mapping[str, Any], jobs: Mapping[str, Json]) -> None:
