@@ -75,8 +75,7 @@ def run(config: Config) -> int:
     repeatable = config.ddp.ordered and placement.device.type == "cpu"
     devices.limit_threads(config.train.threads, group.local_world, repeatable=repeatable)
     devices.search_algorithms(placement.device, repeatable=config.ddp.ordered)
-    if placement.device.type == "cpu":
-        devices.keep_freed_memory()
+    devices.keep_freed_memory(placement.device)
     data = open_data(config.data, placement.device)
     checkpoints = CheckpointFolder(config.checkpoint, config.checkpoint_dir, group)
     if checkpoints.writes or config.train.ledger:
