@@ -454,9 +454,10 @@ class JobStatus:
         again.
         """
         wanted, complete = self._wanted(spec), self.holds(ConditionType.COMPLETE)
-        done = {SlotState.SUCCEEDED, *([SlotState.RUNNING] if complete else [])}
+        done = {SlotState.SUCCEEDED, SlotState.RUNNING} if complete else {SlotState.SUCCEEDED}
         present = min(wanted, self.ready + sum(s.state in done for s in self.slots))
-        present = present or (wanted if complete else 0)
+        if complete and not present:
+            present = wanted
         return f"{present}/{wanted}" + (f" +{self.spare}" if self.spare else "")
 
     def _wanted(self, spec: JobSpec) -> int:

@@ -117,7 +117,7 @@ class JobFolder(_Folder):
         and the stacks that the launcher writes after a hang. Raises OSError.
         """
         more = holds_checkpoints(self.checkpoints / _CURVES.parent, but=(_CURVES.name,))
-        return holds_checkpoints(self.checkpoints, but=(STACKS, *(() if more else (_CURVES.parent.name,))))
+        return holds_checkpoints(self.checkpoints, but=(STACKS,) if more else (STACKS, _CURVES.parent.name))
 
     def run(self, name: str) -> RunFolder:
         return RunFolder(self.path / name)

@@ -173,9 +173,10 @@ def _compare(before: dict[int, RankLook], now: dict[int, RankLook]) -> tuple[fro
 
 def _wait_of(look: RankLook) -> WaitKind | None:
     """Return why a rank waits, according to the kernel or its stack."""
+    if look.wait:
+        return look.wait
     frame = _innermost(look.text)
-    of_server = frame is not None and SERVER_FILES.search(frame["file"]) is not None
-    return look.wait or (WaitKind.STORAGE if of_server else None)
+    return WaitKind.STORAGE if frame is not None and SERVER_FILES.search(frame["file"]) else None
 
 
 def _describe_wait(look: RankLook) -> str:

@@ -102,8 +102,8 @@ def advice(script: TrainingScript, path: Path) -> Iterator[str]:
     if script.group:
         group = f"{script.group}{f' in {script.where}' if script.where else ''}"
         yield f"{path} {'may form one group per node' if script.alone else 'forms a group'} ({group})."
-        yield from script.alone
         if script.alone:
+            yield from script.alone
             yield "To start it with `command` instead: docs/own-scripts.md#other-launchers"
         yield "To resume and to show its loss: docs/own-scripts.md"
         return
