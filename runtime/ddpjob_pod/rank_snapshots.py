@@ -544,7 +544,7 @@ class RankSnapshots:
     def restore(
         self, rebuild: Rebuild | None = None, rows: Rows | None = None, *, views: bool = False
     ) -> Restored | None:
-        """Return the newest state of which each part is on a node; None if there is none.
+        """Return the newest state whose parts are all on nodes, or None.
 
         Afterwards, every node has that state, unless a group of a different size wrote it.
 

@@ -320,7 +320,7 @@ def parts_of(world: int) -> list[str]:
 
 
 def choose(held: Mapping[int, Iterable[Held]], world: int | None) -> tuple[Moment, int] | None:
-    """Return (newest moment of which all parts are held, number of parts); None if there is none.
+    """Return (newest moment whose parts are all held, number of parts), or None.
 
     Args:
         held: each holder's states.

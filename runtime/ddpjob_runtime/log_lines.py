@@ -22,7 +22,7 @@ from ddpjob_runtime import protocol
 PIECE = select.PIPE_BUF
 """Number of bytes that a pipe accepts at once, if it accepts any."""
 PATIENCE_SECONDS = 0.05
-"""Seconds to wait for a slow reader. If the previous line was lost, there is no wait."""
+"""Seconds to wait for a slow reader, unless the previous line was lost."""
 
 
 class Log:

@@ -86,7 +86,7 @@ def _by_rank(nodes: list[PodLine], status: JobStatus) -> list[PodLine]:
 def _nodes_of_group(status: JobStatus) -> int | None:
     """Return how many nodes train as one group or have finished in it.
 
-    Return None if the status does not show this number, or if there is no group.
+    Return None if the status does not show this number, or if no group has formed.
     """
     running = status.condition(ConditionType.RUNNING)
     formed = running is not None and running.status and running.reason not in _NO_GROUP_KNOWN

@@ -7,7 +7,7 @@ therefore evaluated only once, even if the operator is replaced in between.
 - An incident that names its cause, such as a failed worker or a hang, becomes a finding. The rules
   decide whether it counts.
 - PeerLost and Left only show that a pod is gone. The pod's own end has the cause, so such an
-  incident is passed on with its pod and time, by which `merge_causes` finds that end.
+  incident keeps its pod and time, so that `merge_causes` can find that end.
 - If the lost pod reconnects and the group runs again, no pod has ended. The break is then reported
   here, uncounted, because it would appear nowhere else.
 
