@@ -4,6 +4,7 @@ are reported.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import random
 import sys
@@ -485,6 +486,21 @@ def test_bytes_are_shifted_mirrored_and_normalized_like_cifar_images(
     assert next(data.train_batches([[]], 0)).images.shape == (0, 3, 12, 16)
     plain = open_data(replace(keys, augment=False, repeats=1))
     assert torch.equal(next(plain.train_batches([[91]], 0)).images, normalize(somebodys_data.PIXELS[1:2]))
+
+
+def test_workers_end_when_their_data_is_dropped() -> None:
+    """Otherwise, the garbage collector ends them at some later time, and takes 5 s for each."""
+    before = set(multiprocessing.active_children())
+    data = open_data(DataConfig(name="somebodys_data:pictures", workers=2))
+    gc.disable()
+    try:
+        batches = data.train_batches([[3], [5], [7]], 0)
+        next(batches)
+        assert len(set(multiprocessing.active_children()) - before) == 2
+        del data, batches
+        assert set(multiprocessing.active_children()) <= before
+    finally:
+        gc.enable()
 
 
 def test_grey_images_without_a_channel_dimension_get_one() -> None:

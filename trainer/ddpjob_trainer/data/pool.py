@@ -6,9 +6,11 @@ import multiprocessing
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
+from types import MethodType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -47,11 +49,14 @@ C = TypeVar("C")
 class Pool(Generic[C]):
     """Runs `read` on requests in worker processes, in order and ahead of the consumer.
 
-    With 0 workers, `read` runs in this process.
+    With 0 workers, `read` runs in this process. A bound method does not keep its object alive: a
+    cycle of object and loader would be closed by the garbage collector, which closes the loader's
+    queues before the loader, so that each worker misses the request to end and is killed 5 s later.
     """
 
     def __init__(self, read: Callable[[Request], C], workers: int, pinned: bool) -> None:
-        self._read, self._workers, self._pinned = read, workers, pinned
+        self._read = weakref.WeakMethod(read) if isinstance(read, MethodType) else lambda: read
+        self._workers, self._pinned = workers, pinned
         self._waiting = _Waiting()
         self._loader: DataLoader[C] | None = None
 
@@ -65,21 +70,13 @@ class Pool(Generic[C]):
         if first is None:
             return
         counts: list[int] = []
-        self._waiting.requests = self._divide(chain([first], requests), counts)
+        self._waiting.requests = _divide(chain([first], requests), counts, self._workers)
         if self._loader is None:
             self._loader = self._open(len(first.numbers))
         with _without_signals():
             chunks = iter(self._loader)  # The first request forks the workers.
         while (chunk := _next(chunks)) is not None:
             yield [chunk, *(part for _ in range(counts.pop(0) - 1) if (part := _next(chunks)) is not None)]
-
-    def _divide(self, requests: Iterable[Request], counts: list[int]) -> Iterator[Request]:
-        """Yield parts of at most 16 images, and append each request's part count to `counts`."""
-        for request in requests:
-            each = max(1, min(_CHUNK, -(-len(request.numbers) // max(1, self._workers))))
-            parts = [request.numbers[begin : begin + each] for begin in range(0, len(request.numbers), each)] or [[]]
-            counts.append(len(parts))
-            yield from (request._replace(numbers=numbers) for numbers in parts)
 
     def _open(self, size: int) -> DataLoader[C]:
         """Fork the workers.
@@ -104,6 +101,15 @@ class Pool(Generic[C]):
         )
 
 
+def _divide(requests: Iterable[Request], counts: list[int], workers: int) -> Iterator[Request]:
+    """Yield parts of at most 16 images, and append each request's part count to `counts`."""
+    for request in requests:
+        each = max(1, min(_CHUNK, -(-len(request.numbers) // max(1, workers))))
+        parts = [request.numbers[begin : begin + each] for begin in range(0, len(request.numbers), each)] or [[]]
+        counts.append(len(parts))
+        yield from (request._replace(numbers=numbers) for numbers in parts)
+
+
 class _Waiting(Sampler[Request]):
     """The requests of the current run, as the loader's sampler."""
 
@@ -115,11 +121,13 @@ class _Waiting(Sampler[Request]):
 
 
 class _Reader(Dataset[C]):
-    def __init__(self, read: Callable[[Request], C]) -> None:
+    def __init__(self, read: Callable[[], Callable[[Request], C] | None]) -> None:
         self._read = read
 
     def __getitem__(self, request: Request) -> C:
-        return self._read(request)
+        read = self._read()
+        assert read is not None, "the pool's owner is in use while its pool runs"
+        return read(request)
 
 
 @contextmanager
