@@ -73,7 +73,6 @@ class WaitKind(Word):
     STOPPED = "stopped"
     TRACED = "traced"
     STORAGE = "storage"
-    SERVER = "server"
     ASLEEP = "asleep"
 
 
