@@ -4,6 +4,8 @@ ranks and after a restart.
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,20 @@ def test_the_size_depends_on_the_epoch_alone(folder: Path, more: list[str]) -> N
         (fixed,) = opened(folder, *more, f"data.image_size={side}", "data.workers=0").train_batches([[0, 5, 13]], epoch)
         assert torch.equal(batch.images, fixed.images), "the same crops, flips and pixels as with one size"
     assert next(iter(data.test_batches([[0]]))).images.shape == (1, 3, 24, 24)
+
+
+def test_workers_of_a_folder_end_when_its_data_is_dropped(folder: Path) -> None:
+    before = set(multiprocessing.active_children())
+    data = opened(folder, *SIZES, "data.workers=1")
+    gc.disable()
+    try:
+        batches = data.train_batches([[3], [5], [7], [9]], 0)
+        next(batches)
+        assert len(set(multiprocessing.active_children()) - before) == 1
+        del data, batches
+        assert set(multiprocessing.active_children()) <= before
+    finally:
+        gc.enable()
 
 
 def recorded(path: Path) -> Callable[[int], None]:

@@ -82,7 +82,7 @@ class ImageData(DataSet):
         self._config, self._device, self._train, self._test = config, device, train, test
         self.classes, self.class_names = classes, class_names
         self.shape = (3, config.image_size, config.image_size)
-        self._early = _early_sizes(config)
+        self._side = partial(_side, [*_early_sizes(config), (config.image_size, math.inf)])
         self._test_size = config.test_image_size or config.image_size
         self.train_size, self.test_size = len(train.labels), len(test.labels)
         # On the stream that trains, a copy would wait for earlier steps. Untested on GPUs.
@@ -97,13 +97,14 @@ class ImageData(DataSet):
 
     def train_stream(self, parts: Iterable[tuple[int, list[int]]]) -> Iterator[Batch]:
         """Yield one augmented batch per (epoch, sample numbers)."""
-        augment = self._config.augment
-        requests = (Request(False, epoch if augment else None, part, self.shape_in(epoch)[-1]) for epoch, part in parts)
+        # The pool holds the requests, so they must not hold this object (see Pool).
+        augment, side = self._config.augment, self._side
+        requests = (Request(False, epoch if augment else None, part, side(epoch)) for epoch, part in parts)
         return self._load(self._train, requests, self._pool.run if self._dali is None else self._dali.run)
 
     def shape_in(self, epoch: int) -> tuple[int, int, int]:
         """Return the shape of training images in an epoch (data.early_sizes)."""
-        side = next((side for side, epochs in self._early if epoch < epochs), self._config.image_size)
+        side = self._side(epoch)
         return 3, side, side
 
     def test_batches(self, parts: Iterable[list[int]]) -> Iterator[Batch]:
@@ -227,6 +228,10 @@ def _early_sizes(config: DataConfig) -> list[tuple[int, float]]:
     if len(sizes) > _MOST_EARLY_SIZES:
         raise ConfigError(f"{text}: must be at most {_MOST_EARLY_SIZES} sizes, because each is compiled separately")
     return sizes
+
+
+def _side(sizes: list[tuple[int, float]], epoch: int) -> int:
+    return next(side for side, epochs in sizes if epoch < epochs)
 
 
 def _samples(source: Encoded, numbers: list[int]) -> list[int]:
