@@ -56,7 +56,7 @@ class Pool(Generic[C]):
     """
 
     def __init__(self, read: Callable[[Request], C], workers: int, pinned: bool) -> None:
-        """Raises ConfigError if `workers` is negative, or so large that it may exhaust the machine."""
+        """Raises ConfigError if `workers` is negative or would exhaust the machine."""
         if not 0 <= workers <= _MOST_WORKERS:
             raise ConfigError(f"data.workers={workers}: must be from 0 to {_MOST_WORKERS} (per rank)")
         self._read = weakref.WeakMethod(read) if isinstance(read, MethodType) else lambda: read
