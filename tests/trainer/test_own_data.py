@@ -111,6 +111,11 @@ def arrays(folder):
     return (x[:101], y[:101]), (x[101:], y[101:]), y.max() + 1
 
 
+def mirrored(folder):
+    (x, y), test, classes = arrays(folder)
+    return (x[:, ::-1], y), (X[101:].clone().requires_grad_(), test[1]), classes
+
+
 def flags(folder):
     return (X, Y.long()), (X, Y.long()), np.array([True, False])
 
@@ -426,6 +431,14 @@ def test_arrays_and_numbers_of_numpy_are_treated_like_torch_tensors() -> None:
     assert (data.train_size, data.shape, data.classes) == (101, (6,), 2)
     batch = next(data.train_batches([[3, 5]], 0))
     assert batch.images.dtype is torch.float32 and batch.labels.dtype is torch.int64
+
+
+def test_mirrored_arrays_and_tensors_with_gradients_are_read() -> None:
+    """Regression: the first were refused as not being arrays, the second failed without a name."""
+    data, plain = (open_data(DataConfig(name=f"somebodys_data:{name}")) for name in ("mirrored", "arrays"))
+    batch, other = (next(each.train_batches([[3, 5]], 0)) for each in (data, plain))
+    assert data.fingerprint() != plain.fingerprint() and torch.equal(batch.images, other.images.flip(1))
+    assert not next(data.test_batches([[0]])).images.requires_grad
 
 
 def test_a_subclass_of_tensor_dataset_has_the_targets_that_it_returns() -> None:

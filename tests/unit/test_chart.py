@@ -287,6 +287,17 @@ def test_the_operators_image_has_a_name_that_the_kubelet_accepts(repository: str
     assert bool(re.search(schema["pattern"], repository)) is taken
 
 
+@pytest.mark.parametrize(
+    ("image", "taken"),
+    [("docker.io/alpine/git:2.49.1", True), (f"mirror:5000/git@sha256:{'0' * 64}", True), ("git:1", True),
+     ("Mirror.example/git", True), ("docker.io/Alpine/git", False), ("git::2", False), ("git:", False)],
+)  # fmt: skip
+def test_the_image_with_git_has_a_name_that_the_kubelet_accepts(image: str, taken: bool) -> None:
+    """Otherwise, every job with code from Git would fail because of InvalidImageName."""
+    schema = json.loads((CHART / "values.schema.json").read_text())["properties"]["codeImage"]
+    assert bool(re.search(schema["pattern"], image)) is taken
+
+
 def test_the_chart_accepts_only_fields_that_a_class_may_set() -> None:
     """Otherwise, the operator could not start because of a typo that `helm upgrade` has
     accepted.
@@ -345,6 +356,10 @@ def test_an_interval_must_be_a_prometheus_duration(interval: str, taken: bool) -
         ({"namespaceSelector": {"team": "monitoring"}}, "'team' not allowed"),
         ({"podSelector": {"matchLabels": {"tier": 1}}}, "got number, want string"),
         ({"podSelector": {"matchExpressions": [{"key": "team", "operator": "Is"}]}}, "operator"),
+        ({"podSelector": {"matchExpressions": [{"key": "team", "operator": "In"}]}}, "missing property 'values'"),
+        ({"podSelector": {"matchExpressions": [{"key": "team", "operator": "In", "values": []}]}}, "minItems"),
+        ({"podSelector": {"matchExpressions": [{"key": "team", "operator": "Exists", "values": ["a"]}]}}, "maxItems"),
+        ({"podSelector": {"matchLabels": {"team": "a b"}}}, "matchLabels/team"),
         ({"ipBlock": {"cidr": "10.0.0.0"}}, "cidr"),
         ({"ipBlock": {"cidr": "10.0.0.0/8"}, "podSelector": {}}, "maxProperties"),
         ({"namespaceSelector": {}, "podSelector": {"matchExpressions": [{"key": "a", "operator": "Exists"}]}}, ""),
@@ -362,6 +377,22 @@ def test_a_faulty_network_policy_peer_is_reported(value: str, peer: Any, words: 
     with pytest.raises(subprocess.CalledProcessError) as refused:
         template(*given)
     assert words in refused.value.stderr and f"/{value.replace('.', '/')}/0" in refused.value.stderr
+
+
+def test_a_faulty_address_of_a_metrics_peer_does_not_end_the_isolation_of_jobs() -> None:
+    """The schema cannot tell that 10.0.0.1/8 has address bits beyond its prefix, for which the API
+    server would refuse the NetworkPolicy of each job.
+    """
+
+    def peers(block: dict[str, Any]) -> tuple[Any, ...]:
+        given = {"DDPJOB_OPERATOR_METRICS_PEERS": json.dumps([{"podSelector": {}}, {"ipBlock": block}])}
+        return Settings.from_environment({"DDPJOB_OPERATOR_KEY": "k" * 16, **given}).metrics_peers
+
+    cleared = {"cidr": "10.0.0.0/8", "except": ["10.1.0.0/16"]}
+    assert peers({"cidr": "10.0.0.1/8", "except": ["10.1.2.3/16"]}) == ({"podSelector": {}}, {"ipBlock": cleared})
+    for wrong in ({"cidr": "10.0.0.0/33"}, {"cidr": "10.0.0.0/8", "except": ["ten"]}, {}):
+        with pytest.raises(SettingsError, match="METRICS_PEERS has ipBlock"):
+            peers(wrong)
 
 
 @needs_helm

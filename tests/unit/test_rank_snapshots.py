@@ -23,6 +23,7 @@ from ddpjob_pod.snapshot_store import HEADER_BYTES, Moment, SnapshotStore, part_
 from ddpjob_runtime import protocol
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.testing._internal.two_tensor import TwoTensor
 
 from benchmarks.torture.defective import DEFECTS, OF_SNAPSHOTS
 
@@ -718,6 +719,30 @@ def test_training_continues_without_a_usable_memory_volume(
 
     assert Group(2).run(train) == [(True, 0), (True, 2)]
     assert ("this pod does not keep training states in memory" in capfd.readouterr().err) == (fault != "none")
+
+
+COMPLEX = torch.tensor([[1 + 2j, 3 - 4j, 5j]])
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    {
+        "conjugated": COMPLEX.conj(),
+        "conjugated and transposed": COMPLEX.mH,
+        "negated": COMPLEX.conj().imag.t(),
+        "without memory": torch.empty(3, device="meta"),
+        "two tensors in one": TwoTensor(torch.ones(3), torch.zeros(3)),
+    }.values(),
+)
+def test_tensors_whose_memory_is_not_their_value_are_restored(tensor: Any) -> None:
+    layout = rank_snapshots._StateLayout({"tensor": tensor}, 0, [])
+    data = memoryview(bytearray(layout.size))
+    layout.write_head(data)
+    for each, place in zip(layout.tensors, layout.places.each, strict=True):
+        rank_snapshots._copy_to(data[layout.base :], each, place)
+    found = rank_snapshots._read(data, None, views=False)[0]["tensor"]
+    assert found.shape == tensor.shape and found.is_meta == tensor.is_meta
+    assert found.is_meta or found.tolist() == tensor.tolist()
 
 
 def test_a_malformed_inventory_counts_as_an_empty_one_on_all_ranks(

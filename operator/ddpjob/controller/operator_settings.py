@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ class Settings:
             key=key,
             namespaces=tuple(n.strip() for n in text("NAMESPACES", "").split(",") if n.strip()),
             peer=peers("PEER", dict, "null"),
-            metrics_peers=tuple(peers("METRICS_PEERS", list, "[]")),
+            metrics_peers=_metrics_peers(peers("METRICS_PEERS", list, "[]")),
             workers=number("WORKERS", cls.workers),
             lease_namespace=lease_namespace,
             lease_name=text("LEASE_NAME", cls.lease_name),
@@ -132,6 +133,26 @@ class Settings:
             code_image=text("CODE_IMAGE", "") or cls.code_image,
             classes=_classes(peers("CLASSES", dict, "{}")),
         )
+
+
+def _metrics_peers(found: list[Json]) -> tuple[Json, ...]:
+    """Read the peers, and clear address bits beyond a block's prefix, as in 10.0.0.1/8.
+
+    Recent API servers refuse such bits, and one refused peer would leave every job without its
+    NetworkPolicy. Raises SettingsError.
+    """
+
+    def network(text: str) -> str:
+        try:
+            return str(ip_network(text, strict=False))
+        except ValueError as error:
+            raise SettingsError(f"{PREFIX}METRICS_PEERS has ipBlock {text!r}: {error}") from error
+
+    for block in (peer["ipBlock"] for peer in found if "ipBlock" in peer):
+        block["cidr"] = network(block.get("cidr", ""))
+        if "except" in block:
+            block["except"] = [network(text) for text in block["except"]]
+    return tuple(found)
 
 
 _NAME = re.compile("[a-z0-9]([-a-z0-9]*[a-z0-9])?")

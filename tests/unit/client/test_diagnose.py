@@ -32,15 +32,15 @@ def test_a_user_who_lacks_rights_is_not_advised_to_use_a_role_without_them() -> 
 class Deployed:
     """An API server with one operator, installed by the chart of this client's release."""
 
-    def __init__(self, image: str, watched: str = "", **status: Any) -> None:
-        self.image, self.watched, self.status = image, watched, status
+    def __init__(self, image: str, watched: str = "", replicas: int = 2, **status: Any) -> None:
+        self.image, self.watched, self.replicas, self.status = image, watched, replicas, status
 
     def items(self, path: str, query: dict[str, str], **_: object) -> list[dict[str, Any]]:
         labels = {"app.kubernetes.io/version": installed_version()}
         env = [{"name": "DDPJOB_OPERATOR_NAMESPACES", "value": self.watched}]
         pod = {"spec": {"containers": [{"image": self.image, "env": env}]}}
         meta = {"namespace": "n", "name": "o", "labels": labels, "generation": 2}
-        return [{"metadata": meta, "spec": {"template": pod, "replicas": 2}, "status": self.status}]
+        return [{"metadata": meta, "spec": {"template": pod, "replicas": self.replicas}, "status": self.status}]
 
 
 @pytest.mark.parametrize(
@@ -81,6 +81,23 @@ def test_a_rollout_that_is_stuck_is_reported(change: dict[str, Any], said: str) 
     """The new replica is in a crash loop, while two earlier replicas are ready."""
     check, _ = _operators(cast("ApiServer", Deployed("o:1.2.3", **{**WHOLE, **change})), "vision")
     assert check.ok is (not said) and said in check.what
+
+
+@pytest.mark.parametrize(
+    ("replicas", "change", "remedy", "logs"),
+    [
+        (2, {"readyReplicas": 0}, "kubectl describe pods -n n -l app", True),
+        (2, {"conditions": [{"type": "ReplicaFailure", "status": "True"}]}, "correct what the message names", False),
+        (0, {"readyReplicas": 0, "updatedReplicas": 0}, "value replicas to at least 1", False),
+    ],
+)
+def test_the_advice_names_logs_only_if_the_operator_has_pods(
+    replicas: int, change: dict[str, Any], remedy: str, logs: bool
+) -> None:
+    """A pod that admission has refused has never existed."""
+    deployed = Deployed("o:1.2.3", replicas=replicas, **{**WHOLE, **change})
+    check, _ = _operators(cast("ApiServer", deployed), "vision")
+    assert check.ok is False and remedy in check.remedy and ("kubectl logs" in check.remedy) is logs
 
 
 @pytest.mark.parametrize(("watched", "well"), [("", True), ("a, vision", True), ("a,b", False)])

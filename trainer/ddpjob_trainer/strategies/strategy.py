@@ -145,8 +145,16 @@ class Strategy:
             self.network.compile(**compiler_options(mode, dynamic=None))
 
     def moving_average(self) -> MovingAverage:
-        """Return a moving average of the weights and of the running statistics."""
-        running = [(name, buffer) for name, buffer in self.model.named_buffers() if buffer.is_floating_point()]
+        """Return a moving average of the weights and of the running statistics.
+
+        Buffers outside the state dict are constants. A mask of -inf would become NaN.
+        """
+        saved = self.model.state_dict()
+        running = [
+            (name, buffer)
+            for name, buffer in self.model.named_buffers()
+            if name in saved and buffer.is_floating_point() and bool(buffer.isfinite().all())
+        ]
         first: dict[torch.Tensor, str] = {}
         named = self.model.named_parameters(remove_duplicate=False)
         others = {name: known for name, weight in named if (known := first.setdefault(weight, name)) != name}

@@ -141,7 +141,7 @@ def _operators(api: ApiServer, namespace: str) -> Iterator[Diagnosis]:
 
 _WRONG = {("Progressing", "False"), ("ReplicaFailure", "True")}
 """Type and status of a Deployment's conditions that report a fault. ReplicaFailure means that the
-API server rejects new pods."""
+API server refuses new pods."""
 
 
 def _rollout(deployment: Json, where: str) -> Diagnosis:
@@ -162,10 +162,17 @@ def _rollout(deployment: Json, where: str) -> Diagnosis:
         said = (f"{condition.get('reason')}: {condition.get('message')}" for condition in wrong)
         text += f" ({'; '.join(said)})"
     whole = ready >= wanted > 0 and not behind and not extra and not wrong
-    log = f"kubectl -n {meta['namespace']} logs --prefix --tail=20 -l app.kubernetes.io/name=ddpjob-operator"
-    return Diagnosis(
-        whole, text, f"read its pods' logs with `{log}`; if a rollout is in progress, check again in a minute"
-    )
+    pods = f"-n {meta['namespace']} -l app.kubernetes.io/name=ddpjob-operator"
+    if not wanted:
+        remedy = "set the chart's value replicas to at least 1"
+    elif any(condition["type"] == "ReplicaFailure" for condition in wrong):
+        remedy = "the API server refuses its new pods; correct what the message names"
+    else:
+        remedy = (
+            f"see why pods do not start with `kubectl describe pods {pods}`, and read their logs with `kubectl logs "
+            f"--prefix --tail=20 {pods}`; if a rollout is in progress, check again in a minute"
+        )
+    return Diagnosis(whole, text, remedy)
 
 
 def _watched(deployment: Json) -> list[str]:
