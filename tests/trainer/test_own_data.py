@@ -253,6 +253,15 @@ class Strange(Noisy):
         return X[number], (1 if number < 60 else object())
 
 
+class Ended(Noisy):
+    def __getitem__(self, number):
+        return super().__getitem__(number) if number != 5 else next(iter(()))
+
+
+def ended(folder):
+    return Noisy(0, 101), Ended(101, 29), 2
+
+
 def strange(folder):
     return Strange(0, 101), Noisy(101, 29), 2
 '''
@@ -455,6 +464,14 @@ def test_a_mistake_in_a_data_worker_is_reported_like_one_in_the_rank() -> None:
     data = open_data(DataConfig(name="somebodys_data:strange", workers=1))
     with pytest.raises(ConfigError, match=r"^data.name=somebodys_data:strange: the target of a sample of train is obj"):
         next(data.train_batches([[3, 70]], 0))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_that_raises_stop_iteration_does_not_end_an_evaluation(workers: int) -> None:
+    """Regression: the evaluation covered only the samples before it, without a warning."""
+    data = open_data(DataConfig(name="somebodys_data:ended", workers=workers))
+    with pytest.raises(RuntimeError, match="a Dataset raised StopIteration for a sample"):
+        list(data.test_batches([[3], [5], [7]]))
 
 
 @pytest.mark.parametrize("name", ["pictures", "pixels"])

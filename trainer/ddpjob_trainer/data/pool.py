@@ -131,7 +131,10 @@ class _Reader(Dataset[C]):
     def __getitem__(self, request: Request) -> C:
         read = self._read()
         assert read is not None, "the pool's owner is in use while its pool runs"
-        return read(request)
+        try:
+            return read(request)
+        except StopIteration as error:  # The loader would take it for the end of the data.
+            raise RuntimeError("a Dataset raised StopIteration for a sample") from error
 
 
 @contextmanager
