@@ -518,6 +518,13 @@ def test_bytes_are_shifted_mirrored_and_normalized_like_cifar_images(
     assert torch.equal(next(plain.train_batches([[91]], 0)).images, normalize(somebodys_data.PIXELS[1:2]))
 
 
+@pytest.mark.parametrize("name", ["pictures", "pixels"])
+@pytest.mark.parametrize("workers", [-1, 1025, 2**63])
+def test_a_number_of_workers_that_would_exhaust_the_machine_is_refused(name: str, workers: int) -> None:
+    with pytest.raises(ConfigError, match=rf"^data.workers={workers}: must be from 0 to 1024 \(per rank\)$"):
+        open_data(DataConfig(name=f"somebodys_data:{name}", workers=workers))
+
+
 def test_workers_end_when_their_data_is_dropped() -> None:
     """Otherwise, the garbage collector ends them at some later time, and takes 5 s for each."""
     before = set(multiprocessing.active_children())

@@ -58,8 +58,6 @@ class OwnData(DataSet):
 
         Raises ConfigError or DataError, with the returned value and the remedy.
         """
-        if config.workers < 0:
-            raise ConfigError(f"data.workers={config.workers}: must be at least 0")
         if config.randaugment_ops or config.trivialaugment:
             key = "trivialaugment" if config.trivialaugment else "randaugment_ops"
             raise ConfigError(
