@@ -1002,10 +1002,12 @@ class _StateLayout:
             return {key: self._without_tensors(value, torch) for key, value in node.items()}
         if type(node) in (list, tuple):
             return type(node)(self._without_tensors(value, torch) for value in node)
-        # A sparse or quantized tensor is pickled with the skeleton.
-        if not isinstance(node, torch.Tensor) or node.layout is not torch.strided or node.is_quantized:
+        # A tensor without plain memory of its own is pickled with the skeleton.
+        if not isinstance(node, torch.Tensor) or node.layout is not torch.strided or node.is_quantized or node.is_meta:
             return node
         whole = tuple(node.shape) if hasattr(node, "full_tensor") else None
+        if whole is None and hasattr(node, "__tensor_flatten__"):
+            return node
         tensor = node.detach()
         self._found.append((tensor if whole is None else tensor.to_local(), whole))
         return _Tensor(len(self._found) - 1)
@@ -1131,8 +1133,8 @@ class _Shard:
 
 
 def _copy_to(data: memoryview, tensor: Any, place: _Place) -> None:
-    """Copy a CPU tensor into a slot."""
-    if tuple(tensor.stride()) != place.stride:
+    """Copy a tensor into a slot."""
+    if tuple(tensor.stride()) != place.stride or not tensor.is_cpu or tensor.is_conj() or tensor.is_neg():
         _view(data, place).copy_(tensor)
     elif place.count:
         # torch would divide each small copy among its threads, which wait for each other.

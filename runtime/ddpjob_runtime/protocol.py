@@ -73,6 +73,7 @@ class WaitKind(Word):
     STOPPED = "stopped"
     TRACED = "traced"
     STORAGE = "storage"
+    SERVER = "server"
     ASLEEP = "asleep"
 
 

@@ -4,10 +4,13 @@ covers all kinds).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -61,7 +64,7 @@ def worker(act: str) -> int:
     """Start a process in its own session, like a worker, and return its pid."""
     return os.posix_spawn(
         "/usr/bin/env",
-        ["env", "python3", "-c", f"import os, signal, socket, sys, time\n{act}"],
+        ["env", "python3", "-c", f"import os, signal, socket, sys, threading, time\n{act}"],
         os.environ,
         setsid=True,
     )
@@ -74,6 +77,7 @@ def worker(act: str) -> int:
         ("os.kill(os.getpid(), signal.SIGSTOP)", WaitKind.STOPPED, ""),
         ("if os.fork(): signal.pause()\nos.kill(os.getpid(), signal.SIGSTOP)", WaitKind.STOPPED, ""),
         ("open('pipe').read()", WaitKind.STORAGE, "openat"),
+        ("threading.Thread(target=open, args=['pipe']).start()\nsignal.pause()", WaitKind.STORAGE, "openat"),
         ("signal.pause()", None, ""),
     ],
 )
@@ -97,6 +101,38 @@ def test_the_reason_why_a_worker_waits_is_read_from_the_kernel(
     finally:
         os.killpg(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize("answers", [False, True])
+@pytest.mark.parametrize("low", [False, True])
+def test_a_request_without_an_answer_is_a_wait_for_a_server(low: bool, answers: bool) -> None:
+    """Native clients wait without a frame on the stack. A rank's port is ephemeral, a server's is not."""
+    with listen(range(20_000, 30_000) if low else [0]) as server:
+        port = server.getsockname()[1]
+        pid = worker(f"c = socket.create_connection(('127.0.0.1', {port}))\nc.send(b'GET')\nc.recv(9)\nsignal.pause()")
+        try:
+            accepted, _ = server.accept()
+            assert accepted.recv(9) == b"GET"
+            if answers:
+                time.sleep(0.2)
+                accepted.send(b"OK")
+            expected = (WaitKind.SERVER, f"127.0.0.1 port {port}") if low and not answers else (None, "")
+
+            def waits() -> bool:
+                now = read_vitals([pid])[pid]
+                return (now.wait, now.call) == expected
+
+            until(waits)
+        finally:
+            os.killpg(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def listen(ports: Iterable[int]) -> socket.socket:
+    for port in ports:
+        with contextlib.suppress(OSError):
+            return socket.create_server(("127.0.0.1", port))
+    raise AssertionError("no free port")
 
 
 def test_bytes_received_from_a_socket_are_a_sign_of_life() -> None:

@@ -45,6 +45,7 @@ async def test_with_a_budget_of_0_the_first_failure_ends_the_job_with_its_traceb
     assert "Traceback (most recent call last)" in next(
         e.message for e in s.cluster.events if e.reason == "RestartBudgetSpent"
     )
+    assert s.status["round"] == s.status["restarts"]["total"] == 1, "no restart follows the last failure"
 
 
 @pytest.mark.parametrize("mode", ["Standard", "Fast"])

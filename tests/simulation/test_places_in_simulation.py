@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from ddpjob.core.follow import recording
 
+from . import operator_port
 from .simulated import Simulation, conditions
 from .test_recovery_in_simulation import FAST, passes, reasons, running
 
@@ -295,6 +298,14 @@ async def test_a_pod_that_fails_twice_while_others_work_is_replaced(mode: str, s
     assert reasons(s) == [("WorkerFailed", True), ("WorkerFailed", False), ("PodUnhealthy", False)]
     assert [p.name for p in running(s)] == ["job-0-0", "job-1-1"] and s.phase == "Running"
     assert any("job-1-1 replaces it" in e.message for e in s.cluster.events if e.reason == "PodUnhealthy")
+
+
+async def test_with_a_single_host_a_failing_pod_stays_and_each_failure_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operator_port, "World", partial(operator_port.World, one_host=True))
+    s = Simulation({"nodes": 2, "recovery": {"mode": "Fast", "maxRestarts": 2}}, steps=10**6)
+    await s.until(lambda: s.phase == "Running" and s.training.made > 3)
+    await fails_wherever(s, {"job-1-0"}, "CUDA error: an illegal memory access was encountered")
+    assert reasons(s) == [("WorkerFailed", True)] * 3 and s.phase == "Failed"
 
 
 async def test_a_pod_that_causes_two_hangs_is_replaced() -> None:

@@ -111,6 +111,11 @@ def arrays(folder):
     return (x[:101], y[:101]), (x[101:], y[101:]), y.max() + 1
 
 
+def mirrored(folder):
+    (x, y), test, classes = arrays(folder)
+    return (x[:, ::-1], y), (X[101:].clone().requires_grad_(), test[1]), classes
+
+
 def flags(folder):
     return (X, Y.long()), (X, Y.long()), np.array([True, False])
 
@@ -246,6 +251,15 @@ def described(folder):
 class Strange(Noisy):
     def __getitem__(self, number):
         return X[number], (1 if number < 60 else object())
+
+
+class Ended(Noisy):
+    def __getitem__(self, number):
+        return super().__getitem__(number) if number != 5 else next(iter(()))
+
+
+def ended(folder):
+    return Noisy(0, 101), Ended(101, 29), 2
 
 
 def strange(folder):
@@ -428,6 +442,14 @@ def test_arrays_and_numbers_of_numpy_are_treated_like_torch_tensors() -> None:
     assert batch.images.dtype is torch.float32 and batch.labels.dtype is torch.int64
 
 
+def test_mirrored_arrays_and_tensors_with_gradients_are_read() -> None:
+    """Regression: the first were refused as not being arrays, the second failed without a name."""
+    data, plain = (open_data(DataConfig(name=f"somebodys_data:{name}")) for name in ("mirrored", "arrays"))
+    batch, other = (next(each.train_batches([[3, 5]], 0)) for each in (data, plain))
+    assert data.fingerprint() != plain.fingerprint() and torch.equal(batch.images, other.images.flip(1))
+    assert not next(data.test_batches([[0]])).images.requires_grad
+
+
 def test_a_subclass_of_tensor_dataset_has_the_targets_that_it_returns() -> None:
     data = open_data(DataConfig(name="somebodys_data:pairs", workers=0))
     assert next(data.train_batches([[3, 4]], 0)).labels.tolist() == [1, 0]
@@ -442,6 +464,14 @@ def test_a_mistake_in_a_data_worker_is_reported_like_one_in_the_rank() -> None:
     data = open_data(DataConfig(name="somebodys_data:strange", workers=1))
     with pytest.raises(ConfigError, match=r"^data.name=somebodys_data:strange: the target of a sample of train is obj"):
         next(data.train_batches([[3, 70]], 0))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_that_raises_stop_iteration_does_not_end_an_evaluation(workers: int) -> None:
+    """Regression: the evaluation covered only the samples before it, without a warning."""
+    data = open_data(DataConfig(name="somebodys_data:ended", workers=workers))
+    with pytest.raises(RuntimeError, match="a Dataset raised StopIteration for a sample"):
+        list(data.test_batches([[3], [5], [7]]))
 
 
 @pytest.mark.parametrize("name", ["pictures", "pixels"])
@@ -486,6 +516,13 @@ def test_bytes_are_shifted_mirrored_and_normalized_like_cifar_images(
     assert next(data.train_batches([[]], 0)).images.shape == (0, 3, 12, 16)
     plain = open_data(replace(keys, augment=False, repeats=1))
     assert torch.equal(next(plain.train_batches([[91]], 0)).images, normalize(somebodys_data.PIXELS[1:2]))
+
+
+@pytest.mark.parametrize("name", ["pictures", "pixels"])
+@pytest.mark.parametrize("workers", [-1, 1025, 2**63])
+def test_a_number_of_workers_that_would_exhaust_the_machine_is_refused(name: str, workers: int) -> None:
+    with pytest.raises(ConfigError, match=rf"^data.workers={workers}: must be from 0 to 1024 \(per rank\)$"):
+        open_data(DataConfig(name=f"somebodys_data:{name}", workers=workers))
 
 
 def test_workers_end_when_their_data_is_dropped() -> None:

@@ -87,6 +87,20 @@ class Renamed:
         pass
 
 
+class Taken:
+    name = "step"
+
+    def on_test_batch(self, scores, targets):
+        return 1.0
+
+    def on_test_end(self, sums):
+        return {self.name: sums[0]}
+
+
+class Long(Taken):
+    name = 101 * "x"
+
+
 class Idle:
     pass
 
@@ -300,6 +314,11 @@ def test_the_command_evaluate_reports_the_metrics_of_callbacks(
             ["train.callbacks=wrong_parts:Growing", "train.eval_batch=200", "checkpoint.every_epochs=0"],
             r"callbacks=wrong_parts:Growing: on_test_batch returned 1 and 2 sums for .*torch.bincount\(..., minlength=",
         ),
+        (
+            ["train.callbacks=wrong_parts:Taken", "checkpoint.every_epochs=0"],
+            r"wrong_parts:Taken: on_test_end returned step; return .*, with other names of at most 100 characters",
+        ),
+        (["train.callbacks=wrong_parts:Long", "checkpoint.every_epochs=0"], r"Long: on_test_end returned xxx"),
         (
             ["train.callbacks=wrong_parts:Impatient", "train.eval_every=0"],
             r"Impatient: its on_epoch_end is never called with train.eval_every=0; set train.eval_every=1",

@@ -317,6 +317,7 @@ def test_unset_fields_are_not_written() -> None:
     assert written == {
         "observedGeneration": 0,
         "conditions": [],
+        "image": "a",
         "round": 0,
         "rendezvous": {"generation": 0, "state": "Planned", "endpoint": "", "nodes": 0},
         "nodes": {"wanted": 2, "active": 0, "ready": 0, "spare": 0, "display": "0/2"},

@@ -720,6 +720,54 @@ def test_training_continues_without_a_usable_memory_volume(
     assert ("this pod does not keep training states in memory" in capfd.readouterr().err) == (fault != "none")
 
 
+class Scaled(torch.Tensor):
+    """A tensor without memory of its own, as in torchao's optimizers."""
+
+    value: torch.Tensor
+    scale: float
+
+    @staticmethod
+    def __new__(cls, value: torch.Tensor, scale: float) -> Scaled:
+        made: Scaled = torch.Tensor._make_wrapper_subclass(cls, value.shape, dtype=value.dtype)
+        made.value, made.scale = value, scale
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], float]:
+        return ["value"], self.scale
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        assert function is torch.ops.aten.detach.default
+        return Scaled(arguments[0].value, arguments[0].scale)
+
+    def tolist(self) -> list[float]:
+        return [self.scale * value for value in self.value.tolist()]
+
+
+COMPLEX = torch.tensor([[1 + 2j, 3 - 4j, 5j]])
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    {
+        "conjugated": COMPLEX.conj(),
+        "conjugated and transposed": COMPLEX.mH,
+        "negated": COMPLEX.conj().imag.t(),
+        "without memory": torch.empty(3, device="meta"),
+        "computed when it is used": Scaled(torch.arange(3.0), 0.5),
+    }.values(),
+)
+def test_tensors_whose_memory_is_not_their_value_are_restored(tensor: Any) -> None:
+    layout = rank_snapshots._StateLayout({"tensor": tensor}, 0, [])
+    data = memoryview(bytearray(layout.size))
+    layout.write_head(data)
+    for each, place in zip(layout.tensors, layout.places.each, strict=True):
+        rank_snapshots._copy_to(data[layout.base :], each, place)
+    found = rank_snapshots._read(data, None, views=False)[0]["tensor"]
+    assert found.shape == tensor.shape and found.is_meta == tensor.is_meta
+    assert found.is_meta or found.tolist() == tensor.tolist()
+
+
 def test_a_malformed_inventory_counts_as_an_empty_one_on_all_ranks(
     nodes: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

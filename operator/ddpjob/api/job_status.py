@@ -500,6 +500,7 @@ class JobStatus:
         written: Json = _STATUS.dump_python(self, mode="json", by_alias=True)
         if len(self.slots) >= COMPACT_FROM:
             written["slots"] = _compact(written["slots"])
+        written |= {"image": spec.image} if spec.image else {}
         written["nodes"] = {
             "wanted": self._wanted(spec),
             "active": self.active,

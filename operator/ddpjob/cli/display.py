@@ -19,6 +19,7 @@ from ddpjob.api.job_status import JobStatus, Phase, Restart
 from ddpjob.cli.output import printable
 from ddpjob.core.status.messages import put_cause_first
 from ddpjob.core.status.repeated import and_repeats
+from ddpjob.core.status.restarting import RECOVERED
 from ddpjob.core.status.shown_progress import duration
 from ddpjob.local.process_cluster import TimedEvent
 from ddpjob.local.runner import RunDisplay, Shown
@@ -106,6 +107,8 @@ class NewLines:
     def lines(self, shown: Shown) -> Iterator[tuple[bool, str]]:
         """Yield (is a warning, line) for everything that has not been shown."""
         for happened in shown.events[self._events :]:
+            if happened.event.reason == RECOVERED:
+                continue  # The line of `recoveries` says the same, with the cause.
             yield happened.event.warning, event_line(happened)
             for line in self._new_trace(happened):
                 yield happened.event.warning, f"  {line}"

@@ -195,7 +195,14 @@ def format_rows(
 ) -> list[str]:  # fmt: skip
     """Return a header line and a line for each job.
 
-    `widths` holds the column widths of earlier lines, and is updated. Widths only grow.
+    `widths` holds the column widths of earlier lines, and is updated. Widths only grow. If it is
+    empty, columns start wide enough for the usual values of later lines.
     """
-    rows = [row(body, now, wide=wide, namespaces=namespaces) for body in bodies]
-    return table([header(wide=wide, namespaces=namespaces), *rows], widths)
+    titles = header(wide=wide, namespaces=namespaces)
+    if widths == []:
+        widths += [_USUAL.get(title, 0) for title in titles]
+    return table([titles, *(row(body, now, wide=wide, namespaces=namespaces) for body in bodies)], widths)
+
+
+_USUAL = {"STATE": 10, "NODES": 6, "PROGRESS": 16, "LOSS": 9, "SPEED": 12, "AGE": 6, "DURATION": 8, "GPUHOURS": 8}
+"""Widths of columns that are empty or short when a job begins."""

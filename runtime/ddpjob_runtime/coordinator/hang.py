@@ -8,7 +8,8 @@ alone only raises a suspicion, and the ranks' activity decides:
   round, training, and whatever the script reports, such as evaluating. If no report arrives for
   FACTOR times the 99th percentile of these gaps, and for at least LEAST_SECONDS, the coordinator
   checks the ranks. Until LEAST_GAPS gaps are known, the minimum is longer, especially at the start
-  of a round (UNKNOWN).
+  of a round (UNKNOWN). A round's first check comes after EARLY_LOOK seconds, but until the minimum
+  has passed, checks only report ranks that wait for others, such as for a wrong MASTER_ADDR.
 - **Proof.** If two more checks, LOOK_EVERY seconds apart, show a standstill (`standstill`), the
   round ends as a hang, unless recovery.hangs is Report. The report shows the step as overdue from
   the first of these two checks on. If something moves, the pauses between checks grow.
@@ -47,6 +48,9 @@ UNKNOWN_ACTIVITY = 120.0
 LEAST_AT_START = 60.0
 """Minimum number of seconds without a report at the start of a round, if an earlier round has
 completed a step."""
+EARLY_LOOK = 45.0
+"""Seconds from the start of a round to its first check, which can only report. Ranks that cannot
+form their group would otherwise say nothing until a timeout of torch, which is minutes."""
 LOOK_EVERY, MOST_BETWEEN_LOOKS = 5.0, 30.0
 
 OVERDUE_SECONDS = 300.0
@@ -174,8 +178,14 @@ class HangWatch:
         """Return the time of the next check of the ranks; None while no round runs."""
         if self.since is None:
             return None
-        suspicion = self._suspicion
-        return self.since + self._usual.limit(self._phase) if suspicion is None else suspicion.next_at
+        if self._suspicion is not None:
+            return self._suspicion.next_at
+        limit = self._usual.limit(self._phase)
+        return self.since + (limit if self._in_round else min(limit, EARLY_LOOK))
+
+    def may_end(self, now: float) -> bool:
+        """Whether the silence is long enough to end the round."""
+        return self.since is not None and now >= self.since + self._usual.limit(self._phase)
 
     def suspect(self) -> Suspicion:
         """Return the results of the checks since the last step."""

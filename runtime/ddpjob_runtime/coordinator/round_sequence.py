@@ -237,10 +237,10 @@ class Rounds:
         if self.watch.since == since and current is not None and current.can_hang:
             suspicion = self.watch.suspect()
             suspicion.add(self._now(), look)
-            standstill = suspicion.standstill
-            if self.watch.hangs is Hangs.END and standstill.is_proved(self._now()):
+            standstill, may_end = suspicion.standstill, self.watch.may_end(self._now())
+            if self.watch.hangs is Hangs.END and may_end and standstill.is_proved(self._now()):
                 current.hung(self._without_step(), standstill.stacks())
-            elif standstill.looks and self.overdue is None:
+            elif standstill.looks and self.overdue is None and (may_end or standstill.has_waiting_rank):
                 self._report_overdue(since, standstill.stacks())
             elif not standstill.looks and not self._is_overdue():
                 self._withdraw_overdue()

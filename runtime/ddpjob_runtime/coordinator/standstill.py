@@ -52,7 +52,8 @@ IDLE_SHARE, IDLE_BYTES = 0.02, 8192
 """An idle rank uses at most this share of a core and transfers at most this many bytes between two
 checks. Threads that only watch, such as NCCL's, stay below these limits."""
 PATIENCE = {
-    WaitKind.STOPPED: 60.0, WaitKind.STORAGE: 120.0, WaitKind.ASLEEP: 120.0, WaitKind.TRACED: float("inf"),
+    WaitKind.STOPPED: 60.0, WaitKind.STORAGE: 120.0, WaitKind.SERVER: 120.0, WaitKind.ASLEEP: 120.0,
+    WaitKind.TRACED: float("inf"),
 }  # fmt: skip
 """How many seconds ranks must stand still if they wait for something that often ends on its own. A
 traced process is never a proof, because it waits for its debugger.
@@ -65,8 +66,10 @@ COLLECTIVE_FILES = re.compile(
     r"|/ddpjob_pod/(own_work|rank_snapshots)\.py$"
 )
 """Files whose functions wait for other ranks. `own_work` wraps torch's functions."""
+STORE_FILES = re.compile(r"/torch/distributed/rendezvous\.py$")
+"""The file in which torch connects to the store."""
 SERVER_FILES = re.compile(r"/(socket|ssl)\.py$")
-"""Python's files that wait for a server, such as an object store. Such a wait counts as storage."""
+"""Python's files that wait for a server, such as an object store. Launchers miss some waits."""
 DEBUGGERS = re.compile(r'File "[^"]*(/[pb]db\.py"|/pydevd|/debugpy/)')
 BACKWARD = "_engine_run_backward"
 """DDP exchanges gradients in this call."""
@@ -136,6 +139,11 @@ class Standstill:
         waits = [_wait_of(self._before.ranks[rank]) for rank in self.awaited]
         return now - self._since >= max((PATIENCE[wait] for wait in waits if wait), default=0.0)
 
+    @property
+    def has_waiting_rank(self) -> bool:
+        """Whether a rank waits for other ranks, in a collective or to form the group."""
+        return self._before is not None and any(is_in_collective(look.text) for look in self._before.ranks.values())
+
     def stacks(self) -> Stacks:
         """Return the last check's stacks, the awaited ranks first."""
         look = self._before
@@ -176,7 +184,7 @@ def _wait_of(look: RankLook) -> WaitKind | None:
     if look.wait:
         return look.wait
     frame = _innermost(look.text)
-    return WaitKind.STORAGE if frame is not None and SERVER_FILES.search(frame["file"]) else None
+    return WaitKind.SERVER if frame is not None and SERVER_FILES.search(frame["file"]) else None
 
 
 def _describe_wait(look: RankLook) -> str:
@@ -184,6 +192,11 @@ def _describe_wait(look: RankLook) -> str:
         return "one of its processes is stopped (SIGSTOP)"
     if look.wait is WaitKind.STORAGE:
         return f"it is waiting for storage in {look.call or 'the kernel'}"
+    if look.wait is WaitKind.SERVER:
+        return f"{look.call} has not answered it"
+    frame = _innermost(look.text)
+    if frame is not None and STORE_FILES.search(frame["file"]):
+        return "not all ranks have reached the store at its init_method, or at MASTER_ADDR and MASTER_PORT"
     return ""
 
 

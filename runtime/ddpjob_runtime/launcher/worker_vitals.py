@@ -7,9 +7,14 @@ That is safe, because the stacks must also be equal, and the coordinator compare
 
     stat         CPU time, and whether a process is stopped (T) or waits in the kernel (D)
     io           bytes read and written through files and pipes
-    sock_diag    bytes received and acknowledged through sockets, which `io` leaves out
-    syscall      whether the main thread is in a system call on storage, or asleep
+    sock_diag    bytes received and acknowledged through sockets, which `io` leaves out, and
+                 whether a server has not answered
+    syscall      whether a thread is in a system call on storage, or the main thread asleep
     fd           whether a GPU is open
+
+A request is unanswered if no data on its connection was received after it was sent. Stacks would
+not show such a wait, because it may be in a different thread or process, or in a native library.
+Other ranks are not servers. Their ports are ephemeral, so only lower ports count.
 
 Only the names of open files are read, because even a stat of a file on a dead server would block.
 Why: docs/decisions/0024.
@@ -63,9 +68,11 @@ DIAGNOSE, OF_FAMILY, DUMP, DONE, ERROR = 4, 20, 0x301, 3, 2
 """Netlink's numbers for the protocol, the request, its flags, and the types of the messages that
 end a response."""
 MESSAGE, LENGTH_OF_SOCKET, INODE_AT = struct.Struct("=IHHII"), 72, 68
-INFO, RECEIVED_AT = 2, 120
-"""The attribute with TCP's counters, and the position of the acknowledged and received bytes in
-it."""
+PORT_AT, ADDRESS_AT, UNSENT_AT = 6, 24, 60
+INFO, SENT_MS_AT, RECEIVED_MS_AT, RECEIVED_AT = 2, 44, 52, 120
+"""The attribute with TCP's counters, and positions in it: milliseconds since data was last sent and
+received, and the acknowledged and received bytes."""
+ESTABLISHED, CONNECTING = 1, 2
 SECONDS_OF_KERNEL = 1.0
 
 
@@ -101,31 +108,37 @@ class Vitals:
 def read_vitals(workers: Iterable[int]) -> dict[int, Vitals]:
     """Return the vitals of each worker, by the pid that leads its session."""
     found = {pid: Vitals(time.monotonic()) for pid in workers}
-    transferred = _transferred_by_socket()
+    sockets = _read_sockets()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError, IndexError):  # The worker has just ended.
             fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
             vitals = found.get(int(fields[3]))
             if vitals is not None and fields[0] not in (b"Z", b"X"):
-                _add(vitals, folder, fields, transferred)
+                _add(vitals, folder, fields, sockets)
     return found
 
 
-def _add(vitals: Vitals, folder: Path, fields: list[bytes], transferred: Mapping[str, int]) -> None:
+def _add(vitals: Vitals, folder: Path, fields: list[bytes], sockets: Mapping[str, tuple[int, str]]) -> None:
     vitals.processes.add(int(folder.name))
     vitals.cpu += sum(map(int, fields[11:15])) / TICKS
     with contextlib.suppress(OSError):  # The process belongs to a different user.
         for line in (folder / "io").read_text().splitlines():
             name, _, value = line.partition(": ")
             vitals.bytes += int(value) if name in COUNTED else 0
+    waits = [_find_wait(folder, fields[0].decode())]
     with contextlib.suppress(OSError):
         for name in _open_files(folder):
             vitals.gpu = vitals.gpu or GPUS.match(name) is not None
-            vitals.bytes += transferred.get(name, 0)
-    wait, call = _find_wait(folder, fields[0].decode())
-    order = [None, WaitKind.ASLEEP, WaitKind.STORAGE, WaitKind.STOPPED, WaitKind.TRACED]
-    if order.index(wait) > order.index(vitals.wait):
-        vitals.wait, vitals.call = wait, call
+            count, server = sockets.get(name, (0, ""))
+            vitals.bytes += count
+            if server:
+                waits.append((WaitKind.SERVER, server))
+    with contextlib.suppress(OSError):
+        for thread in (folder / "task").iterdir():
+            state = (thread / "stat").read_bytes().rpartition(b")")[2].split()[0].decode()
+            waits += [wait for wait in (_find_wait(thread, state),) if wait[0] is WaitKind.STORAGE]
+    order = [None, WaitKind.ASLEEP, WaitKind.SERVER, WaitKind.STORAGE, WaitKind.STOPPED, WaitKind.TRACED]
+    vitals.wait, vitals.call = max([(vitals.wait, vitals.call), *waits], key=lambda wait: order.index(wait[0]))
 
 
 def _open_files(folder: Path) -> Iterator[str]:
@@ -135,7 +148,7 @@ def _open_files(folder: Path) -> Iterator[str]:
 
 
 def _find_wait(folder: Path, state: str) -> tuple[WaitKind | None, str]:
-    """Return what the main thread of a process is waiting for, and its system call."""
+    """Return what a thread, or a process's main thread, waits for, and its system call."""
     if state in "Tt":
         return (WaitKind.STOPPED if state == "T" else WaitKind.TRACED), ""
     machine, call = platform.machine(), ""
@@ -158,21 +171,27 @@ def _is_storage(name: str) -> bool:
     return name.startswith("/") and not name.startswith(("/dev/", "/proc/"))
 
 
-def _transferred_by_socket() -> dict[str, int]:
-    """Return the number of bytes transferred by each TCP socket, by its name in `fd`.
+def _read_sockets() -> dict[str, tuple[int, str]]:
+    """Return the bytes transferred by each TCP socket, by its name in `fd`, and the address of the
+    server that has not answered, or "".
 
-    The result is empty if the kernel refuses to report them.
+    The result is empty if the kernel refuses to report sockets.
     """
-    found: dict[str, int] = {}
-    with contextlib.suppress(OSError, struct.error):
+    found: dict[str, tuple[int, str]] = {}
+    with contextlib.suppress(OSError, ValueError, struct.error):
+        ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
         for family in (socket.AF_INET, socket.AF_INET6):
-            for inode, count in _dump_sockets(family):
-                found[f"socket:[{inode}]"] = count
+            for body in _dump_sockets(family):
+                inode, count, awaited = _read_socket(body)
+                (port,) = struct.unpack_from("!H", body, PORT_AT)
+                size = 4 if family == socket.AF_INET else 16
+                address = socket.inet_ntop(family, body[ADDRESS_AT : ADDRESS_AT + size])
+                found[f"socket:[{inode}]"] = count, f"{address} port {port}" if awaited and port < ephemeral else ""
     return found
 
 
-def _dump_sockets(family: int) -> Iterator[tuple[int, int]]:
-    """Yield the inode of each TCP socket, and the number of bytes transferred. Raises OSError."""
+def _dump_sockets(family: int) -> Iterator[bytes]:
+    """Yield the kernel's description of each TCP socket. Raises OSError."""
     request = struct.pack("=BBBxI48x", family, socket.IPPROTO_TCP, 1 << (INFO - 1), 0xFFFFFFFF)
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, DIAGNOSE) as kernel:
         kernel.settimeout(SECONDS_OF_KERNEL)
@@ -184,16 +203,20 @@ def _dump_sockets(family: int) -> Iterator[tuple[int, int]]:
                 if kind in (DONE, ERROR) or length < MESSAGE.size:
                     return
                 if length >= MESSAGE.size + LENGTH_OF_SOCKET:
-                    yield _read_socket(data[MESSAGE.size : length])
+                    yield data[MESSAGE.size : length]
                 data = data[(length + 3) & ~3 :]
 
 
-def _read_socket(body: bytes) -> tuple[int, int]:
-    (inode,) = struct.unpack_from("=I", body, INODE_AT)
-    at = LENGTH_OF_SOCKET
+def _read_socket(body: bytes) -> tuple[int, int, bool]:
+    """Return a socket's inode, its bytes, and whether the other end has not answered."""
+    unsent, _, inode = struct.unpack_from("=3I", body, UNSENT_AT)
+    awaited, at = body[1] == CONNECTING, LENGTH_OF_SOCKET
     while at + 4 <= len(body):
         length, kind = struct.unpack_from("=HH", body, at)
         if kind == INFO and length >= 4 + RECEIVED_AT + 16:
-            return inode, sum(struct.unpack_from("=QQ", body, at + 4 + RECEIVED_AT))
+            info = body[at + 4 :]
+            (sent,), (received,) = (struct.unpack_from("=I", info, where) for where in (SENT_MS_AT, RECEIVED_MS_AT))
+            awaited = awaited or (body[1] == ESTABLISHED and (unsent > 0 or sent <= received))
+            return inode, sum(struct.unpack_from("=QQ", info, RECEIVED_AT)), awaited
         at += max(4, (length + 3) & ~3)
-    return inode, 0
+    return inode, 0, awaited

@@ -139,6 +139,25 @@ def test_the_average_is_used_for_evaluation(undisturbed: Path) -> None:
     assert abs(losses["raw"] - losses["average"]) > 1e-3 * losses["raw"]
 
 
+def test_masks_and_buffers_that_are_not_saved_are_not_averaged() -> None:
+    """Regression: the average of a mask of -inf was NaN, and a checkpoint's average did not fit the
+    model if a buffer was not persistent.
+    """
+    model = build_model(config.load(None, ["model.width=4", "model.norm=batch"]).model, (1, 8, 8), 10, 0)
+    model.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(3))
+    model.register_buffer("places", torch.arange(3.0), persistent=False)
+    settings = config.load(None, ["strategy=single", "optim.ema_decay=0.5"])
+    strategy = open_strategy(settings, Group(), torch.device("cpu"))
+    strategy.prepare(model, (1, 8, 8))
+    for _ in range(2):
+        strategy.update(0.1)
+    strategy.train_mode(False)
+    assert torch.equal(model.get_buffer("mask"), nn.Transformer.generate_square_subsequent_mask(3))
+    averages = strategy.state()["average"]["averages"]
+    floats = {name for name, value in model.state_dict().items() if value.is_floating_point()}
+    assert averages.keys() == floats - {"mask"}
+
+
 @pytest.mark.parametrize("decay", [1.0, -0.1])
 def test_invalid_decays_are_refused(decay: float) -> None:
     with pytest.raises(ConfigError, match=r"optim.ema_decay=.* for example 0.999"):

@@ -92,7 +92,7 @@ def test_a_command_that_waits_prints_states_restarts_and_occasional_progress(
     restart = {"time": "2026-01-01T00:00:00Z", "pod": "first-1-0", "reason": "WorkerFailed", "counted": True}
     restart["message"] = "rank 1: boom"
     broken = {"phase": "Running", "restarts": {"total": 1, "counted": 1, "display": "1/10", "recent": [restart]}}
-    further = [{**broken, "progress": {"step": n, "display": f"step {n}"}} for n in range(5)]
+    further = [{**broken, "progress": {"step": n, "display": f"step {n} of 5,000"}} for n in range(5)]
     now = iter([0.0, 1.0, 2.0, *(3.0 + 15 * n for n in range(99))])
     monkeypatch.setattr(waiting.time, "monotonic", lambda: next(now))
     backend: Any = Written({"phase": "Starting"}, {"phase": "Running"}, broken, *further, {"phase": "Complete"})
@@ -100,6 +100,8 @@ def test_a_command_that_waits_prints_states_restarts_and_occasional_progress(
     out, err = capsys.readouterr()
     lines = err.splitlines()
     assert [line.split()[:2] for line in lines[:3]] == [["NAME", "STATE"], ["first", "Starting"], ["first", "Running"]]
+    columns = [line.index("1/10") for line in lines if "1/10" in line and "WorkerFailed" not in line]
+    assert len(columns) > 2 and {*columns} == {lines[0].index("RESTARTS")}, "no column moves"
     assert "WorkerFailed: rank 1: boom (counted)" in lines[3] and lines[4].split()[:2] == ["first", "Running"]
     assert ["step" in line for line in lines[5:]].count(True) == len(lines[5:]) in (2, 3), "of five"
     assert out.startswith("first is Complete")

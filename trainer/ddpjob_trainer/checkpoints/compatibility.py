@@ -145,7 +145,7 @@ def _take_fitting(path: Path, keep: tuple[str, ...], model: Tensors, average: bo
             f"loaded; the model has {', '.join([*model][:2])}, ..., {', '.join([*model][-2:])}"
         )
     if has_average(content):
-        kind = "the moving average of the weights, as in that run's evaluations," if average else "the weights"
+        kind = "the moving average of the weights, as in that run's evaluations" if average else "the weights"
         other = "false loads the weights themselves" if average else "true loads their moving average"
         print(f"checkpoint.load: {kind}, from {path} (checkpoint.load_average={other})", flush=True)
     weights = {

@@ -23,6 +23,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from ddpjob_runtime.protocol import MAX_FIGURES
 
 from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import ConfigError, TrainingError
@@ -31,6 +32,13 @@ from ddpjob_trainer.own_functions import explain, load_function
 
 _KEY = "train.callbacks"
 _MOST_METRICS = 20
+_ALL_METRICS = 60
+"""Maximum number of an evaluation's metrics, because the job refuses longer reports."""
+_OTHER_FIGURES = {
+    "self", "event", "time", "round", "epoch", "step", "unreadable", "testLoss", "learningRate", "dataWait",
+    "gradientNorm", "mfu", "skippedSteps", "corruptImages", "checkpointTime", "copyStep", "copyTime", "copyBehind",
+}  # fmt: skip
+"""Names that already have a meaning in metrics.jsonl or in the job's reports."""
 _OF_EVALUATIONS = ("on_test_batch", "on_test_end", "on_epoch_end")
 _METHODS = ("on_train_begin", "on_step", *_OF_EVALUATIONS)
 
@@ -94,10 +102,12 @@ class Callbacks:
         """Return a callback's metrics from its sums. Metrics must not have a name in `taken`."""
         with explain(_KEY, name, "on_test_end", TrainingError):
             found = {str(key): float(value) for key, value in self._own[name].on_test_end(sums).items()}
-        if len(found) > _MOST_METRICS or not found.keys().isdisjoint(taken):
+        wrong = [key for key in found if key in taken or key in _OTHER_FIGURES or len(key) > MAX_FIGURES]
+        if wrong or len(found) > _MOST_METRICS or len(found) + len(taken) > _ALL_METRICS:
             raise TrainingError(
-                f"{_KEY}={name}: on_test_end returned {', '.join(found)}; return at most {_MOST_METRICS} values, with"
-                f" names other than {', '.join(taken)}"
+                f"{_KEY}={name}: on_test_end returned {', '.join(wrong or found)[:200]}; return at most"
+                f" {_MOST_METRICS} values ({_ALL_METRICS} of all callbacks), with other names of at most"
+                f" {MAX_FIGURES} characters"
             )
         return found
 

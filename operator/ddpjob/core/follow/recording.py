@@ -123,11 +123,12 @@ def _coordinator_restart(view: View, ended: Ended) -> Restart:
 def without_restart(view: View, before: JobStatus) -> View:
     """Return the view of a job whose newest failures are final, so no restart follows them.
 
-    The failures stay listed, and counted failures stay counted. Only the totals of restarts exclude
-    them.
+    The failures stay listed, and counted failures stay counted. Only the round and the totals of
+    restarts exclude them.
     """
-    counts, old = view.status.restarts, before.restarts
-    return view.with_status(replace(view.status, restarts=replace(counts, uncounted=old.uncounted, total=old.total)))
+    old = before.restarts
+    counts = replace(view.status.restarts, uncounted=old.uncounted, total=old.total)
+    return view.with_status(replace(view.status, round=before.round, restarts=counts))
 
 
 def record(status: JobStatus, restarts: list[Restart]) -> JobStatus:

@@ -214,8 +214,8 @@ def _without_steps(view: View, overdue: Overdue, training: int) -> str:
     ends = view.job.spec.recovery.hangs is Hangs.END
     remedy = "it restarts once no rank is active" if ends else "it is left alone, because recovery.hangs is Report"
     text = (
-        f"the group of {count(training, 'node')} has {_NO_STEP} {format_time(since)}, far longer than its usual gap "
-        f"between steps{said}: {overdue.where}. If it hangs, {remedy}; recovery.hangAfterSeconds sets a fixed limit"
+        f"the group of {count(training, 'node')} has {_NO_STEP} {format_time(since)}"
+        f"{said}: {overdue.where}. If it hangs, {remedy}; recovery.hangAfterSeconds sets a fixed limit"
     )
     return f"{text}\n{overdue.traceback}" if overdue.traceback else text
 
