@@ -168,6 +168,9 @@ class Bucket:
             options["endpoint"] = endpoint
         if region and not (known("AWS_REGION") or known("AWS_DEFAULT_REGION")):
             options["region"] = region
+        for option in ("access_key_id", "secret_access_key", "session_token"):
+            if (given := known(f"AWS_{option.upper()}", "")) != given.strip():
+                options[option] = given.strip()  # Secrets often end with a newline, at which obstore panics.
         endpoint = known("AWS_ENDPOINT_URL", "") or endpoint
         if endpoint.startswith("http://"):
             options["client_options"]["allow_http"] = True
@@ -575,9 +578,13 @@ class Bucket:
         except (BaseError, FileNotFoundError, PermissionError) as error:
             kind = Damaged if isinstance(error, (NotFoundError, FileNotFoundError)) else BucketError
             raise kind(f"{self.url}/{key} cannot be {what}: {type(error).__name__}: {_first_line(error)}") from None
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # Rust's panics are not Exceptions, so a thread would end.
+                raise
+            raise BucketError(f"{self.url}/{key} cannot be {what}: obstore panics: {_first_line(error)}") from None
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return str(error).split("\n")[0][:500]
 
 

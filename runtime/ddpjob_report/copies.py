@@ -93,7 +93,12 @@ def _fetch(bucket: Bucket, entry: Stored, folder: Path) -> Path:
 
 def _joined() -> Bucket:
     """Return the bucket, after agreeing with the other ranks on the checkpoint to continue from."""
-    if _CopyState.bucket is None or _CopyState.process != os.getpid():
+    if _CopyState.bucket is not None and _CopyState.process != os.getpid():
+        raise BucketError(
+            f"{url()} cannot be used in a forked process, because obstore's threads are not forked; copy checkpoints in"
+            " the process that restored them, or start the other process with the start method spawn"
+        )
+    if _CopyState.bucket is None:
         opened = Bucket.open(url())
         _CopyState.restored = patiently(lambda: opened.join(JobEnvironment.read().uid, _order()), _say)
         _CopyState.bucket, _CopyState.uploads, _CopyState.process = opened, None, os.getpid()

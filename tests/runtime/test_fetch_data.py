@@ -507,7 +507,7 @@ def test_an_unreadable_certificate_authority_fails_immediately(monkeypatch: pyte
 def test_the_keys_of_the_bucket_are_removed_from_the_environment(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for name, value in (("URL", "s3://b/p"), ("DIR", str(tmp_path)), ("AWS_ACCESS_KEY_ID", "k"),
+    for name, value in (("URL", "s3://b/p"), ("DIR", str(tmp_path)), ("AWS_ACCESS_KEY_ID", "k\n"),
                         ("AWS_SECRET_ACCESS_KEY", "s")):  # fmt: skip
         monkeypatch.setenv(f"DDPJOB_DATA_{name}", value)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "of-the-checkpoints")

@@ -252,7 +252,7 @@ def test_the_first_step_may_take_longer_before_it_counts_as_a_hang() -> None:
 CONNECT = {"text": stack("_create_c10d_store", "/venv/torch/distributed/rendezvous.py")}
 
 
-def test_ranks_that_cannot_form_their_group_are_reported_within_a_minute_and_not_ended() -> None:
+def test_ranks_that_cannot_form_their_group_are_reported_within_a_minute() -> None:
     group = Group(CONNECT, CONNECT, steps=0)
     group.pass_time(60)
     where = group.world.report()["overdue"]["where"]

@@ -77,7 +77,7 @@ DEFECTS: dict[str, Defect] = {
         "core", ("agent",), node_health, "End", lambda _, message: End(Cause.WORKER_FAILED, message), 1
     ),
     "members are not asked to stop their workers": Defect(
-        "coordinator", ("hang", "isolate"), Round, "_end_workers", lambda self, *_, **__: None, 20
+        "coordinator", ("hang", "isolate"), Round, "_end_workers", lambda self, *_, **__: None, 9
     ),
     "the end of a connection is not noticed": Defect(
         "coordinator", ("force-delete", "isolate"), Coordinator, "lost", lambda self, member, why: None, 21

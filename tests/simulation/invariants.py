@@ -126,8 +126,8 @@ class Invariants:
         status = self.s.status
         nodes, spec = status.get("nodes", {}), self.s.spec
         known = status.get("observedGeneration") == self.s.job_body["metadata"]["generation"]
-        if known and nodes.get("active", 0) > spec["nodes"]:
-            self._fail(f"nodes.active is {nodes['active']} of {spec['nodes']}")
+        if known and max(nodes.get("active", 0), nodes.get("ready", 0)) > spec["nodes"]:
+            self._fail(f"status.nodes shows more than the {spec['nodes']} nodes of the spec: {nodes}")
         restarts = status.get("restarts", {})
         # Failures that ended the job count against its budget, although they restarted nothing.
         ended = status.get("phase") == "Failed"

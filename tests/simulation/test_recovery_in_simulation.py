@@ -289,6 +289,14 @@ async def test_scaling_does_not_replace_pods_or_begin_a_generation() -> None:
     assert s.status["restarts"]["counted"] == 0
 
 
+async def test_a_node_that_is_about_to_become_a_spare_no_longer_counts_as_ready() -> None:
+    s = await Simulation({"nodes": 2}, steps=1000).begun()
+    s.change_spec({"nodes": 1, "spares": 1})
+    await s.one_pass()
+    assert conditions(s)["Running"]["reason"] == "GroupShrinking"
+    assert s.status["nodes"]["ready"] == 1
+
+
 @pytest.mark.parametrize("command", [False, True], ids=["script", "command"])
 async def test_scaling_down_a_job_that_waits_for_room_restarts_no_pod(command: bool) -> None:
     s = Simulation({"nodes": 3, **({"script": None, "command": ["train"]} if command else {})}, steps=1000)

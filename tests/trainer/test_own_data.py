@@ -253,6 +253,15 @@ class Strange(Noisy):
         return X[number], (1 if number < 60 else object())
 
 
+class Ended(Noisy):
+    def __getitem__(self, number):
+        return super().__getitem__(number) if number != 5 else next(iter(()))
+
+
+def ended(folder):
+    return Noisy(0, 101), Ended(101, 29), 2
+
+
 def strange(folder):
     return Strange(0, 101), Noisy(101, 29), 2
 '''
@@ -457,6 +466,14 @@ def test_a_mistake_in_a_data_worker_is_reported_like_one_in_the_rank() -> None:
         next(data.train_batches([[3, 70]], 0))
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_that_raises_stop_iteration_does_not_end_an_evaluation(workers: int) -> None:
+    """Regression: the evaluation covered only the samples before it, without a warning."""
+    data = open_data(DataConfig(name="somebodys_data:ended", workers=workers))
+    with pytest.raises(RuntimeError, match="a Dataset raised StopIteration for a sample"):
+        list(data.test_batches([[3], [5], [7]]))
+
+
 @pytest.mark.parametrize("name", ["pictures", "pixels"])
 @pytest.mark.parametrize(
     ("shift", "flip", "padding"),
@@ -499,6 +516,13 @@ def test_bytes_are_shifted_mirrored_and_normalized_like_cifar_images(
     assert next(data.train_batches([[]], 0)).images.shape == (0, 3, 12, 16)
     plain = open_data(replace(keys, augment=False, repeats=1))
     assert torch.equal(next(plain.train_batches([[91]], 0)).images, normalize(somebodys_data.PIXELS[1:2]))
+
+
+@pytest.mark.parametrize("name", ["pictures", "pixels"])
+@pytest.mark.parametrize("workers", [-1, 1025, 2**63])
+def test_a_number_of_workers_that_would_exhaust_the_machine_is_refused(name: str, workers: int) -> None:
+    with pytest.raises(ConfigError, match=rf"^data.workers={workers}: must be from 0 to 1024 \(per rank\)$"):
+        open_data(DataConfig(name=f"somebodys_data:{name}", workers=workers))
 
 
 def test_workers_end_when_their_data_is_dropped() -> None:

@@ -23,7 +23,6 @@ from ddpjob_pod.snapshot_store import HEADER_BYTES, Moment, SnapshotStore, part_
 from ddpjob_runtime import protocol
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.testing._internal.two_tensor import TwoTensor
 
 from benchmarks.torture.defective import DEFECTS, OF_SNAPSHOTS
 
@@ -721,6 +720,30 @@ def test_training_continues_without_a_usable_memory_volume(
     assert ("this pod does not keep training states in memory" in capfd.readouterr().err) == (fault != "none")
 
 
+class Scaled(torch.Tensor):
+    """A tensor without memory of its own, as in torchao's optimizers."""
+
+    value: torch.Tensor
+    scale: float
+
+    @staticmethod
+    def __new__(cls, value: torch.Tensor, scale: float) -> Scaled:
+        made: Scaled = torch.Tensor._make_wrapper_subclass(cls, value.shape, dtype=value.dtype)
+        made.value, made.scale = value, scale
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], float]:
+        return ["value"], self.scale
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        assert function is torch.ops.aten.detach.default
+        return Scaled(arguments[0].value, arguments[0].scale)
+
+    def tolist(self) -> list[float]:
+        return [self.scale * value for value in self.value.tolist()]
+
+
 COMPLEX = torch.tensor([[1 + 2j, 3 - 4j, 5j]])
 
 
@@ -731,7 +754,7 @@ COMPLEX = torch.tensor([[1 + 2j, 3 - 4j, 5j]])
         "conjugated and transposed": COMPLEX.mH,
         "negated": COMPLEX.conj().imag.t(),
         "without memory": torch.empty(3, device="meta"),
-        "two tensors in one": TwoTensor(torch.ones(3), torch.zeros(3)),
+        "computed when it is used": Scaled(torch.arange(3.0), 0.5),
     }.values(),
 )
 def test_tensors_whose_memory_is_not_their_value_are_restored(tensor: Any) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -62,6 +63,20 @@ def saved(folder: Path, text: str) -> Path:
     (folder / "snapshot.new").write_text(text)
     (folder / "snapshot.new").replace(path)
     return path
+
+
+@pytest.mark.usefixtures("bucket")
+def test_a_forked_process_cannot_copy_checkpoints_and_does_not_wait_forever(tmp_path: Path) -> None:
+    assert ddpjob_report.restore_checkpoint() is None
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        try:
+            ddpjob_report.copy_checkpoint(saved(tmp_path / "pod", "weights"), step=10)
+        except BucketError as error:
+            os._exit(7 if "cannot be used in a forked process" in str(error) else 1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 def test_a_copy_is_found_by_a_pod_on_another_node(

@@ -519,11 +519,11 @@ class KubernetesCluster:
             elif error.status == 409:
                 # Two requests conflicted on a ResourceQuota.
                 raise Unavailable(str(error)) from error
-            elif error.status == 404 and manifest["kind"] in (GANG, WORKLOAD) and "namespace" not in error.message:
-                raise Refused(error.status, f"this cluster no longer serves it: {error.message}") from error
-            elif error.status == 404:
-                # The namespace is gone, so the job is gone too, or will be soon.
+            elif error.status == 404 and f'namespaces "{job.namespace}" not found' in error.message:
+                # The job is gone too, or will be soon.
                 raise Conflict from error
+            elif error.status == 404 and manifest["kind"] in (GANG, WORKLOAD):
+                raise Refused(error.status, f"this cluster no longer serves it: {error.message}") from error
             else:
                 raise Refused(error.status, error.message) from error
         else:

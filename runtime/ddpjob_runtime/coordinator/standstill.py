@@ -69,7 +69,7 @@ COLLECTIVE_FILES = re.compile(
 STORE_FILES = re.compile(r"/torch/distributed/rendezvous\.py$")
 """The file in which torch connects to the store."""
 SERVER_FILES = re.compile(r"/(socket|ssl)\.py$")
-"""Python's files that wait for a server, such as an object store. Launchers do not see every such wait."""
+"""Python's files that wait for a server, such as an object store. Launchers miss some waits."""
 DEBUGGERS = re.compile(r'File "[^"]*(/[pb]db\.py"|/pydevd|/debugpy/)')
 BACKWARD = "_engine_run_backward"
 """DDP exchanges gradients in this call."""

@@ -148,7 +148,8 @@ class Credentials:
         return refused.until < float("inf")
 
     def _read(self) -> Keys | None:
-        known = self._variables.get
+        given = {name: value.strip() for name, value in self._variables.items()}  # Secrets often end with a newline.
+        known = given.get
         access, secret = known("AWS_ACCESS_KEY_ID", ""), known("AWS_SECRET_ACCESS_KEY", "")
         if access and secret:
             return Keys(access, secret, known("AWS_SESSION_TOKEN", ""))

@@ -7,14 +7,14 @@ That is safe, because the stacks must also be equal, and the coordinator compare
 
     stat         CPU time, and whether a process is stopped (T) or waits in the kernel (D)
     io           bytes read and written through files and pipes
-    sock_diag    bytes received and acknowledged through sockets, which `io` leaves out, and whether a
-                 server has not answered
+    sock_diag    bytes received and acknowledged through sockets, which `io` leaves out, and
+                 whether a server has not answered
     syscall      whether a thread is in a system call on storage, or the main thread asleep
     fd           whether a GPU is open
 
-A request is unanswered if no data on its connection was received after it was sent. Stacks would not
-show such a wait, because it may be in a different thread or process, or in a native library. Other
-ranks are not servers. Their ports are ephemeral, so only lower ports count.
+A request is unanswered if no data on its connection was received after it was sent. Stacks would
+not show such a wait, because it may be in a different thread or process, or in a native library.
+Other ranks are not servers. Their ports are ephemeral, so only lower ports count.
 
 Only the names of open files are read, because even a stat of a file on a dead server would block.
 Why: docs/decisions/0024.
@@ -148,7 +148,7 @@ def _open_files(folder: Path) -> Iterator[str]:
 
 
 def _find_wait(folder: Path, state: str) -> tuple[WaitKind | None, str]:
-    """Return what a thread, or the main thread of a process, is waiting for, and its system call."""
+    """Return what a thread, or a process's main thread, waits for, and its system call."""
     if state in "Tt":
         return (WaitKind.STOPPED if state == "T" else WaitKind.TRACED), ""
     machine, call = platform.machine(), ""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from ddpjob_bucket import Bucket
+from ddpjob_bucket import Bucket, BucketError
 from machine import slowness
 from ranks import TINY, final_losses, finish, metrics, until
 from ranks import start as start_ranks
@@ -49,6 +49,15 @@ def test_a_checkpoint_published_by_one_process_can_be_fetched_by_another(tmp_pat
     assert other.fetch(entry, tmp_path / "there").read_bytes() == large.read_bytes()
     bucket.remove([entry])
     assert other.entries() == []
+
+
+def test_keys_that_end_with_a_newline_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, f"{os.environ[name]}\n")
+    assert Bucket.open(URL).take_term() == 1
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "two\nlines")
+    with pytest.raises(BucketError, match=r"complete cannot be listed: obstore panics: .*InvalidHeaderValue"):
+        Bucket.open(URL).entries()
 
 
 def test_incarnations_that_start_at_the_same_time_have_different_terms() -> None:

@@ -93,6 +93,32 @@ def projected(shape, classes):
     return Projected(shape, classes)
 
 
+def frozen(shape, classes):
+    return nn.Linear(3, classes).requires_grad_(False)
+
+
+def wide(shape, classes):
+    return nn.Linear(3, classes).double()
+
+
+class Extra(nn.Linear):
+    def get_extra_state(self):
+        return {"calls": 1}
+
+    def set_extra_state(self, state):
+        pass
+
+
+def extra(shape, classes):
+    return Extra(3, classes)
+
+
+def detached(shape, classes):
+    model = Net(shape, classes)
+    model.register_forward_hook(lambda model, inputs, scores: scores.detach())
+    return model
+
+
 def lazy(shape, classes):
     return nn.Sequential(nn.Flatten(), nn.LazyLinear(classes))
 
@@ -311,6 +337,9 @@ def test_a_forward_pass_that_draws_random_numbers_gets_fixed_micro_batches(own: 
             "somebodys_models:lazy",
             r"1.weight has no shape before the first forward pass, .*; call the model once before",
         ),
+        ("somebodys_models:frozen", r"has no parameter to train; set requires_grad"),
+        ("somebodys_models:wide", r"weight is torch.float64, but .*; return model.float\(\)"),
+        ("somebodys_models:extra", r"_extra_state in its state dict is not a tensor, so a run could not resume"),
         ("timm:resnet18", r"timm cannot be imported .*; pip install timm"),
         ("smallcnn", r"use small_cnn, .* or package.module:function; did you mean 'small_cnn'\?"),
     ],
@@ -327,6 +356,7 @@ def test_mistakes_in_a_custom_model_are_reported(
     ("name", "message"),
     [
         ("of_1000_classes", r"output has the shape \(200, 1000\) for 200 samples of 10 classes; use a model whose"),
+        ("detached", r"the loss does not depend on the model's trained parameters; look in .* for detach\(\)"),
         ("named", r"the model returns dict; return a tensor of scores"),
     ],
 )

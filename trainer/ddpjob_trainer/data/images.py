@@ -70,7 +70,7 @@ class ImageData(DataSet):
         classes: int,
         class_names: list[str] | None = None,
     ) -> None:
-        for key, least in (("image_size", 1), ("test_image_size", 0), ("workers", 0)):
+        for key, least in (("image_size", 1), ("test_image_size", 0)):
             if getattr(config, key) < least:
                 raise ConfigError(f"data.{key}={getattr(config, key)}: must be at least {least}")
         if not 0 < config.test_crop <= 1:

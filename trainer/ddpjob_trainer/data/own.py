@@ -58,8 +58,6 @@ class OwnData(DataSet):
 
         Raises ConfigError or DataError, with the returned value and the remedy.
         """
-        if config.workers < 0:
-            raise ConfigError(f"data.workers={config.workers}: must be at least 0")
         if config.randaugment_ops or config.trivialaugment:
             key = "trivialaugment" if config.trivialaugment else "randaugment_ops"
             raise ConfigError(
@@ -190,8 +188,10 @@ class OwnData(DataSet):
 
         Images of uint8 stay uint8, as (..., channels, height, width).
         """
+        if isinstance(value, np.ndarray) and any(stride < 0 for stride in value.strides):
+            value = value.copy()  # Torch cannot read a mirrored view.
         try:
-            tensor = torch.as_tensor(value)
+            tensor = torch.as_tensor(value).detach()
         except (TypeError, ValueError, RuntimeError):
             tensor = None
         if what == _PARTS[0] and tensor is not None and tensor.dtype is torch.uint8:

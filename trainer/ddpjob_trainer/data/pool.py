@@ -16,11 +16,12 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from ddpjob_trainer.errors import TrainerError
+from ddpjob_trainer.errors import ConfigError, TrainerError
 from ddpjob_trainer.lifecycle import fast_exit
 
 _CHUNK = 16
 _REQUESTS_AHEAD = 2
+_MOST_WORKERS = 1024
 _GROUP_SIGNALS = {signal.SIGTERM, signal.SIGINT}
 
 
@@ -55,6 +56,9 @@ class Pool(Generic[C]):
     """
 
     def __init__(self, read: Callable[[Request], C], workers: int, pinned: bool) -> None:
+        """Raises ConfigError if `workers` is negative or would exhaust the machine."""
+        if not 0 <= workers <= _MOST_WORKERS:
+            raise ConfigError(f"data.workers={workers}: must be from 0 to {_MOST_WORKERS} (per rank)")
         self._read = weakref.WeakMethod(read) if isinstance(read, MethodType) else lambda: read
         self._workers, self._pinned = workers, pinned
         self._waiting = _Waiting()
@@ -127,7 +131,10 @@ class _Reader(Dataset[C]):
     def __getitem__(self, request: Request) -> C:
         read = self._read()
         assert read is not None, "the pool's owner is in use while its pool runs"
-        return read(request)
+        try:
+            return read(request)
+        except StopIteration as error:  # The loader would take it for the end of the data.
+            raise RuntimeError("a Dataset raised StopIteration for a sample") from error
 
 
 @contextmanager

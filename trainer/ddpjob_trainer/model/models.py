@@ -319,6 +319,7 @@ def _timm_model(name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
 
 
 _OWN = "_ddpjob_own_model"
+_WIDE = (torch.float64, torch.complex64, torch.complex128)
 RANDOM_PATHS = ("StochasticDepth", "DropPath")
 """Class names of torchvision's and timm's layers that drop a random branch."""
 
@@ -338,6 +339,19 @@ def _own_model(name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
             f"model.name={name}: {lazy} has no shape before the first forward pass, so checkpoints cannot be"
             " loaded (it belongs to a Lazy layer); call the model once before returning it:"
             " model(torch.zeros(2, *shape))"
+        )
+    trained = {own: weight for own, weight in model.named_parameters() if weight.requires_grad}
+    if not trained:
+        raise ConfigError(f"model.name={name} has no parameter to train; set requires_grad of at least one")
+    if wide := next((own for own, weight in trained.items() if weight.dtype in _WIDE), None):
+        raise ConfigError(
+            f"model.name={name}: {wide} is {trained[wide].dtype}, but training computes in float32 or less; return"
+            " model.float()"
+        )
+    if extra := next((own for own, value in model.state_dict().items() if not isinstance(value, torch.Tensor)), None):
+        raise ConfigError(
+            f"model.name={name}: {extra} in its state dict is not a tensor, so a run could not resume; return a tensor"
+            " from get_extra_state, or keep the value in a buffer"
         )
     setattr(model, _OWN, True)
     # A pretrained model is often in evaluation mode, but evaluations end in training mode.

@@ -16,7 +16,7 @@ from ddpjob_trainer.data.randomness import seed_torch
 from ddpjob_trainer.data.sampler import DataShare, Micro
 from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.distributed.step_clock import StepClock, StepPhase
-from ddpjob_trainer.errors import ConfigError
+from ddpjob_trainer.errors import ConfigError, TrainingError
 from ddpjob_trainer.model.batchnorm_stats import BatchStatistics
 from ddpjob_trainer.model.depths import depths
 from ddpjob_trainer.model.shared_parts import SharedParts
@@ -230,6 +230,11 @@ class Strategy:
         If the loss is not finite, the factor is NaN. All gradients are then NaN on all ranks, so
         that they skip the step even if the loss's own gradients are finite.
         """
+        if not loss.requires_grad:
+            raise TrainingError(
+                "the loss does not depend on the model's trained parameters; look in model.name and optim.loss for"
+                " detach(), torch.no_grad() or operations without a gradient, such as argmax()"
+            )
         return loss * (loss.detach().float() * 0.0 + self.weight(count))
 
     def without_exchange(self) -> AbstractContextManager[Any]:

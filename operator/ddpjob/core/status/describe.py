@@ -98,7 +98,7 @@ def _count(view: View, restarts: tuple[Restart, ...], *, creating: bool) -> Pres
     alive = [p for p in view.pods if p is not None and not p.ended and p.deleted_at is None]
     running_pods = sum(p.main.running for p in alive)
     finished = sum(s.state is SlotState.SUCCEEDED for s in view.status.slots)
-    ready = max(0, training - finished) if training is not None else min(running_pods, nodes)
+    ready = max(0, min(training, nodes) - finished) if training is not None else min(running_pods, nodes)
     spare = min(count_ready_spares(view, training), max(0, running_pods - ready))
     status = replace(view.status, active=min(len(alive), nodes), ready=ready, spare=spare)
     return Present(view.with_status(status), restarts, creating, alive, running_pods, training)
