@@ -14,6 +14,7 @@ import pytest
 import yaml
 from conftest import create_namespace, remove_namespace
 from ddpjob.controller.operator_shards import shard_of
+from go_modules import folder_of
 from install_fixtures import CHART, Release, helm, restricted_namespace
 from jobs import FAST, Jobs, job, sleeping, steps_job
 from machine import slowness
@@ -141,6 +142,29 @@ def test_every_value_of_the_operator_has_its_effect(cluster: Cluster) -> None:
         (name,) = board["data"]
         assert board["data"][name] == (CHART / "monitoring/dashboards" / name.removeprefix("ddpjob-")).read_text()
     assert len(boards) == 3
+
+
+PROMETHEUS_OPERATOR = "github.com/prometheus-operator/prometheus-operator@v0.85.0"
+
+
+def test_the_definitions_of_the_prometheus_operator_accept_the_monitors_and_rules(cluster: Cluster) -> None:
+    kinds = ("ServiceMonitor", "PodMonitor", "PrometheusRule")
+    served = ",".join(f"{kind.lower()}s.monitoring.coreos.com" for kind in kinds)
+    folder = folder_of(PROMETHEUS_OPERATOR) / "example" / "prometheus-operator-crd"
+    files = [f"--filename={folder}/monitoring.coreos.com_{kind.lower()}s.yaml" for kind in kinds]
+    try:
+        cluster.kubectl("apply", "--server-side", *files)
+        processes.wait_for("the API server to serve them", lambda: cluster.succeeds("get", served, "-A"), timeout=60)
+        for values in (["--values", str(EVERY_VALUE)], ["--set", "watchNamespaces={one,two}"]):
+            enabled = ",".join(f"metrics.{name}.enabled=true" for name in ("serviceMonitor", "podMonitor", "rules"))
+            bodies = of_kind(render(cluster, *values, "--set", enabled), *kinds)
+            assert len(bodies) == 3
+            for body in bodies:
+                body["metadata"]["namespace"] = "default"
+            words = ("create", "--dry-run=server", "--validate=strict", "--filename=-")
+            cluster.kubectl(*words, input_text=yaml.safe_dump_all(bodies))
+    finally:
+        cluster.kubectl("delete", "--ignore-not-found", *files)
 
 
 def test_jobs_of_chosen_namespaces_are_scraped_there(cluster: Cluster) -> None:

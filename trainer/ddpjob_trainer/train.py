@@ -170,7 +170,7 @@ class Trainer:
         self.epochs_evaluated = 0
         self.ended_by: list[str] = []
         self.last_update = Update(0.0, False)
-        self._first_pass = True
+        self._begun = 0  # Number of steps that this process has taken.
         self._agreement: Agreement | None = None
         self._clock, self._window = self.strategy.clock, (0, 0)
         self._flops, self._peaks = flops, self._exchange_peaks()
@@ -287,8 +287,9 @@ class Trainer:
         Return this rank's sum of losses, and the number of readable samples in the global batch.
         Both are zero if the step was skipped. If images may be unreadable, the ranks exchange their
         numbers of unreadable images. The exchange begins before the last forward pass if the
-        strategy `divides` micro-batches. Otherwise it begins after all passes, because ranks may
-        load data at different points between their other messages.
+        strategy `divides` micro-batches. Otherwise, and in the first two steps, it begins after all
+        passes, because ranks may load data at different points between their other messages: in the
+        second step, DDP's first forward pass sends the new order of its buckets.
         """
 
         def agree() -> None:
@@ -301,10 +302,10 @@ class Trainer:
         self.ledger.step(self.step + 1, step if self.strategy.data_share.counts else replace(step, micros=[]))
         count = len(step.samples)
         self._clock.lap(StepPhase.OTHER)
-        with run_plan.explain_sizes(self.config, self.data) if self._first_pass else nullcontext():
-            loaded = agree if self.strategy.divides else lambda: None
+        with run_plan.explain_sizes(self.config, self.data) if not self._begun else nullcontext():
+            loaded = agree if self.strategy.divides and self._begun > 1 else lambda: None
             losses = self.strategy.backward(_StepBatches(step.micros, self._batches, loaded), count)
-        self._first_pass = False
+        self._begun += 1
         self._clock.lap(self._end_of_passes)
         self._window = self._window[0] + 1, self._window[1] + self._count_computed(step)
         unreadable = 0

@@ -143,6 +143,23 @@ def test_with_unreadable_images_normalization_and_mixing_do_not_depend_on_ranks(
         np.testing.assert_allclose(final_losses(tmp_path / "defect" / "run"), expected, rtol=1e-3)
 
 
+def test_ranks_with_different_numbers_of_micro_batches_do_not_block_each_other(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: in the second step, ranks sent their messages in different orders, and waited for
+    each other until the timeout. Of four micro-batches, one rank has two, and the others have one.
+    """
+    source = "from torch import nn\n\n\ndef net(shape, classes):\n    "
+    source += "return nn.Sequential(nn.Flatten(), nn.Linear(768, 9), nn.Linear(9, classes))\n"
+    (tmp_path / "somebodys_net.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    more = ["model.name=somebodys_net:net", "data.micro_batches=4", "train.timeout_seconds=20"]
+    for world in (1, 3):
+        good(world, [*arguments(folder, *more), f"checkpoint.dir={tmp_path / str(world)}"])
+    alone, three = (final_losses(tmp_path / world / "run") for world in ("1", "3"))
+    np.testing.assert_allclose(three, alone, rtol=1e-4)
+
+
 def test_a_batch_keeps_its_size_and_a_label_marks_images_without_weight(folder: Path) -> None:
     data = open_data(config.load(None, arguments(folder)).data)
     (batch, gone) = data.train_batches([[0, 1, 2, 3], [1, 2]], 0)

@@ -47,11 +47,11 @@ class Restarted:
         status = with_condition(status, ConditionType.RESTARTING, True, cause, "", later(at))
         self.job = replace(self.job, status=status)
 
-    def look(self, at: float, number: int, progress: dict[str, Any], down: bool = False) -> None:
+    def look(self, at: float, number: int, progress: dict[str, Any], down: bool = False, pause: float = 1.5) -> None:
         """Show the operator the report of a running group. `down` means that the group has taken no
-        step yet.
+        step yet; `pause` is the coordinator's measurement of the last one.
         """
-        recovery = Recovery(down_since=later(20)) if down else Recovery(last_seconds=1.5)
+        recovery = Recovery(down_since=later(20)) if down else Recovery(last_seconds=pause)
         states = [MemberState.RUNNING] * 2
         last = report(CoordinatorState.RUNNING, *states, round=number, progress=progress, recovery=recovery)
         self.job, decision = seen(self.job, at, self.pods, last)
@@ -89,6 +89,18 @@ def test_the_report_of_the_broken_round_does_not_apply_to_the_next_one() -> None
     one.breaks(40)
     one.look(41, 2, {"start": KEPT, "step": 95})
     assert one.status.restarts.recent[-1].continued_from == "" and one.status.restarts.repeated_steps == 1
+
+
+def test_a_pause_that_began_before_the_operator_saw_the_break_counts_in_full() -> None:
+    """The operator may have been without rights, or away, while the group was broken."""
+    one = Restarted()
+    one.look(22, 2, {"start": KEPT, "step": 95}, pause=112.3)
+    assert one.status.restarts.recent[-1].seconds == 112.3
+    one.breaks(300)
+    one.look(301, 2, {"start": KEPT, "step": 95}, down=True)
+    one.breaks(305)
+    one.look(310, 3, {"start": KEPT, "step": 96}, pause=11.0)
+    assert [r.seconds for r in one.status.restarts.recent] == [112.3, 10.0, 5.0], "the pause began with the first break"
 
 
 def test_a_script_that_reports_nothing_has_repeated_an_unknown_number_of_steps() -> None:

@@ -444,7 +444,7 @@ def missing_pod(status: JobStatus, name: str, pods: Sequence[PodLine]) -> Iterat
         if slot.state is SlotState.RUNNING and pod not in there:
             yield (
                 f"Pod {pod} of slot {index} does not exist, but the status does not show this yet. If this persists, "
-                f"no operator is acting on this job; run `ddpjob doctor` to find out why."
+                f"no operator is acting on this job; run `ddpjob doctor`, and read the operator's log."
             )
             return
 

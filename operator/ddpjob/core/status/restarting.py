@@ -90,26 +90,25 @@ def _timed(view: View) -> tuple[Restart, ...]:
     """Return the recent restarts, with the duration in seconds of each restart that is over.
 
     If steps are reported to the coordinator, a restart is over when the next step is complete.
-    The coordinator measures the last restart more precisely than the operator, which sees it only
-    at reconciles. A restart that a suspension has cut short gets no duration, because there was no
-    recovery.
+    The coordinator measures the last restart more precisely than the operator, which may have seen
+    the break only after an outage of its own. But if several breaks are over at once, the
+    measurement begins with the first one. A restart that a suspension has cut short gets no
+    duration, because there was no recovery.
     """
-    report = view.report
+    report, recent = view.report, view.status.restarts.recent
     if report is not None and report.recovery.down_since is not None and view.job.spec.under_torchrun:
-        return view.status.restarts.recent
+        return recent
     measured = report.recovery.last_seconds if report is not None and report.recovery.down_since is None else None
+    over = [r for r in recent if r.seconds is None and not view.status.ended_without_recovery(r)]
+    alone = all(r.round == view.status.round and r.reason not in _BEFORE_THE_REPORT for r in over)
 
-    def seconds(restart: Restart, *, last: bool) -> float:
+    def seconds(restart: Restart) -> float:
         seen = max(0.0, (view.now - restart.time).total_seconds())
-        return round(min(seen, measured) if last and measured is not None else seen, 2 if measured is not None else 1)
+        if measured is None or restart.round != view.status.round:
+            return round(seen, 1 if measured is None else 2)
+        return round(measured if alone else min(seen, measured), 2)
 
-    recent = view.status.restarts.recent
-    return tuple(
-        r
-        if r.seconds is not None or view.status.ended_without_recovery(r)
-        else replace(r, seconds=seconds(r, last=r.round == view.status.round))
-        for r in recent
-    )
+    return tuple(replace(r, seconds=seconds(r)) if r in over else r for r in recent)
 
 
 def judge_fast_recovery(view: View) -> JobStatus:
