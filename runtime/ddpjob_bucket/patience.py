@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -10,8 +9,7 @@ from typing import TypeVar
 from ddpjob_bucket.stored import BucketError, Damaged
 
 TRIES, FIRST_PAUSE = 5, 1.0
-"""Number of attempts at startup, and the seconds before the second attempt. Each pause doubles,
-and varies by half."""
+"""Number of attempts at startup, and the seconds before the second attempt. Each pause doubles."""
 T = TypeVar("T")
 
 
@@ -27,6 +25,5 @@ def patiently(act: Callable[[], T], say: Callable[[str], None]) -> T:
             raise
         except BucketError as error:
             say(f"{error}; retrying")
-            # All ranks of a job start together, and should not retry at the same moment.
-            time.sleep(FIRST_PAUSE * 2 ** (number - 1) * random.Random().uniform(0.5, 1.5))
+            time.sleep(FIRST_PAUSE * 2 ** (number - 1))
     return act()
