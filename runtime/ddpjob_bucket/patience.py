@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -9,7 +10,8 @@ from typing import TypeVar
 from ddpjob_bucket.stored import BucketError, Damaged
 
 TRIES, FIRST_PAUSE = 5, 1.0
-"""Number of attempts at startup, and the seconds before the second attempt. Each pause doubles."""
+"""Number of attempts at startup, and the seconds before the second attempt. Each pause doubles,
+and varies by half."""
 T = TypeVar("T")
 
 
@@ -25,5 +27,6 @@ def patiently(act: Callable[[], T], say: Callable[[str], None]) -> T:
             raise
         except BucketError as error:
             say(f"{error}; retrying")
-            time.sleep(FIRST_PAUSE * 2 ** (number - 1))
+            # All ranks of a job start together, and should not retry at the same moment.
+            time.sleep(FIRST_PAUSE * 2 ** (number - 1) * random.Random().uniform(0.5, 1.5))
     return act()

@@ -195,13 +195,14 @@ async def delete_token(c: Case) -> None:
 
 
 def refused_by(policy: Fault, what: str = "policy") -> pytest.MarkDecorator:
-    """Return test parameters for `policy`: the given refusal, and a webhook that cannot be
-    called.
+    """Return test parameters for `policy`: the given refusal, a webhook that cannot be called, and
+    one that denies the request with the status of an object that does not exist.
     """
     said = (
         'Internal error occurred: failed calling webhook "nodel": Post "https://nodel.svc": context deadline exceeded'
     )
-    return pytest.mark.parametrize("policy", [policy, Fault(500, message=said)], ids=[what, "webhook"])
+    denied = Fault(404, reason="NotFound", message='admission webhook "nodel.svc" denied the request: no such team')
+    return pytest.mark.parametrize("policy", [policy, Fault(500, message=said), denied], ids=[what, "webhook", "404"])
 
 
 # --- queues

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from ddpjob_runtime.launcher import fetch_code
+from ddpjob_runtime.launcher import fetch_code, fetch_data
 from ddpjob_runtime.launcher.fetch_code import BadArchive, CodeFetch, CodeSettings, unpack
 from ddpjob_runtime.launcher.fetch_data import FetchAbandoned, Unfit
 from ddpjob_runtime.launcher.s3_reader import BucketRefusal
@@ -150,7 +150,7 @@ def test_a_header_that_would_exhaust_the_memory_is_not_read(tmp_path: Path) -> N
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(fetch_code, "LONGEST_PAUSE", 0.02)
+    monkeypatch.setattr(fetch_data, "LONGEST_PAUSE", 0.02)
     made = Server()
     yield made
     made.close()

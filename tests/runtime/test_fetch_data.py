@@ -124,6 +124,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch_data, "LONGEST_PAUSE", 0.05)
 
 
+def test_pods_that_fail_together_do_not_retry_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch_data, "LONGEST_PAUSE", 60.0)
+    pauses = [fetch_data.pause_after(3) for _ in range(100)]
+    assert len(set(pauses)) > 90 and 2 <= min(pauses) < 3 and 5 < max(pauses) <= 6
+    assert 30 <= fetch_data.pause_after(10**6) <= 90
+
+
 def settings(server: Server, folder: Path) -> FetchSettings:
     place = BucketPlace.read("s3://bucket/p", server.url, "")
     return FetchSettings(

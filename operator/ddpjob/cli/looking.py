@@ -353,7 +353,8 @@ def logs(
     if nothing := follower.why_nothing():
         print_note(nothing)
         held = list(follower.ranks.values())
-        if rank and held and not any(number in ranks for ranks in held for number in rank):
+        missing = rank and held and not any(number in ranks for ranks in held for number in rank)
+        if missing or follower.missing_slots():
             return EXIT_MISTAKE
     return EXIT_NEGATIVE if follower.notes and not follower.seen else 0
 

@@ -429,7 +429,8 @@ class KubernetesCluster:
 
         Also raises ApiError if an admission webhook fails or cannot be called. Such a failure may
         last long, and must not hold up the job's other work. Any other 500 response comes from the
-        API server itself.
+        API server itself. A webhook that denies the request may choose any status. 404 and 409
+        become 403, because they would mean that the object is gone or has changed.
         """
         try:
             return await self.rest.request(
@@ -440,6 +441,10 @@ class KubernetesCluster:
             if error.status != HTTPStatus.INTERNAL_SERVER_ERROR or "webhook" not in message:
                 raise
             raise ApiError(error.status, "InternalError", message) from error
+        except ApiError as error:
+            if error.status not in (404, 409) or not error.message.startswith("admission webhook"):
+                raise
+            raise ApiError(HTTPStatus.FORBIDDEN, "Forbidden", error.message) from error
 
     async def create(self, job: DDPJob, manifest: Json) -> None:
         kind, pauses = manifest["kind"], self._pauses_of(job)

@@ -46,11 +46,11 @@ from ddpjob_pod.job_environment import JobEnvironment
 
 from ddpjob_runtime.launcher.fetch_data import (
     FIRST_NEWS_SECONDS,
-    LONGEST_PAUSE,
     OWN,
     WRONG_TRIES,
     FetchAbandoned,
     Unfit,
+    pause_after,
     size_text,
     take_keys,
     why_not_a_file,
@@ -190,7 +190,7 @@ class CodeFetch:
                 raise BucketRefusal(f"{error}; submit the job again, which uploads the code again") from None
             except Away as error:
                 failures += 1
-                pause = min(LONGEST_PAUSE, 2.0 ** (min(failures, 10) - 1))
+                pause = pause_after(failures)
                 log(f"code: {error}; retrying in {pause:.0f} s")
                 self._say(f"waiting for the bucket with the code: {error}")
                 self._pause(pause)

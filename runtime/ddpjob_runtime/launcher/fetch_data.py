@@ -31,6 +31,7 @@ import fcntl
 import hashlib
 import json
 import os
+import random
 import re
 import threading
 import time
@@ -183,7 +184,7 @@ class Fetch:
                 return self._fetch_listed()
             except Changed as error:
                 log(f"data: {error}; listing the bucket again")
-                self._pause(min(LONGEST_PAUSE, 2.0**attempt), self._cancelled)
+                self._pause(pause_after(attempt + 1), self._cancelled)
         raise BucketRefusal(
             f"{self._url} keeps changing while it is listed; point storage.data.url at a folder that nothing writes to"
         )
@@ -404,7 +405,7 @@ class Fetch:
                 return act()
             except Away as error:
                 failures += 1
-                pause = min(LONGEST_PAUSE, 2.0 ** (min(failures, 10) - 1))
+                pause = pause_after(failures)
                 with self._lock:
                     known, self._problem = self._problem, str(error)
                 if not known or failures > 3:  # Only one of the eight downloads logs the problem.
@@ -519,6 +520,14 @@ def why_not_a_file(name: str) -> str:
     if any(len(part.encode(errors="surrogatepass")) > 255 for part in parts):
         return "a part of its name has more than 255 bytes"
     return ""
+
+
+def pause_after(failures: int) -> float:
+    """Return how many seconds to wait before the next attempt.
+
+    The pause is random, because all pods of a job would otherwise retry at the same moment.
+    """
+    return min(LONGEST_PAUSE, 2.0 ** (min(failures, 10) - 1)) * random.Random().uniform(0.5, 1.5)
 
 
 def size_text(size: float) -> str:

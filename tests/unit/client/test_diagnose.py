@@ -127,7 +127,7 @@ def test_doctor_checks_this_machine_if_there_is_no_cluster(
     monkeypatch.setattr(diagnose_machine, "_TORCH", 'print(\'["2.9", "", true, []]\')')
     assert main(["doctor"]) == 0
     out, err = capsys.readouterr()
-    assert "no cluster: " in err and "checking this machine" in err
+    assert "no cluster: " in err and 'in Python, Client("local")' in err and "checking this machine" in err
     assert [line.split()[1].rstrip(":") for line in out.splitlines()] == [
         *("client", "system", "torch", "GPUs", "shared", "ports", "disk")
     ]

@@ -284,7 +284,7 @@ def test_logs_do_not_wait_for_a_slot_that_does_not_exist(
 ) -> None:
     backend = TwoNodes()
     monkeypatch.setattr(Place, "backend", lambda place, **options: backend)
-    assert main(["logs", "j", "--index", "9"]) == 0
+    assert main(["logs", "j", "--index", "9"]) == 2
     assert capsys.readouterr().err == "j has no pod in slot 9; the slots are 0 to 2\n"
 
 

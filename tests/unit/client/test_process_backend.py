@@ -78,6 +78,8 @@ def test_a_killed_run_leaves_no_job_that_looks_running(tmp_path: Path, monkeypat
     backend = ProcessBackend()
     assert [(pod.state, pod.ended) for pod in backend.pods("j")] == [("Ended", True), ("Error (1)", True)]
     assert backend.job("j")["status"]["nodes"] == {**nodes, "active": 0, "ready": 0, "display": "0/2"}
+    os.utime(folder.status, (0, 1.0))
+    assert backend.job("j")["status"]["completionTime"] == "1970-01-01T00:00:01Z", "it does not run until now"
     with held(folder):
         assert [(pod.state, pod.ended) for pod in backend.pods("j")] == [("Running", False), ("Error (1)", True)]
         assert backend.job("j")["status"]["nodes"] == nodes

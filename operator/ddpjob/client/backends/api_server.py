@@ -110,7 +110,9 @@ class ApiServer:
                 namespace = _NAMESPACE_FILE.read_text().strip()
                 return cls(_with_user_agent(client.ApiClient(settings)), namespace, "in-cluster")
             why = str(error).removeprefix("Invalid kube-config file. ").rstrip(".")
-            remedy = "set KUBECONFIG or --kubeconfig, or write --local for jobs on this machine"
+            remedy = (
+                'set KUBECONFIG or --kubeconfig, or use --local (in Python, Client("local")) for jobs on this machine'
+            )
             raise Unreachable(f"no cluster: {why}; {remedy}") from error
         except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError) as error:
             why = " ".join(str(error).split())

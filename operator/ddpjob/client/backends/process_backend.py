@@ -14,12 +14,13 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
+from datetime import UTC, datetime
 from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO, ParamSpec, TypeVar
 
 from ddpjob.api.job_spec import Json, WhenDeleted
-from ddpjob.api.job_status import JobStatus, SlotState, known_time, parse_time
+from ddpjob.api.job_status import JobStatus, SlotState, format_time, known_time, parse_time
 from ddpjob.api.reader import validate, with_defaults
 from ddpjob.client.backends.backend import (
     INTERRUPTED,
@@ -478,6 +479,10 @@ def _object(folder: JobFolder, record: Json, ended: bool) -> Json:
     job = {key: value for key, value in record.items() if key != "local"}
     if interrupted:
         job["status"] = _interrupted(record.get("status") or {})
+        with suppress(OSError):
+            # Otherwise the job would seem to run until now. A running job's record changes often.
+            ended_at = datetime.fromtimestamp(folder.status.stat().st_mtime, UTC)
+            job["status"]["completionTime"] = format_time(ended_at)
     return job
 
 
