@@ -49,7 +49,7 @@ def conduct(config: Config, group: Group, publish: Callable[[PreflightReport], N
         if not 0 < (seconds := getattr(config.preflight, key)) <= 86400:
             raise ConfigError(f"preflight.{key}={seconds}: must be above 0, and at most a day (86400)")
     if not math.isfinite(config.preflight.free_gb):
-        raise ConfigError(f"preflight.free_gb={config.preflight.free_gb}: must be a finite number; 0 is no limit")
+        raise ConfigError(f"preflight.free_gb={config.preflight.free_gb}: must be a finite number, such as 0 or 1")
     # Every wait has a deadline, but torch's FileStore holds the GIL while it waits for a missing
     # folder. This timer does not need the GIL; it writes all threads' stacks and ends the process
     # with exit code 1.
