@@ -184,9 +184,11 @@ def _read_sockets() -> dict[str, tuple[int, str]]:
             for body in _dump_sockets(family):
                 inode, count, awaited = _read_socket(body)
                 (port,) = struct.unpack_from("!H", body, PORT_AT)
-                size = 4 if family == socket.AF_INET else 16
-                address = socket.inet_ntop(family, body[ADDRESS_AT : ADDRESS_AT + size])
-                found[f"socket:[{inode}]"] = count, f"{address} port {port}" if awaited and port < ephemeral else ""
+                server = ""
+                if awaited and port < ephemeral:
+                    size = 4 if family == socket.AF_INET else 16
+                    server = f"{socket.inet_ntop(family, body[ADDRESS_AT : ADDRESS_AT + size])} port {port}"
+                found[f"socket:[{inode}]"] = count, server
     return found
 
 
