@@ -574,6 +574,9 @@ def test_the_command_prints_a_report_and_refuses_invalid_arguments(
     for key in ("join_seconds", "step_seconds"):
         with pytest.raises(ConfigError, match=f"preflight.{key}=0.0: must be above 0"):
             command.main([f"preflight.{key}=0"])
+    for key in ("join_seconds", "step_seconds", "free_gb"):
+        with pytest.raises(ConfigError, match=f"preflight.{key}=inf: must be "):
+            command.main([f"preflight.{key}=inf", f"checkpoint.dir={tmp_path}"])
 
 
 # ---------------------------------------------------------------- the file in which ranks meet

@@ -6,6 +6,7 @@ Every rank leaves its findings in the store, and rank 0 judges between steps.
 from __future__ import annotations
 
 import faulthandler
+import math
 import secrets
 import sys
 import time
@@ -45,8 +46,10 @@ def conduct(config: Config, group: Group, publish: Callable[[PreflightReport], N
     the other ranks cannot be reached.
     """
     for key in ("join_seconds", "step_seconds"):
-        if (seconds := getattr(config.preflight, key)) <= 0:
-            raise ConfigError(f"preflight.{key}={seconds}: must be above 0")
+        if not 0 < (seconds := getattr(config.preflight, key)) <= 86400:
+            raise ConfigError(f"preflight.{key}={seconds}: must be above 0, and at most a day (86400)")
+    if not math.isfinite(config.preflight.free_gb):
+        raise ConfigError(f"preflight.free_gb={config.preflight.free_gb}: must be a finite number; 0 is no limit")
     # Every wait has a deadline, but torch's FileStore holds the GIL while it waits for a missing
     # folder. This timer does not need the GIL; it writes all threads' stacks and ends the process
     # with exit code 1.
