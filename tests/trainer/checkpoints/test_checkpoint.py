@@ -116,6 +116,20 @@ def save(folder: CheckpointFolder, step: int) -> None:
     folder.finish()
 
 
+@pytest.mark.parametrize("planted", ["step-000000009.pt", "step-000000009.dcp/manifest.json"])
+@pytest.mark.parametrize("special", ["pipe", "/dev/zero"])
+def test_pipes_and_devices_in_the_folder_are_not_read(special: str, planted: str, tmp_path: Path) -> None:
+    """A pipe would wait for a writer for ever, and a device may have no end."""
+    checkpoints = opened(tmp_path, format="torch")
+    save(checkpoints, 1)
+    (tmp_path / planted).parent.mkdir(exist_ok=True)
+    if special == "pipe":
+        os.mkfifo(tmp_path / planted)
+    else:
+        (tmp_path / planted).symlink_to(special)
+    assert opened(tmp_path, format="torch").newest() == state(1)
+
+
 def test_an_interrupted_write_leaves_the_old_file_unchanged(tmp_path: Path) -> None:
     target = tmp_path / "x.pt"
     write_atomically(target, b"old")

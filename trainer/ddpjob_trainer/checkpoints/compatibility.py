@@ -275,7 +275,8 @@ def _read(path: Path) -> Any:
         return dcp.read(path)
     if path.suffix == ".safetensors":
         return importlib.import_module("safetensors.torch").load_file(path)
-    content = path.read_bytes()
+    with torch_file.open_regular(path) as file:
+        content = file.readall()
     if torch_file.is_ours(content):
         torch_file.check(content)
     return torch_file.decode(content)

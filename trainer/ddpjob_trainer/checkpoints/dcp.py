@@ -37,6 +37,7 @@ from ddpjob_trainer.checkpoints.manifest import CheckpointManifest, StoredTensor
 from ddpjob_trainer.checkpoints.metadata import Metadata
 from ddpjob_trainer.checkpoints.snapshot import Layout, Snapshot, with_local
 from ddpjob_trainer.checkpoints.snapshot import Path as Place
+from ddpjob_trainer.checkpoints.torch_file import open_regular
 from ddpjob_trainer.distributed.dtensors import is_sharded
 from ddpjob_trainer.errors import CheckpointError
 
@@ -138,7 +139,7 @@ def read_metadata(path: Path) -> Metadata:
 def read_manifest(path: Path) -> CheckpointManifest:
     """Return the content of a folder's manifest. Raises CheckpointError, OSError."""
     try:
-        with (path / MANIFEST).open("rb") as file:
+        with open_regular(path / MANIFEST) as file:
             # If the manifest is too large, read only its beginning.
             return manifests.read(file.read(min(os.fstat(file.fileno()).st_size, manifests.LARGEST) + 1))
     except FileNotFoundError:

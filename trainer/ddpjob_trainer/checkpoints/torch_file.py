@@ -9,6 +9,8 @@ import argparse
 import hashlib
 import io
 import json
+import os
+import stat
 import struct
 import zipfile
 from pathlib import Path
@@ -121,8 +123,20 @@ def check_file(path: Path) -> Metadata:
 
     Raises CheckpointError, OSError.
     """
-    with path.open("rb", buffering=0) as file:
+    with open_regular(path) as file:
         return _check(file)
+
+
+def open_regular(path: Path) -> io.FileIO:
+    """Open a file for reading. Raises CheckpointError, OSError.
+
+    A pipe would wait for a writer, and a device may have no end, so both are refused.
+    """
+    file = io.FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise CheckpointError(f"{path.name} is not a regular file")
+    return file
 
 
 def _check(file: IO[bytes] | io.FileIO) -> Metadata:
@@ -151,7 +165,7 @@ def is_ours(content: bytes) -> bool:
 
 def read_metadata(path: Path) -> Metadata:
     """Return the metadata without checking the content. Raises CheckpointError, OSError."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         size = file.seek(0, io.SEEK_END)
         file.seek(max(0, size - _LONGEST_COMMENT))
         return Metadata.read(_read_comment(_split(file.read(), size)[1]))
