@@ -51,8 +51,8 @@ class JobEnvironment:
     checkpoint_url: str
     checkpoint_shared: str
     logs_kept: str
-    """For how many pods of each slot logs are kept with the checkpoints; empty or 0 if no logs are
-    kept.
+    """Number of pods of each slot whose logs are kept with the checkpoints; empty or 0 if no logs
+    are kept.
     """
     snapshot_folder: str
     """Folder in memory that outlives the workers and holds training states; empty if no states are

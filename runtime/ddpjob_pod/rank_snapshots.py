@@ -276,8 +276,8 @@ class _StepTimes:
 
     def __init__(self) -> None:
         self._paces: deque[float] = deque(maxlen=_RECENT)
-        """For each of the last intervals that had steps without a copy, the median time of these
-        steps.
+        """Median times of the steps without a copy, one for each of the last intervals that had
+        such steps.
         """
         self._with_copy: float | None = None
         self._others: deque[float] = deque(maxlen=_COMPARED)
@@ -321,7 +321,7 @@ class Cadence:
     every: int | str
     """Number of steps between two copies, AUTO or NONE."""
     due: int = 0
-    """With AUTO, the step after which the next copy is made."""
+    """Step after which the next copy is made, if `every` is AUTO."""
     recent: list[tuple[float, float, float]] = field(default_factory=list)
     """Measurements of the last copies: (seconds of the copy, seconds by which it lengthened a step
     or NaN, seconds of a step without a copy). Several are kept because a single copy may be an

@@ -50,7 +50,7 @@ ALL = "all"
 """Name of the part that holds the whole state, if the state is replicated."""
 HEADER_BYTES = 4096
 ALIGNMENT = 64
-"""In a slot, tensors start at multiples of this many bytes."""
+"""Number of bytes whose multiples are the offsets of tensors in a slot."""
 MOST_INVENTORY_BYTES = 1 << 16
 _MAGIC = b"ddpjob:1"
 _HEAD = struct.Struct("=8sQQQQQ")
@@ -304,8 +304,8 @@ _CGROUPS = (
     ("/sys/fs/cgroup", "memory.max", "memory.current", ""),
     ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
-"""For cgroup versions 2 and 1: the folder, the names of the files with the limit and the usage, and
-the prefix of names in memory.stat.
+"""Names that the cgroup versions 2 and 1 use: the folder, the files with the limit and the usage,
+and the prefix of keys in memory.stat.
 """
 SPARED = 0.1
 """Share of the container's limit and of the machine's memory that states must leave free."""
