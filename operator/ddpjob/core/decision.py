@@ -128,7 +128,7 @@ class LabelPod:
 
 @dataclass(frozen=True)
 class DeleteJob:
-    """Deletes the job itself, because its time to live after its end is over."""
+    """Deletes the job itself, because its runPolicy.ttlSecondsAfterFinished is over."""
 
 
 @dataclass(frozen=True)

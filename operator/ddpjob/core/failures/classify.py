@@ -116,8 +116,8 @@ def with_traceback(summary: str, traceback: str) -> str:
 def without_wait(message: str) -> str:
     """Return a restart's message without its last part about the back-off, such as `; waits 10 s`.
 
-    Messages about a failed job use this, because no further pod waits. Comparisons of errors use
-    it, because the back-off differs each time.
+    Messages about a failed job use this, because no pod follows. Comparisons of errors use it,
+    because the back-off differs each time.
     """
     return _WAIT.sub("", message)
 
@@ -192,8 +192,8 @@ def explain_vanished(name: str, host: str, hosts: Hosts, last: PodView | None = 
     """Return the end of a pod whose object is gone, from its last known state if possible.
 
     If the last state shows no reason, the pod was force-deleted, was deleted with its host, or lost
-    the labels by which the operator finds it. A watch reports lost labels as a deletion, but no
-    deletion of the pod has been requested.
+    the labels by which the operator finds it. If it lost its labels, the watch reports a deletion
+    although nobody has requested one.
     """
     if last is not None and (last.disruption or last.status_reason or (last.ended and not last.succeeded)):
         return explain_end(last, hosts, launcher=launcher)

@@ -68,11 +68,11 @@ class Finding:
 
     @property
     def contestable(self) -> bool:
-        """Whether it matters for this finding if it is a cause or a consequence.
+        """Whether it makes a difference if this finding is a cause or a consequence.
 
-        It matters if the finding counts or fails the job as a cause, because a consequence does
+        It makes one if the finding, as a cause, counts or fails the job, because a consequence does
         neither. A program that cannot start is never a consequence, so an InitFailure that only
-        fails the job is not affected.
+        fails the job makes none.
         """
         return self.restart.counted or bool(self.fails and self.fails != Cause.INIT_FAILURE)
 

@@ -301,7 +301,7 @@ def ready_spares(view: View) -> list[PodView]:
 def _places(view: View, wants: Wants) -> int:
     """Return how many of the job's pods would fit on suitable nodes.
 
-    Pods of other jobs may already occupy this capacity.
+    The true number may be lower, because pods of other jobs may already occupy these nodes.
     """
     spec, hosts = view.job.spec, view.world.hosts or {}
     used = Counter(p.host for p in view.world.nodes() if not p.ended)
@@ -339,7 +339,7 @@ class Wants:
     """Number of each extended resource, by name."""
     tolerations: tuple[Mapping[str, Any], ...]
     more: bool
-    """Whether the job has further requirements that only the scheduler can judge."""
+    """Whether the job also has requirements that only the scheduler can judge."""
 
     @classmethod
     def of(cls, spec: JobSpec, queue: QueueStatus | None) -> Wants:

@@ -61,8 +61,8 @@ COUNTED = frozenset(
         *(Cause.HANG, Cause.INIT_FAILURE),
     }
 )
-"""Failures of the job itself. Disruptions, lost hosts, manual deletions and consequences are not
-charged to the budget."""
+"""Causes that are failures of the job itself and count against its budget. Disruptions, lost hosts,
+manual deletions and consequences do not count."""
 RULE_FAILED = "RuleFailed"
 CONFIGURATION_ERROR = "ConfigurationError"
 _CONFIGURATION = frozenset({2, *range(64, 79)} - {EXIT_STEPPED_ASIDE})
@@ -74,8 +74,8 @@ REPEATS = 3
 """A job fails before its first step if this many counted failures in a row have the same program
 error."""
 APART = timedelta(seconds=10)
-"""Minimum time between two failures that are counted separately. Within this time, a temporary
-fault may still be present."""
+"""Minimum time between two failures that are counted separately. If failures follow each other more
+quickly, the same temporary fault may have caused them, so they are counted as one."""
 _OUTSIDE = re.compile(
     r"\b(?:OSError|IOError|EnvironmentError|BlockingIOError|BrokenPipeError|EOFError|InterruptedError|ChildProcessError"
     r"|ProcessLookupError|PermissionError|(?:FileNotFound|FileExists|NotADirectory|IsADirectory)Error)\b|\[Errno"

@@ -54,7 +54,7 @@ _MOVES = (Cause.SLOW_RANK, Cause.NODE_UNHEALTHY)
 
 @dataclass(frozen=True)
 class PaceVerdict:
-    """The decision on whether a pod moves whose rank has been clearly slow for LASTS."""
+    """The decision about a pod whose rank has been clearly slow for LASTS: whether it is moved."""
 
     index: int
     end: End
@@ -100,7 +100,7 @@ def judge_slow_ranks(view: View) -> list[PaceVerdict]:
 
 
 def is_named(view: View) -> bool:
-    """Whether a clearly slow rank is reported, or no report can say so because no group runs."""
+    """Whether a clearly slow rank is reported, or no running group can report one."""
     return view.report is None or view.report.state is not CoordinatorState.RUNNING or any(_slow_pods(view))
 
 

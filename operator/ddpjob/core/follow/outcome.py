@@ -94,7 +94,7 @@ def settle(view: View) -> View | None:
 def give_up_lost(attribution: Attribution) -> View:
     """Return the view of a finished group, in which slots whose pods have ended are marked as lost.
 
-    A lost slot gets no further pod, because the group has nothing left to do.
+    A lost slot gets no new pod, because the group has nothing left to do.
     """
     ends = attribution.ends.slots
     slots = enumerate(attribution.ends.view.status.slots)

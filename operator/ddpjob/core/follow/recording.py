@@ -76,7 +76,7 @@ def record_restarts(attribution: Attribution) -> Recorded:
 
 
 def _replace_failing(ends: Ends, restarts: list[Restart]) -> tuple[dict[int, Ended], list[Restart]]:
-    """Return the ends and restarts, with those of living pods that have to be replaced added.
+    """Return the ends and the restarts, and add those of living pods that have to be replaced.
 
     If the restarts exceed the budget, the job fails, so no living pod is added.
     """

@@ -168,7 +168,7 @@ def _lacks_token(view: View) -> bool:
 
 
 def _removals(view: View, lost: frozenset[str]) -> list[Action]:
-    """Return actions that delete unplanned running pods and the oldest failed pods.
+    """Return actions that delete running pods outside the plan, and the oldest failed pods.
 
     For each index, runPolicy.failedPodsKept failed pods are kept.
     """
@@ -261,8 +261,8 @@ def plan_notifications(view: View, restarts: tuple[Restart, ...], lost: frozense
 
 
 DEAF = timedelta(seconds=4)
-"""How long the launcher of a deleted pod may take to announce that it is leaving. After this time,
-the launcher has not noticed the deletion."""
+"""How long the launcher of a deleted pod may take to announce that it is leaving. If it takes
+longer, it has probably not noticed the deletion."""
 
 
 def send_away_deaf(view: View, endpoint: str) -> list[Action]:

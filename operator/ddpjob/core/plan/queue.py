@@ -76,11 +76,12 @@ def shape_of(job: DDPJob) -> str:
 
 
 def find_request(job: DDPJob, queue: QueueStatus | None) -> CreateWorkload | None:
-    """Return the quota request that a job needs in addition to its current quota (`queue`).
+    """Return the Workload that requests the job's quota, whether or not it exists already.
 
-    The Workload requests all of the job's pods or, if an elastic job has quota already, only the
-    missing pods. Return None if an elastic job lacks no pods or cannot grow. The name is a hash of
-    the request, so an unchanged request has the name of the existing Workload.
+    `queue` is the job's current quota. The Workload requests all of the job's pods or, if an
+    elastic job has quota already, only the missing pods. The result is None if an elastic job lacks
+    no pods or cannot grow. The name is a hash of the request, so an unchanged request has the name
+    of the existing Workload.
     """
     pods, held = job.spec.pods, queue.workload if queue is not None else ""
     if job.spec.elastic is None and not (queue is not None and queue.more):
@@ -252,7 +253,7 @@ def plan_queue_actions(view: View) -> list[Action]:
     """
     job, world, queue = view.job, view.world, view.status.queue
     if not is_queued(view):
-        # The remaining Workloads were created while the job was in a queue.
+        # The job is not in a queue, so all of its Workloads were created when it still was.
         old = [pod for pod in world.pods if pod.name not in view.current_names]
         return [] if any(may_run(pod, view.now) for pod in old) else drop_workloads(view)
     if not world.serves_queues:

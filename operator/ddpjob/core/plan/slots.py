@@ -230,7 +230,7 @@ def keep_training(view: View) -> list[Slot] | None:
     spares becomes 0, the idle replacement of pod 0 is deleted, and pods 1 and 2 continue to train.
     """
     spec, status, report = view.job.spec, view.status, view.report
-    dedicated = spec.rendezvous.placement is Placement.DEDICATED  # With Master, slot 0 has the coordinator.
+    dedicated = spec.rendezvous.placement is Placement.DEDICATED  # With Master, slot 0 holds the coordinator.
     if not dedicated or spec.nodes != status.rendezvous.nodes or report is None:
         return None
     last = zip(status.slots[spec.pods :], view.pods[spec.pods :], strict=True)

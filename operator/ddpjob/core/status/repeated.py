@@ -90,7 +90,10 @@ def _with_repeats(counts: Restarts, restart: Restart | None, start: dict[str, An
 
 
 def count_steps(start: Mapping[str, Any]) -> int | None:
-    """Return the number of steps that a round repeats, from its `start`; None if unknown."""
+    """Return the number of steps that a round repeats, from the report of its start.
+
+    The result is None if the number is unknown.
+    """
     return start["made"] - start["step"] if "made" in start else None
 
 

@@ -209,7 +209,7 @@ def _group_runs(view: View, training: int) -> tuple[bool, str, str]:
 def _without_steps(view: View, overdue: Overdue, training: int) -> str:
     """Describe a group whose next step is overdue, with the stacks of its ranks.
 
-    The text stays the same from report to report.
+    Until the step is complete, the text stays the same from report to report.
     """
     known = last_step(view.status.condition(ConditionType.RUNNING))
     since = known if known is not None and abs(known - overdue.since) < _SAME_STEP else overdue.since

@@ -159,7 +159,7 @@ def _gang_waits(view: View, alive: list[PodView]) -> str:
 
 
 _FITS = "waiting for minCount pods from a gang"
-"""The message of kube-scheduler 1.36 about a pod that would fit, but other pods of its group would
+"""The message of kube-scheduler 1.36 about a pod that has room, although other pods of its group do
 not."""
 GANG_NOT_SERVED = "GangNotServed"
 
