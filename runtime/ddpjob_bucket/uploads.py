@@ -121,7 +121,7 @@ class Uploads:
 
     @property
     def behind_seconds(self) -> float:
-        """How long uploads have been behind, in seconds; 0 if no checkpoint is left to upload.
+        """Seconds for which uploads have been behind; 0 if no checkpoint is left to upload.
 
         The time starts again with each completed upload.
         """
@@ -129,7 +129,7 @@ class Uploads:
             return 0.0 if self._behind_since is None else time.monotonic() - self._behind_since
 
     def figures(self) -> dict[str, float]:
-        """Return the figures to report: the newest copy's step and time, and the delay of copies."""
+        """Return the figures to report: the newest copy's step and time, and the copies' delay."""
         newest, behind = self._newest, {"copyBehind": round(self.behind_seconds, 1)}
         return behind if newest is None else {"copyStep": newest.step, "copyTime": round(newest.time), **behind}
 

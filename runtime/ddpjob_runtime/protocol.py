@@ -357,8 +357,8 @@ def clip(text: object, limit: int = MAX_TEXT) -> str:
 
 
 _PART_OF_A_LINE = 300
-"""To leave out whole lines, `clip` and `last_lines` omit at most this many additional characters.
-"""
+"""Maximum number of characters that `clip` and `last_lines` additionally leave out, so that a
+shortened string consists of whole lines."""
 _NEWLINE = "\n"
 
 

@@ -797,7 +797,7 @@ def exchanges_otherwise() -> bool:
 
 
 def count_steps() -> None:
-    """On rank 0, count the optimizers' steps and post the count, once torch.optim is imported."""
+    """Count the optimizers' steps on rank 0, and post the count, once torch.optim is imported."""
     import os
 
     if os.environ.get("RANK") != "0" or not os.environ.get("DDPJOB_COORDINATOR") or not os.environ.get("DDPJOB_TOKEN"):
