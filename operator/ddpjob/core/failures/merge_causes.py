@@ -206,7 +206,7 @@ def _close(incident: Finding, here: _Break) -> bool:
 
 
 def _join(incident: Finding, here: _Break) -> bool:
-    """Add an incident to a break that began with ends of pods, as its cause or a consequence.
+    """Add an incident, as the cause or a consequence, to a break that began with ends of pods.
 
     Return False if the incident is a separate, earlier break.
     """
