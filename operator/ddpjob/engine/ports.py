@@ -27,7 +27,7 @@ class JobKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Observation:
-    """A job and everything that belongs to it, observed after reading the job."""
+    """A job, and everything that belongs to it as observed after the job was read."""
 
     job: DDPJob
     world: World
@@ -64,16 +64,16 @@ class NamespaceEnding(Unavailable):
 
 
 class ReportPending(Unavailable):
-    """The coordinator's first report was requested a moment ago.
+    """The coordinator's first report was requested a moment ago and has not arrived yet.
 
-    The state of the job depends on that report.
+    The state of the job cannot be judged without that report, so the reconcile is repeated soon.
     """
 
 
 class Cluster(Protocol):
-    """Reads for `reconcile`, and writes only for `apply`. Every write is idempotent.
+    """Access to jobs and their objects: `reconcile` only reads, and only `apply` writes.
 
-    Every method raises Unavailable when the API server cannot be used.
+    Every write is idempotent. Every method raises Unavailable when the API server cannot be used.
     """
 
     platform: Platform
@@ -82,9 +82,10 @@ class Cluster(Protocol):
         """Return the job and everything that belongs to it; None if it does not exist."""
 
     async def write_status(self, job: DDPJob, status: Json) -> DDPJob:
-        """Replace the status and return the job as written.
+        """Replace the job's status and return the job as written.
 
-        The job must still have `job.resource_version`. Raises Conflict, Refused.
+        Raises Conflict if the job no longer has `job.resource_version`, and Refused if the API
+        server rejects the status.
         """
 
     async def create(self, job: DDPJob, manifest: Json) -> None:
@@ -107,7 +108,7 @@ class Cluster(Protocol):
     async def change_workload(
         self, job: DDPJob, name: str, uid: str, change: Callable[[Json, datetime], Json | None]
     ) -> None:
-        """Replace a Workload with the one that `change` returns for it; None means no change.
+        """Call `change` with a Workload, and replace it with the result; None means no change.
 
         Succeed if the Workload is gone or has a different uid. A refusal is not treated as an
         error. Raises Conflict.
