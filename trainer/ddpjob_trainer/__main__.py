@@ -60,7 +60,8 @@ def _refused(error: ConfigError | FolderTakenError) -> StartRefused:
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-        get_error_handler().record_exception(error)  # `record` ignores SystemExit.
+        # `record` ignores SystemExit, so record the error here.
+        get_error_handler().record_exception(error)
     return StartRefused(f"{error}", fast_exit.with_code(exit_code(error)))
 
 

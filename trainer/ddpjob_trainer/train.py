@@ -57,7 +57,7 @@ _SAVING = "saving a checkpoint"
 
 
 def run(config: Config) -> int:
-    """Train as configured, from the newest checkpoint if there is one, and return the exit code.
+    """Train as configured, and return the exit code. Resume from the newest checkpoint, if any.
 
     The code is 0 if training is complete, and 75 if SIGTERM stopped it and a checkpoint was saved.
     Raises TrainerError with a message for the user if the input is invalid, and RuntimeError if a
@@ -354,7 +354,8 @@ class Trainer:
     def _end_of_passes(self) -> StepPhase:
         """The phase to which the time until the end of a micro-batch's passes belongs.
 
-        If the strategy does not measure waiting separately (`waits_apart`), it is the computation.
+        It is the exchange if the strategy measures waiting separately (`waits_apart`); otherwise,
+        it is the computation.
         """
         return StepPhase.EXCHANGE if self.strategy.waits_apart else StepPhase.COMPUTE
 

@@ -101,7 +101,9 @@ def _printed(command: Callable[[], int]) -> int:
         sys.stdout.flush()
     except BrokenPipeError:
         if _is_read(sys.stdout.fileno()):
-            raise  # The error came from another connection.
+            # Python would flush the output again at exit, and report the error once more. Discard
+            # the output.
+            raise
         # At exit, Python would flush and report the error again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return fast_exit.with_code(128 + signal.SIGPIPE)

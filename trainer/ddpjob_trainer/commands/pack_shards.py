@@ -102,9 +102,10 @@ def _scaling(side: int | None, quality: int | None) -> Scaling | None:
 
 
 def pack(folder: Path, out: Path, size: int, scaling: Scaling | None = None) -> None:
-    """Pack both sets of an image folder into shards of at most `size` bytes. Raises DataError.
+    """Pack both sets of an image folder into shards. Raises DataError.
 
-    `size` counts the images before scaling.
+    A shard has at most `size` bytes. This refers to the original images, so shards of scaled images
+    may be smaller.
     """
     train, test = open_folders(folder)
     classes = classes_file(train.classes)

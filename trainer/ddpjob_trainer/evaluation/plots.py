@@ -30,7 +30,7 @@ Matrix = npt.NDArray[np.int64]
 def draw(path: Path) -> list[Path]:
     """Draw the plots for which a result file has numbers, and return the plots' files.
 
-    They are next to the result file, `path`.
+    The plots are next to the result file, `path`.
     """
     use_style()
     result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

@@ -77,10 +77,7 @@ class EvaluationFiles:
 
 
 def document(evaluation: Evaluation, names: Sequence[str] | None) -> dict[str, Any]:
-    """Return an evaluation in its JSON form.
-
-    Numbers that are not finite become null. The curves have been thinned before.
-    """
+    """Return an evaluation in its JSON form. Numbers that are not finite become null."""
     scalars = evaluation.scalars()
     result: dict[str, Any] = {key: value if math.isfinite(value) else None for key, value in scalars.items()}
     result |= {"samples": evaluation.samples, "nonfinite": evaluation.nonfinite, "unreadable": evaluation.unreadable}
