@@ -107,7 +107,10 @@ def folder_problem(folder: Path, pod: str) -> str:
 
 
 def _devices(torch: Any, wanted: int, resource: str) -> tuple[list[str], str]:
-    """Return torch's names of the node's devices, and a problem; empty if their number is right."""
+    """Return torch's names of the node's devices, and what is wrong with their number.
+
+    The second part is empty if the number is right.
+    """
     if not wanted or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return ["cpu"], ""
     kind = "xpu" if resource.startswith("gpu.intel.com/") else "cuda"
@@ -181,7 +184,7 @@ def check_links(settings: dict[str, Any]) -> dict[str, Any]:
         numbers = pattern[:count] * (rank % 8 + 1)
         began = time.monotonic()
         dist.all_reduce(numbers)
-        # Computing this also waits until the device has finished.
+        # Reading this number also waits until the device has finished.
         wrong = int((numbers != expected[:count]).sum())
         if count > 1000:
             shortest = min(shortest, time.monotonic() - began)

@@ -108,7 +108,7 @@ class CoordinatedAgent(LocalElasticAgent):
         self._oom_kills = 0
         self._activity = stacks.Activity()
         shutdown.stop_workers = self._stop_for_good
-        # What was read at the last check, by the worker's pid.
+        # The vitals that the last check has read, by the worker's pid.
         self._vitals: dict[int, Vitals] = {}
         self._looks = threading.Lock()
         client.on_dump, client.on_look, client.on_hurry = self._dump, self._look, self._hurry
@@ -387,7 +387,7 @@ def _ask_to_end(handler: Any, number: signal.Signals) -> None:
 
 
 def _kill_sessions(context: Any, spare_trackers: bool) -> set[int]:
-    """Send SIGKILL to the remaining processes of workers, and return the pids of these processes.
+    """Send SIGKILL to processes of workers, and return the pids of those that have not ended yet.
 
     Every worker leads its own session, whose processes are killed with it. With `spare_trackers`,
     Python's resource trackers are not killed. A tracker removes what killed processes have left in

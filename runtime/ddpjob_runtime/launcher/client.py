@@ -93,7 +93,7 @@ class MemberClient:
         attempt of the coordinator to which it was sent."""
         self._thread = threading.Thread(target=self._guard, args=(self._keep,), name="ddpjob-client", daemon=True)
         self._closing = False
-        self._refusal = ""  # Why the connected coordinator is not the coordinator of this pod.
+        self._refusal = ""  # Why the connected coordinator is not this pod's; empty if it is.
         # The round, rank, world and state of this node; empty before its first round.
         self._position: dict[str, Any] = {}
         # The last `ready` that was sent; None once a round has begun.
@@ -106,7 +106,7 @@ class MemberClient:
         self.why = ""
         self.on_hurry: Callable[[int], None] = lambda number: (
             None
-        )  # Called when a member is lost in a planned restart, so that ranks can no longer save.
+        )  # Called if a member is lost in a planned restart. The ranks can then no longer save.
         self.on_dump: Callable[[int], None] = lambda number: None
         self.on_look: Callable[[int, bool], None] = lambda number, record: None
         self.neighbours: Neighbours | None = None
@@ -452,8 +452,8 @@ class MemberClient:
     def _leave_generation(self, found: int) -> None:
         """End this launcher when a later generation is found for the second time.
 
-        If this pod's host were still connected to the cluster, its kubelet would have asked the pod
-        to end before the second time.
+        By then, the kubelet of this pod's host would have asked the pod to end, if the host were
+        still connected to the cluster.
         """
         if self._outdated:
             expected = self._identity["generation"]

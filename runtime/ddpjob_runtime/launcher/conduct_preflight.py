@@ -386,7 +386,7 @@ def judge(world: int, procs: int, results: Mapping[str, Mapping[int, NodeResult]
 
 
 def _middles(world: int, group: Mapping[int, NodeResult], broken: Mapping[Group, str]) -> dict[int, str]:
-    """Return every second node in each sequence of broken links, and the reason for each.
+    """Return every second node in each sequence of broken links, and why it is a culprit.
 
     A sequence begins with the first node whose links to both neighbours are broken.
     """

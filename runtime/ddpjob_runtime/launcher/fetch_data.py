@@ -5,21 +5,23 @@
     .ddpjob-part-HASH         an object that is being fetched
     .ddpjob-lock              held by the fetching pod; the kernel releases it when the pod ends
 
-All pods that mount the folder wait for the lock. The first pod fetches, and the others find
-everything there. A pod that starts again with the same folder downloads only what has changed:
+All pods that mount the folder wait for the lock. The first pod fetches the objects, and the others
+then find all of them in the folder. A pod that starts again with the same folder downloads only
+what has changed:
 
 - The bucket is listed. An object counts as fetched if the record has its ETag, and the file still
   has the recorded size and time. Recorded files that the bucket no longer has are deleted.
 - THREADS threads download the missing objects. They continue partial downloads that were begun
   since the host booted.
-- A part is renamed only if its size and checksums match. After WRONG_TRIES, the job fails.
+- A part is renamed only if its size and checksums match. After WRONG_TRIES downloads of an object
+  with a wrong checksum, the job fails.
 - During outages of the bucket, requests are retried indefinitely. A full disk makes the node
   unfit, so that the operator replaces its pod on a different host. If the bucket changes during
   the fetch, it is listed again.
 
-Example: the pod is killed after 60 of 100 objects. Its successor lists the bucket and finds 60
-objects in the record. It reads the partial downloads to compute their checksums, and continues
-them.
+Example: the pod is killed after it has fetched 60 of 100 objects. Its successor lists the bucket
+and finds 60 objects in the record. It reads the partial downloads of the others to compute their
+checksums, and continues these downloads.
 """
 
 from __future__ import annotations

@@ -308,7 +308,8 @@ def _serve(orders: socket.socket, modules: list[str]) -> NoReturn:
     """Import modules, fork workers on demand, and report when they end. End with the launcher."""
     die_with_parent()
     for number in ENDING_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # The launcher decides when this process ends.
+        # The launcher decides when this process ends, so ignore these signals.
+        signal.signal(number, signal.SIG_IGN)
     _send(orders, ready=_import(modules, orders))
     import_report(worker.packages())
     gc.collect()
@@ -449,7 +450,8 @@ def _find_obstacle() -> str:
 
 def _open_devices() -> bool:
     for file in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # The entry for the listing itself is already closed.
+        # The descriptor with which this folder was listed is already closed.
+        with contextlib.suppress(OSError):
             if str(file.readlink()).startswith(DEVICES):
                 return True
     return False
@@ -513,13 +515,14 @@ def _become(order: dict[str, Any], parent: int) -> NoReturn:
         os.environ.clear()
         os.environ.update(environment)
         if not (os.environ.get("PYTHONFAULTHANDLER") or "faulthandler" in sys._xoptions or sys.flags.dev_mode):
-            # The launcher has enabled faulthandler, but a new interpreter would not have.
+            # The launcher has enabled faulthandler. A new interpreter enables it only if it is
+            # asked to.
             faulthandler.disable()
         _redirect(order)
         _renew_libraries()
         shared = set(sys.modules)
         runtime = [sys.modules.pop(name) for name in shared if name.partition(".")[0] == __name__.partition(".")[0]]
-        # torch must be hidden only after worker.py has installed its hook in torch.optim, which
+        # worker.py calls `hide_torch` only after it has installed its hook in torch.optim. The hook
         # counts steps.
         code = _exit_code_of(lambda: worker.run(order["words"], lambda: hide_torch(TORCH_PATHS)))
         _finalize(shared)

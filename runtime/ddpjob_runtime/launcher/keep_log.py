@@ -16,8 +16,8 @@ bounded buffer and passes it on unchanged. A thread writes the buffer to a file 
   The grace period of the launcher and its workers is shorter by this time, so that PID 1 returns
   the exit code before the pod is killed.
 - PID 1 outlives the launcher and the workers, so their last lines are kept no matter what ends
-  them. If the whole container is killed without warning, the output of the last second is lost;
-  with a bucket, that of the last minute.
+  them. If the whole container is killed without warning, the output of the last second is lost.
+  If the log is kept in a bucket, the output of the last minute is lost.
 - A pod keeps at most MAX_KEPT_LOG bytes. When it starts, it removes the oldest logs of its slot.
   DDPJOB_LOGS_KEPT is the number of logs per slot. If it is 0 or unset, no logs are kept.
 
@@ -80,7 +80,7 @@ class Tail:
         self._dropped += count
 
     def read(self, take: bool) -> tuple[bytes, int, int]:
-        """Return the newest bytes, and the numbers of bytes dropped before them and ever added.
+        """Return the newest bytes, how many were dropped before them, and how many were ever added.
 
         With `take`, the returned bytes are removed from the buffer.
         """
@@ -200,7 +200,8 @@ def _note(missing: int) -> bytes:
 class KeptLog:
     """Passes on the output of this container, and keeps the end of it.
 
-    `keeper` is a FileKeeper or a BucketKeeper, and `kept` is the number of logs to keep.
+    `keeper` is a FileKeeper or a BucketKeeper. `kept` is the number of logs to keep for this pod's
+    slot.
     """
 
     def __init__(self, keeper: Any, job: JobEnvironment, kept: int) -> None:

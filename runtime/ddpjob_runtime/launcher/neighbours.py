@@ -110,7 +110,7 @@ class RingPlace:
     def seal(self, token: str, side: str, rank: int, nonce: str) -> str:
         """Return the proof that the node with the group rank `rank` knows the token.
 
-        `side` says whether this node connects or accepts the connection.
+        `side` says whether that node has opened or accepted the connection.
         """
         return protocol.seal(token, *self._parts(side, rank, nonce))
 
@@ -164,7 +164,8 @@ class Neighbours:
         self._listener = socket.create_server((host, 0), family=_family(host), backlog=16)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
-        self._wanted: RingPlace | None = None  # Other threads set this.
+        # The place that another thread has set; it applies from the next tick on.
+        self._wanted: RingPlace | None = None
         self._place: RingPlace | None = None
         self._links: list[_Link] = []
         # When each silent neighbour was last reported, by its rank.

@@ -57,8 +57,8 @@ STORE_SECONDS = 15.0
 should have written the key must be dead."""
 CONNECT_SECONDS = 2.0
 LOOKUP_SECONDS = 25.0
-"""How many seconds a connection to a store that listens can take. torch first looks up the name of
-the store's address, and the name server may be slow or down."""
+"""How many seconds connecting to a listening store can take. torch first looks up the name of the
+store's address, and the name server may be slow or down."""
 LONGEST_PAUSE = 0.5
 """Longest pause in seconds between checks whether the store has a key. The store's own wait is not
 used, because it could not be interrupted when the round is over."""

@@ -71,7 +71,8 @@ class Changed(Exception):
 class Remote:
     """An object in a bucket.
 
-    `name` is the object's key without the prefix of the place. `etag` is its ETag without quotes.
+    `name` is the object's key without the prefix of its BucketPlace. `etag` is its ETag without
+    quotes.
     """
 
     name: str
@@ -237,7 +238,7 @@ def _keys_of(found: Mapping[str, Any], token: str, what: str) -> Keys:
 
 
 class Reader:
-    """A connection to the server of a place. It is opened again after it has broken.
+    """A connection to the server of a BucketPlace. It is opened again after it has broken.
 
     Methods raise BucketRefusal, Away, Changed.
     """

@@ -152,7 +152,7 @@ def _open_files(folder: Path) -> Iterator[str]:
 def _find_wait(folder: Path, state: str) -> tuple[WaitKind | None, str]:
     """Return what a thread waits for, and the name of its system call.
 
-    For a process's folder in /proc, this is about the process's main thread.
+    `folder` is the folder of a thread in /proc. A process's folder stands for its main thread.
     """
     if state in "Tt":
         return (WaitKind.STOPPED if state == "T" else WaitKind.TRACED), ""
