@@ -40,8 +40,8 @@ DEVICE_ERROR = re.compile(r"unhandled cuda error|\bCuda failure\b", re.I)
 """Matches NCCL's reports of a driver error that concerns this rank's own device."""
 SIGABRT = 6
 ORDER_SECONDS = 0.05
-"""Number of seconds after the coordinator's `restart` from which on a failure counts as a
-consequence of that `restart`.
+"""Number of seconds after the coordinator's `restart`. A failure later than that counts as a
+consequence of the `restart`.
 """
 
 
@@ -137,8 +137,9 @@ class Verdict:
 
 
 def _suspicion(failure: WorkerFailure, ended_at: float | None) -> int:
-    """Return the suspicion that a failure is only a consequence of another failure. The higher it
-    is, the more likely this is the case.
+    """Return the suspicion that a failure is only a consequence of another failure.
+
+    The higher the number, the more likely the failure is a consequence:
 
     - 0: the worker's own error.
     - 1: an abort, by which communication libraries end a process when a peer is gone, or an NCCL
