@@ -416,8 +416,8 @@ class World:
     """Whether this operator holds the Lease for the job's namespace, so that no other operator
     acts there."""
     has_token: bool = False
-    """Whether the operator has created the Secret with the token. Somebody may have deleted the
-    Secret since then, but the operator is not permitted to read it."""
+    """Whether the operator has created the Secret with the token. The operator is not permitted to
+    read the Secret, so it does not see here if somebody has deleted the Secret since then."""
     report: Report | None = None
     report_refused: str = ""
     """Why the coordinator's last response could not be used. Empty if it could be used, or if the

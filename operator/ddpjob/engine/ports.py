@@ -84,7 +84,8 @@ class Cluster(Protocol):
     async def write_status(self, job: DDPJob, status: Json) -> DDPJob:
         """Replace the job's status and return the job as written.
 
-        Raises Conflict if the job no longer has `job.resource_version`, and Refused.
+        Raises Conflict if the job no longer has `job.resource_version`, and Refused if the API
+        server rejects the status.
         """
 
     async def create(self, job: DDPJob, manifest: Json) -> None:

@@ -190,7 +190,7 @@ Hosts = Mapping[str, HostView] | None
 
 
 def explain_vanished(name: str, host: str, hosts: Hosts, last: PodView | None = None, *, launcher: bool = True) -> End:
-    """Return why a pod has ended whose object is gone, from its last known state if possible.
+    """Return why a pod whose object is gone has ended, from its last known state if possible.
 
     If the last state shows no reason, the pod was force-deleted, was deleted with its host, or lost
     the labels by which the operator finds it. If it lost its labels, the watch reports a deletion
@@ -358,7 +358,7 @@ def _code(exit_code: int | None) -> str:
 
 
 def _never_began(pod: PodView) -> End:
-    """Return why a pod has ended whose main container never ran.
+    """Return why a pod whose main container never ran has ended.
 
     Either an init container failed or the host rejected the pod.
     """

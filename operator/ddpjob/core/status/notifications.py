@@ -72,7 +72,7 @@ def with_notifications(job: DDPJob, world: World, now: datetime, decision: Decis
 
 
 def _happened(job: DDPJob, status: JobStatus) -> Iterator[NotifyEvent]:
-    """Yield the events of spec.notify between the job's last status and this status."""
+    """Yield the events of spec.notify that happened between the job's last status and this one."""
     if status.terminal:
         if not job.status.terminal:
             yield NotifyEvent.FAILED if status.holds(ConditionType.FAILED) else NotifyEvent.COMPLETE
