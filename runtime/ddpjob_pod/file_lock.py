@@ -10,10 +10,11 @@ from pathlib import Path
 
 @contextmanager
 def alone(lock: Path, *, strict: bool = False) -> Iterator[None]:
-    """Hold a lock on a file, which is created if it does not exist. Raises OSError if that fails.
+    """Hold a lock on a file inside this `with`, so that only one process at a time does the work.
 
-    If the file system does not support locks, several processes may do the same work. With
-    `strict`, missing support for locks raises OSError instead.
+    The file is created if it does not exist. Raises OSError if it cannot be opened. If the file
+    system does not support locks, several processes may do the work at once, unless `strict` is
+    set. With `strict`, OSError is raised instead.
     """
     with lock.open("a") as file:
         try:

@@ -1,8 +1,9 @@
 """The DDPJOB_* variables, which describe the job to a process in one of its pods (table:
 docs/protocol.md).
 
-Apart from `worker.py`, which runs before the user's program and imports nothing, no other module
-reads them. They are read when needed, because a launcher changes DDPJOB_FENCE in each round.
+All other modules read the variables through this one. The only exception is `worker.py`, which runs
+before the user's program and therefore imports nothing. The variables are read whenever they are
+needed, because a launcher changes DDPJOB_FENCE in each round.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ GRACE_SECONDS = 30.0
 
 
 class VariableError(ValueError):
-    """A job variable has an unusable value. The message includes the remedy."""
+    """A DDPJOB_* variable has an unusable value. The message says what to do about it."""
 
 
 @dataclass(frozen=True)
 class JobEnvironment:
-    """The values of the variables. The value of a variable that is not set is an empty string."""
+    """The values of the variables DDPJOB_CLUSTER, DDPJOB_NAMESPACE and so on. If a variable is not
+    set, its value is an empty string.
+    """
 
     cluster: str
     namespace: str
@@ -38,18 +41,23 @@ class JobEnvironment:
     procs_per_node: str
     gpus: str
     coordinator: str
-    """host:port. Set in every pod of a job, never outside jobs."""
+    """HOST:PORT of the job's coordinator. It is set in every pod of a job, and never outside jobs.
+    """
     token: str
     fence: str
-    """GENERATION.ROUND of the group that this process belongs to."""
+    """The group that this process belongs to, as GENERATION.ROUND."""
     grace_seconds: str
     checkpoint_dir: str
     checkpoint_url: str
     checkpoint_shared: str
     logs_kept: str
-    """Number of pods per slot whose log is kept with the checkpoints; empty or 0 for none."""
+    """Number of pods of each slot whose logs are kept with the checkpoints; empty or 0 if no logs
+    are kept.
+    """
     snapshot_folder: str
-    """A folder in memory that outlives the workers; empty if states are not kept in memory."""
+    """Folder in memory that outlives the workers and holds training states; empty if no states are
+    kept in memory.
+    """
     snapshot_steps: str
     preflight: str
     preload: str
@@ -62,13 +70,13 @@ class JobEnvironment:
     data_dir: str
     code_url: str
     code_digest: str
-    """SHA-256 of the archive at code_url, as sha256:HEX."""
+    """SHA-256 of the archive at `code_url`, as sha256:HEX."""
     code_endpoint: str
     code_region: str
     code_dir: str
     termination_log: str
     stacks_dir: str
-    """Folder in which the launcher's workers write their stacks on a signal."""
+    """Folder in which workers write their Python stacks when they receive a signal."""
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> JobEnvironment:
@@ -77,7 +85,7 @@ class JobEnvironment:
 
     @property
     def shares_checkpoints(self) -> bool | None:
-        """Whether all pods see the same checkpoint folder. None if unknown."""
+        """Whether all pods see the same checkpoint folder; None if that is unknown."""
         return {"1": True, "0": False}.get(self.checkpoint_shared)
 
     @property
@@ -87,10 +95,11 @@ class JobEnvironment:
 
     @property
     def group(self) -> tuple[int, int] | None:
-        """This process's group, as (generation, round).
+        """The group that this process belongs to, as (generation, round); None if no launcher
+        started this process.
 
-        If a job has two groups, only the group with the higher value may write. None if no launcher
-        started this process. Raises VariableError.
+        While two groups of a job exist, only the group with the higher value is allowed to write.
+        Raises VariableError if DDPJOB_FENCE is malformed.
         """
         if not self.fence:
             return None
@@ -101,7 +110,9 @@ class JobEnvironment:
 
     @property
     def grace(self) -> float | None:
-        """The pod's grace period in seconds; None outside a job. Raises VariableError."""
+        """The pod's grace period in seconds; None outside a job. Raises VariableError if the
+        variable is not a number.
+        """
         try:
             return float(self.grace_seconds) if self.grace_seconds else None
         except ValueError:
@@ -110,16 +121,17 @@ class JobEnvironment:
 
     @property
     def may_have_snapshots(self) -> bool:
-        """Whether states may be kept in memory, in this pod or in other pods of the job.
+        """Whether training states may be in the memory of this pod or of other pods of the job.
 
-        After a change to the spec, old and new pods may have different settings. So in a job, all
-        ranks exchange what they hold.
+        This is true in every job, even if this pod keeps no states. After a change to the spec, old
+        and new pods may have different settings, so all ranks of a job must exchange which states
+        they hold.
         """
         return bool(self.snapshot_folder or self.coordinator)
 
     @property
     def snapshot_interval(self) -> int | str:
-        """Steps between two states that are kept in memory, as a number or "auto"."""
+        """Number of steps between two states that are kept in memory, or "auto"."""
         return int(self.snapshot_steps) if self.snapshot_steps.isdigit() else "auto"
 
     @property
@@ -129,5 +141,7 @@ class JobEnvironment:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process has rank 0 or, in a `command` without ranks, its pod has index 0."""
+        """Whether this process counts as the job's first one. It has rank 0 or, if a `command` sets
+        no ranks, its pod has index 0.
+        """
         return os.environ.get("RANK", self.index or "0") == "0"

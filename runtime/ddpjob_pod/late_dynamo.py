@@ -3,8 +3,8 @@
 DistributedDataParallel and torch.optim import torch's compiler, with sympy and half of
 torch.distributed, only to check whether the compiler is in use. Those imports take as long as the
 rest of `import torch`. Until torch._dynamo is needed, a stand-in module answers these checks as the
-real one would. As soon as anything else is requested, the stand-in runs the real module's code in
-itself.
+real module would. As soon as the program uses anything else of torch._dynamo, the code of the real
+module runs in the namespace of the stand-in, which thereby becomes the real module.
 """
 
 from __future__ import annotations
@@ -25,19 +25,21 @@ from typing import Any
 
 NAME = "torch._dynamo"
 COMPILER = "torch._compile"
-"""The torch module that keeps functions such as Optimizer.add_param_group from being compiled."""
+"""The torch module whose decorator excludes functions such as Optimizer.add_param_group from
+compilation.
+"""
 _KEPT = "__dynamo_disable"
-"""Attribute of a function in which torch._compile stores the result of `disable`."""
+"""Name of the attribute in which torch._compile keeps the result of `disable` for a function."""
 _lock = threading.RLock()
 
 
 @contextlib.contextmanager
 def uncollected(*, keep: bool = False) -> Iterator[None]:
-    """Suspend the garbage collector during imports of torch.
+    """Suspend the garbage collector inside this `with`, for imports of torch.
 
     The collector takes up to a fifth of the import time, and finds no garbage among imported
-    modules. With `keep`, it permanently ignores all objects that exist after the imports, so pass
-    `keep` only at the start of a program.
+    modules. With `keep`, the collector permanently ignores all objects that exist after the
+    imports, so pass `keep` only at the start of a program.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -58,7 +60,10 @@ def put_off() -> None:
 
 
 def find() -> ModuleSpec | None:
-    """Return a spec that defers torch._dynamo, for an import hook; None if torch has no _dynamo."""
+    """Return a spec with which an import hook imports the stand-in instead of torch._dynamo.
+
+    Return None if this torch has no _dynamo.
+    """
     module = _not_run()
     return None if module is None else ModuleSpec(NAME, _AsItIs(module))
 
@@ -73,7 +78,7 @@ def _not_run() -> _Late | None:
 
 
 def is_put_off() -> bool:
-    """Whether torch._dynamo is not imported yet."""
+    """Whether torch._dynamo is still represented by the stand-in."""
     return isinstance(sys.modules.get(NAME), _Late)
 
 
@@ -85,7 +90,9 @@ def load() -> None:
 
 
 class _Late(ModuleType):
-    """The module before its code has run. Looking up an unknown name runs the code."""
+    """The stand-in for torch._dynamo. Looking up a name that it does not know runs the code of the
+    real module.
+    """
 
     def __init__(self, spec: ModuleSpec) -> None:
         super().__init__(NAME)
@@ -98,7 +105,11 @@ class _Late(ModuleType):
         )  # fmt: skip
 
     def _disable(self, fn: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Return the function unchanged, because torch compiles nothing yet."""
+        """Return the function unchanged, because nothing can be compiled before torch._dynamo is
+        loaded.
+
+        Only calls by torch's own decorator are answered so. All others go to the real `disable`.
+        """
         if fn is None or sys._getframe(1).f_globals.get("__name__") != COMPILER:
             return _load(self).disable(fn, *args, **kwargs)
         vars(self)["_disabled"].append(fn)
@@ -106,7 +117,8 @@ class _Late(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__all__":
-            # inspect and warnings look up such names in every module, and must not load this one.
+            # inspect and warnings look up such names in every module. This must not load
+            # torch._dynamo.
             raise AttributeError(f"module {NAME!r} has no attribute {name!r}")
         return getattr(_load(self), name)
 
@@ -121,7 +133,9 @@ class _Late(ModuleType):
 
 
 class _Part(SimpleNamespace):
-    """A submodule with some known functions. Any other name is looked up in the real submodule."""
+    """Stand-in for a submodule. It has a few known functions, and looks up any other name in the
+    real submodule.
+    """
 
     def __init__(self, parent: _Late, name: str, **known: Callable[..., Any]) -> None:
         super().__init__(**known)
@@ -134,22 +148,30 @@ class _Part(SimpleNamespace):
 
 
 class _Submodules:
-    """Import hook that runs the package's own code before one of its submodules is imported."""
+    """Import hook that runs the code of torch._dynamo itself before one of its submodules is
+    imported.
+    """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return the spec of a submodule. Python asks this hook first."""
+        """Run the code of torch._dynamo, and return a spec for the submodule if that code has
+        imported it.
+
+        This hook must come before Python's own hooks in sys.meta_path.
+        """
         if not name.startswith(NAME + ".") or not is_put_off():
             return None
         load()
-        # The code may have imported the submodule. If it stayed in sys.modules, Python would ignore
-        # this spec and run the submodule again. A program would then change settings in the second
-        # copy, which the compiler does not read.
+        # The code of torch._dynamo may have imported this submodule already. If it stayed in
+        # sys.modules, Python would ignore this spec and run the submodule again. A program would
+        # then change settings in the second copy, which the compiler does not read.
         module = sys.modules.pop(name, None)
         return None if module is None else ModuleSpec(name, _AsItIs(module))
 
 
 class _AsItIs(Loader):
-    """Loader for a module that has run or will run later. It does not run the module."""
+    """Loader that returns an existing module without running it, because it has run already or will
+    run later.
+    """
 
     def __init__(self, module: ModuleType) -> None:
         self._module, self._spec = module, module.__spec__
@@ -159,15 +181,21 @@ class _AsItIs(Loader):
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Restore the module's own spec instead of running it."""
-        if module.__spec__ is not self._spec:  # A settings module does not allow its spec to be changed.
+        """Restore the module's own spec, which Python has replaced during the import. The module is
+        not run.
+        """
+        # Modules with settings do not allow their attributes to be set, so set the spec only if it
+        # differs.
+        if module.__spec__ is not self._spec:
             module.__spec__ = self._spec
 
 
 def _ddp_mode(settings: Path) -> dict[str, Callable[..., Any]]:
-    """Return the function that DDP calls, by name, if `optimize_ddp` has its default value.
+    """Return {name: stand-in} for the function by which DDP reads the setting `optimize_ddp`.
 
-    A program can change this setting only by importing the real module.
+    The stand-in returns the default, so the result is empty if `settings`, the file config.py of
+    torch._dynamo, has a different default. A program can change the setting only by importing the
+    real module.
     """
     try:
         known = re.search(r"^optimize_ddp\b(?:[^=\n]|\n(?!\w))*=\s*True$", settings.read_text(), re.M)
@@ -177,13 +205,14 @@ def _ddp_mode(settings: Path) -> dict[str, Callable[..., Any]]:
 
 
 def _load(module: _Late) -> Any:
-    """Run the real module's code in the stand-in, and return the module.
+    """Run the code of the real module in the stand-in, and return the module.
 
-    Raises any error from that code. The next attempt then imports the module as usual.
+    Raises any error from that code. The next import of torch._dynamo then happens as usual, without
+    the stand-in.
     """
     with _lock:
         if not isinstance(module, _Late):
-            return module  # Another thread was faster, or this thread is already running the code.
+            return module  # A different thread has loaded the module first, or this thread is already running its code.
         names = vars(module)
         spec, disabled = names["__spec__"], names["_disabled"]
         sys.meta_path.remove(names["_finder"])
@@ -198,5 +227,5 @@ def _load(module: _Late) -> Any:
             vars(sys.modules["torch"]).pop("_dynamo", None)
             raise
         for function in disabled:
-            vars(function).pop(_KEPT, None)  # The next call asks the real `disable`.
+            vars(function).pop(_KEPT, None)  # Without the kept result, torch asks the real `disable` at the next call.
         return module

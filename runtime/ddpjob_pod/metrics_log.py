@@ -29,11 +29,12 @@ METRICS = "metrics.jsonl"
 class MetricsLog:
     """Appends lines to FOLDER/metrics.jsonl.
 
-    `incarnations` is the number of incarnations that the file recorded when it was opened.
+    Attributes:
+        incarnations: how many incarnations had written to the file before it was opened.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Open the file.
+        """Open FOLDER/metrics.jsonl, or create it.
 
         Raises OSError if the file cannot be appended to, for example because a different user owns
         it.
@@ -42,15 +43,16 @@ class MetricsLog:
         content = self._path.read_bytes() if self._path.exists() else b""
         self._file = self._path.open("ab", buffering=0)
         self.incarnations = content.count(b'{"event": "start"')
-        # Whether a writer was killed in the middle of a line.
+        # Whether the file ends in an incomplete line, because a writer was killed while it wrote.
         self._truncated = bool(content) and not content.endswith(b"\n")
         self._warned = False
 
     def write(self, event: str, /, **fields: Any) -> None:
-        """Write one line. Fields cannot override the event or the time.
+        """Write one line with the event, the time and the given fields. Fields cannot override the
+        event or the time.
 
         Numbers that are not finite become null, because JSON has no NaN. If the disk is full, lines
-        are lost with one warning, but training continues.
+        are lost, with one warning, but training continues.
         """
         finite = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -59,7 +61,9 @@ class MetricsLog:
         if event == "start" and (uid := JobEnvironment.read().uid):
             finite["run"] = uid[:8]
         head = {"event": event, "time": wall_clock()}
-        line = json.dumps({**head, **finite, **head}) + "\n"  # Keeps the event first in the line.
+        # `head` comes first, so that the line begins with the event. It also comes last, so that
+        # fields cannot override it.
+        line = json.dumps({**head, **finite, **head}) + "\n"
         left = (("\n" if self._truncated else "") + line).encode()
         try:
             while left:
@@ -74,5 +78,5 @@ class MetricsLog:
 
 
 def wall_clock() -> float:
-    """Return the Unix time in seconds, rounded to milliseconds for logs."""
+    """Return the present Unix time in seconds, rounded to milliseconds."""
     return round(time.time(), 3)

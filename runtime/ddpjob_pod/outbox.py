@@ -12,12 +12,17 @@ from ddpjob_runtime import protocol
 from ddpjob_pod.posting import TIMEOUT_SECONDS
 
 INTERVAL_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 15.0
-"""Seconds between two posts: the usual pause, and the longest one if the coordinator does not
-respond."""
+"""Seconds between two posts: usually, and at most. The pause grows while the coordinator does not
+respond.
+"""
 
 
 class Outbox:
-    """Keeps the newest figure for each name until the thread that runs `_work` takes it."""
+    """Collects figures until a background thread sends them. Only the newest figure of each name is
+    kept.
+
+    Subclasses define `_work`, which runs in the thread and takes the figures from `_pending`.
+    """
 
     def __init__(self, thread: str) -> None:
         self._pending: dict[str, Any] = {}
@@ -29,15 +34,15 @@ class Outbox:
         atexit.register(self.close)
 
     def add(self, figures: dict[str, Any]) -> None:
-        """Queue figures for the next post. They replace older figures with the same names."""
+        """Queue figures for the next post. They replace queued figures with the same names."""
         if os.getpid() != self._process:
-            return  # A forked data-loader process has a copy of the lock, but not the thread that sends.
+            return  # A forked data-loader process has a copy of this object, but not the thread that sends.
         with self._changed:
             self._pending = merged(self._pending, figures)
             self._changed.notify()
 
     def close(self) -> None:
-        """Send the remaining figures, waiting at most two seconds."""
+        """Send the figures that are still queued. Waits at most two seconds for the thread."""
         atexit.unregister(self.close)
         if os.getpid() != self._process:
             return
@@ -51,15 +56,18 @@ class Outbox:
 
 
 def next_pause(pause: float, sent: bool) -> float:
-    """Return how many seconds to wait before the next post."""
+    """Return how many seconds to wait before the next post.
+
+    `pause` is the length of the previous wait, which is doubled if the previous post was not sent.
+    """
     return INTERVAL_SECONDS if sent else min(2 * pause, LONGEST_PAUSE_SECONDS)
 
 
 def merged(older: dict[str, Any], newer: dict[str, Any]) -> dict[str, Any]:
-    """Merge figures.
+    """Return the figures of both arguments. A newer figure replaces an older one with the same
+    name.
 
-    A newer figure replaces an older one with the same name. Only the last MAX_FIGURES metrics are
-    kept.
+    Of the entries of "metrics", only the last MAX_FIGURES are kept.
     """
     both = {**older, **newer}
     if "metrics" in older and "metrics" in newer:

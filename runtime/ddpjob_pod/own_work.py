@@ -46,20 +46,28 @@ from ddpjob_pod.stragglers import Straggler, Stragglers
 
 LOOK_SECONDS = 5.0
 FACTOR, SECONDS = 1.5, 30.0
-"""The limits at which a rank is named, equal to the built-in trainer's defaults."""
+"""A rank is named as lagging if its own work takes FACTOR times as long as that of the others, for
+SECONDS. Both equal the defaults of the built-in trainer.
+"""
 COLLECTIVES = (
     *("_allgather_base", "_reduce_scatter_base", "allgather", "allreduce", "broadcast", "reduce"),
     *("all_gather_single", "reduce_scatter_single", "all_to_all_single", "alltoall_base"),
     *("send", "recv"),
 )
-"""Methods of torch's ProcessGroup, of any version, in which a GPU's stream may wait."""
+"""Methods of torch's ProcessGroup in which a GPU's stream may wait for other ranks. Each version of
+torch has only some of them.
+"""
 _OPTIMIZER = "torch.optim.optimizer"
 _RECENT = 200
-"""Maximum number of steps from which the median is computed."""
+"""Maximum number of steps from which a median is computed."""
 _FEWEST = 3
-"""Minimum number of steps since the last check for a median."""
+"""Minimum number of steps from which a median is computed. While there are fewer, they are kept for
+the next check.
+"""
 _UNREAD = 100
-"""Maximum number of steps with unread events. Steps beyond this number are not measured."""
+"""Maximum number of steps whose CUDA events have not been read yet. While so many are waiting, new
+steps are not measured.
+"""
 
 
 class WorkClock:
@@ -70,7 +78,7 @@ class WorkClock:
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
-        self._first: int | None = None  # The id of the optimizer whose steps count.
+        self._first: int | None = None  # The id of the first optimizer that made a step. Only its steps count.
         self._mark: Any = None
         self._waits: list[tuple[Any, Any]] = []
         self._unread: collections.deque[tuple[Any, Any, list[tuple[Any, Any]]]] = collections.deque()
@@ -78,7 +86,7 @@ class WorkClock:
         self._steps: collections.deque[tuple[float, float]] = collections.deque(maxlen=_RECENT)
 
     def mark(self) -> Any:
-        """Return a mark for this moment: an event in the GPU's stream or, on a CPU, the
+        """Return a mark for the present moment: an event in the GPU's stream or, without a GPU, the
         time.
         """
         cuda = self._torch.cuda
@@ -89,17 +97,19 @@ class WorkClock:
         return event
 
     def waited(self, begin: Any, end: Any) -> None:
-        """Count the time between two marks as a wait, if it was the training thread that waited.
+        """Count the time between two marks as a wait, if the training thread was the one that
+        waited.
 
         On a GPU, waits in torch's own threads count as well, because the backward pass runs in
-        them. Python did not start these threads, so it names them Dummy.
+        them. These threads are recognized by their names, which begin with Dummy because Python did
+        not start them.
         """
         thread = threading.current_thread()
         if thread.ident == self._thread or (thread.name.startswith("Dummy-") and not isinstance(begin, float)):
             self._waits.append((begin, end))
 
     def step_ends(self, optimizer: Any) -> None:
-        """Record the end of a step, if it is a step of the first optimizer."""
+        """Record the end of a step. Only steps of the first optimizer count."""
         if self._first is None:
             self._first = id(optimizer)
         if id(optimizer) != self._first or self.is_hidden():
@@ -111,16 +121,18 @@ class WorkClock:
             self._unread.append((before, now, waits))
 
     def is_hidden(self) -> bool:
-        """Whether torch is compiling or capturing this code, which makes times meaningless."""
+        """Whether torch is compiling this code or capturing it in a CUDA graph. In both cases,
+        measured times mean nothing.
+        """
         cuda = self._torch.cuda
         compiling = getattr(getattr(self._torch, "compiler", None), "is_compiling", lambda: False)
         return bool(compiling() or (cuda.is_initialized() and cuda.is_current_stream_capturing()))
 
     def take(self) -> tuple[float, float] | None:
-        """Return the median own work and the median step time since the last call, in seconds.
+        """Return two medians, in seconds: of a step's own work, and of a step's whole time.
 
-        Return None if there were too few steps. Steps that the GPU has not finished yet are left
-        for the next call.
+        They cover the steps since the last call that returned medians. Return None if there are too
+        few of these steps. Steps that the GPU has not finished yet are left for the next call.
         """
         while self._unread and _is_over(self._unread[0][1]):
             begin, end, waits = self._unread.popleft()
@@ -143,7 +155,7 @@ def _seconds(begin: Any, end: Any) -> float:
 
 
 class Lookout:
-    """Compares the ranks' own work, and hands the lagging ranks to `say` on rank 0."""
+    """Compares the own work of all ranks. On rank 0, it passes the lagging ranks to `say`."""
 
     def __init__(
         self, say: Callable[[list[dict[str, float]]], None], clock: Callable[[], float] = time.monotonic
@@ -153,7 +165,9 @@ class Lookout:
         self._judge = Stragglers(FACTOR, SECONDS)
 
     def look(self, clock: WorkClock, store: Any, rank: int, world: int) -> None:
-        """Write this rank's figures into the group's store and, on rank 0, judge all figures."""
+        """Write this rank's figures into the group's store. On rank 0, also compare the figures of
+        all ranks.
+        """
         figures = clock.take()
         if figures is None:
             return
@@ -166,7 +180,7 @@ class Lookout:
         self.report(found)
 
     def report(self, found: tuple[Straggler, ...]) -> None:
-        """Pass the lagging ranks to `say`, if they have changed."""
+        """Pass the lagging ranks to `say`, if they differ from those that were passed last."""
         entries = [straggler.as_figures() for straggler in found]
         if entries != self._said:
             self._said = entries
@@ -174,12 +188,16 @@ class Lookout:
 
 
 def _key(rank: int) -> str:
-    """Return a rank's key, which contains the round, because the store may outlive a round."""
+    """Return the key under which a rank writes its figure. It contains the round, because the store
+    may outlive a round.
+    """
     return f"ddpjob/own-work/{JobEnvironment.read().fence}/{rank}"
 
 
 def read_seconds(values: Iterable[bytes]) -> list[float]:
-    """Return the ranks' seconds. A value that is not a number becomes 0, which means unknown."""
+    """Parse the ranks' figures as seconds. A value that is not a positive number becomes 0, which
+    means unknown.
+    """
     found = []
     for value in values:
         try:
@@ -194,10 +212,11 @@ _begun: list[Lookout] = []
 
 
 def begin(say: Callable[[list[dict[str, float]]], None]) -> None:
-    """Start to measure this process's steps, once it has an optimizer. Later calls do nothing.
+    """Start to measure the steps of this process, as soon as the program has imported torch. Later
+    calls do nothing.
 
-    `say` gets the entries for a progress report whenever they change. Nothing is measured unless
-    the job has several ranks.
+    Whenever the lagging ranks change, `say` is called with the entries for a progress report.
+    Nothing is measured if there is only one rank.
     """
     if not _begun and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         _begun.append(Lookout(say))
@@ -208,14 +227,16 @@ def begin(say: Callable[[list[dict[str, float]]], None]) -> None:
 
 
 class _TorchImport:
-    """Import hook that starts to measure once the program has imported torch.
+    """Import hook that starts the measurement as soon as the program has imported torch.
 
-    The hook does not wait for torch.optim, because in a forked worker all modules of torch appear
-    together.
+    The hook does not wait until torch.optim is imported, because in a forked worker all modules of
+    torch appear at once.
     """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Find torch as the other hooks do, and start to measure when it is executed."""
+        """Find torch as the other import hooks do, and arrange that the measurement starts after
+        torch has been executed.
+        """
         if name != "torch":
             return None
         sys.meta_path.remove(self)
@@ -233,13 +254,14 @@ class _TorchImport:
 
 
 def _measure(optimizer_module: Any) -> None:
-    """Hook the steps.
+    """Register a hook that is called after each optimizer step.
 
-    Waits are measured from the first step on, because torch is completely imported by then.
+    The first call of the hook also starts to measure waits, because only then is torch certain to
+    be completely imported.
     """
     hook = getattr(optimizer_module, "register_optimizer_step_post_hook", None)
     if hook is None:
-        return  # torch before 2.0
+        return  # torch before 2.0 has no such hook
     clocks: list[WorkClock] = []
 
     def step_ends(optimizer: Any, arguments: Any, keywords: Any) -> None:
@@ -266,7 +288,7 @@ def _start(torch: Any) -> WorkClock:
 
 
 def count_waits(wait: Callable[..., Any], clock: WorkClock) -> Callable[..., Any]:
-    """Wrap `wait` so that the time spent in it counts as waiting."""
+    """Return a version of `wait` that counts the time spent in it as a wait."""
 
     @functools.wraps(wait)
     def counted(*given: Any, **named: Any) -> Any:
@@ -282,7 +304,9 @@ def count_waits(wait: Callable[..., Any], clock: WorkClock) -> Callable[..., Any
 
 
 def count_tail(backward: Callable[..., Any], clock: WorkClock, torch: Any) -> Callable[..., Any]:
-    """Wrap torch's backward so that the time after this rank's last gradient counts as a wait."""
+    """Return a version of torch's backward that counts the time after this rank's last gradient as
+    a wait.
+    """
     queue = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "queue_callback", None)
     if queue is None:
         return backward
@@ -292,7 +316,8 @@ def count_tail(backward: Callable[..., Any], clock: WorkClock, torch: Any) -> Ca
         ends: list[Any] = []
         roots = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         handle = None
-        # Compiled autograd would compile the hook into the pass, so the tail is not measured.
+        # Compiled autograd would compile the hook into the backward pass, so the wait is not
+        # measured then.
         compiled = getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "compiled_autograd_enabled", False)
         if not compiled and isinstance(roots, (list, tuple)) and roots and getattr(roots[0], "requires_grad", False):
             handle = roots[0].register_hook(lambda _: queue(lambda: ends.append((clock.mark(), len(clock._waits)))))
@@ -303,14 +328,14 @@ def count_tail(backward: Callable[..., Any], clock: WorkClock, torch: Any) -> Ca
                 handle.remove()
             if ends:
                 began, known = ends[0]
-                del clock._waits[known:]  # These waits are part of the one recorded next.
+                del clock._waits[known:]  # The wait recorded next includes these waits.
                 clock.waited(began, clock.mark())
 
     return counted
 
 
 def _look_on(clock: WorkClock, distributed: Any, process: int) -> None:
-    """Compare the ranks every LOOK_SECONDS until the group is gone."""
+    """Compare the ranks every LOOK_SECONDS, until the store is gone."""
     while os.getpid() == process:
         time.sleep(LOOK_SECONDS)
         if not distributed.is_initialized() or distributed.get_world_size() < 2:
@@ -318,5 +343,5 @@ def _look_on(clock: WorkClock, distributed: Any, process: int) -> None:
         try:
             store = distributed.distributed_c10d._get_default_store()
             _begun[0].look(clock, store, distributed.get_rank(), distributed.get_world_size())
-        except Exception:  # The store's host is gone, or this torch has no such store.
+        except Exception:  # The host of the store is gone, or this version of torch has no such store.
             return

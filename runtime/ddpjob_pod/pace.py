@@ -3,9 +3,10 @@
 Few steps fall between two reports, so two reports alone give a poor estimate. With half a second
 between posts and steps of 0.3 s, the speed would change by a factor of two from post to post.
 
-The window begins with the newest report for which it is long enough: it must cover SECONDS, and
-also either STEPS or LONGEST_SECONDS. There is no speed before the window holds FIRST_SECONDS or
-FIRST_STEPS. If the count falls, the script has started again, so a new window begins.
+The window ends with the newest report. It begins with the latest report that makes it long enough:
+it must cover SECONDS, and also either STEPS or LONGEST_SECONDS. No speed is given before the
+reports cover FIRST_SECONDS or FIRST_STEPS. If the count falls, the script has started again, so a
+new window begins.
 
 Example, with steps of 0.3 s and a report every half second:
 
@@ -24,18 +25,20 @@ SECONDS = 5.0
 LONGEST_SECONDS = 60.0
 STEPS = 10
 BETWEEN_SECONDS = 0.5
-"""Reports closer together than this share one entry, so that the window stays small."""
+"""If reports arrive faster than this, a newer one replaces the previous one in the window, so that
+the window stays small.
+"""
 
 
 class Pace:
-    """Counts per second over the newest reports.
+    """Computes the counts per second from the newest reports.
 
-    `least` is the number of counts after which a window is long enough.
+    `least` is how many counts a window must cover to be long enough, instead of STEPS.
     """
 
     def __init__(self, least: int = STEPS) -> None:
         self._least = least
-        self._window: list[tuple[float, float]] = []  # (count, moment), oldest first
+        self._window: list[tuple[float, float]] = []  # (count, time of the report), oldest first
 
     def add(self, count: float, now: float) -> None:
         """Record that `count` was reached at `now`, in seconds of a monotonic clock."""
@@ -51,14 +54,14 @@ class Pace:
             del window[0]
 
     def _suffices(self, first: tuple[float, float]) -> bool:
-        """Whether a window that begins with `first` is long enough."""
+        """Whether the window would be long enough if it began with the report `first`."""
         count, moment = self._window[-1]
         seconds = moment - first[1]
         return seconds >= SECONDS and (count - first[0] >= self._least or seconds >= LONGEST_SECONDS)
 
     @property
     def per_second(self) -> float | None:
-        """The speed; None while the window is too short."""
+        """Counts per second; None while the window is too short."""
         if len(self._window) < 2:
             return None
         (first, began), (last, now) = self._window[0], self._window[-1]

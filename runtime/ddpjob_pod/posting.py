@@ -22,26 +22,28 @@ TIMEOUT_SECONDS = 2.0
 
 
 class Poster:
-    """Posts progress reports to one address, from any thread."""
+    """Posts progress reports to the coordinator at one address. Can be used from any thread."""
 
     def __init__(self, address: str, token: str) -> None:
         self._address, self._token, self.instance = address, token, ""
-        """`instance` is the number of the coordinator that responded last. A coordinator rejects
-        proofs made for a different number."""
-        # Each report names the round of this process, so that the figures of a fenced rank 0 are
-        # not taken for figures of the next round.
+        """`instance` identifies the coordinator process that responded last. A coordinator rejects
+        proofs that were made for a different process.
+        """
+        # Each report contains the round of this process. So if this process is a fenced rank 0, its
+        # figures are not taken for figures of the next round.
         fence = JobEnvironment.read().fence
         self._round = {"round": fence} if fence else {}
         with contextlib.suppress(OSError):
-            # The first lookup makes glibc read the environment. In a thread, that crashes if the
-            # program sets a variable at the same time.
+            # The first lookup of a host name makes glibc read the environment. If that happened in
+            # a thread while the program sets a variable, the process could crash.
             socket.getaddrinfo("localhost", None)
 
     def post(self, report: dict[str, Any]) -> tuple[int, str]:
-        """Post a report, and return the response's status and body; (0, "") if there is no
+        """Post a report, and return the status and the body of the response, or (0, "") without a
         response.
 
-        A missing coordinator must not disturb training. The operator notices that it is missing.
+        An error is not raised, because a missing coordinator must not disturb training. The
+        operator notices by itself that the coordinator is missing.
         """
         body = json.dumps({**report, **self._round}).encode()
         try:

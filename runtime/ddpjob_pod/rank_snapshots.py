@@ -1,50 +1,53 @@
 """Copies the training state into the node's memory after steps, and restores it at startup.
 
-`snapshot_store` explains the problem, the rule and the order of states. This module handles tensors
-and ranks.
+`snapshot_store` explains why this is needed, how states are stored in slots (files in memory that
+each hold one state), and how states are ordered. This module handles tensors and ranks.
 
-**Copy.** The caller's tree of tensors, numbers and containers is split into a *skeleton* (pickled,
-with a number in place of each tensor) and the tensors' bytes, which are copied directly into the
-mapped slot. On a GPU the tensors are first cloned on the device, in stream order. That takes a
-tenth of a millisecond for 100 MB. A side stream copies the clone to the host while the next step
-runs, and then the slot is marked complete.
+**Copy.** The caller passes the state as a tree of tensors, numbers and containers. It is split into
+a *skeleton* (the pickled tree, with a number in place of each tensor) and the tensors' bytes, which
+are copied directly into the mapped slot. On a GPU, the tensors are first cloned on the device, in
+stream order. Cloning takes a tenth of a millisecond for 100 MB. A side stream copies the clones to
+the host while the next step runs, and then the slot is marked complete.
 
-**Private states.** Each rank's costs and its private state, such as its random generators, go to
-all ranks. That takes milliseconds on the network, more than the copy itself. So with "auto", a
-background thread completes the slot when everything has arrived, usually early in the next step.
-`settle` waits for the thread. If `settle` is called before each step of an optimizer
+**Private states.** With each copy, every rank sends two things to all other ranks: what copies have
+cost it (`Cost`), and its private state, such as its random generators. This exchange takes
+milliseconds on the network, which is longer than the copy itself. So with the interval "auto", a
+background thread waits for the exchange and then completes the slot, usually early in the next
+step. `settle` waits for that thread. If the caller calls `settle` before each step of an optimizer
 (`settles_early`), no step is taken until the copy of the previous step is complete. So the interval
-still limits how many steps are repeated after a loss. If the caller does not do so, or the
-state is sharded, there is no background thread, and `take` itself waits for the exchange.
+still limits how many steps are repeated after a loss. If the caller does not call `settle` there,
+or if the state is sharded, there is no background thread, and `take` itself waits for the exchange.
 
-**Interval** (`Cadence`). With "auto", the ranks agree at each copy on the interval at which copies
-take at most a hundredth of the time. After a loss, at most one interval of steps is repeated. A
-copy's cost is its duration or the time that it adds to a step, whichever is longer. The added time
-may be longer, because a copy also evicts caches, wakes threads, and delays the other ranks. It is
-found by comparison with steps that have no copy, so the interval is at least 2 until that time is
-known. A single slow step changes nothing, because medians count. From copy to copy, the interval
+**Interval** (`Cadence`). With "auto", the ranks agree at each copy on the shortest interval at
+which copies take at most a hundredth of the training time. After a loss, at most one interval of
+steps is repeated. The cost of a copy is its duration or the time by which it lengthens a step,
+whichever is longer. A step may become longer by more than the copy's duration, because a copy also
+evicts caches, wakes threads, and delays the other ranks. This is measured by comparison with steps
+that have no copy, so the interval is at least 2 until enough comparisons have been made. A single
+slow step changes nothing, because medians are compared. From one copy to the next, the interval
 grows at most fourfold.
 
-**Start.** Every node reports its states, and all ranks choose the same moment. Nodes that lack the
-state of that moment receive it over the process group. The ranks also agree on rank 0's interval
-and the highest incarnation, because a pod that was replaced after a change to the spec may have
-different values. A rank's private state goes to every node with each copy, because the rank's own
-node may be lost.
+**Start.** Every node reports which states it holds, and all ranks choose the same moment (an
+incarnation and a step). Nodes that lack the state of that moment receive it over the process group.
+The ranks also adopt rank 0's interval and the highest incarnation that any of them has, because a
+pod that was replaced after a change to the spec may have different values. Every copy on any node
+includes the private states of all ranks, because a rank's own node may be lost.
 
 **A different group size** (`_Regrouping`). An elastic job may continue with fewer or more ranks
 than wrote a sharded state. Each rank then reads all old parts, one after another, and takes its own
 rows from each of them. So it never holds more than one old part in addition to its own.
 
-**Failures.** A node without a large enough volume keeps nothing, and its ranks receive the state
-into their own memory. All ranks learn this at the next copy, and report how much memory is needed.
-With replicated state, the other nodes continue to copy. A sharded state would never be complete, so
-copying stops. If a node dies during a transfer, the collective fails, and the job restarts from the
-remaining states.
+**Failures.** A node whose volume is too small keeps no states, and its ranks receive the state at
+startup in their own memory. All ranks learn this at the next copy, and report how much memory is
+needed. With replicated state, the other nodes continue to copy. A sharded state would never be
+complete, so all nodes stop copying. If a node dies during a transfer, the collective fails, and the
+job restarts from the remaining states.
 
 Example, 2 nodes, a copy every 10 steps: node 1 is lost after step 48. Node 0 holds step 40, and the
 new node holds nothing. Both choose 40, node 0 sends it, and 8 steps are repeated.
 
-Pickles come only from this job's own pods, whose program runs here anyway.
+Pickles come only from this job's own pods, which run the user's program anyway. So unpickling them
+adds no risk.
 """
 
 from __future__ import annotations
@@ -92,21 +95,25 @@ SHARE = 0.01
 LONGEST = 10**6
 """Maximum number of steps between two copies, even if copying is very slow."""
 _FIRST_COPIES = 2
-"""Number of initial copies whose cost does not count, because they also reserve slots and connect
-the ranks.
+"""Number of copies after the start whose cost is ignored, because they also reserve slots and
+connect the ranks.
 """
 _RECENT = 15
 """Number of copies whose median cost determines the interval with "auto"."""
 _ENOUGH = 3
-"""Number of comparisons that determine how much a copy lengthens a step."""
+"""Minimum number of copies whose steps were compared with steps without a copy, before the interval
+considers how much a copy lengthens a step.
+"""
 _GROWTH = 4
-"""Maximum ratio of an interval to the previous one with "auto"."""
+"""Maximum factor by which "auto" lengthens the interval from one copy to the next."""
 _COMPARED = 64
-"""Maximum number of steps between two copies that are used for a comparison."""
+"""Maximum number of steps between two copies whose times are compared with the time of the step
+that included a copy.
+"""
 _UNKNOWN = math.nan
 _CHUNK_BYTES = 1 << 26
 _OWN_OVERHEAD = 64
-"""Maximum number of bytes that storing a rank's own state adds to its content."""
+"""Maximum number of bytes that pickling adds to a rank's private state."""
 _SIZE = struct.Struct("<Q")
 _SIZES = struct.Struct("<QQQQ")
 _COST = struct.Struct("<dddddd")
@@ -114,15 +121,22 @@ _HELLO = struct.Struct("<QQQQQ")
 _AUTO_CODE, _NONE_CODE = 0, 2**64 - 1
 
 Rebuild = Callable[[tuple[Any, ...], Any, "tuple[int, ...]"], Any]
-"""Makes the tensor to restore, given (path, this rank's shard, shape of the whole tensor)."""
+"""Function that makes the tensor to restore. Its arguments are the tensor's path in the tree, this
+rank's shard, and the shape of the whole tensor.
+"""
 Rows = Callable[[tuple[Any, ...], "tuple[int, ...]"], Optional[range]]
-"""Returns the rows that form this rank's shard, given (path, shape of the whole tensor); None if
-the rank needs the whole tensor.
+"""Function that returns which rows of a tensor belong in this rank's shard, or None if the rank
+needs the whole tensor. Its arguments are the tensor's path in the tree and the shape of the whole
+tensor.
 """
 
 
 class RankExchange(Protocol):
-    """The ranks' communication. Only `gather_bytes` is collective; other methods are pairwise."""
+    """Sends bytes between the ranks.
+
+    All ranks call `gather_bytes` and `start_gathering` together. The other methods involve only the
+    sender and the receiver.
+    """
 
     rank: int
     world: int
@@ -135,7 +149,8 @@ class RankExchange(Protocol):
     def start_gathering(self, content: bytes) -> Callable[[], list[bytes] | None]:
         """Begin to gather every rank's bytes, and return a function that waits for them.
 
-        That function returns None if a rank sends far more bytes than in the last `gather_bytes`.
+        That function returns None if a rank's bytes exceed the buffers, whose size comes from the
+        previous calls. The caller then calls `gather_bytes`.
         """
 
     def send(self, content: memoryview, to: int) -> None:
@@ -152,23 +167,27 @@ class RankExchange(Protocol):
 
 
 class Cost(NamedTuple):
-    """What copies cost one rank, in seconds; 0 if unknown, as at the first copy."""
+    """What copies cost one rank. Times are in seconds, and 0 if unknown, as at the first copy."""
 
     copy: float = 0.0
     exchange: float = 0.0
-    """Time of the exchange before a copy, including the wait for the other ranks."""
+    """Time of the ranks' exchange before a copy, including the wait for the last rank."""
     pace: float = 0.0
     """Time of one step without a copy."""
     keeps: float = 0.0
-    """1 if this rank keeps copies; 0 if its node has no room or another rank writes for it."""
+    """1 if this rank keeps copies; 0 if its node has no room or a different rank of the node writes
+    for it.
+    """
     needed: float = 0.0
-    """Bytes that this rank's node would need for two states; 0 if they fit."""
+    """Bytes that two states would need on this rank's node; 0 if they fit."""
     longer: float = _UNKNOWN
-    """Time that the copy added to a step; NaN if no step without a copy is known."""
+    """Time by which the copy lengthened a step; NaN if no step without a copy was measured."""
 
 
 class TorchExchange:
-    """The ranks of a process group that accepts CPU tensors, or a single process."""
+    """Exchanges bytes through a process group that accepts CPU tensors. Also works for a single
+    process.
+    """
 
     def __init__(self, local_rank: int, local_world: int, distributed: Any = None, group: Any = None) -> None:
         """Use `distributed` (torch.distributed), or None for a single process."""
@@ -180,7 +199,10 @@ class TorchExchange:
         self._reused: list[Any] = []
 
     def gather_bytes(self, content: bytes) -> list[bytes]:
-        """Return all ranks' bytes, in rank order. Takes two collectives if they need more room."""
+        """Return all ranks' bytes, in rank order.
+
+        If the bytes of a rank exceed the buffers, a second collective with larger buffers follows.
+        """
         while (said := self.start_gathering(content)()) is None:
             pass
         return said
@@ -207,8 +229,10 @@ class TorchExchange:
         return wait_for_ranks
 
     def _buffers(self, size: int) -> list[Any]:
-        """Return a tensor to send, and one to receive from each rank. The next call reuses them,
-        because new ones took a fifth of the time of a small copy.
+        """Return one tensor to send, and for each rank a tensor that receives its bytes.
+
+        The next call returns the same tensors, because allocating new ones took a fifth of the time
+        of a small copy.
         """
         if not self._reused or len(self._reused[0]) != size:
             torch = _torch()
@@ -224,7 +248,9 @@ class TorchExchange:
         self._distributed.recv(_bytes_of(content), self._global(source), group=self._group)
 
     def swap(self, content: memoryview, to: int, received: memoryview, source: int) -> None:
-        """Send bytes to one rank, and receive bytes from another rank, unless they are empty."""
+        """Send `content` to one rank, and fill `received` from another rank, each unless it is
+        empty.
+        """
         sending = None
         if content:
             sending = self._distributed.isend(_bytes_of(content), self._global(to), group=self._group)
@@ -250,7 +276,9 @@ class _StepTimes:
 
     def __init__(self) -> None:
         self._paces: deque[float] = deque(maxlen=_RECENT)
-        """Median time of the steps without a copy, for the last intervals that had such steps."""
+        """Median times of the steps without a copy, one for each of the last intervals that had
+        such steps.
+        """
         self._with_copy: float | None = None
         self._others: deque[float] = deque(maxlen=_COMPARED)
 
@@ -267,8 +295,8 @@ class _StepTimes:
             self._others.append(seconds)
 
     def complete(self, cost: Cost) -> Cost:
-        """Add two times to the last copy's cost: a step's usual time, and how much the copy
-        lengthened a step.
+        """Return the cost of the last copy, completed by two times: the usual time of a step, and
+        by how much the copy lengthened a step.
         """
         if not cost.copy or self._with_copy is None:
             return cost
@@ -281,22 +309,24 @@ class _StepTimes:
 
 
 def _median(values: Iterable[float]) -> float:
-    """Return the lower median."""
+    """Return the median; for an even number of values, the lower of the two in the middle."""
     ordered = sorted(values)
     return ordered[(len(ordered) - 1) // 2]
 
 
 @dataclass
 class Cadence:
-    """Decides which steps are copied. All ranks make the same decisions."""
+    """Decides after which steps the state is copied. All ranks make the same decisions."""
 
     every: int | str
-    """A number of steps, AUTO or NONE."""
+    """Number of steps between two copies, AUTO or NONE."""
     due: int = 0
-    """The next step to copy with AUTO."""
+    """Step after which the next copy is made, if `every` is AUTO."""
     recent: list[tuple[float, float, float]] = field(default_factory=list)
-    """(seconds of a copy, seconds that it added to a step or NaN, seconds of a step without a
-    copy), for the last copies. A single copy may be an outlier."""
+    """Measurements of the last copies: (seconds of the copy, seconds by which it lengthened a step
+    or NaN, seconds of a step without a copy). Several are kept because a single copy may be an
+    outlier.
+    """
     _interval: int = 1
 
     def is_due(self, step: int) -> bool:
@@ -312,23 +342,27 @@ class Cadence:
         """
         if isinstance(self.every, int):
             return self.every
-        # The last rank to arrive does not wait, so the shortest exchange is the actual cost.
+        # The rank that arrives last does not wait for others, so its exchange, the shortest, shows
+        # the actual cost.
         exchange = min(cost.exchange for cost in costs)
         copy = max(cost.copy for cost in costs) + exchange
         pace = max(cost.pace for cost in costs)
         if copy > 0 and pace > 0:
-            # All ranks wait for the slowest one in each step, so they measure the same lengthening.
+            # In each step, all ranks wait for the slowest one, so all measure about the same
+            # lengthening.
             known = [cost.longer for cost in costs if not math.isnan(cost.longer)]
             longer = _median(known) + exchange if known else _UNKNOWN
             self.recent = [*self.recent[1 - _RECENT :], (copy, longer, pace)]
         return self._plan(step, at_most=_GROWTH * self._interval)
 
     def resume(self, step: int, recent: list[tuple[float, float, float]]) -> int:
-        """Continue after a restart as if it had not happened, and return the interval.
+        """Plan the next copy as if no restart had happened, and return the interval, or 0 if it is
+        still unknown.
 
         Args:
             step: the step of the restored state, which all nodes hold.
-            recent: the value of `recent` when that copy was made; empty if no cost was known yet.
+            recent: the value of `recent` when that state was copied; empty if no cost was known
+                yet.
         """
         if self.every != AUTO or not recent:
             return 0
@@ -349,7 +383,7 @@ class Cadence:
 
 
 class _Tensor:
-    """Stands for a tensor in a skeleton, by number."""
+    """Stands for a tensor in a skeleton. `number` is the tensor's index in the list of places."""
 
     __slots__ = ("number",)
 
@@ -362,7 +396,7 @@ class _Tensor:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor's bytes are, and how to read them."""
+    """Where the bytes of a tensor are in a slot, and how to read them."""
 
     offset: int
     count: int
@@ -375,7 +409,10 @@ class _Place:
 
 
 class _Places:
-    """The places of tensors in sequence, each given as (dtype, shape, stride, whole shape)."""
+    """The places of a state's tensors, one after another in a slot.
+
+    Each tensor is described as (dtype, shape, stride, shape of the whole tensor or None).
+    """
 
     def __init__(self, shapes: list[tuple[Any, Any, tuple[int, ...], tuple[int, ...] | None]]) -> None:
         self.shapes, self.each, end = shapes, [], 0
@@ -397,32 +434,34 @@ class Restored:
     owns: dict[int, bytes]
     """Each rank's private state; empty if ranks have none."""
     made: Moment | None
-    """The last step completed before the restart, if any node knows it."""
+    """The last step that was completed before the restart, if any node knows it."""
 
 
 @dataclass
 class _Copy:
-    """An unfinished copy. A background thread or `RankSnapshots.settle` completes it."""
+    """A copy that has been started. A background thread or `RankSnapshots.settle` completes it."""
 
     step: int
     moment: Moment
     content: bytes
-    """This rank's costs and private state, for all ranks."""
+    """This rank's costs and private state, which are sent to all ranks."""
     has_own: bool
     gathering: Callable[[], list[bytes] | None]
     said: list[bytes] | None = None
-    """Every rank's `content`."""
+    """Every rank's `content`, in rank order; None until it has arrived."""
     is_agreed: bool = False
-    """Whether the costs have determined the next interval."""
+    """Whether the ranks have already determined the next interval from these costs."""
     layout: _StateLayout | None = None
     writing: Writing | None = None
     event: Any = None
-    """Event at the end of the transfer from a device."""
+    """CUDA event that marks the end of the transfer from the device; None without a transfer."""
     done: Any = None
-    """A lock that the background thread releases; None if no thread is working on this copy."""
+    """Lock that is held while the background thread works on this copy; None if the thread does not
+    take part.
+    """
     error: Exception | None = None
     seconds: float = 0.0
-    """CPU time of the background thread."""
+    """CPU time that the background thread spent on this copy."""
 
     @property
     def costs(self) -> list[Cost]:
@@ -435,11 +474,13 @@ class _Copy:
         return {rank: content[_COST.size :] for rank, content in enumerate(self.said or ())}
 
     def finish(self) -> None:
-        """Wait for the transfers from the device, and mark the slot as complete."""
+        """Wait for the ranks' private states and for the transfer from the device, and mark the
+        slot as complete.
+        """
         if self.said is None:
             self.said = self.gathering()
         if self.said is None:
-            return  # A rank's own state has grown. `settle` gathers again.
+            return  # A rank's private state has grown beyond the buffers, so `settle` gathers again.
         if self.event is not None:
             self.event.synchronize()
             self.event = None
@@ -472,8 +513,10 @@ class _Finisher:
 
 
 class RankSnapshots:
-    """One rank's view of the newest states in memory. All ranks make the same calls in the same
-    order."""
+    """One rank's view of the newest states in memory.
+
+    All ranks must call the methods in the same order.
+    """
 
     def __init__(
         self,
@@ -485,14 +528,17 @@ class RankSnapshots:
         sharded: bool = False,
         together: bool = False,
     ) -> None:
-        """Open a node's memory for a rank.
+        """Give a rank access to the states in its node's memory.
 
         Args:
-            every: number of steps between two copies, or AUTO.
+            store: the node's states.
+            exchange: the connection to the other ranks.
+            order: the incarnation of this process, as (generation, round).
+            every: number of steps between two copies, AUTO or NONE.
             sharded: whether each rank has a part of the state; otherwise all ranks have the same
                 state.
             together: whether all ranks must call the function `make` that is passed to `take`,
-                although only a few ranks keep the state.
+                although only some ranks keep the state.
         """
         self._together = together
         self._store, self._exchange, self._order = store, exchange, order
@@ -500,26 +546,36 @@ class RankSnapshots:
         self._part = part_of(exchange.rank, exchange.world) if sharded else ALL
         self.cadence = Cadence(every)
         self.interval = 0
-        """Steps between copies, the maximum that a loss repeats; 0 while no state is held."""
+        """Number of steps between two copies, which is also the maximum that a loss repeats; 0
+        while no state is held.
+        """
         self.needed = 0
-        """Bytes for two states that some node needs but does not have; 0 if they fit everywhere."""
+        """Bytes for two states, if some node does not have that much room; 0 if the states fit on
+        every node.
+        """
         self._lacks = 0
-        """Bytes for two states that this rank's node needs but does not have."""
+        """Bytes for two states, if this rank's node does not have that much room; otherwise 0."""
         self._copies = 0
         self._base: Moment | None = None
-        """The state that training continued from, until a later one is complete on all nodes."""
+        """The moment from which training continued. It becomes None once a later state is complete
+        on all nodes.
+        """
         self._places: _Places | None = None
-        """The places of the last copy's tensors."""
+        """The places of the tensors in the last copy."""
         self._views: dict[int, tuple[int, _Places, list[Any]]] = {}
         self._stream: Any = None
         self._pending: _Copy | None = None
         self._background: _Finisher | None = None
         self.settles_early = False
-        """Whether the caller calls `settle` before each step of the optimizer."""
+        """Whether the caller calls `settle` before each step of the optimizer. The caller sets
+        this.
+        """
         self._owns_room = 0
         """Bytes reserved at the end of a slot for the ranks' private states."""
         self.start: dict[str, Any] = {}
-        """Where training continued, as `protocol.read_start` describes it; empty before `begin`."""
+        """Where training continued, in the format that `protocol.read_start` reads; empty before
+        `begin`.
+        """
         self._made: Moment | None = None
         self._said: dict[str, Any] = {}
         self._began = 0.0
@@ -529,7 +585,9 @@ class RankSnapshots:
 
     @property
     def _speaks(self) -> bool:
-        """Whether this rank speaks for its node and writes replicated state."""
+        """Whether this rank acts for its node: it reports the node's states, and writes replicated
+        state.
+        """
         return self._exchange.local_rank == 0
 
     @property
@@ -537,21 +595,24 @@ class RankSnapshots:
         return self._sharded or self._speaks
 
     def use(self, exchange: RankExchange) -> None:
-        """Use a different exchange, with the same ranks, from now on."""
+        """Wait for the last copy, and use a different exchange from now on. The ranks must be the
+        same.
+        """
         self.settle()
         self._exchange = exchange
 
     def restore(
         self, rebuild: Rebuild | None = None, rows: Rows | None = None, *, views: bool = False
     ) -> Restored | None:
-        """Return the newest state whose parts are all on nodes, or None.
+        """Return the newest state of which the nodes hold all parts, or None if there is none.
 
-        Afterwards, every node has that state, unless a group of a different size wrote it.
+        Afterwards, every node holds that state, unless it has no room or a group of a different
+        size wrote the state.
 
         Args:
             rebuild: function that makes a sharded tensor from this rank's part of it.
-            rows: function that returns this rank's rows. Without it, only states from groups of
-                the same size count.
+            rows: function that returns which rows of a tensor this rank needs. Without it, only
+                states from groups of the same size count.
             views: whether the tensors are views of the node's memory, which are valid until the
                 next copy; otherwise they are copies in CPU memory.
 
@@ -585,24 +646,25 @@ class RankSnapshots:
         for transfer in transfers(held, wanted, moment):
             content = self._transfer(transfer, moment, alone=alone) or content
         if self._sharded and len(world) > self._exchange.local_world:
-            # Otherwise the loss of a node before the next copy would lose this state.
+            # Give each node a copy of the previous node's parts. Without it, the state would be
+            # lost if a node were lost before the next copy.
             before = {r: (node_of[r], self._part_before(r)) for r in world}
             for transfer in transfers(held, before, moment):
                 self._transfer(transfer, moment)
-        self._exchange.gather_bytes(b"")  # Afterwards, every node has the state for all of its ranks.
+        self._exchange.gather_bytes(b"")  # After this exchange, every node has the state for all of its ranks.
         content = content or self._store.read(self._find(self._part, moment))
         tree, owns, recent = _read(content, rebuild, views=views)
         self.interval = self.cadence.resume(moment.step, recent)
         return Restored(moment, tree, owns, made)
 
     def _nodes(self, speakers: Iterable[int]) -> dict[int, int]:
-        """Return the rank that speaks for each rank's node."""
+        """Return, for each rank, the rank that speaks for its node."""
         return {rank: max(s for s in speakers if s <= rank) for rank in range(self._exchange.world)}
 
     def _regroup(
         self, moment: Moment, number_of_parts: int, held: dict[int, list[Held]], regrouping: _Regrouping
     ) -> Restored | None:
-        """Return this rank's part of a state that a group of a different size wrote."""
+        """Return this rank's part of a state that was written by a group of a different size."""
         owns: dict[int, bytes] = {}
         recent: list[tuple[float, float, float]] = []
         node_of = self._nodes(held)
@@ -612,25 +674,26 @@ class RankSnapshots:
             for transfer in transfers(held, wanted, moment):
                 content = self._transfer(transfer, moment, alone=True) or content
             owns, recent = regrouping.add(content or self._store.read(self._find(part, moment)))
-        self._exchange.gather_bytes(b"")  # Until here, other ranks may read this node's parts.
+        self._exchange.gather_bytes(b"")  # Other ranks may read this node's parts until they reach this point.
         tree = regrouping.complete()
         self.interval = self.cadence.resume(moment.step, recent)
         return Restored(moment, tree, owns, self._made)
 
     def _part_before(self, rank: int) -> str:
-        """Return the part of which a rank's node keeps a copy for the previous node."""
+        """Return the part of the previous node's rank, of which this rank's node keeps a copy."""
         world = self._exchange.world
         return part_of((rank - self._exchange.local_world) % world, world)
 
     @property
     def is_off(self) -> bool:
-        """Whether the ranks have agreed not to keep states, or to stop keeping them."""
+        """Whether the ranks have agreed to keep no states in memory, at startup or later."""
         return self.cadence.every == NONE
 
     def agree(self) -> dict[int, tuple[int, bytes]]:
         """Agree with the other ranks on the interval and the incarnation.
 
-        Return each node's room and inventory, by the rank that speaks for the node.
+        Return {rank that speaks for a node: (bytes of room on the node, the states that it holds,
+        encoded)}.
         """
         if self._store.fault:
             _warn(f"this pod does not keep training states in memory: {self._store.fault}")
@@ -653,10 +716,10 @@ class RankSnapshots:
         raise RuntimeError(f"the state after step {moment.step} is no longer in this node's memory")
 
     def _transfer(self, transfer: Transfer, moment: Moment, *, alone: bool = False) -> memoryview | None:
-        """Take part in a transfer.
+        """Send or receive the part, if this rank takes part in the transfer.
 
-        Return the received state if it was not put into a slot, because of `alone` or a lack of
-        room.
+        Return the received state if it is not in a slot, because `alone` was set or the node has no
+        room. Return None in all other cases.
         """
         rank = self._exchange.rank
         if rank == transfer.source:
@@ -677,7 +740,9 @@ class RankSnapshots:
         return None
 
     def begin(self, step: int, source: str) -> None:
-        """Record the step after which training continues, and its source (protocol.SOURCES)."""
+        """Record after which step training continues, and where its state came from (one of
+        protocol.SOURCES).
+        """
         self._began = self._noted = time.perf_counter()
         self.start = {"step": step, "source": source}
         if self._made is not None:
@@ -690,7 +755,10 @@ class RankSnapshots:
             self._store.note_made(Moment(self._order, step))
 
     def note(self, step: int) -> None:
-        """Record that a step is complete, for callers that take its state during the next step."""
+        """Record that a step is complete.
+
+        Only callers that call `take` late, during the next step, need this.
+        """
         if step == self._last:
             return
         self._last = step
@@ -702,12 +770,14 @@ class RankSnapshots:
             self.start["seconds"] = round(time.perf_counter() - self._began, 3)
 
     def interrupt(self) -> None:
-        """Exclude the next step's time, because it includes something else, such as an
-        evaluation."""
+        """Ignore the time of the next step, because it includes something else, such as an
+        evaluation.
+        """
         self._noted = _UNKNOWN
 
     def take(self, step: int, make: Callable[[], Any], own: Callable[[], bytes] | None = None) -> None:
-        """Record a step, if `note` has not done so, and copy the state after it if a copy is due.
+        """Record that a step is complete, unless `note` has done so, and copy the state if a copy
+        is due after this step.
 
         Args:
             step: number of steps completed since training began.
@@ -748,8 +818,9 @@ class RankSnapshots:
         self._times.copied()
         if self._copies > _FIRST_COPIES:
             exchange = 0.0 if later else exchanged - exchanges
-            # Waits for another node or the device count as cost. If there are none, only this
-            # thread's CPU time counts, because other processes may run during a copy.
+            # If the copy waits for a different node or the device, the whole duration is its cost.
+            # If it does not wait, only the CPU time of this thread is its cost, because other
+            # processes may run during a copy.
             waits = self._sharded or self._stream is not None
             copying = took - exchange if waits else time.thread_time() - worked
             self._cost = Cost(copying, exchange)
@@ -757,8 +828,8 @@ class RankSnapshots:
     def _settles_later(self) -> bool:
         """Whether a background thread completes the next copy.
 
-        The thread does not complete the first copies, because they show how large the private
-        states are.
+        It does not complete the first copies, because only after them is the size of the private
+        states known.
         """
         return (
             self.settles_early
@@ -792,7 +863,7 @@ class RankSnapshots:
     def _agree_on(self, copy: _Copy) -> bool:
         """Determine the next interval together with all ranks.
 
-        Return whether copies are still useful.
+        Return False if copies have become useless (see `_end_if_useless`).
         """
         if copy.said is None:
             copy.said = copy.gathering() or self._exchange.gather_bytes(copy.content)
@@ -806,7 +877,7 @@ class RankSnapshots:
         return True
 
     def _end_if_useless(self, costs: list[Cost]) -> bool:
-        """Stop all copies if they can never form a whole state, and return whether they were
+        """Stop all copies if the nodes can never hold a whole state. Return whether copies were
         stopped.
         """
         self.needed = max(self._lacks, int(max(cost.needed for cost in costs)))
@@ -819,11 +890,12 @@ class RankSnapshots:
         return True
 
     def _count_copy(self) -> None:
-        """Count a copy. At the second one, forget the state that training began with.
+        """Count a copy. At the second copy, stop protecting the state from which training
+        continued.
 
-        By then, the first copy is complete on all nodes, because the ranks have exchanged costs
-        since then. Parts that this node does not keep are deleted too, such as parts from a group
-        of a different size.
+        By then, the first copy is complete on all nodes, because the ranks have exchanged their
+        costs since then. Parts that this node need not keep are also deleted, such as parts written
+        by a group of a different size.
         """
         self._copies += 1
         if self._copies == 2:
@@ -832,7 +904,9 @@ class RankSnapshots:
                 self._store.keep_only(self._node_parts())
 
     def _node_parts(self) -> set[str]:
-        """Return the parts that this node keeps: its own ranks' and the previous node's."""
+        """Return the names of the parts that this node keeps: those of its own ranks and, as
+        copies, those of the previous node's ranks.
+        """
         if not self._sharded:
             return {ALL}
         world, local = self._exchange.world, self._exchange.local_world
@@ -840,7 +914,7 @@ class RankSnapshots:
         return {part_of(number % world, world) for number in range(first - local, first + local)}
 
     def _copy(self, tree: Any, copy: _Copy) -> None:
-        """Copy everything but the ranks' private states into a slot."""
+        """Copy the state into a slot, except for the ranks' private states."""
         layout = copy.layout = _StateLayout(tree, self._owns_room, self.cadence.recent, self._places)
         self._places = layout.places
         writing = copy.writing = self._writing(self._part, layout.size)
@@ -854,7 +928,9 @@ class RankSnapshots:
             _copy_to(writing.data[layout.base :], tensor, place)
 
     def _targets(self, data: memoryview, slot: int, layout: _StateLayout) -> list[Any]:
-        """Return tensors in the slot's memory. They are reused while the layout stays the same."""
+        """Return tensors that use the slot's memory. They are kept and returned again while the
+        layout stays the same.
+        """
         base, places, views = self._views.get(slot, (0, None, []))
         if base != layout.base or places is not layout.places:
             views = [_view(data[layout.base :], place) for place in layout.places.each]
@@ -882,7 +958,9 @@ class RankSnapshots:
             writing.complete(moment)
 
     def _writing(self, part: str, size: int) -> Writing | None:
-        """Return memory for the next state of a part; None if there is no room for two."""
+        """Return memory for the next state of a part, or None if the node has no room for two
+        states of it.
+        """
         try:
             return self._store.begin(part, size, self._base)
         except NoRoom:
@@ -895,7 +973,9 @@ class RankSnapshots:
             return None
 
     def _copy_from_device(self, layout: _StateLayout, writing: Any) -> Any:
-        """Start the transfer, and return the event at its end."""
+        """Start the transfer from the device into the slot, and return an event
+        that marks its end.
+        """
         torch = _torch()
         targets = self._targets(writing.data, writing.slot, layout)
         if self._stream is None:
@@ -911,7 +991,7 @@ class RankSnapshots:
             return self._stream.record_event()
 
     def news(self) -> dict[str, Any]:
-        """Return the figures that have changed since the last call, for a report."""
+        """Return the figures for a report that have changed since the last call."""
         figures = {protocol.START: dict(self.start), protocol.AT_RISK: self.interval or None}
         if self.needed:
             figures |= {protocol.SNAPSHOT_BYTES: self.needed, protocol.AT_RISK: None}
@@ -926,7 +1006,11 @@ class RankSnapshots:
 
 
 def _inventory(rank: int, content: bytes) -> tuple[list[Held], Moment | None]:
-    """Return the states that a node reports. A malformed inventory counts as empty on all ranks."""
+    """Decode the states that a node reported.
+
+    A malformed report counts as empty. All ranks receive the same bytes, so they all reach the same
+    result.
+    """
     try:
         return decode(content)
     except ValueError as error:
@@ -935,10 +1019,10 @@ def _inventory(rank: int, content: bytes) -> tuple[list[Held], Moment | None]:
 
 
 def _reserve(size: int) -> memoryview:
-    """Return anonymous memory. Only pages that are written take up memory.
+    """Return anonymous memory. Pages take up memory only once they are written.
 
-    The size comes from another rank, and may be wrong. Raises RuntimeError if a process cannot have
-    that much memory.
+    The size was sent by another rank, and may be wrong. Raises RuntimeError if this process cannot
+    get that much memory.
     """
     try:
         return memoryview(mmap.mmap(-1, size))
@@ -954,8 +1038,9 @@ _pinned: set[int] = set()
 
 
 def _pin(data: memoryview) -> None:
-    """Lock the slot's pages in memory for the device, once. Without that, transfers are only
-    slower.
+    """Lock the slot's pages in memory, so that the device can access them directly.
+
+    This happens once per slot. If it fails, transfers are only slower.
     """
     torch = _torch()
     whole = torch.frombuffer(data, dtype=torch.uint8)
@@ -970,21 +1055,22 @@ def _torch() -> Any:
 
 
 class _StateLayout:
-    """Locations of a state's parts in a slot.
+    """Defines where each piece of a state is in a slot.
 
-    Sizes, skeleton and places come first, then the tensors, and finally the ranks' private states.
+    The sizes, the skeleton and the places come first, then the tensors, and finally the ranks'
+    private states.
     """
 
     def __init__(
         self, tree: Any, owns_room: int, recent: list[tuple[float, float, float]], known: _Places | None = None
     ) -> None:
-        """Take a state apart.
+        """Take a state apart into skeleton and tensors.
 
         Args:
             tree: the state.
-            owns_room: bytes for the ranks' private states.
-            recent: the cadence's figures, with which a restart continues.
-            known: the places of the last state's tensors, which are often the same.
+            owns_room: number of bytes to reserve for the ranks' private states.
+            recent: the measurements in `Cadence.recent`, which a restart needs.
+            known: the places of the previous state's tensors. They are reused if they are the same.
         """
         self._found: list[tuple[Any, tuple[int, ...] | None]] = []
         skeleton = self._without_tensors(tree, _torch())
@@ -997,12 +1083,15 @@ class _StateLayout:
         self.size = self._tail + owns_room
 
     def _without_tensors(self, node: Any, torch: Any) -> Any:
-        """Return the tree with a number in place of each tensor, and collect the tensors."""
+        """Return the tree with a number in place of each tensor, and append the tensors to
+        `_found`.
+        """
         if isinstance(node, dict):
             return {key: self._without_tensors(value, torch) for key, value in node.items()}
         if type(node) in (list, tuple):
             return type(node)(self._without_tensors(value, torch) for value in node)
-        # A tensor without plain memory of its own is pickled with the skeleton.
+        # A tensor without plain memory of its own stays in the tree, and is pickled with the
+        # skeleton.
         if not isinstance(node, torch.Tensor) or node.layout is not torch.strided or node.is_quantized or node.is_meta:
             return node
         whole = tuple(node.shape) if hasattr(node, "full_tensor") else None
@@ -1017,7 +1106,7 @@ class _StateLayout:
         data[_SIZES.size : _SIZES.size + len(self.head)] = self.head
 
     def write_owns(self, data: memoryview, owns: dict[int, bytes]) -> bool:
-        """Write the ranks' private states, and return whether there was enough room."""
+        """Write the ranks' private states into the slot. Return False if they do not fit."""
         pickled = pickle.dumps(owns, protocol=4) if owns else b""
         if self._tail + len(pickled) > self.size:
             return False
@@ -1029,7 +1118,7 @@ class _StateLayout:
 def _read(
     data: memoryview, rebuild: Rebuild | None, *, views: bool
 ) -> tuple[Any, dict[int, bytes], list[tuple[float, float, float]]]:
-    """Return a slot's tree, the ranks' private states, and the cadence's figures.
+    """Return a slot's tree, the ranks' private states, and the measurements in `Cadence.recent`.
 
     With `views`, tensors that are not sharded use the slot's memory.
     """
@@ -1047,8 +1136,11 @@ def _read(
 
 
 def _open(data: memoryview) -> tuple[Any, list[_Place], Callable[[int], Any], dict[int, bytes], list[Any]]:
-    """Return a slot's skeleton, its tensors' places, a function that returns a tensor as a view of
-    the slot, the ranks' private states, and the cadence's figures.
+    """Return the contents of a slot.
+
+    They are the skeleton, the tensors' places, a function that returns the tensor with a given
+    number as a view of the slot, the ranks' private states, and the measurements in
+    `Cadence.recent`.
     """
     length, base, tail, tail_length = _SIZES.unpack_from(data, 0)
     skeleton, pickled_places, recent = pickle.loads(data[_SIZES.size : _SIZES.size + length])
@@ -1058,7 +1150,9 @@ def _open(data: memoryview) -> tuple[Any, list[_Place], Callable[[int], Any], di
 
 
 def _put_together(node: Any, read: Callable[[tuple[Any, ...], int], Any], path: tuple[Any, ...] = ()) -> Any:
-    """Return a skeleton with its tensors, which `read` returns for a path and a tensor's number."""
+    """Return a skeleton with its tensors filled in. `read` returns the tensor for its path and
+    number.
+    """
     if isinstance(node, dict):
         return {key: _put_together(value, read, (*path, key)) for key, value in node.items()}
     if type(node) in (list, tuple):
@@ -1067,10 +1161,10 @@ def _put_together(node: Any, read: Callable[[tuple[Any, ...], int], Any], path: 
 
 
 class _Regrouping:
-    """Puts one rank's part of a state together from the parts of a group of a different size.
+    """Puts together one rank's part of a state from the parts of a group of a different size.
 
     Sharded tensors are divided by rows (dimension 0), as FSDP divides them. Everything else is
-    equal in all parts, and comes from the first one.
+    equal in all parts, and is taken from the first part.
     """
 
     def __init__(self, rows: Rows, rebuild: Rebuild | None) -> None:
@@ -1079,7 +1173,9 @@ class _Regrouping:
         self._shards: dict[tuple[Any, ...], _Shard] = {}
 
     def add(self, data: memoryview) -> tuple[dict[int, bytes], list[Any]]:
-        """Add the next part, in rank order, and return its private states and cadence figures."""
+        """Add the old part of the next rank, in rank order. Return the private states and
+        measurements that it contains.
+        """
         skeleton, places, tensors, owns, recent = _open(data)
         is_first = self._tree is None
 
@@ -1100,7 +1196,9 @@ class _Regrouping:
         return owns, recent
 
     def complete(self) -> Any:
-        """Return the tree. Raises RuntimeError if rows are missing."""
+        """Return the tree. Raises RuntimeError if the parts did not contain all
+        rows of a tensor.
+        """
 
         def read(path: tuple[Any, ...], number: int) -> Any:
             shard = self._shards[path]
@@ -1114,7 +1212,7 @@ class _Regrouping:
 
 
 class _Shard:
-    """The rows of one tensor that a rank needs."""
+    """The rows of one tensor that this rank needs, collected from the old shards."""
 
     def __init__(self, like: Any, whole: tuple[int, ...], rows: range | None) -> None:
         self.whole, self.rows, self.seen, self._is_complete = whole, rows, 0, False
@@ -1122,7 +1220,11 @@ class _Shard:
         self.tensor = like.new_empty((len(self._wanted), *whole[1:]))
 
     def add(self, shard: Any) -> None:
-        """Copy this rank's rows from the next old shard. Skip it if the first one had all rows."""
+        """Copy the rows that this rank needs from the next old shard.
+
+        Do nothing if the first shard already contained all rows, because then every part holds the
+        whole tensor.
+        """
         if self._is_complete:
             return
         first, self.seen = self.seen, self.seen + len(shard)
@@ -1137,7 +1239,8 @@ def _copy_to(data: memoryview, tensor: Any, place: _Place) -> None:
     if tuple(tensor.stride()) != place.stride or not tensor.is_cpu or tensor.is_conj() or tensor.is_neg():
         _view(data, place).copy_(tensor)
     elif place.count:
-        # torch would divide each small copy among its threads, which wait for each other.
+        # torch would divide each small copy among its threads, and the threads would spend longer
+        # waiting for each other.
         size = place.count * place.dtype.itemsize
         target = (ctypes.c_char * size).from_buffer(data, place.offset)
         ctypes.memmove(target, tensor.data_ptr(), size)
@@ -1153,7 +1256,9 @@ def _view(data: memoryview, place: _Place) -> Any:
 
 
 def _dense_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a gapless copy that keeps the tensor's order of dimensions."""
+    """Return the strides of a copy without gaps that keeps the order of the tensor's dimensions in
+    memory.
+    """
     order = sorted(range(len(shape)), key=lambda d: (stride[d], shape[d]), reverse=True)
     strides, step = [0] * len(shape), 1
     for dimension in reversed(order):

@@ -1,15 +1,15 @@
 """Makes SIGTERM set a flag instead of ending the process. Ranks agree on the flag elsewhere.
 
 Python runs a signal handler in the main thread only, and not while that thread is blocked in a
-collective. A script that checks the flag between its steps needs nothing else. The built-in
-trainer, however, has to exit in time even if its peers no longer respond. So in the
-trainer, Python's C code writes the signal's number to the wake-up descriptor immediately, and a
-thread reads that number.
+collective. A handler is enough for a script that checks the flag between its steps. The built-in
+trainer, however, has to exit in time even if its peers no longer respond and its main thread is
+blocked. So in the trainer, Python's C code writes the signal's number to the wake-up descriptor
+immediately, and a thread reads that number.
 
-A thread in sigwait would notice the signal just as soon, but needs SIGTERM to be blocked in every
-other thread. Threads that torch, gloo and OpenMP started earlier would still receive SIGTERM, which
-would end the process. Child processes, such as loaders and compilers, would inherit the block and
-ignore SIGTERM.
+A thread in sigwait would notice the signal just as soon, but for that SIGTERM must be blocked in
+every other thread. Threads that torch, gloo and OpenMP started earlier would still receive SIGTERM,
+which would end the process. Child processes, such as loaders and compilers, would inherit the
+blocked signal mask and ignore SIGTERM.
 
 SIGTERM still ends a forked child, such as a loader, as multiprocessing expects.
 """
@@ -26,30 +26,34 @@ from types import FrameType
 
 
 class SigtermFlag:
-    """Whether this process has received SIGTERM."""
+    """Records whether this process has received SIGTERM, and calls a function when it does."""
 
     _newest: SigtermFlag | None = None
-    """The flag that SIGTERM sets in this process."""
+    """The flag that SIGTERM sets. Only the flag that called `listen` last receives the signal."""
 
     def __init__(self, heard: Callable[[], None]) -> None:
-        """Create the flag.
+        """Create a flag that is not set. Before SIGTERM can set it, `listen` must be called.
 
-        `heard` is called once, in the signal handler or, after `listen(at_once=True)`, in a thread.
+        `heard` is called when SIGTERM arrives: in the signal handler or, after
+        `listen(at_once=True)`, in a separate thread.
         """
         self._heard, self._in_thread = heard, False
         self.asked_at: float | None = None
-        """When SIGTERM arrived, by time.monotonic(); None if it has not arrived."""
+        """Time at which SIGTERM arrived, by time.monotonic(); None if it has not arrived."""
 
     @property
     def is_listening(self) -> bool:
-        """Whether SIGTERM sets the flag. A framework may set its own handler."""
+        """Whether SIGTERM still sets this flag. It does not if a framework has replaced the signal
+        handler.
+        """
         return signal.getsignal(signal.SIGTERM) == self._handle
 
     def listen(self, *, at_once: bool = False) -> None:
-        """Set the flag on SIGTERM from now on. Must be called in the main thread.
+        """Let SIGTERM set this flag from now on. Must be called in the main thread.
 
-        With `at_once`, the flag is set even while the main thread is blocked. The process must then
-        not use the wake-up descriptor for anything else, as asyncio does.
+        With `at_once`, SIGTERM sets the flag even while the main thread is blocked. For that, this
+        flag needs the process's wake-up descriptor, so the process must not use the descriptor for
+        anything else, as asyncio does.
         """
         self._in_thread, SigtermFlag._newest = at_once, self
         signal.signal(signal.SIGTERM, self._handle)
@@ -72,9 +76,11 @@ class SigtermFlag:
         self._heard()
 
     def forget_in_child(self) -> None:
-        """Let SIGTERM end this forked process, unless a framework handles it.
+        """Let SIGTERM end this process again, which is a forked child, unless a framework handles
+        the signal.
 
-        The signal must not be written to the rank's pipe, which the child has inherited.
+        The child has inherited the pipe of the rank that forked it, and must not write the signal
+        to it.
         """
         if self._in_thread:
             signal.set_wakeup_fd(-1)
@@ -87,26 +93,27 @@ _forking = threading.local()
 
 @cache
 def _care_at_forks() -> None:
-    """Register the fork handlers once, even if the process trains again.
+    """Register the functions that handle forks. Later calls do nothing, even if the process trains
+    again.
 
-    A second `_hold` would save the mask that the first one has set.
+    If `_hold` were registered twice, its second call would save the signal mask that its first call
+    has set.
     """
     os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_restore_in_child)
 
 
 def _hold() -> None:
-    """Block SIGTERM before a fork.
+    """Block SIGTERM before a fork, until `_restore_in_child` has run in the child.
 
-    Otherwise, a child that receives SIGTERM before `_restore_in_child` has run would write to its
-    parent's pipe.
+    If the child received SIGTERM earlier, it would write to its parent's pipe.
     """
     _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 
 
 def _release() -> None:
-    """Restore the caller's signal mask.
+    """Restore the signal mask that `_hold` saved.
 
-    The caller may have blocked SIGTERM on purpose, for a child that unblocks it.
+    The program may have blocked SIGTERM on purpose before it forked, for a child that unblocks it.
     """
     signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
 

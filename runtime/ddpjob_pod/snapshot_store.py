@@ -5,32 +5,33 @@ too expensive. A copy into memory costs a hundredth as much, but the memory must
 workers.
 
 Rule: each pod has a small folder in memory (a tmpfs) with *slots*, files that each hold one state.
-Each part of the state has two slots, which are written in turn. While one is overwritten, the other
-one is whole. A slot's mark is cleared before its data is written, and set afterwards, each time by
-a single aligned write. So if a worker is killed in between, the slot is marked as
-incomplete. Another file holds the number of the last step, copied or not, which shows how much a
-restart repeats.
+Each part of the state has two slots, which are written in turn. While one slot is overwritten, the
+other one still holds a whole state. A slot's mark is cleared before its data is written, and set
+afterwards, each time by a single aligned write. So if a worker is killed in between, the slot is
+marked as incomplete. Another file holds the number of the last completed step, whether its state
+was copied or not. It shows how many steps a restart repeats.
 
 A memory barrier is not needed, not even on ARM. A kill is a precise exception: all writes before it
 in program order reach memory, and no later writes do. Other processes read only after the writer
 has ended, or after a collective in which it took part. The launcher starts workers only once all
 processes of earlier workers have ended, so no older incarnation is still writing.
 
-The slot to overwrite is not always the older one. If another node lacked its part of the newest
-state, the job has restarted from an older state. Then the abandoned newer state is overwritten
-(`begin`).
+The slot to overwrite is not always the one with the older state. If another node lacked its part of
+the newest state, the job has restarted from an older state. The newer state is then abandoned, so
+its slot is overwritten (`begin`).
 
 Example: a part has slots at steps 40 and 50, but another node's part has only 40. So all ranks
 continue from step 40. The next copy overwrites step 50, because step 40 is needed until a later
 copy is complete.
 
 States are ordered by incarnation (generation, round) first, and by step second. A node that was
-partitioned may hold a higher step of an older round. The job has continued without it, from an
-earlier step, and only that history counts (`choose`).
+partitioned may hold a state with a higher step, but of an older round. Meanwhile the job has
+continued without that node, from an earlier step, and only the job's history counts (`choose`).
 
-With replicated state (DDP), a node has one part, `ALL`, written by its first rank. Any node's copy
-is enough for all. With sharded state, each rank has its own part, and the next node keeps a copy of
-it. All parts of a moment come from the same number of ranks. Why: docs/decisions/0023.
+With replicated state (DDP), a node has one part, `ALL`, written by its first rank. The copy of any
+single node is enough to restore all nodes. With sharded state, each rank has its own part, and the
+next node keeps a copy of it. A state counts only if all its parts come from the same number of
+ranks. Why: docs/decisions/0023.
 """
 
 from __future__ import annotations
@@ -46,47 +47,48 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ALL = "all"
-"""The part that holds the whole state."""
+"""Name of the part that holds the whole state, if the state is replicated."""
 HEADER_BYTES = 4096
 ALIGNMENT = 64
-"""Tensors start at multiples of this many bytes."""
+"""Number of bytes whose multiples are the offsets of tensors in a slot."""
 MOST_INVENTORY_BYTES = 1 << 16
 _MAGIC = b"ddpjob:1"
 _HEAD = struct.Struct("=8sQQQQQ")
 _MARK = 1
-"""Index of the header's 8-byte word that shows whether the state is whole."""
+"""Index of the 8-byte word in the header that shows whether the slot holds a whole state."""
 _WHOLE = 0x77686F6C65
 _MADE = struct.Struct("=8sQQQ")
 _MADE_MAGIC = int.from_bytes(_MAGIC, sys.byteorder)
 _SHARED = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0x8000 if sys.platform == "linux" else 0)
-"""Flags for mapping a slot. All its pages are mapped at once, because a page fault takes
-five times as long as copying into the page. Python 3.9 lacks MAP_POPULATE.
+"""Flags with which a slot is mapped into memory. All its pages are mapped at once, because a page
+fault takes five times as long as copying into the page. Python 3.9 lacks MAP_POPULATE, so its
+number on Linux is given.
 """
 _SLOT = re.compile(r"(all|[0-9]{1,6}of[0-9]{1,6})\.([01])")
 _PART = re.compile(r"([0-9]+)of([0-9]+)")
 _HELD = struct.Struct("<QQQQ16s")
 
 Order = tuple[int, int]
-"""The (generation, round) of an incarnation."""
+"""(generation, round), which identifies an incarnation. Later incarnations compare as greater."""
 
 
 @dataclass(frozen=True, order=True)
 class Moment:
-    """A state's position in the job's history."""
+    """A point in the job's history: an incarnation and a step in it."""
 
     order: Order
     step: int
-    """Steps completed since training began."""
+    """Number of steps completed since training began."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """A complete state that a node holds."""
+    """One part of a complete state, as a node holds it."""
 
     part: str
     moment: Moment
     size: int
-    """Number of bytes after the header."""
+    """Number of bytes in the file after the header."""
     slot: int = 0
 
 
@@ -104,14 +106,16 @@ class NoRoom(Exception):
 
 
 class SnapshotStore:
-    """One node's folder. A folder that cannot be used has no states and no room.
+    """The folder in memory in which one node keeps its states.
+
+    If the folder cannot be used, it counts as a folder without states and without room.
 
     Attributes:
-        fault: why the folder cannot be used; empty if it can be used or does not exist.
+        fault: why the folder cannot be used; empty if it can be used or if the node has none.
     """
 
     def __init__(self, folder: Path | None) -> None:
-        """Open `folder`, which is None if this node has none."""
+        """Open `folder`. None means that this node has no such folder."""
         self.folder = folder or Path()
         self._open: dict[tuple[str, int], mmap.mmap] = {}
         self._made: memoryview | None = None
@@ -128,7 +132,7 @@ class SnapshotStore:
             return memoryview(mmap.mmap(file.fileno(), _MADE.size)).cast("Q")
 
     def held(self) -> list[Held]:
-        """Return the complete states, oldest first. Damaged files are skipped."""
+        """Return the complete states in the folder, oldest first. Damaged files are skipped."""
         found = []
         for path, match in self._slots():
             part, slot = match[1], int(match[2])
@@ -139,7 +143,8 @@ class SnapshotStore:
     def _held_of(self, part: str) -> list[Held]:
         """Return the complete states of a part, oldest first.
 
-        Slots that are mapped already are read from memory.
+        If both slots are already mapped, their headers are read from memory instead of from the
+        files.
         """
         slots = [self._open.get((part, slot)) for slot in (0, 1)]
         if None in slots:
@@ -154,12 +159,14 @@ class SnapshotStore:
         return [(path, match) for path, match in found if match is not None]
 
     def begin(self, part: str, size: int, base: Moment | None = None) -> Writing:
-        """Return memory for the next state of a part, in place of one of its two earlier states.
+        """Return memory for the next state of a part. It overwrites one of the two slots of the
+        part.
 
-        `base` is the state from which training continued, until a later state is complete on all
-        nodes. It is kept even if this node holds newer states, which the job has abandoned.
+        `base` is the moment from which training continued; None once a later state is complete on
+        all nodes. The state of that moment is kept, even if this node holds a newer state, because
+        the job has abandoned the newer one.
 
-        Raises NoRoom without changing anything.
+        If there is not enough room, raises NoRoom without changing anything.
         """
         held = self._held_of(part)
         kept = [h for h in held if base is None or h.moment <= base] or held
@@ -169,12 +176,15 @@ class SnapshotStore:
         return Writing(memory, size, slot)
 
     def read(self, held: Held) -> memoryview:
-        """Return a state's bytes, mapped from its file. They change if the slot is overwritten."""
+        """Return a state's bytes, mapped from its file.
+
+        The bytes change when the slot is overwritten.
+        """
         memory = self._map(held.part, held.slot, held.size, existing=True)
         return memoryview(memory)[HEADER_BYTES : HEADER_BYTES + held.size]
 
     def drop(self, parts: Container[str]) -> None:
-        """Delete all states of these parts."""
+        """Delete all states of these parts, complete or not."""
         for path, match in self._slots():
             if match[1] in parts:
                 self._open.pop((match[1], int(match[2])), None)
@@ -186,7 +196,9 @@ class SnapshotStore:
 
     @property
     def made(self) -> Moment | None:
-        """The last step that a worker on this node completed; None if none or unknown."""
+        """The last step that a worker on this node completed; None if there was none or the file is
+        damaged.
+        """
         try:
             magic, generation, round_, step = _MADE.unpack((self.folder / "made").read_bytes()[: _MADE.size])
         except (OSError, struct.error):
@@ -194,10 +206,10 @@ class SnapshotStore:
         return Moment((generation, round_), step) if magic == _MAGIC else None
 
     def note_made(self, moment: Moment) -> None:
-        """Record the last completed step.
+        """Record that a worker on this node has completed a step.
 
-        If the process is killed during this write, the file holds the previous step or, in a new
-        incarnation, perhaps no step.
+        If the process is killed during this write, the file holds the previous step or, at the
+        first step of a new incarnation, perhaps none.
         """
         if self._made is None:
             return
@@ -209,9 +221,11 @@ class SnapshotStore:
         self._made[3] = moment.step
 
     def room(self, part: str) -> int:
-        """Return how many bytes the two slots of a part may take together.
+        """Return how many bytes the two slots of a part can take together, including what they take
+        already.
 
-        The volume's pages count towards the container's memory limit, so the limit applies too.
+        The volume's pages count towards the container's memory limit, so free memory limits the
+        result too.
         """
         if self._made is None:
             return 0
@@ -238,7 +252,11 @@ class SnapshotStore:
         return memory
 
     def _reserve(self, part: str, whole: int) -> None:
-        """Reserve both slots now, because a missing page would later end the worker with SIGBUS."""
+        """Reserve the pages of both slots now.
+
+        If a page could not be allocated later, while a worker writes to it, SIGBUS would kill the
+        worker. Raises NoRoom.
+        """
         room = self.room(part)
         if 2 * whole > room:
             raise NoRoom(2 * whole, room)
@@ -251,20 +269,22 @@ class SnapshotStore:
 
 
 class Writing:
-    """A slot that is being written."""
+    """A slot into which a state is being written."""
 
     def __init__(self, memory: mmap.mmap, size: int, slot: int) -> None:
         self._memory, self._size, self.slot = memory, size, slot
         self.data = memoryview(memory)[HEADER_BYTES : HEADER_BYTES + size]
 
     def complete(self, moment: Moment) -> None:
-        """Mark the state as complete, after all of its data was written."""
+        """Mark the slot as complete. All data must have been written before."""
         _HEAD.pack_into(self._memory, 0, _MAGIC, 0, *moment.order, moment.step, self._size)
         _words(self._memory)[_MARK] = _WHOLE
 
 
 def _complete(part: str, slot: int, memory: bytes | mmap.mmap, size: int) -> Held | None:
-    """Return the state in a slot of `size` bytes; None if it is damaged or incomplete."""
+    """Describe the state in a slot, a file of `size` bytes. Return None if the state is damaged or
+    incomplete.
+    """
     if len(memory) < _HEAD.size:
         return None
     magic, whole, generation, round_, step, content = _HEAD.unpack_from(memory)
@@ -274,7 +294,9 @@ def _complete(part: str, slot: int, memory: bytes | mmap.mmap, size: int) -> Hel
 
 
 def _words(memory: mmap.mmap) -> memoryview:
-    """Return a header as 8-byte words. Unlike `struct`, each access to a word is atomic."""
+    """Return the header of a slot as 8-byte words. Each access to a word is atomic, which `struct`
+    does not guarantee.
+    """
     return memoryview(memory)[:HEADER_BYTES].cast("Q")
 
 
@@ -282,22 +304,25 @@ _CGROUPS = (
     ("/sys/fs/cgroup", "memory.max", "memory.current", ""),
     ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
-"""Folder, names of the limit and usage files, and prefix of the statistics, for cgroup versions 2
-and 1.
+"""Names that the cgroup versions 2 and 1 use: the folder, the files with the limit and the usage,
+and the prefix of keys in memory.stat.
 """
 SPARED = 0.1
-"""Share of a memory limit that states must leave free."""
+"""Share of the container's limit and of the machine's memory that states must leave free."""
 
 
 def free_memory(root: Path = Path("/")) -> int:
-    """Return how many bytes states may use, given the container's and the machine's free memory.
+    """Return how many bytes states can use without exhausting the container's or the machine's
+    memory.
 
-    A tenth of each limit stays free. The page cache of files on disk counts as free memory.
+    A tenth of the container's limit and of the machine's memory stays free. The page cache of files
+    on disk counts as free memory.
     """
     free = [sys.maxsize]
     for folder, limit_file, usage_file, prefix in _CGROUPS:
         place = root / folder[1:]
-        with contextlib.suppress(OSError, ValueError):  # no limit ("max"), or the other cgroup version
+        # The limit is "max" (none), or the machine has the other cgroup version.
+        with contextlib.suppress(OSError, ValueError):
             limit, usage = (int((place / name).read_text()) for name in (limit_file, usage_file))
             statistics = _numbers((place / "memory.stat").read_text())
             cache = sum(statistics.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
@@ -309,22 +334,29 @@ def free_memory(root: Path = Path("/")) -> int:
 
 
 def _numbers(text: str) -> dict[str, int]:
-    """Return the first number of each line, keyed by the line's first word."""
+    """Parse a file such as memory.stat: return the number on each line, keyed by the first word of
+    the line.
+    """
     lines = [line.split() for line in text.splitlines()]
     return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdigit()}
 
 
 def parts_of(world: int) -> list[str]:
-    """Return the names of a state's parts, in rank order; `world` is 0 for a replicated state."""
+    """Return the names of all parts of a state, in rank order. `world` is the number of ranks that
+    share it, or 0 for a replicated state.
+    """
     return [part_of(rank, world) for rank in range(world)] or [ALL]
 
 
 def choose(held: Mapping[int, Iterable[Held]], world: int | None) -> tuple[Moment, int] | None:
-    """Return (newest moment whose parts are all held, number of parts), or None.
+    """Choose the newest moment of which the nodes together hold all parts.
+
+    Return (moment, number of parts), where 0 stands for a replicated state. Return None if no state
+    is complete.
 
     Args:
-        held: each holder's states.
-        world: the number of parts, 0 for a replicated state; None for any number.
+        held: the states that each node holds, by the rank that speaks for the node.
+        world: the required number of parts, 0 for a replicated state; None if any number will do.
     """
     found: dict[tuple[Moment, int], set[int]] = {}
     for states in held.values():
@@ -338,7 +370,7 @@ def choose(held: Mapping[int, Iterable[Held]], world: int | None) -> tuple[Momen
 
 @dataclass(frozen=True)
 class Transfer:
-    """A transfer of one part from one rank to another."""
+    """One part that one rank sends to another rank."""
 
     source: int
     to: int
@@ -349,11 +381,13 @@ class Transfer:
 def transfers(
     held: Mapping[int, Iterable[Held]], wanted: Mapping[int, tuple[int, str]], moment: Moment
 ) -> list[Transfer]:
-    """Return the transfers that give every rank the part of `moment` that it wants.
+    """Return the transfers after which every rank has the part that it wants of the state of
+    `moment`.
 
     Args:
-        held: each node's states, by the rank that speaks for the node.
-        wanted: the part that each receiving rank wants, with the rank that speaks for its node.
+        held: the states that each node holds, by the rank that speaks for the node.
+        wanted: for each rank that wants a part, the rank that speaks for its node, and the part's
+            name. A rank whose node holds the part needs no transfer.
     """
     holders: dict[str, list[tuple[int, int]]] = {}
     for holder, states in sorted(held.items()):
@@ -371,7 +405,9 @@ def transfers(
 
 
 def encode(held: Iterable[Held], made: Moment | None) -> bytes:
-    """Encode an inventory as bytes, for `decode`."""
+    """Encode what a node holds as bytes: its states, and its last completed step. `decode` reads
+    them.
+    """
     first = made or Moment((0, 0), 0)
     lines = [_HELD.pack(*first.order, first.step, 1 if made else 0, b"made")]
     lines += [_HELD.pack(*h.moment.order, h.moment.step, h.size, h.part.encode()) for h in held]
@@ -379,7 +415,9 @@ def encode(held: Iterable[Held], made: Moment | None) -> bytes:
 
 
 def decode(content: bytes) -> tuple[list[Held], Moment | None]:
-    """Return the arguments of `encode`. Raises ValueError if the content is malformed."""
+    """Return the states and the last completed step that `encode` was given. Raises ValueError if
+    the content is malformed.
+    """
     held, made = [], None
     if len(content) > MOST_INVENTORY_BYTES:
         raise ValueError(f"not an inventory of snapshots: {len(content)} bytes")

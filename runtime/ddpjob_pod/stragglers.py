@@ -1,22 +1,23 @@
 """Finds lagging ranks. In each step, all other ranks wait for them.
 
-A rank that is 30 % slower than the others makes the whole job 30 % slower. The figures do not show
-which rank it is, because every rank's step takes equally long. The ranks therefore compare how long
-they work without waiting (the trainer's `step_clock.py`, and `own_work.py` for scripts).
+A rank that is 30 % slower than the others makes the whole job 30 % slower. The step times do not
+show which rank it is, because every rank's step takes equally long. The ranks therefore compare how
+long they work without waiting (measured by the trainer's `step_clock.py`, and by `own_work.py` for
+scripts).
 
-- A rank's slowdown is its own seconds per step divided by the median rank's. In a pipeline, a rank
-  is compared only with ranks of the same stage, because stages do different work.
-- If the shares of the batch differ, the time is also computed for equal shares, and the smaller
-  slowdown counts. A rank with more samples is not lagging, and the other ranks do not wait for a
-  rank with fewer samples.
-- A rank is named once its slowdown has exceeded `factor` for `seconds` and at least three reports.
-  It stays named until its slowdown has been below the midpoint of 1 and `factor` for the same time
-  and number of reports. A single slow batch therefore has no effect, and a rank at the limit is not
-  named and dropped again and again.
+- A rank's slowdown is its own seconds per step divided by those of the median rank. In a pipeline,
+  a rank is compared only with ranks of the same stage, because stages do different work.
+- If the ranks' shares of the batch differ, the slowdown is also computed from the times for equal
+  shares, and the smaller of the two slowdowns counts. A rank with more samples is not lagging, and
+  the other ranks do not wait for a rank with fewer samples.
+- A rank is named once its slowdown has exceeded `factor` for `seconds` and in at least three
+  reports. It stays named until its slowdown has been below the midpoint of 1 and `factor` for the
+  same time and number of reports. A single slow batch therefore has no effect, and a rank at the
+  limit is not named and dropped again and again.
 - A rank's cost is the share of each step that would be saved if the rank kept pace. The cost may be
   small: a rank may be twice as slow as the others in work that takes only a hundredth of the step.
-  An excess below a millisecond is noise. The operator moves a rank only if that saves something
-  (its `slow_ranks.py`).
+  An excess below a millisecond is noise. The operator moves a rank to a different host only if that
+  saves enough time (the operator's `slow_ranks.py`).
 
 Example: 8 ranks normally need 100 ms per step and report every 10 s; factor=1.2, seconds=60.
 
@@ -33,23 +34,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 NAMED = 8
-"""Maximum number of ranks to name, slowest first. More slow ranks would no longer be an
-exception."""
+"""Maximum number of ranks to name, slowest first. If even more ranks are slow, slow ranks are no
+exception, and naming them does not help.
+"""
 _REPORTS = 3
 _RECENT = 0.3
 """Weight of the newest report in a rank's slowdown and cost."""
 _LEAST = 0.001
-"""Seconds per step by which a rank must exceed the median rank to have a cost."""
+"""Minimum number of seconds per step by which a rank must be slower than the median rank. A smaller
+excess counts as cost 0.
+"""
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank whose own work takes `slowdown` (at least 1) times as long as the median rank's."""
+    """A lagging rank. Its own work takes `slowdown` times (at least 1) as long as that of the
+    median rank.
+    """
 
     rank: int
     slowdown: float
     cost: float | None = None
-    """Share of the group's step time that the rank's excess takes; None if unknown."""
+    """Share of the group's step time by which this rank is slower than the median rank; None if the
+    step time is unknown.
+    """
 
     def as_figures(self) -> dict[str, float]:
         """Return this straggler as an entry for a progress report."""
@@ -63,7 +71,9 @@ class _Rank:
     cost: float = 0.0
     named: bool = False
     since: float | None = None
-    """When the rank became slow without being named, or fast enough while named."""
+    """Time since which the rank is slow although it is not named, or fast enough although it is
+    named. None if neither is the case.
+    """
     reports: int = 0
 
 
@@ -75,7 +85,7 @@ class Stragglers:
     """
 
     def __init__(self, factor: float, seconds: float) -> None:
-        """Watch for stragglers. If `factor` is 0, no rank is ever named."""
+        """Watch for lagging ranks. If `factor` is 0, no rank is ever named."""
         self._factor, self._seconds = factor, seconds
         self._back = 1 + (factor - 1) / 2
         self._ranks: dict[int, _Rank] = {}
@@ -88,16 +98,19 @@ class Stragglers:
         stages: int = 1,
         step: float = 0.0,
     ) -> tuple[Straggler, ...]:
-        """Record the times since the last call, and return the lagging ranks.
+        """Record the ranks' times since the last call, and return the lagging ranks.
 
-        `own` contains each rank's own seconds per step, and `even` its seconds for equal shares of
-        the batch; 0 means unknown. Ranks r, r + stages, ... are compared only with each other.
-        `step` is the time of a whole step in seconds; 0 means unknown. `now` is a time in seconds
-        that never goes back.
+        Args:
+            now: the present time in seconds, by a clock that never goes back.
+            own: each rank's own seconds per step; 0 means unknown.
+            even: the same for equal shares of the batch; None if all shares are equal.
+            stages: number of pipeline stages. Ranks r, r + stages, ... are compared only with each
+                other.
+            step: seconds that a whole step takes; 0 means unknown.
 
-        The smaller slowdown counts. Otherwise, a rank with fewer samples would be named although
-        the other ranks do not wait for it: it needs more time per sample, because a pass has a
-        fixed cost.
+        If `even` is given, the smaller of a rank's two slowdowns counts. By the times for equal
+        shares alone, a rank with fewer samples would be named although the other ranks do not wait
+        for it: it needs more time per sample, because each pass has a fixed cost.
         """
         if not self._factor:
             return ()
@@ -131,7 +144,11 @@ class Stragglers:
 
 
 def _slowdowns(times: Sequence[float], stages: int) -> dict[int, float]:
-    """Return each known time as a multiple of its stage's median, if at least two are known."""
+    """Return each rank's time as a multiple of the median of its stage. Ranks with unknown times
+    are left out.
+
+    A stage is left out if fewer than two of its times are known.
+    """
     found = {}
     for stage in range(stages):
         known = {rank: times[rank] for rank in range(stage, len(times), stages) if times[rank] > 0}

@@ -19,7 +19,9 @@ _MODULES = {"PIL": "pillow"}
 
 
 def read_environment() -> dict[str, Any]:
-    """Return `packages`, including the versions of Python and CUDA, and `gpu` if a GPU is used."""
+    """Return {"packages": versions of packages, Python and CUDA} and, if the program uses a GPU,
+    "gpu" with its model.
+    """
     packages = {"python": ".".join(map(str, sys.version_info[:3]))}
     for name in PACKAGES:
         version = getattr(sys.modules.get(name), "__version__", None)
@@ -27,7 +29,8 @@ def read_environment() -> dict[str, Any]:
             packages[_MODULES.get(name, name)] = version[:80]
     found: dict[str, Any] = {"packages": packages}
     torch: Any = sys.modules.get("torch")
-    with contextlib.suppress(Exception):  # A build of torch without CUDA, or a different module called torch.
+    # An error means that torch was built without CUDA, or that a different module is called torch.
+    with contextlib.suppress(Exception):
         cuda = torch.version.cuda
         if isinstance(cuda, str):
             packages["cuda"] = cuda[:80]
