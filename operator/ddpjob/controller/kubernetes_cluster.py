@@ -169,18 +169,18 @@ class KubernetesCluster:
         because a write by this operator got no response. These jobs are read again before the next
         reconcile."""
         self._pauses: dict[JobKey, tuple[str, dict[str | tuple[str, str], _Pause]]] = {}
-        """For each job, its uid and its pauses. If a creation was refused, the pause is stored
-        under the object's kind and role. If a change to an existing object was refused, the pause
-        is stored under that object's uid and the kind of change."""
+        """The uid and the pauses of each job. If a creation was refused, the pause is stored under
+        the object's kind and role. If a change to an existing object was refused, the pause is
+        stored under that object's uid and the kind of change."""
         self._tokens: dict[JobKey, str] = {}
-        """For each job, the name of its token Secret, if that Secret is known to exist."""
+        """The name of each job's token Secret, if that Secret is known to exist."""
         self._found: dict[JobKey, dict[tuple[str, str, str], float]] = {}
-        """For each job, the objects that exist although no watch shows them, by the job's uid, the
+        """The objects of each job that exist although no watch shows them, by the job's uid, the
         object's kind and its name. The value is the time (in monotonic seconds) until which the
         object is assumed to exist."""
         self._faults: dict[JobKey, tuple[tuple[str, str], tuple[str, ...]]] = {}
-        """For each job, the faults found in its podTemplate, together with the job's uid and the
-        hash of the template that was searched."""
+        """The faults found in each job's podTemplate, together with the job's uid and the hash of
+        the template that was searched."""
         self._looked: dict[str, float] = {}
         """The time at which each Kubernetes node that seems lost was last read, by its name."""
         self._checked: dict[str, bool] = {}
