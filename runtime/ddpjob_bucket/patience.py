@@ -10,15 +10,17 @@ from typing import TypeVar
 from ddpjob_bucket.stored import BucketError, Damaged
 
 TRIES, FIRST_PAUSE = 5, 1.0
-"""Number of attempts at startup, and the seconds before the second attempt. Each pause doubles,
-and varies by half."""
+"""The number of attempts at startup, and the seconds between the first and the second attempt. Each
+later pause is twice as long as the one before it. All pauses vary randomly by up to half of their
+length."""
 T = TypeVar("T")
 
 
 def patiently(act: Callable[[], T], say: Callable[[str], None]) -> T:
-    """Call `act` up to TRIES times, with pauses, and return its result. Raises BucketError.
+    """Call `act` up to TRIES times, with pauses in between, and return its result.
 
-    Damaged is raised immediately, because retrying would not help.
+    Raises the BucketError of the last attempt. Damaged is raised immediately, because retrying
+    would not help.
     """
     for number in range(1, TRIES):
         try:

@@ -35,42 +35,45 @@ from typing import Any
 
 _COMPLETE, _DATA, _TERMS, _SCORES = "complete", "data", "terms", "scores.json"
 _VANISHED = "vanished"
-"""A file with this name marks a multi-part checkpoint that will never be complete."""
+"""An object with this name, next to the files of a checkpoint that several processes upload, marks
+that the checkpoint will never be complete."""
 _MANIFEST = re.compile(rf"{_COMPLETE}/(\d{{9}})-(\d{{9}})\.json")
 _NAME = re.compile(r"(?!\.{1,2}$)[-A-Za-z0-9_.=+@,]{1,200}")
 _MANIFEST_BYTES = 2**20
 MOST_FILES = 5000
 _PIECE = 2**20
 _REQUEST_SECONDS = 120
-"""Maximum number of seconds for a whole request, even while bytes are moving."""
+"""Maximum number of seconds for a whole request, even if bytes are still being transferred."""
 _RANGE = 64 * 2**20
 """Maximum number of bytes that one request reads from a file."""
 _LARGEST_PARTS, _SMALLEST_PART = 9000, 5 * 2**20
-"""S3 accepts at most 10000 parts per object, and no part smaller than _SMALLEST_PART."""
+"""S3 accepts at most 10000 parts per object. Every part except the last must have at least
+_SMALLEST_PART bytes."""
 _TRIES = 100
-"""Maximum number of other incarnations that can start at the same time as this one."""
+"""Maximum number of attempts of `join` to start a new incarnation. An attempt fails if another
+incarnation starts at the same time."""
 URL = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^?#]*)?|file:///[^?#]+")
 
 
 class BucketError(Exception):
-    """A failed operation. The message has the object's URL and the reason."""
+    """An operation on the bucket failed. The message has the object's URL and the reason."""
 
 
 class LibraryMissing(BucketError):
-    """obstore is not installed in the image."""
+    """The package obstore is not installed in the image."""
 
 
 class Damaged(BucketError):
-    """An object is missing or differs from what was uploaded. Retrying would not help."""
+    """An object is missing, or differs from the uploaded file. Retrying would not help."""
 
 
 class Vanished(BucketError):
-    """A file was removed before the process responsible for it had uploaded it."""
+    """A file of a checkpoint was removed from the disk before it was uploaded."""
 
 
 @dataclass(frozen=True, order=True)
 class Stored:
-    """A complete checkpoint in the bucket. A later checkpoint compares greater."""
+    """A complete checkpoint in the bucket. Later checkpoints compare greater than earlier ones."""
 
     term: int
     step: int
@@ -82,7 +85,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class File:
-    """One file of a checkpoint. `path` is relative to the folder that contains the checkpoint."""
+    """One file of a checkpoint. `path` is relative to the parent folder of the checkpoint."""
 
     path: str
     size: int
@@ -91,9 +94,10 @@ class File:
 
 @dataclass(frozen=True)
 class CopyManifest:
-    """The contents of a checkpoint.
+    """The list of a checkpoint's files.
 
-    `name` is the checkpoint's file or folder, and `data` is the key prefix of its files.
+    `name` is the name of the checkpoint, which is itself a file or a folder. `data` is the key
+    prefix below which the bucket has the files.
     """
 
     name: str
@@ -102,14 +106,14 @@ class CopyManifest:
     epoch: int | None = None
 
     def written(self, step: int) -> bytes:
-        """Return the manifest as it is written to the bucket."""
+        """Return the JSON text of the manifest, as it is stored in the bucket."""
         files = [{"path": file.path, "size": file.size, "sha256": file.sha256} for file in self.files]
         whole = {"step": step, "epoch": self.epoch, "name": self.name, "data": self.data, "files": files}
         return json.dumps(whole).encode()
 
     @classmethod
     def read(cls, text: bytes, entry: Stored) -> CopyManifest | None:
-        """Parse the output of `written`; return None for anything else."""
+        """Parse a text made by `written`; return None if it is not a valid manifest of `entry`."""
         try:
             read = json.loads(text)
             files = tuple(File(f["path"], f["size"], f["sha256"]) for f in read["files"])
@@ -125,7 +129,7 @@ class CopyManifest:
 
 
 class Bucket:
-    """Checkpoints below one prefix.
+    """A place for checkpoints: all keys below one URL of an object store.
 
     `store` is any obstore store. Methods raise BucketError with the URL and the reason.
     """
@@ -137,15 +141,16 @@ class Bucket:
         self.term = 0
         self._slow = False
         self._failed = set[str]()
-        """Data prefixes of abandoned uploads. Each attempt has its own prefix."""
+        """Key prefixes of uploads that failed and will not be continued. `sweep` deletes their
+        objects. Each attempt to upload has its own prefix."""
 
     @classmethod
     def open(cls, url: str, *, endpoint: str = "", region: str = "") -> Bucket:
-        """Open the bucket at a URL, s3://BUCKET/PREFIX or file:///FOLDER.
+        """Open the bucket at a URL, which is s3://BUCKET/PREFIX or file:///FOLDER.
 
         Credentials, endpoint and region come from AWS's variables (AWS_ACCESS_KEY_ID,
         AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL, AWS_REGION) and from the pod's service account.
-        Pass `endpoint` and `region` on a machine without these variables.
+        `endpoint` and `region` are used on a machine without these variables.
 
         Raises:
             LibraryMissing: obstore is not installed.
@@ -170,7 +175,8 @@ class Bucket:
             options["region"] = region
         for option in ("access_key_id", "secret_access_key", "session_token"):
             if (given := known(f"AWS_{option.upper()}", "")) != given.strip():
-                options[option] = given.strip()  # Secrets often end with a newline, at which obstore panics.
+                # Secrets often end with a newline, which makes obstore panic.
+                options[option] = given.strip()
         endpoint = known("AWS_ENDPOINT_URL", "") or endpoint
         if endpoint.startswith("http://"):
             options["client_options"]["allow_http"] = True
@@ -184,7 +190,11 @@ class Bucket:
     # --- reading
 
     def entries(self) -> list[Stored]:
-        """Return the complete checkpoints, newest first, without superseded ones."""
+        """Return the complete checkpoints in the bucket, newest first.
+
+        A checkpoint is superseded, and left out, if a later incarnation has stored one with the
+        same or a lower step.
+        """
         return _in_order(self._listed())
 
     def _listed(self) -> list[Stored]:
@@ -197,7 +207,8 @@ class Bucket:
     def fetch(self, entry: Stored, folder: Path) -> Path:
         """Download a checkpoint into the folder, either completely or not at all.
 
-        An existing checkpoint with the same name is replaced. Raises BucketError, OSError.
+        If the folder contains a checkpoint with the same name, replace it. Raises BucketError,
+        OSError.
         """
         manifest = self.manifest(entry)
         target = folder / manifest.name
@@ -220,9 +231,9 @@ class Bucket:
         return target
 
     def manifest(self, entry: Stored) -> CopyManifest:
-        """Return the contents of a checkpoint.
+        """Download the manifest of a checkpoint.
 
-        Raises BucketError, in particular Damaged if the manifest is malformed.
+        Raises BucketError. If the manifest is malformed, the error is Damaged.
         """
         found = CopyManifest.read(self._get(entry.key), entry)
         if found is None:
@@ -230,9 +241,9 @@ class Bucket:
         return found
 
     def fetch_file(self, manifest: CopyManifest, file: File, to: Path) -> None:
-        """Download one file of a checkpoint.
+        """Download one file of a checkpoint to the path `to`.
 
-        Raises BucketError and OSError, and may leave `to` incomplete in that case.
+        Raises BucketError and OSError. After an error, an incomplete file may be left at `to`.
         """
         self._download(f"{manifest.data}/{file.path}", to, file)
 
@@ -270,7 +281,10 @@ class Bucket:
             return None
 
     def sizes(self, prefix: str) -> dict[str, int]:
-        """Return the size of each object below a prefix, by key. Raises BucketError."""
+        """Return the size in bytes of each object below a prefix, by the object's key.
+
+        Raises BucketError.
+        """
         return self._sizes(prefix)
 
     def read_end(self, key: str, most: int) -> bytes:
@@ -286,11 +300,10 @@ class Bucket:
         return found
 
     def scores(self, metric: str) -> dict[int, float]:
-        """Return the scores last written by `put_scores`, as {step: score}; empty if they belong to
-        a different metric.
+        """Return the scores last written by `put_scores`, by step; empty for a different metric.
 
-        Raises BucketError if the bucket does not respond. Treating that as "no scores" would delete
-        the best checkpoint.
+        Raises BucketError if the bucket does not respond. If that were treated as "no scores", the
+        best checkpoint would be deleted.
         """
         try:
             found = json.loads(self._get(_SCORES))
@@ -302,9 +315,10 @@ class Bucket:
     # --- writing
 
     def take_term(self) -> int:
-        """Become the newest incarnation; `publish` then writes under its term.
+        """Become the newest incarnation of the job, and return its term.
 
-        If two incarnations start at the same time, the second one gets the next term.
+        From now on, `publish` stores checkpoints under this term. If two incarnations start at the
+        same time, the second one gets the next term.
         """
         self.term = self._highest_term() + 1
         while not self._create(f"{_TERMS}/{self.term:09d}", b""):
@@ -314,13 +328,14 @@ class Bucket:
     def join(self, job: str, order: tuple[int, ...]) -> Stored | None:
         """Join an incarnation of `job`, and return the checkpoint that all its ranks continue from.
 
-        The first rank decides with a conditional write. The server refuses the other ranks' writes,
-        so they read the first rank's result. The ranks need not be able to reach each other.
-        `order` is the incarnation's position among the job's incarnations. It is equal on all
-        ranks.
+        The first rank that joins chooses the checkpoint, and records it with a conditional write.
+        The server refuses the same write by other ranks, which then read the record of the first
+        rank. So the ranks need no connection to each other. `order` is the position of this
+        incarnation among all incarnations of the job, and is equal on all ranks.
 
-        The result is the newest complete checkpoint that the first rank saw; None if there was
-        none. Raises BucketError, in particular if a later incarnation of the job has started.
+        The result is the newest complete checkpoint that the first rank found in the bucket; None
+        if it found none. Raises BucketError, for example if a later incarnation of the job has
+        started.
         """
         for _ in range(_TRIES):
             highest = self._highest_term()
@@ -379,10 +394,10 @@ class Bucket:
         return bool(self._try("created", key, create))
 
     def publish(self, path: Path, step: int, epoch: int | None = None) -> Stored:
-        """Upload a checkpoint, which is a file or a folder. Upload its manifest last.
+        """Upload a checkpoint, which is a file or a folder, and then its manifest.
 
-        Readers ignore a checkpoint without a manifest, so they never see part of one. Raises
-        Vanished, BucketError, OSError.
+        Readers ignore a checkpoint without a manifest, so they never see an incomplete checkpoint.
+        Raises Vanished, BucketError, OSError.
         """
         data, local = self.data_of(step, secrets.token_hex(4)), [path]
         try:
@@ -395,9 +410,9 @@ class Bucket:
         return self._complete(step, CopyManifest(path.name, data, files, epoch))
 
     def _published(self, data: str, file: Path, above: Path) -> File:
-        """Upload a file in the folder `above`, and return its entry.
+        """Upload a file, and return its entry for the manifest.
 
-        Raises BucketError, OSError.
+        The entry's path is relative to the folder `above`. Raises BucketError, OSError.
         """
         below, before = file.relative_to(above).as_posix(), _signature(file)
         digest = sha256_of(file)
@@ -410,17 +425,19 @@ class Bucket:
         return File(below, before[0], digest)
 
     def data_of(self, step: int, mark: str) -> str:
-        """Return the key prefix for a checkpoint's files in this term.
+        """Return the key prefix for the files of a checkpoint that this incarnation uploads.
 
-        `mark`, 8 hexadecimal digits, distinguishes attempts.
+        `mark` consists of 8 hexadecimal digits, and distinguishes several attempts to upload the
+        same step.
         """
         return f"{_DATA}/{self.term:09d}-{step:09d}-{mark}"
 
     def upload(self, path: Path, data: str, names: Iterable[str]) -> None:
-        """Upload the files of the folder `path` that the bucket lacks, for a later `commit`.
+        """Upload those of the named files in the folder `path` that are not yet in the bucket.
 
-        Raises BucketError and OSError. Raises Vanished if a file is gone. `lacking` then raises
-        Vanished too, in the processes that wait for the other files.
+        `commit` later completes the checkpoint. Raises BucketError and OSError. Raises Vanished if
+        one of the files was removed. `lacking` then also raises Vanished in the other processes,
+        which would otherwise wait for this file.
         """
         there, names = self._sizes(data), tuple(names)
         try:
@@ -438,7 +455,7 @@ class Bucket:
             raise
 
     def _check_there(self, files: Iterable[Path]) -> None:
-        """Raise Vanished if a file is gone, because a failed upload must then not be retried."""
+        """Raise Vanished if a file was removed, because retrying its upload would be useless."""
         for file in files:
             try:
                 file.stat()
@@ -446,10 +463,10 @@ class Bucket:
                 raise Vanished(f"{file} was removed before it was uploaded to {self.url}") from None
 
     def lacking(self, manifest: CopyManifest) -> list[str]:
-        """Return the files of a checkpoint that the bucket lacks or holds with a different size.
+        """Return the files of a checkpoint that are not yet in the bucket in their full size.
 
-        An object appears only once it has been uploaded completely. Raises Vanished if a file will
-        never be uploaded.
+        An object appears in the bucket only once its upload is complete. Raises Vanished if a file
+        will never be uploaded.
         """
         there = self._sizes(manifest.data)
         if f"{manifest.data}/{_VANISHED}" in there:
@@ -460,7 +477,7 @@ class Bucket:
         return [file.path for file in manifest.files if there.get(f"{manifest.data}/{file.path}") != file.size]
 
     def commit(self, step: int, manifest: CopyManifest) -> Stored:
-        """Complete a checkpoint whose files several processes have uploaded.
+        """Complete a checkpoint whose files were uploaded by several processes.
 
         Raises BucketError if a file is missing.
         """
@@ -482,7 +499,8 @@ class Bucket:
     def put_file(self, key: str, file: Path, watch: Callable[[int], None]) -> None:
         """Upload one file that is not part of a checkpoint.
 
-        `watch` is called with the number of bytes that have been read. Raises BucketError, OSError.
+        During the upload, `watch` is called with the number of bytes that have been read from the
+        file. Raises BucketError, OSError.
         """
         self._put(key, file, watch)
 
@@ -498,15 +516,16 @@ class Bucket:
         try:
             self._try("written", key, partial(put, max_concurrency=1) if self._slow else put)
         except BucketError:
-            # Twelve parts share the connection, and each has the same time limit. On a slow
-            # connection, none of them completes in time, so upload one part at a time.
+            # By default, twelve parts of a file are uploaded at the same time, and each part has
+            # the time limit of a request. On a slow connection, none of them would be complete in
+            # time. In this case, upload one part at a time.
             if self._slow or size <= piece or time.monotonic() - began < _REQUEST_SECONDS:
                 raise
             self._slow = True
             self._put(key, file, watch)
 
     def _sizes(self, prefix: str) -> dict[str, int]:
-        """Return the size of each object below a prefix, by key."""
+        """Return the size in bytes of each object below a prefix, by the object's key."""
 
         def listed() -> dict[str, int]:
             return {item["path"]: item["size"] for page in self._obs.list(self._store, prefix) for item in page}
@@ -515,27 +534,32 @@ class Bucket:
         return found
 
     def put_scores(self, scores: dict[int, float], metric: str) -> None:
-        """Write the scores. A score that is not finite becomes null, because JSON has no NaN."""
+        """Store the scores of all steps, and the metric's name.
+
+        A score that is not finite becomes null, because JSON has no NaN.
+        """
         of_step = {str(step): value if math.isfinite(value) else None for step, value in scores.items()}
         text = json.dumps({"metric": metric, "scores": of_step}).encode()
         self._try("written", _SCORES, lambda: self._obs.put(self._store, _SCORES, text))
 
     def remove(self, entries: Iterable[Stored]) -> None:
-        """Delete checkpoints.
+        """Delete checkpoints from the bucket.
 
-        The manifest is deleted first, because it makes a checkpoint complete.
+        The manifest of a checkpoint is deleted first. Without it, readers ignore the remaining
+        files.
         """
         for entry in entries:
             self._delete([entry.key])
             self._delete(self._of(entry))
 
     def sweep(self) -> None:
-        """Delete leftovers of earlier incarnations and of a failed `publish`.
+        """Delete leftovers of earlier incarnations, and of failed calls of `publish`.
 
-        Leftovers are interrupted uploads and superseded checkpoints. Must not run while `publish`
-        is running.
+        Leftovers are the files of interrupted uploads, and superseded checkpoints. This method must
+        not run while `publish` is running.
         """
-        listed = self._listed()  # A second listing could include newer checkpoints.
+        # The listing must not be repeated below, because it could then include newer checkpoints.
+        listed = self._listed()
         whole = _in_order(listed)
         self.remove(set(listed) - set(whole))
         named = set[str]()
@@ -543,7 +567,8 @@ class Bucket:
             try:
                 named.add(self.manifest(entry).data)
             except BucketError:
-                return  # The manifest cannot be read, so the checkpoint's files are not known.
+                # If a manifest cannot be read, it is unknown which files belong to its checkpoint.
+                return
         for key in self._keys(_DATA):
             folder = "/".join(key.split("/")[:2])
             term = re.fullmatch(rf"{_DATA}/(\d{{9}})-.*", folder)
@@ -579,7 +604,8 @@ class Bucket:
             kind = Damaged if isinstance(error, (NotFoundError, FileNotFoundError)) else BucketError
             raise kind(f"{self.url}/{key} cannot be {what}: {type(error).__name__}: {_first_line(error)}") from None
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # Rust's panics are not Exceptions, so a thread would end.
+            # A panic of Rust is not an Exception, so it would end a thread that catches only those.
+            if type(error).__name__ != "PanicException":
                 raise
             raise BucketError(f"{self.url}/{key} cannot be {what}: obstore panics: {_first_line(error)}") from None
 
@@ -589,7 +615,10 @@ def _first_line(error: BaseException) -> str:
 
 
 def _in_order(listed: Iterable[Stored]) -> list[Stored]:
-    """Return the checkpoints, newest first, without those that a later incarnation superseded."""
+    """Return the checkpoints, newest first, without those that were superseded.
+
+    A checkpoint is superseded if a later incarnation has stored one with the same or a lower step.
+    """
     found: list[Stored] = []
     for one in sorted(listed, reverse=True):
         if not found or one.step < found[-1].step:
@@ -598,9 +627,9 @@ def _in_order(listed: Iterable[Stored]) -> list[Stored]:
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return the files of a checkpoint, which is a file or a folder.
+    """Return the paths of a checkpoint's files. The checkpoint is a file or a folder.
 
-    Raises BucketError for anything that cannot be stored.
+    Raises BucketError if a file cannot be stored, or if there are no or too many files.
     """
     found = [path] if path.is_file() else sorted(f for f in path.rglob("*") if not f.is_dir() or f.is_symlink())
     if not found or len(found) > MOST_FILES:
@@ -609,7 +638,7 @@ def files_of(path: Path) -> list[Path]:
         )
     for file in found:
         names = file.relative_to(path.parent).parts
-        if file.is_dir():  # The linked folder's files would be missing.
+        if file.is_dir():  # A copy of the checkpoint would lack the files in the linked folder.
             raise BucketError(f"{file}: links to folders cannot be copied; replace the link with a copy of the folder")
         if not file.is_file() or not all(_NAME.fullmatch(name) for name in names):
             raise BucketError(f"{file}: cannot be copied; use regular files, with names of letters, digits and -_.=+@,")
@@ -617,7 +646,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 class _Watched(io.FileIO):
-    """A file that reports how many bytes have been read."""
+    """A file that calls `watch` with the number of bytes read so far."""
 
     def __init__(self, path: Path, watch: Callable[[int], None]) -> None:
         super().__init__(path)
@@ -630,7 +659,7 @@ class _Watched(io.FileIO):
 
 
 def _is_of(name: str, file: File) -> bool:
-    """Whether `publish` could have written this manifest entry for a checkpoint with that name."""
+    """Whether `publish` could have written this manifest entry for a checkpoint named `name`."""
     parts = file.path.split("/")
     named = parts[0] == name and all(_NAME.fullmatch(part) for part in parts)
     return named and type(file.size) is int and file.size >= 0 and isinstance(file.sha256, str)

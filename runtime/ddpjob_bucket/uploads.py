@@ -26,13 +26,13 @@ from typing import Any
 from ddpjob_bucket.stored import Bucket, BucketError, Vanished
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
-"""First and longest pause in seconds between attempts to upload. The pause doubles each time."""
+"""The first and the longest pause between two attempts to upload, in seconds. After each failure,
+the next pause is twice as long."""
 LONGEST_AWAITED = 5.0
-"""Longest pause in seconds while the process waits for its last upload. The pod may have only
-seconds left.
-"""
+"""The longest pause in seconds while the process waits for its last upload before it ends, because
+its pod may have only seconds left."""
 MOST_COMPLETED = 100
-"""Maximum number of completed uploads to remember if nothing reads `completed`."""
+"""`completed` remembers at most this many uploads if nothing reads it."""
 
 
 @dataclass(frozen=True)
@@ -43,23 +43,23 @@ class Waiting:
     step: int
     epoch: int | None = None
     time: float = 0.0
-    """Unix time at which it was saved."""
+    """The time at which the checkpoint was saved, in Unix seconds."""
     names: tuple[str, ...] = ()
-    """Files that this process uploads, if several processes upload one folder. Empty means all
-    files.
-    """
+    """The files that this process uploads, if several processes upload files of the same folder. If
+    empty, this process uploads all files."""
 
 
 class Uploads:
-    """Uploads checkpoints in a thread, newest first. A newer checkpoint replaces a waiting one.
+    """Uploads checkpoints in a thread. A newer checkpoint replaces one that is waiting.
 
     A failed upload never ends the process.
 
-    `tidy` is called after each upload, in the thread. `release` is called with each checkpoint that
-    is no longer needed. If given, `publish` uploads a checkpoint instead of `bucket.publish`. With
-    `in_turn`, all checkpoints are uploaded, oldest first, because other processes upload parts of
-    them. Once a checkpoint is uploaded and included in `figures`, `done` is called in the thread,
-    before waiting callers are woken up.
+    `tidy` is called in the thread after each upload. `release` is called with each checkpoint that
+    needs no more uploading. `publish`, if given, is called for each upload instead of
+    `bucket.publish`. With `in_turn`, no checkpoint is replaced, and the oldest one is uploaded
+    first, because other processes upload their parts of each checkpoint. `done` is called in the
+    thread after each completed upload. At that time, `figures` includes the upload, but callers of
+    `wait` have not been woken up.
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class Uploads:
         self._awaited = False
         self._newest: Waiting | None = None
         self.completed = deque[int](maxlen=MOST_COMPLETED)
-        """Steps of the newest completed uploads; readers remove the steps that they have seen."""
+        """The steps of the last completed uploads. A reader removes the steps that it has seen."""
         self.failures = 0
-        """Number of consecutive failed uploads."""
+        """The number of failed uploads since the last successful one."""
         self.lost = False
-        """Whether the last upload was abandoned."""
+        """Whether the last upload was abandoned because its files have vanished."""
         self._behind_since: float | None = None
         self._thread = threading.Thread(target=self._work, name="checkpoint-upload", daemon=True)
         self._thread.start()
@@ -98,7 +98,10 @@ class Uploads:
         return self._newest.step if self._newest is not None else None
 
     def offer(self, waiting: Waiting) -> None:
-        """Queue a checkpoint for upload. A newer checkpoint may replace it while it waits."""
+        """Add a checkpoint to the queue of uploads.
+
+        Unless `in_turn` is set, it replaces a waiting checkpoint, and a newer one can replace it.
+        """
         with self._changed:
             passed = [] if self._in_turn else list(self._waiting)
             self._waiting = deque([*(self._waiting if self._in_turn else ()), waiting])
@@ -109,13 +112,19 @@ class Uploads:
             self._release(one)
 
     def holds(self, path: Path) -> bool:
-        """Whether a file is still needed, because it is being uploaded or waiting."""
+        """Whether the checkpoint at this path is waiting or being uploaded.
+
+        Such a checkpoint must not be deleted.
+        """
         with self._changed:
             return any(one is not None and one.path == path for one in (*self._waiting, self._current))
 
     @property
     def behind_seconds(self) -> float:
-        """Seconds for which checkpoints have waited without any upload; 0 if none is waiting."""
+        """Seconds for which uploads have been behind; 0 if no checkpoint is left to upload.
+
+        The time starts again with each completed upload.
+        """
         with self._changed:
             return 0.0 if self._behind_since is None else time.monotonic() - self._behind_since
 
@@ -125,7 +134,10 @@ class Uploads:
         return behind if newest is None else {"copyStep": newest.step, "copyTime": round(newest.time), **behind}
 
     def wait(self, seconds: float | None) -> bool:
-        """Wait up to `seconds` for all uploads (None: no limit). Return whether they are done."""
+        """Wait until all uploads are done. Return False if that takes more than `seconds`.
+
+        If `seconds` is None, wait as long as necessary, and return True.
+        """
         limit = None if seconds is None else max(0.0, seconds)
         with self._changed:
             self._awaited = limit != 0
@@ -138,8 +150,8 @@ class Uploads:
     def close(self) -> None:
         """Start no more uploads.
 
-        An upload in progress ends with the process. Its files have no manifest, so they do not
-        count as a checkpoint.
+        The upload that is in progress is cut off when the process ends. Its files have no manifest,
+        so readers do not count them as a checkpoint.
         """
         with self._changed:
             self._closing = True
@@ -157,14 +169,15 @@ class Uploads:
                 self._say(f"warning: {problem}; the checkpoint of step {current.step} will not be copied")
                 problem = ""
             if not problem:
-                self._release(current)  # Must happen before waiting callers are woken up.
+                self._release(current)  # This must happen before callers of `wait` are woken up.
                 with self._changed:
                     self._behind_since = time.monotonic() if self._waiting else None
                 self._done()
             with self._changed:
                 passed = bool(problem) and bool(self._waiting) and not self._in_turn
                 if problem:
-                    # Retry after a pause, unless a newer checkpoint is waiting.
+                    # Upload the checkpoint again after a pause, unless a newer checkpoint has
+                    # replaced it.
                     self._waiting.extendleft([] if passed else [current])
                     self.failures += 1
                 else:
@@ -179,7 +192,10 @@ class Uploads:
                 self._rest(pause)
 
     def _rest(self, seconds: float) -> None:
-        """Pause before the next attempt, but only briefly if a caller is waiting for the upload."""
+        """Pause before the next attempt.
+
+        While a caller waits for the uploads, the pause lasts at most LONGEST_AWAITED seconds.
+        """
         began = time.monotonic()
         with self._changed:
             while not self._closing:
@@ -195,7 +211,9 @@ class Uploads:
             self._publish(waiting)
             self._newest = waiting
             self.completed.append(waiting.step)
-        except Exception as error:  # For example, MemoryError. If this thread ended, callers would wait forever.
+        # This includes errors such as MemoryError. If one of them ended this thread, callers would
+        # wait forever.
+        except Exception as error:
             self.lost = isinstance(error, Vanished)
             return _words(error)
         try:

@@ -22,15 +22,16 @@ from itertools import islice
 from typing import Any, Optional, Union
 
 VERSION = 1
-"""Version of this protocol and of how pods start the runtime. A job whose pods use a different
-version gets a new generation."""
+"""Version of this protocol and of the way in which pods start the runtime. If a job's pods use a
+different version, the job gets a new generation."""
 NUMBERS_PER_ATTEMPT = 1_000_000
-"""The coordinator of attempt A numbers its rounds and incidents from 1 + A * NUMBERS_PER_ATTEMPT,
-because the coordinators of a generation cannot communicate, but must not use a number twice."""
+"""The coordinator of attempt A numbers its rounds and incidents from 1 + A * NUMBERS_PER_ATTEMPT. A
+new coordinator cannot ask the previous one of its generation which numbers are already used, and no
+number must be used twice."""
 
 
 class Word(str, Enum):
-    """A protocol string. It formats as its value in every version of Python."""
+    """A string of the protocol. It formats as its value in every version of Python."""
 
     __str__ = str.__str__
     __format__ = str.__format__  # type: ignore[assignment]
@@ -40,35 +41,35 @@ class Word(str, Enum):
 
 EXIT_DONE = 0
 EXIT_STEPPED_ASIDE = 75
-"""Exit code of a worker that saved a checkpoint because it was asked to stop."""
+"""Exit code of a worker that has saved a checkpoint and ended, because it was asked to stop."""
 EXIT_RENDEZVOUS_LOST = 76
 EXIT_STOPPED = 77
 EXIT_INIT_FAILURE = 78
 EXIT_FENCED = 79
-"""The round continued without this node."""
+"""The launcher was fenced, because the round continued without its node."""
 EXIT_UNFIT = 80
-"""The node has failed spec.preflight."""
+"""The node has failed the checks of spec.preflight."""
 
 
 # --- modes, states and kinds
 
 
 class Mode(Word):
-    """spec.recovery.mode."""
+    """The values of spec.recovery.mode."""
 
     STANDARD = "Standard"
     FAST = "Fast"
 
 
 class Hangs(Word):
-    """spec.recovery.hangs: what happens after a proven hang."""
+    """The values of spec.recovery.hangs, which says what happens after a proven hang."""
 
     END = "End"
     REPORT = "Report"
 
 
 class WaitKind(Word):
-    """The reason why a worker waits, according to the kernel."""
+    """What a worker is waiting for, according to the kernel."""
 
     STOPPED = "stopped"
     TRACED = "traced"
@@ -78,7 +79,7 @@ class WaitKind(Word):
 
 
 class CoordinatorState(Word):
-    """The state of a job's group."""
+    """The state of a job's group, as the coordinator reports it."""
 
     FORMING = "Forming"
     RUNNING = "Running"
@@ -102,7 +103,7 @@ class MemberState(Word):
 
 
 class IncidentKind(Word):
-    """The first cause of a break, as the coordinator sees it."""
+    """The kind of an incident, which is the first cause of a break as the coordinator sees it."""
 
     WORKER_FAILED = "WorkerFailed"
     OOM_KILLED = "OOMKilled"
@@ -114,15 +115,17 @@ class IncidentKind(Word):
 
 
 COLD_WORKERS = "ColdWorkers"
-"""Note kind: a node's workers are not forked from a process that has imported torch."""
+"""Kind of a note: this node's workers are started cold, which means that they are not forked from a
+process that has imported torch."""
 PREFLIGHT = "Preflight"
-"""Note kind: what the node with rank 0 measured when checking the links."""
+"""Kind of a note: what the node with rank 0 has measured when it checked the links."""
 DATA = "Data"
-"""Note kind: how much of storage.data.url or code.archive a node has fetched; empty when done."""
+"""Kind of a note: how much of storage.data.url or code.archive a node has fetched. The note's text
+is empty once everything is fetched."""
 MOST_CODE_BYTES = 2 * 2**30
 """Maximum size of code.archive in bytes."""
 MOST_UNPACKED_BYTES = 8 * 2**30
-"""Maximum total size of the files in code.archive in bytes."""
+"""Maximum total size of code.archive's files after unpacking, in bytes."""
 MOST_CODE_FILES = 50_000
 """Maximum number of files and folders in code.archive."""
 COMMUNICATION_ERROR = re.compile(
@@ -131,25 +134,28 @@ COMMUNICATION_ERROR = re.compile(
     r"\bRDMA\b|(?<![a-z])UCC(?![a-z])|\bMPI\b|\bHorovodInternalError\b|\bHorovod has been shut down\b|\btensorpipe\b",
     re.I,
 )
-"""Errors that a rank raises when its peer is gone. The pattern is applied to the exception's
-message, but not to its traceback, because source lines might name a backend."""
+"""Matches errors that a rank raises when its peer is gone. The pattern is applied to an exception's
+message. It is not applied to the traceback, because its source lines might contain the name of a
+backend."""
 RANK_FAILURE = "RankFailed"
-"""Kind of the termination message that a rank writes if a `command` runs torchrun (worker.py)."""
+"""Kind of the termination message that a failed rank writes if it was started by the torchrun of a
+`command` (worker.py)."""
 
 RANK_ENDED = "(this rank has ended)"
-"""Replaces the stacks of a rank whose process is gone."""
+"""Shown instead of the stacks of a rank whose process has ended."""
 RANK_FAILED = "(this rank has failed, and its process has not ended) "
-"""Precedes a rank's error in the first line of its stacks. The rank's process is waiting for one of
-its threads or a device."""
+"""Shown before the error of a failed rank, in the first line of its stacks. The process of such a
+rank has not ended yet, because it waits for one of its threads or for a device."""
 DATA_WAITS = "waiting for another pod of this node, which is fetching the data"
-"""Text of a waiting pod's DATA note. The fetching pod's note has the details."""
+"""Text of the DATA note of a pod that waits while another pod on its host fetches the data. The
+note of the fetching pod has the details."""
 
 
 # --- lines between members and the coordinator
 
 
 class FromMember(Word):
-    """Verbs of the lines that a member sends."""
+    """Verbs of the lines that a member sends to the coordinator."""
 
     CHALLENGE = "challenge"
     HELLO = "hello"
@@ -168,7 +174,7 @@ class FromMember(Word):
 
 
 class ToMember(Word):
-    """Verbs of the lines that the coordinator sends."""
+    """Verbs of the lines that the coordinator sends to a member."""
 
     PROOF = "proof"
     WELCOME = "welcome"
@@ -186,126 +192,131 @@ class ToMember(Word):
 
 HEARTBEAT_SECONDS = 1.0
 SILENCE_SECONDS = 6.0
-"""A connection that has been silent for this long counts as dead."""
+"""A connection counts as dead if nothing has been received on it for this many seconds."""
 RECONNECT_SECONDS = 30.0
-"""How long a member in Standard mode continues without its coordinator, which might only be
-suspended. Workers need the coordinator's store only for a new round. When the coordinator has
-ended, the operator replaces all pods. In Fast mode, a member continues as long as its workers run.
-A member without workers waits as long as it waits for its first coordinator.
-"""
+"""How many seconds a member in Standard mode continues after the connection to its coordinator was
+lost. The coordinator might only be suspended, and workers need its store only for a new round. If
+the coordinator has ended, the operator replaces all pods.
+
+In Fast mode, a member continues as long as its workers run. A member without workers waits as long
+for the new coordinator as it would have waited for the first one."""
 
 MAX_LINE = 256 * 1024
 MAX_LOOKS = 96 * 1024
-"""Maximum number of characters of a member's stacks in one check, for all its ranks together."""
+"""Maximum number of characters in the stacks that a member sends for one check, for all its ranks
+together."""
 MAX_RANKS = 1024
-"""Maximum number of ranks of one member."""
+"""Maximum number of ranks that one member can have."""
 MAX_TEXT = 4096
 MAX_TRACEBACK = 32 * 1024
 MAX_NOTE = 1000
 MAX_KIND = 100
-"""Maximum length of a note's kind."""
+"""Maximum length of a note's kind in characters."""
 MAX_SIGNAL = 20
 MAX_NAME = 253
 """Maximum length of a pod name, as in Kubernetes."""
 MAX_REASON = 300
-"""Maximum length of the reason why a member was lost."""
+"""Maximum length in characters of the reason why a member was lost."""
 MAX_INCIDENTS = 50
 MAX_NOTES = 100
-"""Maximum number of notes in a report. There are few kinds, and each pod has at most one note of
-each kind."""
+"""Maximum number of notes in a report. This is enough, because there are few kinds of notes, and
+each pod has at most one note of each kind."""
 DETAILED_INCIDENTS = 10
-"""Number of newest incidents that the operator keeps with tracebacks; a status
-shows at most this number of incidents."""
+"""The operator keeps the tracebacks of this many incidents, the newest ones. A status shows at most
+this many incidents."""
 MAX_TOLD, MAX_TOLD_BEFORE, MAX_STACKS = 3000, 200, 6000
-"""Maximum number of characters that the operator keeps of three strings: a detailed incident's
-message and traceback, an older incident's message, and an overdue step's stacks. The pods' logs
-have them in full.
-"""
+"""The operator shortens strings to these numbers of characters: MAX_TOLD for the message and the
+traceback of a detailed incident, MAX_TOLD_BEFORE for the message of an older incident, and
+MAX_STACKS for the stacks of an overdue step. The pods' logs contain the complete strings."""
 MAX_REPORT = 1024 * 1024
-"""Maximum size of a report in bytes, for any number of pods."""
+"""Maximum size of a report in bytes, regardless of the number of pods."""
 MAX_TEXTS = 96 * 1024
-"""Maximum size in bytes of a report without its pods."""
+"""Maximum size in bytes of a report without its lists of pods."""
 ROUNDS_FILE = ".ddpjob-rounds.jsonl"
-"""File in the checkpoint folder in which a member records rounds and breaks, one per line. It is
-hidden, because scripts assume that the newest or last visible file there is their checkpoint."""
+"""Name of the file in the checkpoint folder in which a member records rounds and breaks, one per
+line. The file is hidden, because scripts assume that the newest or last visible file in that folder
+is their checkpoint."""
 LOGS_FOLDER, OLDER = ".ddpjob-logs", ".1"
-"""Folder in the checkpoint folder or bucket with the ends of pods' logs, and the suffix of a file
-with older lines."""
+"""LOGS_FOLDER is the folder, in the checkpoint folder or bucket, that keeps the ends of pods' logs.
+OLDER is the suffix of the file that keeps the older lines of such a log."""
 MAX_KEPT_LOG = 1 << 20
-"""Maximum size of a pod's kept log in bytes, in all of its files."""
+"""Maximum size of one pod's kept log in bytes, in all of its files together."""
 MAX_RECORDED = 5
-"""Maximum number of incidents in a RECORD line, which the coordinator keeps shorter than half of
-MAX_LINE, because a line over MAX_LINE would end the connection.
-"""
+"""Maximum number of incidents in a RECORD line. The coordinator keeps such a line shorter than half
+of MAX_LINE, because a line longer than MAX_LINE would end the connection."""
 MAX_SPARES = 100
 MAX_PODS = 1024 + MAX_SPARES
 """Maximum number of pods in one job: its nodes and spares."""
 MAX_NUMBER = 2**62
-"""Largest whole number that a member may send. A status can hold 63 bits, so round
-numbers have room to grow beyond this number.
-"""
+"""Largest whole number that a member may send. The status can hold numbers of 63 bits, so a round
+number can still grow beyond this limit."""
 MAX_SECONDS = 2**31
 """Longest time in seconds that a member or the operator may send."""
 MAX_FIGURES = 100
-"""Maximum number of entries in a progress report and in its metrics, and maximum length of their
-names."""
+"""Maximum number of entries in a progress report, and also in its `metrics`. It is also the maximum
+length of an entry's name in characters."""
 STRAGGLERS = "stragglers"
-"""Key of a progress report: the lagging ranks, `[{"rank": 3, "slowdown": 1.8, "cost": 0.4}]`."""
+"""Key of a progress report for the lagging ranks, `[{"rank": 3, "slowdown": 1.8, "cost": 0.4}]`."""
 MAX_STRAGGLERS = 8
 ROUND = "round"
-"""Key of a progress report: the sender's round, GENERATION.ROUND as in a worker's DDPJOB_FENCE."""
+"""Key of a progress report for the sender's round. The value is GENERATION.ROUND, as in a worker's
+DDPJOB_FENCE."""
 UNGROUPED = "ungrouped"
-"""Key of the step counter's reports: true if the program takes steps without having formed a group
-with the other ranks.
-"""
+"""Key of the step counter's reports. It is true if the program takes steps, but has not formed a
+process group with the other ranks."""
 UNCOUNTABLE = "uncountable"
-"""Key of the step counter's reports: true if the counter might miss the next steps, as it does with
-a compiled optimizer."""
+"""Key of the step counter's reports. It is true if the counter might miss the next steps, as it
+does with a compiled optimizer."""
 EXCHANGING = "exchanging"
-"""Key of the step counter's reports: true if the ranks exchanged data in each of the first steps.
-"""
+"""Key of the step counter's reports. It is true if the ranks exchanged data in each of the first
+steps after step 1."""
 FLAGS = (UNGROUPED, UNCOUNTABLE, EXCHANGING)
 RESUMED = "resumed"
-"""Key of the step counter's reports: one of RESUMED_WORDS. It shows whether the optimizer had a
-checkpoint's state before its first step.
-"""
+"""Key of the step counter's reports. The value is one of RESUMED_WORDS, and says whether the state
+of a checkpoint was loaded into the optimizer before its first step."""
 RESUMED_WORDS = YES, NO, UNKNOWN = "yes", "no", "unknown"
 START = "start"
-"""Key of a progress report: where this round's training continued, as `read_start` returns it."""
+"""Key of a progress report for the step from which this round's training continued, and where that
+step's state came from. `read_start` describes the value."""
 ENVIRONMENT = "environment"
-"""Key of a progress report: what rank 0 trains with, as `read_environment` returns it."""
+"""Key of a progress report for the GPU and the packages that rank 0 trains with. `read_environment`
+describes the value."""
 MAX_PACKAGES = 20
 _PACKAGE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,39}")
 _PRINTABLE = re.compile(r"[ -~]{1,80}")
 SOURCES = MEMORY, STORAGE, SCRATCH = "memory", "storage", "scratch"
-"""Where the state came from."""
+"""Where the training state came from when training continued."""
 AT_RISK = "stepsAtRisk"
-"""Figure of a progress report: how many steps at most would be repeated after a loss."""
+"""Figure of a progress report: the maximum number of steps that would be repeated if a loss
+occurred now."""
 SNAPSHOT_BYTES = "snapshotBytes"
-"""Figure of a progress report: the number of bytes that two states need. It is sent if a node does
-not have enough room for them.
-"""
+"""Figure of a progress report: the number of bytes that two training states need in memory. It is
+sent only if a node does not have enough room for them."""
 COUNTED_SPEED = "stepsPerSecond"
-"""The step counter's only metric. It is used if a script does not report samples per second."""
+"""The only metric that the step counter sends. It is used as the speed if a script does not report
+samples per second."""
 CHECKPOINT_TIME = "checkpointTime"
-"""Metric that reports when a script's newest checkpoint was completely on disk, in Unix seconds."""
+"""Metric of a script: the time at which its newest checkpoint was completely on disk, in Unix
+seconds."""
 COPY_STEP, COPY_TIME, COPY_BEHIND = "copyStep", "copyTime", "copyBehind"
-"""Metrics of copies in a bucket: the newest copy's step, when it was saved (Unix seconds), and how
-many seconds a checkpoint has existed only on its machine, without any upload. Reports with only
-these metrics are sent in the background, so they do not show that the script is taking steps.
-"""
+"""Metrics about the copies of checkpoints in a bucket. COPY_STEP is the step of the newest copy,
+and COPY_TIME is when that checkpoint was saved, in Unix seconds. COPY_BEHIND is for how many
+seconds a checkpoint has existed only on its machine, while no upload was completed.
+
+Reports with only these metrics are sent in the background, so they do not show that the script is
+taking steps."""
 
 
 def encode(verb: str, **values: Any) -> bytes:
-    """Return one line, ready to send."""
+    """Return a message as one line, ready to send."""
     return _line(dict(values, t=verb)) if values else _bare(verb)
 
 
 @cache
 def _bare(verb: str) -> bytes:
-    """Return a line without fields.
+    """Return the line of a message that has only a verb.
 
-    Cached, because a thousand members send a thousand heartbeats per second.
+    Lines are cached, because a thousand members together send a thousand heartbeats per second.
     """
     return _line({"t": verb})
 
@@ -315,10 +326,10 @@ def _line(message: dict[str, Any]) -> bytes:
 
 
 def decode(line: bytes) -> dict[str, Any]:
-    """Return the object in one line.
+    """Return the message in a line, which is a JSON object with a verb.
 
     Raises:
-        ValueError: not a JSON object with a verb; the message shows the line.
+        ValueError: the line is something else; the error's message shows the line.
     """
     try:
         message = json.loads(line)
@@ -333,7 +344,7 @@ def clip(text: object, limit: int = MAX_TEXT) -> str:
     """Shorten the string to `limit` characters by leaving out its middle.
 
     The middle is the least useful part, because messages begin with the error, and tracebacks end
-    with it. The cuts fall between lines, unless the lines there are long.
+    with it. If possible, whole lines are left out.
     """
     full = "" if text is None else str(text)
     if len(full) <= limit:
@@ -346,15 +357,16 @@ def clip(text: object, limit: int = MAX_TEXT) -> str:
 
 
 _PART_OF_A_LINE = 300
-"""Maximum number of additional characters to omit so that a shortened string continues with a whole
-line."""
+"""Maximum number of characters that `clip` and `last_lines` additionally leave out, so that a
+shortened string consists of whole lines."""
 _NEWLINE = "\n"
 
 
 def last_lines(text: str, limit: int) -> str:
     """Return the last `limit` characters of the string.
 
-    If a line begins shortly after the cut, the result starts with that line.
+    If a line begins soon after that position, the result starts with this line instead, so that it
+    contains only whole lines.
     """
     text = text.strip()
     last = text[-limit:]
@@ -365,8 +377,9 @@ def last_lines(text: str, limit: int) -> str:
 def error_mark(message: str, traceback: str) -> tuple[str, str]:
     """Return the parts that are the same in all occurrences of one error.
 
-    The parts are the message's first line and the script's last line in the traceback (empty if
-    there is none). Digits are removed from the first line, because they may name a rank.
+    The first part is the first line of the message. Its digits are removed, because they may be the
+    number of a rank. The second part is the last file and line of the traceback; empty if there is
+    no traceback.
     """
     lines = _FRAME.findall(traceback)
     return _DIGITS.sub("#", message.partition(_NEWLINE)[0]), lines[-1] if lines else ""
@@ -378,10 +391,11 @@ _BEYOND_16_BITS = re.compile("[\U00010000-\U0010ffff]")
 
 
 def clip_kept(text: str, limit: int) -> str:
-    """Shorten the string to `limit` characters that take at most `2 * limit` bytes in Python.
+    """Shorten the string to `limit` characters that take at most `2 * limit` bytes in memory.
 
-    A single character beyond 16 bits, such as an emoji, makes every character of a string take four
-    bytes. So if the string is longer than half the limit, such characters are replaced.
+    If a string contains a single character beyond 16 bits, such as an emoji, Python stores each of
+    its characters in four bytes. So such characters are replaced if the string has more than half
+    of `limit` characters.
     """
     text = clip(text, limit)
     return text if text.isascii() or len(text) <= limit // 2 else _BEYOND_16_BITS.sub("\N{REPLACEMENT CHARACTER}", text)
@@ -413,14 +427,17 @@ def is_sealed(proof: Any, token: str, *parts: str | bytes) -> bool:
 
 HEALTH_PATH, STATUS_PATH, METRICS_PATH = "/healthz", "/status", "/metrics"
 INSTANCE_HEADER, NONCE_HEADER, PROOF_HEADER = "DDPJob-Instance", "DDPJob-Nonce", "DDPJob-Proof"
-"""The coordinator's random number, the request's nonce, and the seal. A request's seal covers
-`"request", INSTANCE, NONCE, METHOD, PATH with query, BODY`, and a response's seal covers
-`"answer", INSTANCE, NONCE, BODY`."""
+"""Names of three HTTP headers, which contain the coordinator's random number, the request's nonce,
+and the seal. A request's seal covers `"request", INSTANCE, NONCE, METHOD, PATH with query, BODY`,
+and a response's seal covers `"answer", INSTANCE, NONCE, BODY`."""
 MAX_NONCE = 100
 
 
 class Command(Word):
-    """Requests that change something: `POST /v1/NAME`, sealed with the job's token."""
+    """Requests that change something in the coordinator.
+
+    Each is a `POST /v1/NAME`, sealed with the job's token.
+    """
 
     PROGRESS = "progress"
     GONE = "gone"
@@ -433,12 +450,12 @@ class Command(Word):
 
     @property
     def path(self) -> str:
-        """The path of the request."""
+        """The path in the request's URL."""
         return f"/v1/{self}"
 
 
 def kept_log_name(pod: str, uid: str) -> str:
-    """Return the name of a pod's kept log.
+    """Return the file name of a pod's kept log.
 
     The name contains the beginning of the job's UID, because a later job with the same name has
     pods with the same names.
@@ -452,16 +469,18 @@ _KEPT_LOG = re.compile(
 
 
 def read_kept_log(name: str) -> Optional[tuple[str, str]]:
-    """Return (pod, beginning of the job's UID) of a kept log's file name; None for other names."""
+    """Parse the file name of a kept log; return None for other names.
+
+    The result is the pod's name and the beginning of the job's UID.
+    """
     match = _KEPT_LOG.fullmatch(name)
     return (match[1], match[2]) if match else None
 
 
 def order_mark(pods: Iterable[str]) -> str:
-    """Return the mark of a pod order, as used in the report.
+    """Return a short hash that identifies an order of the pods; empty if there is no order.
 
-    The sender of an order recognizes its own order by this mark. Without an order, the mark is
-    empty.
+    The sender of a pod order recognizes by this mark that the report refers to its order.
     """
     names = "\n".join(pods)
     return hashlib.sha256(names.encode(errors="surrogatepass")).hexdigest()[:16] if names else ""
@@ -486,29 +505,34 @@ def log_line(moment: datetime, who: str, text: str) -> str:
 
 
 OWN_LOG_LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (?:ddpjob|coordinator): (?!ends with [1-9])")
-"""Matches the beginning of a line of `log_line`, unless it is the launcher's last line after a
-failure, `ends with CODE`, which describes only the launcher's own end."""
+"""Matches the beginning of a line that was written with `log_line`. One such line is excluded:
+`ends with CODE`, the launcher's last line after a failure, because it describes only the end of the
+launcher itself."""
 
 
 def largest_report(pods: int) -> int:
     """Return the maximum size in bytes of a report for a job with `pods` pods, including spares.
 
-    The coordinator, which does not know the number of spares, allows MAX_TEXTS and the actual size
-    of the lists of members, which is less.
+    The coordinator does not know the number of spares. It limits its reports to MAX_TEXTS plus
+    the actual size of the lists of members, which is less than this maximum.
     """
     return min(MAX_REPORT, MAX_TEXTS + 64 * 1024 + 1024 * pods)
 
 
 class Record:
-    """A dataclass that is written as a JSON object, in which field `min_nodes` becomes key
-    `minNodes`."""
+    """A dataclass that can be written as a JSON object.
+
+    The JSON keys are the field names in camel case: field `min_nodes` becomes key `minNodes`.
+    """
 
     @classmethod
     def read(cls: type[R], body: Any, where: str = "report") -> R:
-        """Read a record from JSON. Unknown keys are ignored; keys with a default may be missing.
+        """Read a record from a JSON object.
+
+        Unknown keys are ignored. Keys of fields with a default may be missing.
 
         Raises:
-            ValueError: the message names the key and states the rule.
+            ValueError: the object is invalid; the message names the key and states the rule.
         """
         if not isinstance(body, dict):
             raise ValueError(f"{where}: must be an object, not {body!r:.80}")
@@ -527,11 +551,12 @@ class Record:
 
 R = typing.TypeVar("R", bound=Record)
 Read = Callable[[Any, str], Any]
-"""Converts a JSON value, given its path. Raises a ValueError that names the path."""
+"""A function that converts a JSON value. Its second argument is the value's path in the report, and
+it raises a ValueError that names this path if the value is invalid."""
 
 
 def _layout_of(cls: Any) -> tuple[tuple[str, str, Read, bool], ...]:
-    """Return (name, key, reader, whether it is required) of each field of a record."""
+    """Return (name, key, reader, whether the key is required) for each field of a record."""
     kinds = typing.get_type_hints(cls)
     return tuple(
         (
@@ -548,7 +573,7 @@ _layout: Callable[[Any], tuple[tuple[str, str, Read, bool], ...]] = cache(_layou
 
 
 def _at_most(most: int, default: Any) -> Any:
-    """Return a field with a default, whose value may have at most `most` entries or characters."""
+    """Return a field with a default value and a limit for its number of entries or characters."""
     return field(default=default, metadata={"most": most})
 
 
@@ -566,12 +591,13 @@ def _write(value: Any) -> Any:
 
 
 def _reader(kind: Any, most: int) -> Read:
-    """Return the reader for a type, with at most `most` entries or characters.
+    """Return the function that reads a field of the type `kind`.
 
-    Called once per field, because `_layout` is cached.
+    `most` limits the entries of a list and the characters of a string. `_layout` is cached, so this
+    function is called only once per field.
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin is Union:  # it is Optional
+    if origin is Union:  # The records use Union only for Optional fields.
         there = _reader(arguments[0], most)
         return lambda value, where: None if value is None else there(value, where)
     if origin is tuple:
@@ -595,10 +621,10 @@ def _read_list(read: Read, most: int, value: Any, where: str) -> tuple[Any, ...]
 
 
 def read_figures(value: Any, where: str) -> dict[str, Any]:
-    """Return the named figures and the figures in `metrics`, without other values.
+    """Return the valid figures of a progress report and of its `metrics`. Drop all other values.
 
     Raises:
-        ValueError: the value is not an object.
+        ValueError: the report is not an object.
     """
     if not isinstance(value, dict):
         raise ValueError(f"{where}: must be an object, not {value!r:.80}")
@@ -616,11 +642,12 @@ def read_figures(value: Any, where: str) -> dict[str, Any]:
 
 
 def read_start(value: Any) -> dict[str, Any]:
-    """Return where training continued; empty if the value is malformed.
+    """Return where this round's training continued; empty if the value is malformed.
 
-    Training continued after step `step`, from one of SOURCES (`source`). `made` is the last step
-    completed before the restart; it is missing if unknown. `seconds` is the time until step `made`
-    was complete again; it is missing while that step has not been repeated.
+    The result says that training continued after step `step`, and that the state of this step came
+    from `source`, which is one of SOURCES. `made` is the last step that was completed before the
+    restart; it is missing if unknown. `seconds` is how long it took until training had completed
+    step `made` again; it is missing until then.
     """
     if not isinstance(value, dict) or value.get("source") not in SOURCES or not _is_count(value.get("step")):
         return {}
@@ -634,9 +661,10 @@ def read_start(value: Any) -> dict[str, Any]:
 
 
 def read_environment(value: Any) -> dict[str, Any]:
-    """Return `gpu` (a model) and `packages` (versions by name). Malformed parts are dropped.
+    """Return the GPU's model as `gpu`, and the packages' versions by name as `packages`.
 
-    Strings are printable ASCII of at most 80 characters, so that they can be shown anywhere.
+    Malformed parts are dropped. Strings are printable ASCII of at most 80 characters, so that they
+    can be shown anywhere.
     """
     found: dict[str, Any] = {}
     if not isinstance(value, dict):
@@ -661,7 +689,10 @@ def _is_count(value: Any) -> bool:
 
 
 def read_stragglers(value: Any) -> list[dict[str, Any]]:
-    """Return the lagging ranks without duplicates. Malformed entries and costs are dropped."""
+    """Return the lagging ranks, each rank once.
+
+    A malformed entry is dropped. If only its cost is malformed, the entry is kept without the cost.
+    """
     found: dict[int, dict[str, Any]] = {}
     for item in value[:MAX_STRAGGLERS] if isinstance(value, list) else []:
         if not isinstance(item, dict) or not is_number(item.get("slowdown")) or item["slowdown"] < 1:
@@ -688,9 +719,9 @@ def _is_figure(value: Any) -> bool:
 
 
 def awaited_figures(progress: dict[str, Any]) -> frozenset[str]:
-    """Return the figures among step (or epoch), loss and speed that the progress has.
+    """Return which of step (or epoch), loss and speed a progress report contains.
 
-    Users wait for the first value of each.
+    Users wait for the first value of each of these figures.
     """
     metrics = progress.get("metrics")
     counted = isinstance(metrics, dict) and COUNTED_SPEED in metrics
@@ -705,8 +736,8 @@ def awaited_figures(progress: dict[str, Any]) -> frozenset[str]:
 def progress_news(progress: dict[str, Any]) -> frozenset[str]:
     """Return marks for the parts of a progress report that are urgent when they first appear.
 
-    The marks stand for the report's awaited figures, the step counter's flags, and the fields of
-    START.
+    There is one mark for each figure that users wait for, for each flag of the step counter that is
+    set, and for each field of START.
     """
     start = progress.get(START) or {}
     flags = {name for name in FLAGS if progress.get(name)}
@@ -722,7 +753,7 @@ def is_number(value: Any) -> bool:
 
 
 def whole_number(value: Any, name: str, least: int = 0, most: int = MAX_NUMBER) -> int:
-    """Return the value if it is a whole number within these bounds.
+    """Return the value if it is a whole number from `least` to `most`.
 
     Raises a ValueError that names the field.
     """
@@ -734,7 +765,8 @@ def whole_number(value: Any, name: str, least: int = 0, most: int = MAX_NUMBER) 
 def _read_number(kind: Any, value: Any, where: str) -> Any:
     if isinstance(value, bool) or not isinstance(value, int if kind is int else (int, float)):
         raise ValueError(f"{where}: must be a {'whole ' if kind is int else ''}number, not {value!r:.80}")
-    if not -(2**63) <= value < 2**63:  # also excludes NaN and infinities, which the status cannot hold
+    # This also excludes NaN and infinities, which the status cannot hold.
+    if not -(2**63) <= value < 2**63:
         raise ValueError(f"{where}: must be a finite number of at most 64 bits, not {value!r:.80}")
     return value
 
@@ -752,7 +784,10 @@ def _read_text(kind: Any, value: Any, where: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Escape lone surrogates, as in file names that are not UTF-8, because APIs reject them."""
+    """Escape lone surrogates, because APIs reject strings that contain them.
+
+    Python uses them in file names that are not UTF-8.
+    """
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -768,7 +803,7 @@ _TIME = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.(?:\d{3}|\d{6}))Z", re.ASC
 
 def _read_time(kind: Any, value: Any, where: str) -> datetime:
     try:
-        # strptime is ten times slower, and a report contains a dozen timestamps.
+        # strptime would be ten times slower, and a report contains a dozen timestamps.
         return datetime.fromisoformat(_TIME.fullmatch(value)[1] + "+00:00")  # type: ignore[index]
     except (TypeError, ValueError):
         raise ValueError(f"{where}: must be a time like 2026-01-31T23:59:59.000Z, not {value!r:.80}") from None
@@ -786,7 +821,10 @@ _READERS = {
 
 @dataclass(frozen=True)
 class Member(Record):
-    """A connected launcher. `rank` is its group rank in the current round."""
+    """A launcher that is connected to the coordinator.
+
+    `rank` is its group rank in the current round.
+    """
 
     pod: str = field(metadata={"most": MAX_NAME})
     state: MemberState
@@ -798,9 +836,9 @@ class Member(Record):
 
 @dataclass(frozen=True)
 class LostMember(Record):
-    """A member whose connection has ended and whose index is still free.
+    """A member whose connection has ended, and whose index has not been taken by another member.
 
-    `since` is when it last sent something.
+    `since` is the time at which the member last sent something.
     """
 
     pod: str = field(metadata={"most": MAX_NAME})
@@ -820,7 +858,7 @@ class Note(Record):
 
 @dataclass(frozen=True)
 class Incident(Record):
-    """One break of the group and its first cause."""
+    """One break of the group, and the first cause of the break."""
 
     id: int
     time: datetime
@@ -835,25 +873,24 @@ class Incident(Record):
     traceback: str = _at_most(MAX_TRACEBACK, "")
     consequences: int = 0
     backoff_seconds: float = 0.0
-    """How long the coordinator waits before the next round."""
+    """How long the coordinator waits after this break before it starts the next round."""
     alike_ranks: int = 0
-    """Number of ranks with the same `error_mark`; 0 if some rank failed on its own with a different
-    error."""
+    """Number of ranks that failed with the same `error_mark`; 0 if any rank failed on its own with
+    a different error."""
     alike_pods: int = 0
-    """Number of pods that these ranks were in."""
+    """Number of pods in which the ranks counted by `alike_ranks` ran."""
     group_rank: Optional[int] = None
-    """Group rank of a node whose workers all ended with exit code 0 before other nodes' workers."""
+    """Group rank of the node whose workers all ended with exit code 0 before the workers of other
+    nodes."""
 
     def short(self, traceback: int = MAX_TEXT) -> Incident:
-        """Return a copy with at most `traceback` characters of the traceback.
-
-        The message is shortened, too."""
+        """Return a copy with a shorter message and at most `traceback` characters of traceback."""
         trace = clip(self.traceback, traceback) if traceback else ""
         return replace(self, message=clip(self.message, 500), traceback=trace)
 
 
 def shortened(incidents: tuple[Incident, ...], detailed: int = DETAILED_INCIDENTS) -> tuple[Incident, ...]:
-    """Return the incidents, with texts shortened to what the operator keeps.
+    """Return the incidents, with their texts shortened to the lengths that the operator keeps.
 
     Only the newest `detailed` incidents keep their tracebacks.
     """
@@ -870,10 +907,10 @@ def shortened(incidents: tuple[Incident, ...], detailed: int = DETAILED_INCIDENT
 
 @dataclass(frozen=True)
 class Recovery(Record):
-    """How the job recovers.
+    """Measurements of the job's recovery.
 
-    `last_seconds` is the time from the last break to the next step. `down_since` is when the group
-    stopped taking steps.
+    `last_seconds` is the time from the last break to the first step after it. `down_since` is the
+    time at which the group stopped taking steps; None while it takes steps.
     """
 
     last_seconds: Optional[float] = None
@@ -882,12 +919,13 @@ class Recovery(Record):
 
 @dataclass(frozen=True)
 class RankLook(Record):
-    """The activity of one rank between two checks, and its position.
+    """What a rank has done since the last check for a hang, and where it is now.
 
-    `text` is a part of the stack, and `digest` a hash of the whole stack. In the `seconds` since
-    the last check, the worker's session used `cpu` seconds of CPU time and transferred `bytes`
-    through files and sockets, and `forks` of its processes began or ended. `wait` and `call` come
-    from the kernel.
+    `text` is a part of the rank's stack, and `digest` is a hash of the whole stack. `seconds` have
+    passed since the last check. In this time, the processes of the worker's session used `cpu`
+    seconds of CPU time, and transferred `bytes` through files and sockets. `forks` is how many of
+    these processes began or ended. `wait` and `call` are what the worker waits for, according to
+    the kernel.
     """
 
     rank: int
@@ -898,23 +936,23 @@ class RankLook(Record):
     bytes: float
     forks: int = 0
     gpu: bool = False
-    """Whether the worker uses a GPU. Waits for a GPU take CPU time."""
+    """Whether the worker uses a GPU. A worker takes CPU time even while it only waits for a GPU."""
     wait: Optional[WaitKind] = None
     call: str = _at_most(MAX_FIGURES, "")
 
 
 @dataclass(frozen=True)
 class Overdue(Record):
-    """An overdue step. The group has not completed a step since `since`.
+    """An overdue step: the group has not completed a step since the time `since`.
 
-    `where` says where the ranks are, and `traceback` has their stacks.
+    `where` describes where the ranks are, and `traceback` contains their stacks.
     """
 
     since: datetime
     where: str
     traceback: str = _at_most(MAX_TRACEBACK, "")
     activity: str = _at_most(MAX_FIGURES, "")
-    """The script's activity according to its report."""
+    """What the script was doing according to its own report."""
 
 
 @dataclass(frozen=True)
@@ -924,14 +962,15 @@ class Report(Record):
     generation: int
     state: CoordinatorState
     nodes: int
-    """Number of members that a round should have; `min_nodes` are enough."""
+    """Number of members that a round should have. `min_nodes` members are enough to start one."""
     min_nodes: int
     backoff: tuple[float, ...] = field(metadata={"most": 2})
-    """Initial and longest back-off delay in a crash loop, in seconds."""
+    """The initial and the longest back-off delay in a crash loop, in seconds."""
     now: Optional[datetime] = None
-    """The coordinator's clock, to which the report's times refer."""
+    """The current time of the coordinator's clock. All times in the report were taken from this
+    clock."""
     news: int = 0
-    """Increases with every change other than progress."""
+    """A counter that increases with every change, except for a change of the progress."""
     mode: Mode = Mode.STANDARD
     attempt: int = 0
     hang_after: Optional[float] = None
@@ -948,7 +987,7 @@ class Report(Record):
     progress: dict[str, Any] = field(default_factory=dict)
     recovery: Recovery = Recovery()
     overdue: Optional[Overdue] = None
-    """Set only if `hang_after` is None; otherwise an overdue step is an incident."""
+    """Set only if `hang_after` is None. Otherwise, an overdue step is reported as an incident."""
     order: str = _at_most(MAX_FIGURES, "")
-    """`order_mark` of the pod order that determines the ranks; empty if ranks follow the indices.
-    """
+    """`order_mark` of the pod order that determines the ranks. It is empty if the ranks follow the
+    indices."""

@@ -4,8 +4,10 @@
     python3 -u worker.py --script FILE ARGUMENTS | --module NAME ARGUMENTS | --exec COMMAND ARGUMENTS
     worker.py -u FILE ARGUMENTS | -u -m NAME ARGUMENTS
 
-The second form is Python's own; torchrun in a `command` uses it to start workers (PYTHON_EXEC). An
-error is then also written as the container's termination message, because no launcher reports it.
+The launcher uses the first form. The second form has the same arguments as Python itself. It is
+used if a job's `command` runs torchrun, which starts its workers with the program that PYTHON_EXEC
+names. In that case no launcher reports errors, so this file also writes an error as the container's
+termination message.
 
 This file adds six features:
 
@@ -13,11 +15,12 @@ This file adds six features:
 - An exception is written to torchrun's error file, as @record does for scripts that use it.
 - On rank 0, the optimizers' steps are counted.
 - torch's compiler is imported only when something needs it.
-- A torch extension is rebuilt if its builder was killed.
+- If a rank was killed while it built a torch extension, the extension can be built again.
 - `import ddpjob_report` finds the package that comes with the runtime.
 
-The program does not notice anything else. Other runtime modules are not imported under their own
-names, and standard modules are imported only where needed.
+Apart from these features, the program runs as it would without this file. Therefore no other
+runtime module is imported under its own name, and standard modules are imported only by the
+functions that need them.
 """
 
 from __future__ import annotations
@@ -32,30 +35,35 @@ if TYPE_CHECKING:
 
 EXIT_STEPPED_ASIDE = 75
 OF_COMMAND = "--of-command"
-"""First argument of a worker that a `command`'s torchrun has started."""
+"""First argument of this file in a worker that was started by the torchrun of a job's `command`,
+and not by the launcher."""
 STAY_SECONDS = 10.0
-"""How long exit handlers, threads and destructors may keep a process alive after its program
-failed.
-"""
+"""Number of seconds after the program's failure at which the kernel ends the process. Without this
+limit, exit handlers, threads and destructors could keep the process alive."""
 REASON_BYTES = 4096
-"""The size of a container's termination message."""
+"""Maximum size of a container's termination message in Kubernetes, in bytes."""
 EXIT_REFUSED = 78
-"""Exit code of a program that refuses its configuration. Before the first step, it ends the job."""
+"""Exit code of a program that rejects its configuration. If a worker exits with this code before
+the first training step, the job ends instead of restarting."""
 MARK = b"ddpjob\n"
-"""Content of the file with which torch locks an extension while a rank builds it."""
+"""Content that this file writes to a torch extension's lock file. The lock file exists while a rank
+builds the extension."""
 MOST_CAUSES, MOST_OF_A_CAUSE = 3, 1000
-"""Maximum number of causes recorded for an exception, and maximum length of each in characters."""
+"""Maximum number of an exception's causes that are recorded, and maximum length of each cause in
+characters."""
 POST_SECONDS = 0.5
 STEPS_WITHOUT_GROUP = 10
-"""Number of steps after which a program without a group is assumed never to form one."""
+"""Number of optimizer steps after which a program without a process group is assumed never to form
+one."""
 STEPS_OF_EXCHANGE = 3
-"""The ranks train together if data is exchanged in each step from 2 to STEPS_OF_EXCHANGE."""
+"""The ranks count as training together if they exchange data in each optimizer step from step 2 to
+step STEPS_OF_EXCHANGE."""
 OTHER_EXCHANGES = ("horovod", "mpi4py", "torchft", "torch_xla", "hivemind", "byteps", "bagua", "ray")
 """Packages that let a program train with other ranks without a torch.distributed group."""
 
 
 def main() -> None:
-    """Become the program named by the arguments."""
+    """Run the program named by the command line in place of this file."""
     words = sys.argv[1:]
     if words[0] == "-u":
         become_worker(words[1:])
@@ -70,7 +78,7 @@ def main() -> None:
 def become_worker(words: list[str]) -> None:
     """Start this file again with the Python that runs torchrun.
 
-    That Python is not necessarily the first one in PATH.
+    This file's first line selects the first Python in PATH, which may be a different one.
     """
     import os
     import shutil
@@ -87,10 +95,10 @@ def become_worker(words: list[str]) -> None:
 
 
 def run(words: list[str], hide: Callable[[], None] | None = None) -> None:
-    """Become the program named by `words` (this file's arguments).
+    """Run the program named by `words`, which are this file's arguments, in place of this file.
 
-    `hide` is called just before the program starts. In a worker forked with torch imported, it
-    removes modules that the program should import itself.
+    `hide` is called just before the program starts. In a worker that was forked from a process with
+    torch, it hides modules that the program should import itself.
     """
     mode, target = words[0], words[1]
     die_with_launcher()
@@ -110,7 +118,10 @@ def run(words: list[str], hide: Callable[[], None] | None = None) -> None:
 
 
 def die_with_launcher() -> None:
-    """Make the kernel kill this worker, which has its own session, when its launcher dies."""
+    """Make the kernel kill this worker when its launcher dies.
+
+    The worker would otherwise continue to run, because it has its own session.
+    """
     import ctypes
     import os
     import signal
@@ -118,11 +129,15 @@ def die_with_launcher() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
     launcher = os.environ.pop("DDPJOB_LAUNCHER_PID", "")
     if launcher and not descends_from(int(launcher)):
-        os._exit(1)  # The launcher died before the call of prctl.
+        # The launcher died before prctl was called, so the kernel will not end this process.
+        os._exit(1)
 
 
 def descends_from(launcher: int) -> bool:
-    """Whether the launcher started this process, directly or through a PYTHON_EXEC program."""
+    """Whether the launcher started this process.
+
+    It may have started a PYTHON_EXEC program, which then started this process.
+    """
     import os
 
     process = os.getppid()
@@ -136,7 +151,10 @@ def descends_from(launcher: int) -> bool:
 
 
 def show_stacks_on_signal() -> None:
-    """Make an unused signal write the main thread's stack to a file, even while C++ code runs."""
+    """Make a signal write the main thread's stack to a file, even while C++ code runs.
+
+    The launcher sends the signal to ranks that hang. Programs do not use this signal.
+    """
     import os
 
     folder = os.environ.get("DDPJOB_STACKS_DIR")
@@ -148,14 +166,17 @@ def show_stacks_on_signal() -> None:
     try:
         file = open(os.path.join(folder, os.environ.get("RANK", "0") + ".txt"), "w")  # noqa: PTH118, PTH123, SIM115
     except OSError:
-        return  # A hang without stacks is better than no training.
-    # Only the main thread: other threads keep running, and reading their frames could crash a
-    # healthy process.
+        return  # Training without stacks of a later hang is better than no training.
+    # Write only the main thread's stack. The other threads keep running meanwhile, and reading
+    # their frames could crash a healthy process.
     faulthandler.register(signal.SIGRTMIN + 7, file=file, all_threads=False)
 
 
 def replace_process(command: list[str]) -> None:
-    """Replace this process with the command, and reset the signals that Python ignores."""
+    """Replace this process with a command.
+
+    Signals that Python ignores get their default handling back first.
+    """
     import os
     import signal
 
@@ -166,7 +187,7 @@ def replace_process(command: list[str]) -> None:
 
 
 def offer_report() -> None:
-    """Let the program of a job import this runtime's `ddpjob_report`, unless its image has one."""
+    """Let a job's program import the runtime's `ddpjob_report` if the image has no such package."""
     import os
 
     if os.environ.get("DDPJOB_COORDINATOR"):
@@ -174,18 +195,22 @@ def offer_report() -> None:
 
 
 class ReportImport:
-    """Import hook that puts `ddpjob_report` on sys.path when a program imports it, and not before.
+    """Import hook that adds the folder of `ddpjob_report` to sys.path once a program imports it.
 
-    Nothing is executed if the fork server has imported the same file. This also applies to the
-    modules of `ddpjob_pod`. If the trainer executed one of them again, there would be two copies,
-    and the trainer and `ddpjob_report` would use different ones.
+    If the fork server has already imported `ddpjob_report` from the same file, the program gets
+    that module, and nothing is executed again. The same applies to the modules of `ddpjob_pod`.
+    Otherwise, the trainer would execute them a second time, and the trainer and `ddpjob_report`
+    would use different copies.
 
-    The sys.path entry must stay, because processes spawned by multiprocessing find modules only
-    through it.
+    The folder stays in sys.path after the import, because processes spawned by multiprocessing can
+    find the modules only through sys.path.
     """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Find `ddpjob_report`: the image's own version or, without one, this runtime's."""
+        """Find `ddpjob_report` in the image or, if the image does not have it, in this runtime.
+
+        A module that the fork server has imported from the same file is not executed again.
+        """
         ready = report_modules.get(name)
         if name != "ddpjob_report" and (ready is None or not name.startswith("ddpjob_pod.")):
             return None
@@ -205,19 +230,19 @@ class ReportImport:
 
 
 class ReadyModule:
-    """Loader of a module that the fork server has imported."""
+    """Loader of a module that the fork server has already imported."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
 
     def create_module(self, spec: Any) -> Any:
-        """Return the module."""
+        """Return the imported module instead of creating one."""
         return self._module
 
     def exec_module(self, module: Any) -> None:
-        """Put the modules used by `ddpjob_report` into sys.modules, and call its `begin`.
+        """Make the modules that `ddpjob_report` uses visible in sys.modules, and call its `begin`.
 
-        An import in a worker without a fork server has the same effects.
+        Importing `ddpjob_report` in a worker without a fork server has the same effects.
         """
         if module.__name__ != "ddpjob_report":
             return
@@ -230,13 +255,15 @@ class ReadyModule:
 
 
 report_modules: dict[str, Any] = {}
-"""The modules of `ddpjob_report` by name, if the fork server has imported them for its workers."""
+"""If the fork server has imported `ddpjob_report` for its workers, this contains that module and
+the modules that it uses, by name."""
 
 
 def packages() -> str:
-    """Return where the runtime's packages are.
+    """Return the sys.path entry from which the runtime's packages can be imported.
 
-    This is the parent of this file's folder or, in job pods, the archive next to this file.
+    In job pods, it is the archive next to this file. Otherwise, it is the parent of this file's
+    folder.
     """
     import os
 
@@ -246,7 +273,7 @@ def packages() -> str:
 
 
 def put_compiler_off() -> None:
-    """Defer torch's compiler in a job until it is needed (see late_dynamo.py)."""
+    """Delay the import of torch's compiler in a job until it is needed (see late_dynamo.py)."""
     import os
 
     if os.environ.get("DDPJOB_COORDINATOR") and "torch" not in sys.modules:
@@ -257,19 +284,20 @@ class CompilerImport:
     """Import hook that provides `torch._dynamo` as a module whose code has not run yet."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Find `torch._dynamo`. Python asks this hook first."""
+        """Find a deferred `torch._dynamo`; return None for all other modules."""
         if name != "torch._dynamo":
             return None
         sys.meta_path.remove(self)
         if getattr(sys.modules["torch"].__spec__, "_initializing", False):
-            return None  # This version of torch needs the compiler for its own import.
+            # This version of torch needs the compiler while torch itself is being imported.
+            return None
         return load_of_pod("late_dynamo").find()
 
 
 def load_of_pod(name: str) -> Any:
-    """Return a module of ddpjob_pod, hidden from the program.
+    """Load a module of ddpjob_pod without adding it to sys.modules, where the program would see it.
 
-    The module must not import other modules of ddpjob_pod.
+    The module itself must not import other modules of ddpjob_pod.
     """
     import os
     from importlib.machinery import PathFinder
@@ -282,7 +310,7 @@ def load_of_pod(name: str) -> Any:
 
 
 def build_again() -> None:
-    """Make torch in a job rebuild an extension if its builder was killed."""
+    """Let torch build an extension again if the rank that was building it has been killed."""
     import os
 
     if os.environ.get("DDPJOB_COORDINATOR"):
@@ -292,10 +320,11 @@ def build_again() -> None:
 def mend_baton(module: Any) -> None:
     """Make a rank that builds an extension of torch hold a kernel lock on the lock file.
 
-    Except in torch's newest versions, ranks only check whether the lock file exists. If the
-    builder is killed, for example by a restart of the group, the file stays, and every later rank
-    waits forever. The kernel lock, however, ends with its process. So a rank that finds the file
-    without a lock, but with the mark that a rank writes, removes it.
+    Except in its newest versions, torch only checks whether the lock file exists. If the rank that
+    builds the extension is killed, for example by a restart of the group, the lock file stays, and
+    all later ranks wait forever. A kernel lock, however, is released when its process ends. So a
+    rank removes a lock file that contains MARK but is no longer locked by a process, and then
+    builds the extension itself.
     """
     import contextlib
     import fcntl
@@ -312,7 +341,7 @@ def mend_baton(module: Any) -> None:
         path = baton.lock_file_path
         if not acquire(baton) and not (is_left_behind(path) and acquire(baton)):
             return False
-        with contextlib.suppress(OSError):  # On a file system without locks, behave as torch does.
+        with contextlib.suppress(OSError):  # If the file system has no locks, behave as torch does.
             baton.held = open(path, "r+b", buffering=0)  # noqa: PTH123, SIM115 - as long as the baton
             fcntl.flock(baton.held, fcntl.LOCK_EX)
             baton.held.write(MARK)
@@ -321,7 +350,8 @@ def mend_baton(module: Any) -> None:
     def is_left_behind(path: str) -> bool:
         with contextlib.suppress(OSError), open(path, "r+b", buffering=0) as file:  # noqa: PTH123
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Another rank may have removed the file and created a new one.
+            # Before the lock was acquired, another rank may have removed this file and created a
+            # new one.
             if file.read() == MARK and os.path.samestat(os.fstat(file.fileno()), os.stat(path)):  # noqa: PTH116
                 os.remove(path)  # noqa: PTH107
                 return True
@@ -331,9 +361,9 @@ def mend_baton(module: Any) -> None:
 
 
 def after_import(name: str, act: Callable[[Any], None]) -> None:
-    """Call `act` with a module once the program has imported it.
+    """Call `act` with the module `name` as soon as the program has imported the module.
 
-    This costs nothing in a program without torch.
+    If the program never imports it, `act` is not called.
     """
     loaded = sys.modules.get(name)
     if loaded is not None:
@@ -343,13 +373,13 @@ def after_import(name: str, act: Callable[[Any], None]) -> None:
 
 
 class AfterImport:
-    """Import hook that changes one module before its first use."""
+    """Import hook that calls a function with one module right after the module's import."""
 
     def __init__(self, name: str, act: Callable[[Any], None]) -> None:
         self.name, self.act = name, act
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Wrap the module's execution."""
+        """Find the module, and make its loader call `act` after it has executed the module."""
         if name != self.name:
             return None
         sys.meta_path.remove(self)
@@ -374,12 +404,14 @@ class AfterImport:
 def run_recorded(mode: str, target: str) -> None:
     """Run the program to its end.
 
-    An exception is recorded, and printed without this file's frames. The process then exits with
-    code 1, or with EXIT_REFUSED if ddpjob_report raised it because a restart would not help.
+    If the program raises an exception, write the exception to torchrun's error file, and print it
+    without this file's frames. The process then exits with code 1, or with EXIT_REFUSED if
+    ddpjob_report raised the exception because a restart would not help.
     """
     import os
 
-    # Read these now, because the program may fork or clear its environment.
+    # Read the pid and the error file's path now, because the program may fork or clear its
+    # environment.
     process, errors = os.getpid(), os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     failure = None
     try:
@@ -389,16 +421,19 @@ def run_recorded(mode: str, target: str) -> None:
             run_script(target)
     except KeyboardInterrupt as error:
         hide_own_frames(error)
-        raise  # Python then ends with SIGINT.
+        raise  # Python then ends this process with SIGINT.
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)  # The exit code may be any object.
+        # A program may call sys.exit with any object.
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if code not in (0, EXIT_STEPPED_ASIDE) and os.getpid() == process:
             end_in_time()
             record(end, errors, code & 0xFF)
         raise
     except BaseException as error:
         failure = error
-    if failure is not None:  # Outside the handler, so that errors of the hook are not chained.
+    # This is not done in the except block, where Python would chain errors of the excepthook to the
+    # failure.
+    if failure is not None:
         code = EXIT_REFUSED if getattr(failure, "ddpjob_refusal", False) is True else 1
         if os.getpid() == process:
             end_in_time()
@@ -410,7 +445,7 @@ def run_recorded(mode: str, target: str) -> None:
 def show(error: BaseException) -> None:
     """Print an exception with the program's own excepthook.
 
-    If that fails, print both errors, as Python does.
+    If the hook itself fails, print both exceptions, as Python does.
     """
     trace = remove_own_frames(error)
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
@@ -436,7 +471,7 @@ def hide_own_frames(error: BaseException) -> None:
 
 
 def run_script(path: str) -> None:
-    """Run as `python PATH` does.
+    """Run a file as `python PATH` does.
 
     PATH may be a source or bytecode file, or a folder or archive with a __main__.py.
     """
@@ -458,8 +493,10 @@ def run_script(path: str) -> None:
 
 
 def load(path: str) -> tuple[Any, Any]:
-    """Return (loader, code) of a file. As in Python, bytecode is recognized by .pyc or its first
-    bytes.
+    """Return the loader and the code object of a Python file.
+
+    As in Python, a file counts as bytecode if its name ends with .pyc or if it begins with Python's
+    magic number.
     """
     import io
     from importlib.machinery import SourceFileLoader, SourcelessFileLoader
@@ -484,7 +521,7 @@ def is_archive(path: str) -> bool:
 
 
 def run_module(name: str, new_path: str | None = None) -> None:
-    """Run as `python -m NAME` does."""
+    """Run a module as `python -m NAME` does."""
     import os
     import runpy
 
@@ -495,7 +532,10 @@ def run_module(name: str, new_path: str | None = None) -> None:
 
 
 def new_main() -> Any:
-    """Return an empty __main__ for the program. This file's own module keeps a different name."""
+    """Create an empty `__main__` module for the program, and put it into sys.modules.
+
+    This file's own module stays in sys.modules as `__ddpjob_worker__`.
+    """
     import builtins
     from types import ModuleType
 
@@ -505,7 +545,8 @@ def new_main() -> Any:
     if sys.version_info < (3, 14):
         vars(module)["__annotations__"] = {}
     sys.modules["__main__"] = module
-    if "__mp_main__" in sys.modules:  # multiprocessing's second name for __main__ in spawned processes
+    # In processes that multiprocessing spawns, this is a second name for __main__.
+    if "__mp_main__" in sys.modules:
         sys.modules["__mp_main__"] = module
     return module
 
@@ -514,7 +555,10 @@ def new_main() -> Any:
 
 
 def remove_own_frames(error: BaseException) -> TracebackType | None:
-    """Return the traceback that Python would show; None for a syntax error in the program."""
+    """Return the error's traceback without this file's frames.
+
+    The result is None if no other frames exist, as for a syntax error in the program.
+    """
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
@@ -522,9 +566,9 @@ def remove_own_frames(error: BaseException) -> TracebackType | None:
 
 
 def program_frames(error: BaseException) -> TracebackType | None:
-    """Return the traceback, starting with the program's first frame.
+    """Return the error's traceback, starting with the program's first frame.
 
-    Frames of `python -m` are removed as well.
+    Not only this file's frames are removed, but also those of `python -m`.
     """
     trace = remove_own_frames(error)
     while trace is not None and "runpy" in trace.tb_frame.f_code.co_filename:
@@ -533,9 +577,10 @@ def program_frames(error: BaseException) -> TracebackType | None:
 
 
 def record(error: BaseException, path: str, code: int) -> None:
-    """Write torchrun's error file in the format of torch.distributed.elastic.
+    """Write the error to torchrun's error file, in the format of torch.distributed.elastic.
 
-    `path` is empty without torchrun, and `code` is the exit code of this process.
+    `path` names the error file. It is empty if there is no torchrun, and then nothing is written.
+    `code` is the code with which this process will exit.
     """
     import json
     import time
@@ -550,7 +595,7 @@ def record(error: BaseException, path: str, code: int) -> None:
         "py_callstack": text, "timestamp": str(int(time.time()))}}}  # fmt: skip
     try:
         with open(path) as file:  # noqa: PTH123
-            written = json.load(file)  # it was written by the program's own @record
+            written = json.load(file)  # The program's own @record has written the file.
         if isinstance(written["message"]["extraInfo"], dict):
             said = with_inner_error(written["message"]["message"])
             written["message"]["message"] = said + causes(error, said)
@@ -572,13 +617,15 @@ def record(error: BaseException, path: str, code: int) -> None:
 
 
 class Reason:
-    """The reason why a rank failed, as its container's termination message (termination_log.py).
+    """The reason why a rank failed, written as the container's termination message.
 
-    Only the first failure counts.
+    termination_log.py describes such messages. If several ranks fail, only the first one writes its
+    reason.
     """
 
     wanted = False
-    """Whether this process writes the reason, because a `command`'s torchrun has started it."""
+    """Whether this process writes its failure, which is the case if it was started by the torchrun
+    of a `command`."""
 
     def __init__(self, code: int, is_init: bool, said: str, trace: str) -> None:
         import os
@@ -591,14 +638,15 @@ class Reason:
         self.said, self.trace = said, trace
 
     def write(self) -> None:
-        """Write the reason, unless a rank of the same round has already done so."""
+        """Write the reason, unless a rank has already failed since torchrun's last restart."""
         import fcntl
         import json
         import os
 
         named = os.environ.get("DDPJOB_TERMINATION_LOG")
         try:
-            made = os.O_CREAT if named else 0  # Without a configured name, use the container's own file if it exists.
+            # If no file is configured, use the container's own file, but only if it exists.
+            made = os.O_CREAT if named else 0
             file = os.open(named or "/dev/termination-log", os.O_RDWR | made, 0o600)
         except OSError:
             return
@@ -617,7 +665,10 @@ class Reason:
             os.close(file)
 
     def text(self) -> bytes:
-        """Return at most REASON_BYTES: the message's beginning and the traceback's end."""
+        """Return the reason as JSON in at most REASON_BYTES.
+
+        A long message keeps its beginning, and a long traceback keeps its end.
+        """
         import json
 
         room = REASON_BYTES
@@ -630,11 +681,11 @@ class Reason:
 
 
 def end_in_time() -> None:
-    """Make the kernel end this process if it is alive STAY_SECONDS after its program has failed.
+    """Make the kernel end this process in STAY_SECONDS, unless it ends earlier by itself.
 
-    Exit handlers, threads and destructors may wait forever for ranks that wait for this one. A
-    Python thread could not end the process, because threads do not run while the interpreter shuts
-    down or a library holds the GIL.
+    This is called when the program has failed. Exit handlers, threads and destructors may then wait
+    forever for other ranks, which in turn wait for this rank. A Python thread could not end the
+    process, because threads do not run while the interpreter shuts down or a library holds the GIL.
     """
     import signal
 
@@ -652,10 +703,11 @@ def text_of(error: BaseException) -> str:
 
 
 def with_inner_error(said: str) -> str:
-    """Append the inner error to the first line of a message that contains a traceback.
+    """Append a subprocess's error to the first line of a message that quotes its traceback.
 
-    Most displays show only the first line. mp.spawn and DataLoader report their workers' errors
-    this way; mp.spawn's message begins with an empty line.
+    mp.spawn and DataLoader quote the traceback of a failed subprocess in the message of their own
+    exception, but most displays show only the first line of a message. The message of mp.spawn
+    begins with an empty line, which is removed.
     """
     lines = [line for line in said.splitlines() if line.strip()]
     heads = [number for number, line in enumerate(lines) if "Traceback (most recent call last):" in line]
@@ -669,10 +721,10 @@ def with_inner_error(said: str) -> str:
 
 
 def causes(error: BaseException, said: str) -> str:
-    """Return the exceptions that led to this one, unless `said` contains them.
+    """Describe the exceptions that led to `error`, without those that the message `said` contains.
 
-    Programs may print an exception and call sys.exit(1), or wrap the exception. The original
-    message shows whether the error is only a consequence of a lost peer.
+    A program may catch an exception and then call sys.exit(1), or raise a different exception. Only
+    the original exception's message shows whether the failure is a consequence of a lost peer.
     """
     found: list[str] = []
     seen = [error]
@@ -691,9 +743,9 @@ def causes(error: BaseException, said: str) -> str:
 
 
 def refused_arguments(error: BaseException) -> str:
-    """Return the message that argparse printed before it ended the program.
+    """Return the message that argparse printed before it ended the program; empty for other errors.
 
-    SystemExit itself has only the exit code.
+    The SystemExit that argparse raises contains only the exit code.
     """
     parsers = getattr(sys.modules.get("argparse"), "ArgumentParser", ())
     trace = error.__traceback__ if isinstance(error, SystemExit) else None
@@ -706,26 +758,28 @@ def refused_arguments(error: BaseException) -> str:
 
 
 def group_exists() -> bool:
-    """Whether the program has formed a process group."""
+    """Whether the program has formed torch.distributed's default process group."""
     distributed = sys.modules.get("torch.distributed")
     return bool(distributed is not None and distributed.is_available() and distributed.is_initialized())
 
 
 def collectives() -> int:
-    """Return how many collectives the program's groups have run; 0 if torch does not count them."""
+    """Return how many collectives the program's process groups have run; 0 if that is unknown."""
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     try:
         return sum(group._get_sequence_number_for_group() for group in list(c10d._world.pg_map))  # type: ignore[union-attr]
-    except Exception:  # No group, a different version of torch, or a backend without a counter.
+    # There is no group, or this version of torch or the backend does not count collectives.
+    except Exception:
         return 0
 
 
 def ignores_group() -> bool:
-    """Whether Accelerate, which also drives Hugging Face's Trainer, forms a group but trains alone.
+    """Whether Accelerate has formed a process group, but still lets this rank train alone.
 
-    Without a GPU, it calls init_process_group and then counts itself as the only process, unless it
-    was given `cpu=True`. If collectives have run, the script uses only parts of Accelerate and
-    exchanges data itself, so the result is False.
+    Hugging Face's Trainer uses Accelerate, too. Without a GPU, Accelerate calls init_process_group,
+    but then acts as if this were the only process, unless it was given `cpu=True`. If the groups
+    have run collectives, the script uses only parts of Accelerate and exchanges data itself, so the
+    result is False.
     """
     state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
     shared = getattr(state, "_shared_state", None)
@@ -733,7 +787,7 @@ def ignores_group() -> bool:
 
 
 def exchanges_otherwise() -> bool:
-    """Whether the program might communicate with other ranks without a process group."""
+    """Whether the program might exchange data with other ranks by RPC or another library."""
     rpc = sys.modules.get("torch.distributed.rpc.api")
     by_rpc = rpc is not None and hasattr(rpc, "_is_current_rpc_agent_set") and rpc._is_current_rpc_agent_set()
     return by_rpc or any(name in sys.modules for name in OTHER_EXCHANGES)
@@ -743,7 +797,7 @@ def exchanges_otherwise() -> bool:
 
 
 def count_steps() -> None:
-    """Count the optimizers' steps on rank 0 once torch.optim is imported, and post the count."""
+    """Count the optimizers' steps on rank 0, and post the count, once torch.optim is imported."""
     import os
 
     if os.environ.get("RANK") != "0" or not os.environ.get("DDPJOB_COORDINATOR") or not os.environ.get("DDPJOB_TOKEN"):
@@ -752,13 +806,16 @@ def count_steps() -> None:
 
 
 def hook_steps(optimizer_module: Any) -> None:
-    """Count the steps of the optimizers if this version of torch has the hook."""
+    """Start to count the optimizers' steps, if this version of torch has the necessary hook."""
     if hasattr(optimizer_module, "register_optimizer_step_post_hook"):
         StepCounter(optimizer_module)
 
 
 class StepCounter:
-    """Counts the busiest optimizer's steps. A thread posts the count at most twice a second."""
+    """Counts the steps of the optimizer with the most steps, and posts them to the coordinator.
+
+    A thread posts the count at most twice a second.
+    """
 
     def __init__(self, optimizer_module: Any) -> None:
         import os
@@ -768,22 +825,27 @@ class StepCounter:
         self.world, self.grouped = int(os.environ.get("WORLD_SIZE") or 1), False
         self.said = self.captured = self.said_uncountable = False
         self.compiled = 0
-        self.state = 0  # The id of the first optimizer's state, because a reference would keep it alive.
+        # The id of the first optimizer's state. A reference to the state would keep it alive.
+        self.state = 0
         self.has_state = self.loaded = False
-        self.made = self.exchanged = 0  # number of collectives, and of consecutive steps that had any
+        # The number of collectives so far, and the number of consecutive steps that had any.
+        self.made = self.exchanged = 0
         self.address, self.token = os.environ["DDPJOB_COORDINATOR"], os.environ["DDPJOB_TOKEN"]
         self.instance = ""
         self.environment: dict[str, Any] = {}
-        self.described: str | None = None  # the coordinator that already has the environment
+        # The instance of the coordinator that already has the environment.
+        self.described: str | None = None
         self.round = {"round": fence} if (fence := os.environ.get("DDPJOB_FENCE")) else {}
         counts = self.counts
 
         def count_step(optimizer: Any, arguments: Any, keywords: Any) -> None:
             torch = sys.modules["torch"]
-            if torch.compiler.is_compiling():  # a compiled step is not counted, because that would cause a graph break
+            if torch.compiler.is_compiling():  # Counting a compiled step would cause a graph break.
                 return
             if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-                self.captured = True  # Steps replayed by a CUDA graph are not counted, because they run no Python.
+                # The steps that replay a captured CUDA graph run no Python, so they cannot be
+                # counted.
+                self.captured = True
                 return
             self.captured, self.compiled = False, count_compiled_frames()
             if not counts:
@@ -797,7 +859,8 @@ class StepCounter:
                 self.made = made
             if knows_state and counts[key] <= 2 and len(counts) == 1:
                 state = getattr(optimizer, "state", None)
-                # Loading replaces the state. DCP takes an empty step before loading.
+                # Loading a checkpoint replaces the state object. With DCP, an empty step precedes
+                # the loading.
                 self.loaded = self.loaded or (counts[key] == 2 and id(state) != self.state)
                 self.state, self.has_state = id(state), isinstance(state, dict) and bool(state)
 
@@ -812,16 +875,19 @@ class StepCounter:
         optimizer_module.register_optimizer_step_post_hook(count_step)
 
     def resumed(self, steps: int) -> str:
-        """Return whether the first optimizer had a state before its first step.
+        """Return whether the first optimizer had a loaded state before its first real step.
 
-        Return "unknown" if it has no state even after that step.
+        The result is "unknown" before the second step, and for an optimizer that keeps no state.
         """
         if self.loaded:
             return "yes"
         return "no" if steps > 1 and self.has_state else "unknown"
 
     def start(self) -> None:
-        """Start the thread that posts, at the first step. Also post when the process ends."""
+        """Start the thread that posts the count. This is called at the first step.
+
+        The count is also posted when the process ends.
+        """
         import atexit
         import contextlib
         import encodings.idna  # noqa: F401  (encodes names; the thread must not be the first to import it)
@@ -829,14 +895,15 @@ class StepCounter:
         import threading
 
         with contextlib.suppress(OSError):
-            # The thread must not be the first to resolve a name, because glibc then reads the
-            # environment, and crashes if the program changes it at the same time.
+            # When a process resolves its first name, glibc reads the environment, and crashes if
+            # the program changes it at the same time. So the thread must not be the first to
+            # resolve a name.
             socket.getaddrinfo("localhost", None)
         threading.Thread(target=self.run, name="ddpjob-progress", daemon=True).start()
         atexit.register(self.post, 0.0, last=True)
 
     def run(self) -> None:
-        """Post the count while it grows."""
+        """Post the count whenever it has grown, and once when steps may no longer be countable."""
         import time
 
         pace, last = load_of_pod("pace").Pace(), 0
@@ -854,14 +921,16 @@ class StepCounter:
     def is_uncountable(self) -> bool:
         """Whether the counter might miss the next steps.
 
-        This is so if code was compiled or a CUDA graph captured since the last counted step.
+        This is the case if code was compiled or a CUDA graph was captured since the last counted
+        step.
         """
         return self.captured or count_compiled_frames() > self.compiled
 
     def post(self, steps_per_second: float, *, last: bool = False) -> None:
-        """Post the count. A failed post is not repeated, because the next one includes its steps.
+        """Post the count to the coordinator.
 
-        `last` means that the program is ending, and will not form a group.
+        A failed post is not repeated, because the next one includes its steps. `last` means that
+        the program is ending, so it will no longer form a process group.
         """
         import json
         import os
@@ -886,13 +955,14 @@ class StepCounter:
             report["exchanging"] = True
         if not self.environment:
             self.environment = load_of_pod("versions").read_environment()
-        if self.described != self.instance:  # A new coordinator does not have the environment.
+        if self.described != self.instance:  # This coordinator does not have the environment yet.
             report["environment"] = self.environment
         body = json.dumps(report).encode()
         try:
             status, instance = self.ask(body)
             if status == "401" and instance != self.instance:
-                self.instance = instance  # a coordinator accepts only proofs made for itself
+                # A proof is valid only for the coordinator whose instance it contains.
+                self.instance = instance
                 body = json.dumps({**report, "environment": self.environment}).encode()
                 status, _ = self.ask(body)
         except OSError:
@@ -901,7 +971,10 @@ class StepCounter:
             self.posted, self.described = steps, self.instance
 
     def trains_alone(self, steps: int, least: int) -> bool:
-        """Whether each rank seems to train its own model. This is logged once."""
+        """Return whether each rank seems to train its own model, and log that once.
+
+        Before the step `least`, the result is False, because the ranks might still form a group.
+        """
         alone = self.world > 1 and steps >= least and not self.grouped and not exchanges_otherwise()
         if alone and not self.said:
             self.said = True
@@ -917,7 +990,8 @@ class StepCounter:
     def ask(self, body: bytes) -> tuple[str, str]:
         """Post the body, and return the response's status and the coordinator's random number.
 
-        The token is not sent, because the address may by now belong to a stranger.
+        The token itself is not sent, because the coordinator's address may now belong to a
+        stranger.
         """
         import os
         import socket
@@ -934,7 +1008,7 @@ class StepCounter:
 
 
 def count_compiled_frames() -> int:
-    """Return how many times torch's compiler has compiled something in this process."""
+    """Return how many frames torch's compiler has compiled in this process."""
     utils = sys.modules.get("torch._dynamo.utils")
     counters: Any = getattr(utils, "counters", None)
     return int(counters["frames"]["ok"]) if counters is not None else 0

@@ -157,10 +157,10 @@ _Item = TypeVar("_Item")
 
 
 def if_allowed(read: Callable[[str], list[_Item]], job: str, faults: list[str]) -> list[_Item]:
-    """Return the result of `read` for a job.
+    """Return the list that `read` returns for a job, such as its pods or its events.
 
-    If the user is not permitted to read it, return an empty list and add a note to `faults`. This
-    is not an error, because the job's status contains most of the information anyway.
+    If the user is not permitted to read this list, return an empty list and add a note to `faults`.
+    This is not an error, because the job's status contains most of the information anyway.
     """
     try:
         return read(job)
@@ -193,7 +193,8 @@ class Client:
         kubeconfig: str | None = None,
     ) -> None:
         self._backend = _backend(backend, namespace, context, kubeconfig) if isinstance(backend, str) else backend
-        self._backend.whole = True  # `Job.body` promises the whole object.
+        # Do not leave out large fields, because `Job.body` is documented as the whole object.
+        self._backend.whole = True
 
     def train(
         self,
@@ -325,7 +326,7 @@ class Client:
         line = ProgressLine(_in_notebook() if progress is None else progress)
         for seen in itertools.chain(
             self.watch(job, timeout=timeout), map(self.get, (job,))
-        ):  # Read the job again at the end.
+        ):  # When the watch has ended because of `timeout`, read the job once more.
             line.show(seen)
             if seen.phase == goal:
                 return seen
@@ -501,7 +502,7 @@ class ProgressLine:
 
 
 def _read_manifest(manifest: str | Path | Mapping[str, Any]) -> Json:
-    """Return a checked manifest without its status. Raises Mistake."""
+    """Read and check a manifest, and return it without its status. Raises Mistake."""
     from ddpjob.client.manifests.manifest_sources import SUFFIXES, check_made, read_job
 
     if not isinstance(manifest, Mapping) and not str(manifest).endswith(SUFFIXES):
@@ -518,16 +519,17 @@ def _name(job: str | Job) -> str:
 
 
 def _read(follower: LogFollower, stop: threading.Event, *, named: bool) -> Iterator[tuple[str, str]]:
-    """Yield (pod, line), and raise Mistake if nothing could be read.
+    """Yield a (pod name, line) pair for each line. Raise Mistake if nothing could be read.
 
-    `named` means that the caller chose a rank. In that case, also raise Mistake if the rank has no
-    lines, because it might not exist.
+    `named` is true if the caller chose a rank. In that case, it is also an error if the rank has no
+    lines, because a rank with this number may not exist.
     """
     try:
         for line in follower.lines():
             yield line.pod.name, line.text.decode(errors="replace")
     finally:
-        stop.set()  # Stop the readers even if the caller stops early.
+        # Stop the threads that read the logs, even if the caller does not read all lines.
+        stop.set()
     if not follower.seen:
         why = "\n".join(follower.notes) or (follower.why_nothing() if named else follower.missing_slots())
         if why:

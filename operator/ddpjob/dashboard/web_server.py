@@ -72,27 +72,27 @@ STREAMS = 64
 """Maximum number of simultaneous streams in a view. Each open page has one."""
 LOG_STREAMS = 16
 _LOG_PODS = 16
-"""Maximum number of pods in the log of a whole job."""
+"""Maximum number of pods whose logs can be shown together, as the log of the whole job."""
 _LOG_LINES = 500
-"""Number of lines from the end of each pod's log that are shown first."""
+"""When a log is opened, it begins with this many of each pod's last lines."""
 _LINE = 4000
 """Maximum number of characters in a log line; the rest is cut off."""
 _BATCH = 500
 _FRESH_SECONDS = 1.0
-"""How long data about a job is reused for other viewers, in seconds."""
+"""Data that was read about a job is reused for other requests for this many seconds."""
 _CURVES_SECONDS = 5.0
 _LOOK_SECONDS = 1.0
 _BODY = 32 << 10
 """Maximum size of a form in bytes."""
 _SILENCE_SECONDS = 15.0
-"""A stream without changes sends a comment after this many seconds, so that a disconnected viewer
-is noticed."""
+"""If a stream has had nothing to send for this many seconds, it sends a comment. Sending shows
+whether the viewer is still connected."""
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".txt": "text/plain", ".svg": "image/svg+xml"}
 _NAME = r"{namespace:[a-z0-9][-a-z0-9.]{0,252}}/{name:[a-z0-9][-a-z0-9.]{0,252}}"
 _WORD = re.compile(r"[a-z0-9][-a-z0-9.]{0,252}")
 _MOST_EVENTS = 50
 _MOST_OFFERED = 500
-"""Maximum number of jobs that the comparison offers to add."""
+"""Maximum number of other jobs that the comparison page offers to add."""
 _VIEW = web.RequestKey("view", FleetView)
 _log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ _log = logging.getLogger(__name__)
 class Read:
     """A job's data, read for one page.
 
-    `faults` maps each part that could not be read to the reason.
+    `faults` maps the name of each part that could not be read, such as `pods`, to the reason.
     """
 
     body: Json
@@ -147,7 +147,8 @@ class Dashboard:
         app = web.Application(middlewares=[self._guard], client_max_size=_BODY)
         app.router.add_get("/", self.fleet_page)
         app.router.add_get("/healthz", _healthy)
-        app.router.add_get("/live", self.live, allow_head=False)  # an endless stream
+        # HEAD is refused, because it would start a stream that never ends.
+        app.router.add_get("/live", self.live, allow_head=False)
         app.router.add_get("/static/{file}", self.static)
         app.router.add_get("/compare", self.compare_page)
         app.router.add_get(f"/jobs/{_NAME}", self.job_page)
@@ -185,7 +186,8 @@ class Dashboard:
             status = 502 if isinstance(mistake, Unreachable) else getattr(mistake, "status", 502)
             status = status if 400 <= status < 600 else 502
             response = self._problem(request, status, "This cannot be read", str(mistake))
-        except Exception as fault:  # A bug in this program, or an unexpected record.
+        except Exception as fault:
+            # The cause is a bug in this program, or a record with unexpected values.
             _log.exception("%s cannot be shown", request.path)
             response = self._problem(request, 500, "This cannot be shown", f"{type(fault).__name__}: {fault}")
         if not response.prepared:
@@ -193,10 +195,11 @@ class Dashboard:
         return response
 
     async def _admit(self, request: web.Request) -> None:
-        """Give the request its view.
+        """Let the gate decide whether to serve the request, and store the gate's view in the
+        request.
 
-        Raises AccessRefused if another site may have caused the request, or if the request has no
-        valid token.
+        Raises AccessRefused if the request was sent to a different host name, if another site may
+        have caused it, or if it has no valid token.
         """
         if not own_host(request.headers.get("Host", ""), self.gate.names):
             raise AccessRefused(421, "Not this server", "The address must be an IP address or this machine's name.")
@@ -283,7 +286,12 @@ class Dashboard:
         )  # fmt: skip
 
     async def _gone(self, view: FleetView, key: Key, known: list[str]) -> tuple[list[str], str]:
-        """Return the deleted pods whose logs are kept, and a note if there are none."""
+        """Return the names of deleted pods whose logs are kept. If there are none, return a note
+        too.
+
+        `known` are the pods that still exist. The note says that no logs are kept, or why they
+        cannot be read.
+        """
         backend = _backend(view, key)
         try:
             kept = await view.shared.get(("kept", key), _CURVES_SECONDS, lambda: view.run(backend.kept_logs, key[1]))
@@ -333,7 +341,8 @@ class Dashboard:
 
     async def _read(self, view: FleetView, key: Key) -> Read:
         _backend(view, key)  # Raises NoSuchJob if the job was deleted in the meantime.
-        # A page requested after a change was announced must show the change.
+        # A page that is requested after a change has been announced must show this change. The key
+        # therefore contains the job's version.
         read = ("job", key, view.fleet.job_version(key))
         return await view.shared.get(read, _FRESH_SECONDS, lambda: view.run(_read_now, view, key))
 
@@ -349,7 +358,9 @@ class Dashboard:
     async def curves(self, request: web.Request) -> web.Response:
         """Return a job's curves as JSON for the page's script.
 
-        On a cluster, the trainer's file is in a pod, and is not read unless `pods=1` is given.
+        On a cluster, the file with the trainer's measurements is in a pod, and is read only if the
+        query contains `pods=1`. Otherwise, the curves show what the job has reported to its status
+        since the dashboard was started.
         """
         key, view = _key(request), _view(request)
         in_pods = request.query.get("pods") == "1" and view.commands
@@ -387,8 +398,8 @@ class Dashboard:
     async def log(self, request: web.Request) -> web.StreamResponse:
         """Send a log's lines as JSON events, followed by the event `end`.
 
-        It is the log of the pod that the query names. If the query names no pod, it is the log of
-        the whole job.
+        If the query names a pod, the lines are from its log. Otherwise, they are from the logs of
+        all training pods of the job.
         """
         key, view, pod = _key(request), _view(request), request.query.get("pod", "")
         if view.log_streams >= LOG_STREAMS:
@@ -447,14 +458,16 @@ async def _stream(request: web.Request, view: FleetView) -> AsyncIterator[_Event
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         response = web.StreamResponse(headers={**HEADERS, **headers})
         await response.prepare(request)
-        with contextlib.suppress(ConnectionError):  # The viewer is gone.
+        with contextlib.suppress(ConnectionError):  # The viewer has disconnected.
             yield _EventStream(response)
     finally:
         view.streams -= 1
 
 
 def _backend(view: FleetView, key: Key) -> Backend:
-    """Return a job's backend. Raises NoSuchJob if the job is not followed."""
+    """Return the backend that reads a job. Raises NoSuchJob if the dashboard does not follow the
+    job.
+    """
     if view.fleet.row(key) is None:
         raise NoSuchJob(f"no job {key[1]} in namespace {key[0]}; this dashboard shows {view.where}")
     return view.scoped(key[0])
@@ -507,7 +520,10 @@ class _EventStream:
         await self.response.write(text.encode())
 
     async def wait(self, seconds: float) -> None:
-        """Wait before checking for changes again. After a long silence, send a comment."""
+        """Wait between two checks for changes.
+
+        If nothing has been sent for _SILENCE_SECONDS, send a comment.
+        """
         if self._silent >= _SILENCE_SECONDS:
             await self.write(": waiting\n\n")
         await asyncio.sleep(seconds)
@@ -515,14 +531,21 @@ class _EventStream:
 
 
 def _reads_gone(request: web.Request, view: FleetView) -> bool:
-    """Whether kept logs are requested. On a cluster, reading them runs a command in a pod."""
+    """Whether to read the kept logs of deleted pods.
+
+    On a cluster, this runs a command in a pod, so it is done only if the viewer requests it.
+    """
     return view.past or (view.commands and request.query.get("gone") == "1")
 
 
 def _copy_log(
     backend: Backend, body: Json, pod: str, gone: bool, options: LogOptions, lines: queue.Queue[str | None]
 ) -> None:
-    """Put the lines and then None into the queue; stop when `options.stop` is set."""
+    """Read a log, and put its lines into the queue, followed by None.
+
+    This runs in a thread of its own, until the log ends or `options.stop` is set. If `gone` is
+    true, the pod was deleted, and its kept log is read.
+    """
 
     def put(line: str | None) -> None:
         while not options.stopped:
@@ -537,7 +560,7 @@ def _copy_log(
         for line in follower.lines():
             mark = f" rank {line.rank}" if line.rank is not None else ""
             short = line.pod.name.removeprefix(f"{name}-")
-            # Keep the part of a progress bar that a terminal would show.
+            # Keep only the last state of a progress bar, as a terminal does.
             last = line.text.rstrip(b"\r").rpartition(b"\r")[2]
             text = plain(last[: 4 * _LINE].decode(errors="replace"))[:_LINE]
             put(text if pod else f"[{short}{mark}] {text}")
@@ -545,7 +568,9 @@ def _copy_log(
             put(f"-- {plain(note)}")
     except Mistake as mistake:
         put(f"-- {plain(str(mistake))}")
-    except Exception as fault:  # A bug in this program, which the log's reader should see.
+    except Exception as fault:
+        # This is a bug in this program. Show it to the viewer, who would otherwise see an empty
+        # log.
         _log.exception("the log of %s cannot be read", name)
         put(f"-- the log cannot be read: {type(fault).__name__}: {plain(str(fault))}")
     finally:
@@ -564,7 +589,10 @@ def _key(request: web.Request) -> Key:
 
 
 def _chosen(request: web.Request) -> list[Key]:
-    """Return the jobs that the query names. Raises HTTPBadRequest."""
+    """Return the keys of the jobs that the query names.
+
+    Raises HTTPBadRequest if a name is invalid, or if the query names too many jobs.
+    """
     keys = list[Key]()
     for text in dict.fromkeys(request.query.getall("job", [])):
         namespace, _, name = text.strip().partition("/")
@@ -585,9 +613,9 @@ def _job(body: Json) -> DDPJob:
 
 
 def _nodes(body: Json, job: DDPJob) -> str:
-    """Return the nodes as shown in the list of jobs.
+    """Return the text about a job's nodes that the list of jobs shows.
 
-    The record of a deleted job contains only that text, and no slots to count.
+    A record of a deleted job contains this text, but no slots from which it could be computed.
     """
     stored = (body.get("status") or {}).get("nodes") or {}
     return str(stored.get("display") or job.status.nodes_display(job.spec))
@@ -613,8 +641,8 @@ async def serve(
 ) -> None:
     """Serve until cancelled.
 
-    `host=None` means every address. `started` is called with the port. Raises OSError if the server
-    cannot listen.
+    `host=None` means all addresses of this machine. Once the server listens, `started` is called
+    with the number of its port. Raises OSError if the server cannot listen.
     """
     runner = web.AppRunner(
         Dashboard(gate).app(), access_log=None, keepalive_timeout=75, shutdown_timeout=2.0, handler_cancellation=True

@@ -30,13 +30,15 @@ from ddpjob_trainer.errors import ConfigError
 
 _SAMPLES, _AT_ONCE = 5000, 100
 _RIDGE = 5e-4
-"""Added to each eigenvalue, so that directions without variance are not amplified."""
+"""Number added to each eigenvalue of the patches' covariance. Without it, directions in which
+patches hardly vary would be amplified too much."""
 SMALLEST = 9
-"""Minimum height and width of an image, because each of the three groups halves its maps."""
+"""Minimum height and width of an image. The maps of a smaller image would become empty, because
+each of the three groups halves them."""
 
 
 class Whitening(nn.Module):
-    """A convolution with fixed filters and a trained bias: (n, channels, height, width)."""
+    """A convolution of images (n, channels, height, width), with fixed filters and trained bias."""
 
     weight: torch.Tensor
 
@@ -47,14 +49,18 @@ class Whitening(nn.Module):
         self.bias = start.bias
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Return the maps, which are `side` - 1 pixels smaller than the images."""
+        """Return the feature maps.
+
+        Their sides are `side` - 1 pixels shorter than the images' sides.
+        """
         return nn.functional.conv2d(images, self.weight, self.bias)
 
 
 def find_filters(model: nn.Module, data: DataSet) -> str:
-    """Return the name of the filters of the model's Whitening; empty if it has none.
+    """Return the name that the filters of the model's Whitening have in the model's state dict.
 
-    Raises ConfigError if the layer does not fit the images.
+    The name is empty if the model does not have a Whitening. Raises ConfigError if the layer's
+    channels do not match those of the images.
     """
     for name, layer in model.named_modules():
         if isinstance(layer, Whitening):
@@ -68,7 +74,10 @@ def find_filters(model: nn.Module, data: DataSet) -> str:
 
 
 def whiten(weights: dict[str, torch.Tensor], name: str, data: DataSet, group: Group) -> dict[str, torch.Tensor]:
-    """Return a model's state dict with computed filters under `name`. All ranks must call this."""
+    """Return the state dict `weights` with newly computed filters under `name`.
+
+    Rank 0 computes the filters. All ranks must call this together.
+    """
     computed = torch.empty(weights[name].shape)
     if group.rank == 0:
         computed.copy_(filters(data, computed.shape[2]))
@@ -78,9 +87,9 @@ def whiten(weights: dict[str, torch.Tensor], name: str, data: DataSet, group: Gr
 
 @torch.no_grad()
 def filters(data: DataSet, side: int) -> torch.Tensor:
-    """Return the filters (2 * channels * side^2, channels, side, side) for the training images.
+    """Return filters (2 * channels * side^2, channels, side, side) for the training images.
 
-    Small eigenvalues need float64, because TensorFloat-32 would lose them.
+    The computation is in float64, because TensorFloat-32 would lose small eigenvalues.
     """
     numbers = range(min(_SAMPLES, data.train_size))
     parts = [list(numbers[first : first + _AT_ONCE]) for first in range(0, len(numbers), _AT_ONCE)]
@@ -96,7 +105,7 @@ def filters(data: DataSet, side: int) -> torch.Tensor:
 
 
 class _Bias(nn.Module):
-    """Adds a number to each channel, as batch normalization without a scale does."""
+    """Adds a trained number to each channel, after a normalization without scale and bias."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -107,7 +116,10 @@ class _Bias(nn.Module):
 
 
 class _Head(nn.Linear):
-    """A linear layer without bias, with weights of variance 1 and scores divided by `inputs`."""
+    """A linear layer without bias.
+
+    Its initial weights have variance 1, and it divides the scores by `inputs`.
+    """
 
     def __init__(self, inputs: int, classes: int) -> None:
         super().__init__(inputs, classes, bias=False)
@@ -119,14 +131,15 @@ class _Head(nn.Linear):
 
 
 def _convolution(inputs: int, outputs: int) -> nn.Conv2d:
-    """Return a convolution whose first filters copy their inputs."""
+    """Return a convolution whose first `inputs` filters initially copy the input channels."""
     layer = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
     nn.init.dirac_(layer.weight.detach()[:inputs])
     return layer
 
 
 def _group(inputs: int, outputs: int) -> nn.Sequential:
-    # The running statistics adapt fast, because airbench takes only 200 steps. It trains no scale.
+    # The high momentum lets the running statistics adapt fast, because airbench takes only 200
+    # steps. With affine=False, the normalization does not train a scale.
     norms = (nn.BatchNorm2d(outputs, eps=1e-12, momentum=0.4, affine=False) for _ in range(2))
     first, second = ([norm, _Bias(outputs), nn.GELU()] for norm in norms)
     return nn.Sequential(
@@ -135,7 +148,7 @@ def _group(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class Airbench(nn.Module):
-    """Whitening, three groups of two convolutions, and a linear layer: 2 million weights."""
+    """A Whitening, three groups of two convolutions each, and a linear layer."""
 
     def __init__(self, shape: tuple[int, ...], classes: int, width: int) -> None:
         """`width` is the number of channels of the first group. Raises ConfigError."""
@@ -150,7 +163,7 @@ class Airbench(nn.Module):
         self.whiten = Whitening(shape[0])
         channels = (len(self.whiten.weight), width, 4 * width, 4 * width)
         groups = [_group(*pair) for pair in pairwise(channels)]
-        # The maps of images of 32x32 pixels have 3x3 values here.
+        # After these groups, the maps of images of 32x32 pixels have 3x3 values.
         self.features = nn.Sequential(nn.GELU(), *groups, nn.AdaptiveMaxPool2d(1))
         self.head = _Head(channels[-1], classes)
 

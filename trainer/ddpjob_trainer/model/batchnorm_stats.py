@@ -20,7 +20,10 @@ from ddpjob_trainer.distributed.process_group import Group
 
 @torch.no_grad()
 def move_running(module: _BatchNorm, mean: torch.Tensor, variance: torch.Tensor) -> None:
-    """Update a layer's running statistics as torch does, from mean and unbiased variance."""
+    """Update a layer's running statistics as torch does.
+
+    `mean` and `variance`, which is unbiased, are the moments of the current batch.
+    """
     assert module.running_mean is not None and module.running_var is not None
     assert module.num_batches_tracked is not None
     module.num_batches_tracked.add_(1)
@@ -30,17 +33,18 @@ def move_running(module: _BatchNorm, mean: torch.Tensor, variance: torch.Tensor)
 
 
 class BatchStatistics:
-    """A model's running means and variances, over the ranks of a group.
+    """Combines a model's running means and variances over the ranks of a group.
 
-    Does nothing for a model without running statistics. With `ordered`, micro-batches are added up
-    in order, so that the sum has identical bits on any number of ranks. The model's buffers become
-    views of one flat tensor per device and format, so that each step takes a few calls in total
-    instead of several per layer. A model can have only one BatchStatistics at a time.
+    Does nothing for a model without running statistics. With `ordered`, the results of the
+    micro-batches are added up in the order of the micro-batches, so that the sum has identical bits
+    on any number of ranks. The model's buffers become views of one flat tensor per device and
+    format, so that each step takes a few calls in total instead of several per layer. A model can
+    have only one BatchStatistics at a time.
     """
 
     def __init__(self, model: nn.Module, group: Group, ordered: bool = False) -> None:
         self._group, self._ordered = group, ordered
-        # This includes instance normalization, for a user's model that tracks its running
+        # `_NormBase` includes instance normalization, because a user's model may track its running
         # statistics.
         layers = [module for module in model.modules() if isinstance(module, _NormBase) and module.track_running_stats]
         self._running = _flattened(
@@ -59,7 +63,11 @@ class BatchStatistics:
 
     @contextmanager
     def of_micro(self, micro: Micro, count: int) -> Iterator[None]:
-        """Run a micro-batch's forward pass inside this `with`. The step has `count` samples."""
+        """Run the forward pass of one micro-batch inside this `with`.
+
+        The micro-batch contributes to the step's statistics with the weight of its samples among
+        the `count` samples of the step.
+        """
         if not self._running:
             yield
             return
@@ -79,7 +87,7 @@ class BatchStatistics:
             self._total = part if self._total is None else self._total.add_(part)
 
     def exchange(self) -> None:
-        """Combine the statistics of all ranks at the end of the step.
+        """Combine the running statistics of all ranks at the end of a step.
 
         All ranks must call this together.
         """
@@ -105,31 +113,33 @@ class BatchStatistics:
 
 
 def _flattened(buffers: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return one flat tensor per device and format, and make the buffers views of them."""
+    """Return one flat tensor for each device and format, and make the buffers views of them."""
     flats = []
     for kind in dict.fromkeys((buffer.device, buffer.dtype) for buffer in buffers):
         alike = [buffer for buffer in buffers if (buffer.device, buffer.dtype) == kind]
         flats.append(torch.cat([buffer.detach().flatten() for buffer in alike]))
         for buffer, piece in zip(alike, torch.split(flats[-1], [buffer.numel() for buffer in alike]), strict=True):
-            # Assign .data, so that the buffer remains the same tensor, and autograd does not count
-            # a copy into it as a change. autograd keeps the buffers for the backward pass, which
-            # does not read them in training. In a pipeline, they change in between, because
-            # the next micro-batch's forward pass comes before that backward pass.
+            # Assign .data, so that the buffer remains the same tensor and autograd does not count
+            # later copies into it as changes. autograd keeps the buffers for the backward pass,
+            # although it does not read them there in training. In a pipeline, the buffers change
+            # before a micro-batch's backward pass, because the next micro-batch's forward pass
+            # comes first.
             buffer.data = piece.view_as(buffer)
     return flats
 
 
 def _joined(flats: list[torch.Tensor]) -> torch.Tensor:
-    """Return one tensor with the device and format of the first tensor."""
+    """Concatenate flat tensors into one, with the device and format of the first tensor."""
     return flats[0] if len(flats) == 1 else torch.cat([flat.to(flats[0]) for flat in flats])
 
 
 def ordered_parts(
     parts: list[tuple[int, torch.Tensor]], size: int, like: torch.Tensor, group: Group
 ) -> list[torch.Tensor]:
-    """Return the flat parts (number, tensor) of all ranks, ordered by number, on every rank.
+    """Return the parts of all ranks, ordered by their numbers, on every rank.
 
-    The result takes (micro-batches, `size`) in memory. All ranks must call this together.
+    A part is a micro-batch's number and a flat tensor of `size` numbers. The result takes the
+    memory of one such tensor for each micro-batch of all ranks. All ranks must call this together.
     """
     if group.world == 1:
         return [part for _, part in sorted(parts, key=lambda part: part[0])]

@@ -16,16 +16,16 @@ def depths(model: nn.Module) -> dict[str, int]:
     """Return the depth of each parameter by name, from 0 (nearest to the input) without gaps.
 
     For timm's models, the depth comes from their own `group_matcher`, as in timm's
-    param_groups_layer_decay. For other models, the rules follow get_layer_id in BEiT and MAE
-    for transformers. The stem (tokens, positions, patches, everything registered before the first
-    block) has depth 0. Each block in the model's sequences is one deeper. Parameters between two
-    blocks belong to the next block, and those after the last block (normalization, head) are one
-    deeper than that block.
+    param_groups_layer_decay. For other models, the rules follow get_layer_id in BEiT and MAE for
+    transformers. The stem (tokens, positions, patches, everything registered before the first
+    block) has depth 0. Each block in the model's sequences is one deeper than the previous block.
+    Parameters between two blocks belong to the next block, and those after the last block
+    (normalization, head) are one deeper than that block.
 
     A block is a member of an nn.Sequential, ModuleList or ModuleDict that itself contains modules,
     such as a transformer's layer or a ResNet's Bottleneck. In a model without blocks, each layer
-    with a matrix or convolution counts as a block. The order is the order of registration, so a
-    head registered before the blocks is taken for the stem.
+    with a matrix or convolution counts as a block. Blocks are ordered by their registration in the
+    model, so a head that is registered before the blocks is taken for the stem.
 
     Raises ConfigError if a model has a `group_matcher` but timm is not installed.
     """
@@ -47,8 +47,8 @@ def depths(model: nn.Module) -> dict[str, int]:
 def describe_shares(depths: Mapping[str, int], decay: float) -> str:
     """Describe the parameter groups for the log.
 
-    The text contains the number of groups, and the shares of optim.lr that the first and last group
-    use.
+    The text states the number of groups, and the factors by which the learning rates of the first
+    and the last group differ from optim.lr.
     """
     deepest = max(depths.values())
     ends = [[name for name, depth in depths.items() if depth == end] for end in (0, deepest)]
@@ -60,7 +60,11 @@ def describe_shares(depths: Mapping[str, int], decay: float) -> str:
 
 
 def _by_layer(model: nn.Module) -> dict[str, int]:
-    """Return depths by layer; a normalization belongs to the preceding layer."""
+    """Return the depth of each parameter in a model without blocks.
+
+    Each layer with a matrix is one deeper than the previous one. A normalization has the depth of
+    the layer before it.
+    """
     found, depth, last = dict[str, int](), -1, None
     for name, weight in model.named_parameters():
         layer = name.rpartition(".")[0]
@@ -71,7 +75,11 @@ def _by_layer(model: nn.Module) -> dict[str, int]:
 
 
 def _by_block(names: list[str], blocks: list[str]) -> dict[str, int]:
-    """Return depths by block; `names` and `blocks` are in the model's order."""
+    """Return the depth of each parameter in a model with blocks.
+
+    `names` are the names of the parameters, and `blocks` the names of the blocks, both in the
+    model's order.
+    """
     owners = [next((block for block in blocks if name.startswith(f"{block}.")), None) for name in names]
     found, depth, last = dict[str, int](), 0, None
     coming = list[str]()
@@ -90,7 +98,7 @@ def _by_block(names: list[str], blocks: list[str]) -> dict[str, int]:
 def _blocks(module: nn.Module, name: str, *, inside: bool) -> Iterator[str]:
     """Yield the names of a module's blocks.
 
-    `inside` indicates whether the module belongs to a sequence.
+    `inside` indicates that the module is a sequence of blocks, or is part of one.
     """
     for key, child in module.named_children():
         path = f"{name}.{key}" if name else key

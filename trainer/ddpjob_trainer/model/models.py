@@ -30,9 +30,10 @@ from ddpjob_trainer.own_functions import load_function
 def build_model(
     config: ModelConfig, shape: tuple[int, ...], classes: int, seed: int, device: torch.device | None = None
 ) -> nn.Module:
-    """Return the network for images of `shape` (channels, height, width), on `device`.
+    """Return the network that the configuration names, on `device`.
 
-    Its weights depend only on `seed`. Raises ConfigError.
+    It takes images of `shape` (channels, height, width). Its initial weights depend only on `seed`.
+    Raises ConfigError.
     """
     if config.channels_last is True and len(shape) != 3:
         raise ConfigError(
@@ -41,8 +42,8 @@ def build_model(
         )
     torch.manual_seed(seed)
     device = device or torch.device("cpu")
-    # A user's function may also draw from Python's and numpy's generators. For other models, numpy
-    # is not loaded.
+    # A user's function may also draw from Python's and numpy's generators, so these generators are
+    # seeded for it. For other models, numpy is not loaded.
     with seed_draws(seed) if is_own(config) else nullcontext():
         model = _network(config, shape, classes).to(device)
     if config.zero_init_residual:
@@ -78,7 +79,7 @@ def build_model(
 
 
 def choose_layout(config: ModelConfig, amp: AmpConfig, shape: tuple[int, ...], device: torch.device) -> ModelConfig:
-    """Return the configuration with `auto` replaced by a memory layout.
+    """Return the configuration with a definite memory layout in place of `auto`.
 
     `amp.level` must already be resolved.
     """
@@ -105,11 +106,12 @@ def _freeze(model: nn.Module, config: ModelConfig) -> None:
 
 
 _LAST_NORMALIZATION = {"Bottleneck": "bn3", "BasicBlock": "bn2", "_Block": "bn2"}
-"""A residual block's last normalization, by the block's class, in torchvision and in this file."""
+"""Maps the class name of a residual block, in torchvision or in this file, to the name of the
+block's last normalization."""
 
 
 def _last_normalizations(model: nn.Module, config: ModelConfig, key: str) -> list[nn.Module]:
-    """Return each residual block's last normalization.
+    """Return the last normalization of each residual block.
 
     Raises ConfigError for a model without such blocks.
     """
@@ -127,7 +129,7 @@ def _last_normalizations(model: nn.Module, config: ModelConfig, key: str) -> lis
 
 
 def _drop_paths(model: nn.Module, config: ModelConfig) -> None:
-    """Add stochastic depth after each residual block's last normalization, as timm does.
+    """Add stochastic depth after the last normalization of each residual block, as timm does.
 
     Raises ConfigError.
     """
@@ -143,10 +145,10 @@ def _drop_paths(model: nn.Module, config: ModelConfig) -> None:
 
 
 def _drop_path(normalization: nn.Module, _: Any, outputs: torch.Tensor) -> torch.Tensor:
-    """Drop paths in a forward hook.
+    """Apply stochastic depth to the output of a normalization, in a forward hook.
 
-    A hook keeps the weights' names in files unchanged. It is a function, so that a copy of the
-    model calls the copy's own submodule.
+    A wrapper would change the names of the weights in files, but a hook does not. The hook finds
+    the layer through its argument, so that a copy of the model calls the copy's own layer.
     """
     kept: torch.Tensor = normalization.get_submodule("drop_path")(outputs)
     return kept
@@ -195,21 +197,24 @@ def _network(config: ModelConfig, shape: tuple[int, ...], classes: int) -> nn.Mo
 
 
 def is_own(config: ModelConfig) -> bool:
-    """Return whether a user's function builds the model."""
+    """Return whether the configuration names a user's function that builds the model."""
     kind, colon, _ = config.name.partition(":")
     return bool(colon) and kind not in ("torchvision", "timm")
 
 
 def is_tied_to_micro_batches(model: nn.Module) -> bool:
-    """Return whether a sample's training output depends on random numbers or on other samples."""
+    """Return whether the model's output for a sample depends on random numbers or other samples.
+
+    Only its output in training matters.
+    """
     return any(ties_samples(module) for module in model.modules())
 
 
 def ties_samples(module: nn.Module) -> bool:
     """Return whether a layer's output for a sample depends on random numbers or on other samples.
 
-    For a user's model, the result is always True, because its forward may call functions that are
-    not modules.
+    For the outermost module of a user's model, the result is always True, because its forward
+    method may call functions that are not modules.
     """
     if getattr(module, _OWN, False):
         return True
@@ -229,9 +234,9 @@ def needs_two_samples(
 ) -> bool:
     """Return whether training fails on a micro-batch of one sample.
 
-    `early` is the shape of images in this epoch, if it will grow to `shape`. Training fails if a
-    normalization would see one value per channel, because its maps have shrunk to one pixel. This
-    check does not compute any values.
+    It fails if maps have shrunk to one pixel where a normalization needs more than one value per
+    channel. `early` is the shape of images in this epoch, if images grow to `shape` in later
+    epochs. This check does not compute any values.
     """
     from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -246,9 +251,10 @@ def needs_two_samples(
 
 
 def check_image_size(config: ModelConfig, shape: tuple[int, ...], classes: int, key: str) -> None:
-    """Raise ConfigError if a model from torchvision or timm fails on images of `shape`.
+    """Raise ConfigError if a model from torchvision or timm cannot process images of `shape`.
 
-    `key` is the key of the setting for the image size, or empty if there is no such setting.
+    `key` is the name of the setting for the image size, for the message. It is empty if there is no
+    such setting.
     """
     if is_own(config) or ":" not in config.name:
         return
@@ -272,9 +278,10 @@ def check_image_size(config: ModelConfig, shape: tuple[int, ...], classes: int, 
 
 @contextmanager
 def explain_image_size(config: ModelConfig, shape: tuple[int, ...], classes: int, key: str) -> Iterator[None]:
-    """Run a first forward pass inside this `with`. If the pass fails, call `check_image_size`.
+    """Run a model's first forward pass inside this `with`.
 
-    That check takes time, so it does not run beforehand.
+    If the pass fails, `check_image_size` finds out whether the image size is the cause. That check
+    takes time, so it does not run before a pass has failed.
     """
     try:
         yield
@@ -298,7 +305,7 @@ def _torchvision_model(name: str, shape: tuple[int, ...], classes: int) -> nn.Mo
             f"model.name=torchvision:{name}: torchvision's models need images with 3 channels, but the data's"
             f" have {shape[0]}; use small_cnn, resnet18_cifar, timm:NAME or your own model"
         )
-    # These two models also return the scores of their auxiliary heads.
+    # Without this argument, these two models would also return the scores of their auxiliary heads.
     plain = {"aux_logits": False} if name in ("googlenet", "inception_v3") else {}
     model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=classes, **plain)
     return model
@@ -321,11 +328,11 @@ def _timm_model(name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
 _OWN = "_ddpjob_own_model"
 _WIDE = (torch.float64, torch.complex64, torch.complex128)
 RANDOM_PATHS = ("StochasticDepth", "DropPath")
-"""Class names of torchvision's and timm's layers that drop a random branch."""
+"""Class names of the layers in torchvision and timm that drop a branch at random."""
 
 
 def _own_model(name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
-    """Return the model that `package.module:function` builds for (shape, classes)."""
+    """Return the model that the user's `package.module:function` builds from (shape, classes)."""
     build = load_function("model.name", name, ["torchvision", "timm"])
     model = build(shape, classes)
     if not isinstance(model, nn.Module):
@@ -354,18 +361,23 @@ def _own_model(name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
             " from get_extra_state, or keep the value in a buffer"
         )
     setattr(model, _OWN, True)
-    # A pretrained model is often in evaluation mode, but evaluations end in training mode.
+    # A user's function often returns a pretrained model in evaluation mode. Training must not begin
+    # in this mode, because the model would leave it at the end of the first evaluation.
     return model.train()
 
 
 def _convolution(inputs: int, outputs: int, norm: NormName) -> list[nn.Module]:
-    # Group statistics come from one sample, so gradients do not depend on how a batch is divided.
+    # GroupNorm computes statistics of single samples, so with it, gradients do not depend on how a
+    # batch is divided.
     normalized = nn.GroupNorm(4, outputs) if norm is NormName.GROUP else nn.BatchNorm2d(outputs)
     return [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), normalized, nn.ReLU(inplace=True)]
 
 
 class SmallCnn(nn.Module):
-    """3x3 convolutions that halve the image until its shorter side is 4, then a linear layer."""
+    """3x3 convolutions, max-pooling and a linear layer.
+
+    Pooling halves the image until its shorter side is at most 4.
+    """
 
     def __init__(self, shape: tuple[int, ...], classes: int, config: ModelConfig) -> None:
         super().__init__()

@@ -18,35 +18,38 @@ from ddpjob_trainer.model.airbench import Airbench
 from ddpjob_trainer.model.models import ResNet18Cifar, SmallCnn
 
 _FLOPS_PER_ELEMENT = 20
-"""Cost of writing a value, in addition to arithmetic, because normalization and activation layers
-are memory-bound."""
+"""Cost of writing one value, in floating-point operations. Normalization and activation layers do
+little arithmetic, but they are limited by memory bandwidth."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A module in the sequence, and its name in the model (or any name, if it has no weights)."""
+    """A module in the sequence, and its name in the model.
+
+    A module without weights may have any name.
+    """
 
     name: str
     module: nn.Module
 
     @property
     def has_weights(self) -> bool:
-        """Whether the layer has parameters to train."""
+        """Whether the layer has parameters."""
         return any(True for _ in self.module.parameters())
 
 
 class Mean(nn.Module):
-    """Averages over each image: (n, channels, height, width) -> (n, channels)."""
+    """Averages each channel over the pixels: (n, channels, height, width) -> (n, channels)."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Return the mean over each image."""
+        """Return the mean of each channel."""
         return images.mean((2, 3))
 
 
 def to_sequential(model: nn.Module) -> list[Layer]:
-    """Return the modules whose composition is the model's forward pass.
+    """Return a model's modules in the order in which its forward pass calls them, one by one.
 
-    Raises ConfigError if the model is not a sequence of modules.
+    Raises ConfigError if the forward pass is more than such a sequence of calls.
     """
     flatten = Layer("flatten", nn.Flatten())
     if isinstance(model, SmallCnn):
@@ -62,7 +65,8 @@ def to_sequential(model: nn.Module) -> list[Layer]:
     if kind in ("torchvision.models.vgg.VGG", "torchvision.models.alexnet.AlexNet"):
         return [*_layers(model, "features.*", "avgpool"), flatten, *_layers(model, "classifier.*")]
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
-        # named_children would skip a module's second use, for example of an activation.
+        # named_children would skip the second use of a module that occurs twice, for example an
+        # activation.
         found = [Layer(name, module) for name, module in zip(model._modules, model, strict=True)]
         _check_own_weights(found)
         return found
@@ -76,7 +80,7 @@ def to_sequential(model: nn.Module) -> list[Layer]:
 def _check_own_weights(layers: list[Layer]) -> None:
     """Raise ConfigError if two layers share weights or running statistics.
 
-    Such layers could end up in different stages.
+    Such layers could end up in different stages, on different devices.
     """
     owners: dict[torch.Tensor, str] = {}
     for layer in layers:
@@ -102,12 +106,11 @@ def _layers(model: nn.Module, *names: str) -> list[Layer]:
 
 
 class Stage(nn.Module):
-    """Consecutive layers, keyed by their names in the whole model."""
+    """Consecutive layers of a model, under the names that they have in the whole model."""
 
     def __init__(self, layers: list[Layer]) -> None:
         super().__init__()
-        # A plain list, so that this line does not register the layers. They are registered below,
-        # by name.
+        # A plain list does not register the layers as modules. They are registered below, by name.
         self._layers = [layer.module for layer in layers]
         for layer in layers:
             *path, last = layer.name.split(".")
@@ -126,14 +129,17 @@ class Stage(nn.Module):
 
 
 class MetaModel:
-    """The layers on the meta device, without weights, for finding shapes and costs cheaply."""
+    """A copy of the layers on the meta device, to find shapes and costs without computing."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self._modules = [copy.deepcopy(layer.module).to("meta").eval() for layer in layers]
 
     @torch.no_grad()
     def outputs(self, images: Sequence[int]) -> list[torch.Tensor]:
-        """Return each layer's output on the meta device for images (n, channels, height, width)."""
+        """Return each layer's output on the meta device.
+
+        `images` is the shape of the images: (n, channels, height, width).
+        """
         values = torch.empty(*images, device="meta")
         found = []
         for module in self._modules:
@@ -143,9 +149,10 @@ class MetaModel:
 
     @torch.no_grad()
     def costs(self, image: Sequence[int]) -> list[float]:
-        """Return each layer's cost for one image (channels, height, width).
+        """Return each layer's cost for one image of the shape `image` (channels, height, width).
 
-        The cost counts arithmetic and values written, and is the same on every machine.
+        The cost is the number of arithmetic operations plus a constant for each value written. It
+        is the same on every machine.
         """
         from torch.utils.flop_counter import FlopCounterMode
 
@@ -158,11 +165,11 @@ class MetaModel:
 
 
 def split(layers: Sequence[Layer], costs: Sequence[float], parts: int, key: str) -> list[list[Layer]]:
-    """Divide the layers into `parts` stages.
+    """Divide the layers into `parts` stages of consecutive layers.
 
-    The division minimizes the cost of the most expensive stage. Each stage begins with a layer that
-    has weights. If there are fewer such layers than stages, raises a ConfigError that names the
-    configuration's `key`.
+    The division minimizes the cost of the most expensive stage. Each stage after the first begins
+    with a layer that has weights. If there are fewer layers with weights than stages, raises a
+    ConfigError that names the setting `key`.
     """
     starts = [0, *[index for index, layer in enumerate(layers) if layer.has_weights][1:]]
     if parts > len(starts):
@@ -172,8 +179,8 @@ def split(layers: Sequence[Layer], costs: Sequence[float], parts: int, key: str)
         )
     sums = [0.0, *itertools.accumulate(costs)]
     ends = [*starts[1:], len(layers)]
-    # Maps `end` to (cost of the most expensive stage, ends of the stages) for the layers up to
-    # `end`. At first, all of them form one stage.
+    # For each `end`, the best division of the layers before it: (cost of its most expensive stage,
+    # ends of its stages). At first, all of these layers form one stage.
     best: dict[int, tuple[float, list[int]]] = {end: (sums[end], [end]) for end in ends}
     for _ in range(parts - 1):
         longer: dict[int, tuple[float, list[int]]] = {}

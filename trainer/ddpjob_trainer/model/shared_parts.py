@@ -48,8 +48,8 @@ from ddpjob_trainer.private_torch import check_dimensions
 Forward = Callable[[torch.Tensor], torch.Tensor]
 _MASKS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 PLAIN_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-"""Layers with torch's own forward pass. timm's subclass, for example, adds an activation to its
-forward pass."""
+"""Batch normalizations with torch's own forward pass. A subclass may do more in its forward pass:
+timm's, for example, applies an activation."""
 
 
 def can_be_shared(model: nn.Module) -> bool:
@@ -63,7 +63,7 @@ def _is_random(module: nn.Module) -> bool:
 
 
 class SharedParts:
-    """Lets a model's layers compute parts of micro-batches.
+    """Replaces the forward passes of a model's layers by ones that accept parts of micro-batches.
 
     Must be created before the first forward pass.
     """
@@ -75,7 +75,7 @@ class SharedParts:
         self._random: list[Any] = []
         self._device = next((value.device for value in model.parameters()), torch.device("cpu"))
         for module in model.modules():
-            # A layer with probability 0 has no effect.
+            # A random layer with probability 0 has no effect, so it keeps its own forward pass.
             masks = _is_random(module) and ties_samples(module)
             layer: Any = self._normalize if isinstance(module, _BatchNorm) else self._mask if masks else None
             if layer is not None:
@@ -84,9 +84,9 @@ class SharedParts:
 
     @contextmanager
     def of_micro(self, micro: Micro) -> Iterator[None]:
-        """Run a micro-batch's forward pass inside this `with`.
+        """Run the forward pass of one micro-batch inside this `with`.
 
-        Without parts, the model's own layers are used.
+        If the micro-batch does not have parts, the layers use their own forward passes.
         """
         self._parts = micro.parts
         self._random = [None] * len(micro.parts)
@@ -96,7 +96,10 @@ class SharedParts:
             self._parts = ()
 
     def _mask(self, module: nn.Module, forward: Forward, values: torch.Tensor) -> torch.Tensor:
-        """Apply to this rank's rows the masks that the layer would draw for whole micro-batches."""
+        """Multiply this rank's rows by the random factors that the layer would draw for them.
+
+        The factors are drawn for whole micro-batches, so they do not depend on the number of ranks.
+        """
         if not module.training or not self._parts:
             return forward(values)
         self._check_samples(module, values)
@@ -126,16 +129,16 @@ class SharedParts:
             values, module.weight, module.bias, module.eps, self._parts, sizes, self._group
         )
         if module.track_running_stats:
-            # Take the mean of the micro-batches' moments, weighted by this rank's samples. The
-            # average over all ranks, weighted by samples, is then the mean over the micro-batches.
+            # `moments` is the mean over the micro-batches of which this rank has a part, weighted
+            # by this rank's samples. If it is averaged over all ranks, again weighted by samples,
+            # the result is the mean over all micro-batches.
             move_running(module, *moments)
         return outputs
 
     def _check_samples(self, module: nn.Module, values: torch.Tensor) -> None:
-        """Raise TrainingError if a layer gets windows or positions instead of samples.
+        """Raise TrainingError if the rows that a layer gets are windows or positions, not samples.
 
-        If rows are (n * windows, ...), for example, it is unknown which of them belong to which
-        part.
+        If there are n * windows rows, for example, it is unknown which rows belong to which part.
         """
         samples = sum(part.count for part in self._parts)
         if len(values) != samples:
@@ -147,10 +150,11 @@ class SharedParts:
             )
 
     def _sizes_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each part's micro-batch size (parts, 1) and share of this rank (parts,).
+        """Return each part's micro-batch size, and each part's fraction of this rank's samples.
 
-        Both are cached, because they are the same in most steps. Sending them for each layer would
-        mean waiting for the device.
+        Their shapes are (parts, 1) and (parts,). Both tensors are kept on the device, because they
+        are the same in most steps. Sending them to the device for each layer would mean waiting for
+        it.
         """
         key = tuple((part.size, part.count) for part in self._parts)
         if key not in self._sizes:
@@ -160,10 +164,10 @@ class SharedParts:
 
 
 class _NormalizeParts(torch.autograd.Function):
-    """Maps (input, weight, bias, eps, parts, `_sizes_on`, group) to (output, moments).
+    """Maps (input, weight, bias, eps, parts, result of `_sizes_on`, group) to (output, moments).
 
-    The moments are for `move_running`. Sums over a sample's pixels are float32, but sums over
-    samples are float64, so that raw second moments do not lose precision.
+    The moments are for `move_running`. Sums over the pixels of a sample are float32. Sums over
+    samples are float64, because raw second moments would lose precision in float32.
     """
 
     @staticmethod
@@ -182,7 +186,8 @@ class _NormalizeParts(torch.autograd.Function):
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.shape}")
         values = input.float()
         if values.dim() > 2:
-            axes = list(range(2, values.dim()))  # torch.var_mean takes 15 times as long on the CPU.
+            # On the CPU, torch.var_mean would take 15 times as long as the following lines.
+            axes = list(range(2, values.dim()))
             mean = values.mean(axes, keepdim=True)
             variance = torch.linalg.vector_norm(values - mean, dim=axes).square_().div_(pixels)
             mean = mean.flatten(1)
@@ -227,7 +232,7 @@ class _NormalizeParts(torch.autograd.Function):
 
 
 def _by_part(first: torch.Tensor, second: torch.Tensor, parts: tuple[Part, ...]) -> torch.Tensor:
-    """Sum both tensors (samples, channels) over each part: (parts, 2, channels)."""
+    """Sum both tensors (samples, channels) over the samples of each part: (parts, 2, channels)."""
     sizes = [part.count for part in parts]
     both = torch.stack([first, second], 1)
     return torch.stack([piece.sum(0) for piece in torch.split(both, sizes)])
@@ -236,12 +241,15 @@ def _by_part(first: torch.Tensor, second: torch.Tensor, parts: tuple[Part, ...])
 def _over_holders(
     first: torch.Tensor, second: torch.Tensor, pixels: int, parts: tuple[Part, ...], group: Group
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum both tensors, means over `pixels` (samples, channels), over each whole micro-batch."""
+    """Sum both tensors over the pixels and samples of each whole micro-batch.
+
+    Each tensor (samples, channels) contains means over `pixels` pixels of a sample.
+    """
     return _sum_parts(_by_part(first, second, parts).mul_(pixels), parts, group)
 
 
 def _sum_parts(own: torch.Tensor, parts: tuple[Part, ...], group: Group) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each part's sums over all ranks that hold a part of its micro-batch.
+    """Add up each part's sums over all ranks that hold a part of the same micro-batch.
 
     The sums are added up in rank order, so that all holders compute identical bits.
     """
@@ -251,7 +259,10 @@ def _sum_parts(own: torch.Tensor, parts: tuple[Part, ...], group: Group) -> tupl
 
 
 def _each(values: torch.Tensor, parts: tuple[Part, ...], like: torch.Tensor) -> torch.Tensor:
-    """Expand (parts, channels) to float32 (samples, channels, 1, ...), to match `like`."""
+    """Repeat each part's row of (parts, channels) for all samples of the part.
+
+    The result is float32 (samples, channels, 1, ...), with as many dimensions as `like`.
+    """
     chosen = values.float()
     chosen = torch.cat([row.expand(part.count, -1) for row, part in zip(chosen, parts, strict=True)])
     return chosen.reshape(*chosen.shape, *[1] * (like.dim() - 2))

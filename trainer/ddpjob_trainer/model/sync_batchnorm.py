@@ -18,10 +18,11 @@ from ddpjob_trainer.model.batchnorm_stats import move_running
 
 
 def synchronize(model: nn.Module, device: torch.device) -> nn.Module:
-    """Return the model with its batch normalizations replaced. Names and values are kept.
+    """Return the model with its batch normalizations replaced by synchronized ones.
 
-    The replacements are torch's own layers on accelerators and this module's on the CPU. Raises
-    ConfigError for a layer that does more than normalize.
+    Their names and values are kept. On an accelerator, the replacements are torch's own layers; on
+    the CPU, they are this module's. Raises ConfigError if a batch normalization of the model does
+    more than normalize.
     """
     for module in model.modules():
         plain = isinstance(module, nn.SyncBatchNorm) or type(module).forward is _BatchNorm.forward
@@ -44,7 +45,7 @@ def synchronize(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 class _SyncBatchNorm(nn.SyncBatchNorm):
-    """torch's layer, extended to shares that may be empty.
+    """torch's SyncBatchNorm, extended so that a rank's share of the samples may be empty.
 
     For an empty share, torch's layer would send zeros in the input's format, which does not match
     the float32 that ranks with samples send.
@@ -68,7 +69,11 @@ class CpuSyncBatchNorm(_BatchNorm):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalize over all ranks (collective) in training, or with the running statistics."""
+        """Normalize (n, channels, ...) by the mean and variance of each channel.
+
+        In training, these cover the samples of all ranks, so all ranks must call this together. In
+        evaluation, they are the running statistics.
+        """
         if not self.training or not dist.is_initialized() or dist.get_world_size() == 1:
             normalized: torch.Tensor = super().forward(input)
             return normalized
@@ -134,5 +139,5 @@ class _Normalize(torch.autograd.Function):
 
 
 def _wide(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Reshape (channels,) to (1, channels, 1, ...) for tensors such as `like`."""
+    """Reshape (channels,) to (1, channels, 1, ...), with as many dimensions as `like`."""
     return values.reshape(1, -1, *[1] * (like.dim() - 2))

@@ -11,7 +11,7 @@ from ddpjob_trainer.errors import ConfigError
 
 
 def check(config: DdpConfig) -> None:
-    """Raise ConfigError if the options exclude each other or are out of range."""
+    """Raise ConfigError if settings of the section `ddp` exclude each other or are out of range."""
     if config.comm_hook is CommHook.NONE:
         return
     if config.ordered:
@@ -30,11 +30,12 @@ def check(config: DdpConfig) -> None:
 
 
 def register(network: DistributedDataParallel, config: DdpConfig) -> Callable[[], None] | None:
-    """Send the network's gradients through the hook named by `config.comm_hook`.
+    """Make DDP send the network's gradients through the hook that `config.comm_hook` names.
 
-    Return a function that clears the hook's state, or None if the hook is stateless. Call it after
-    a step whose gradients were not finite: the state is then not finite either, and would corrupt
-    the gradients of all later steps. All ranks must call it in the same steps.
+    Return a function that clears the hook's state, or None if the hook does not have a state. All
+    ranks must call this function after each step whose gradients were not finite. Such a step
+    leaves a state that is not finite either, and this state would corrupt the gradients of all
+    later steps.
     """
     match config.comm_hook:
         case CommHook.FP16 | CommHook.BF16:

@@ -31,17 +31,17 @@ _BUFFERS = (
     if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
     else "broadcast_buffers"
 )
-"""DDP's option to synchronize buffers. Its name depends on the version of torch."""
+"""DDP's option that controls the broadcast of buffers. Its name depends on the version of torch."""
 
 
 class Ddp(Strategy):
-    """Each rank has the whole model. A group of one needs no wrapper."""
+    """Keeps the whole model on each rank. A group of one rank does not need DDP's wrapper."""
 
     divides = compiles_step = True
     _forget: Callable[[], None] | None = None
-    """Clears the communication hook's state, if it has any."""
+    """Clears the state of the communication hook; None if the hook does not have a state."""
     _checked = False
-    """Whether all weights are known to get gradients."""
+    """Whether the first step has verified that all weights get gradients."""
 
     def __init__(self, config: Config, group: Group, device: torch.device) -> None:
         super().__init__(config, group, device)
@@ -49,34 +49,41 @@ class Ddp(Strategy):
 
     @property
     def waits_apart(self) -> bool:
-        """Whether a rank's own work can be distinguished from its waiting.
+        """Whether the clock can distinguish a rank's own work from its waiting for other ranks.
 
-        If ranks exchange batch statistics in each layer, this is only possible if the clock can
-        measure the waits for these exchanges.
+        If ranks exchange batch statistics in each layer, the clock must be able to measure the
+        waits for these exchanges, too.
         """
         return self.clock.sees_waits or not (self.config.model.sync_batchnorm or self.parts)
 
     def prepare(self, model: nn.Module, shape: tuple[int, ...]) -> None:
-        """Prepare the model. Raises ConfigError if settings are mutually exclusive."""
+        """Take the model and build its optimizer.
+
+        Raises ConfigError if settings exclude each other.
+        """
         comm_hooks.check(self.config.ddp)
         if self.config.ddp.ordered and self.config.amp.level in (AmpLevel.O2, AmpLevel.O3):
             raise ConfigError("ddp.ordered needs bit-exact float32 sums; set amp.level=O0 or O1, or ddp.ordered=false")
         super().prepare(model, shape)
-        # Faster cuDNN and cuBLAS kernels do not have a fixed order of addition.
+        # Avoid the faster cuDNN and cuBLAS kernels, because they do not add up numbers in a fixed
+        # order.
         if self.config.ddp.ordered and self.device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.backends.cudnn.deterministic = True
             torch.use_deterministic_algorithms(True, warn_only=True)
 
     def batch_statistics(self) -> BatchStatistics:
-        """Return the model's statistics. With ddp.ordered, they are added up in order, too."""
+        """Return the model's batch statistics.
+
+        With ddp.ordered, they are added up in the order of the micro-batches, as gradients are.
+        """
         return BatchStatistics(self.model, self.group, self.config.ddp.ordered)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Wrap the model in DDP.
 
-        DDP's broadcast of buffers at each step is off, because the trainer exchanges batch
-        statistics exactly.
+        DDP does not broadcast the model's buffers at each step, because the trainer exchanges batch
+        statistics itself, and exactly.
         """
         if self.group.world == 1 or self.config.ddp.ordered:
             return model
@@ -87,16 +94,23 @@ class Ddp(Strategy):
 
     @property
     def device_ids(self) -> list[torch.device] | None:
-        """The device of the model, or None if it is on several devices or on the CPU."""
+        """The value of DDP's option `device_ids`: a list with the model's device.
+
+        It is None if the model is on the CPU or on several devices.
+        """
         return None if self.device.type == "cpu" else [self.device]
 
     def weight(self, count: int) -> float:
-        """Return the factor for a sample's loss. DDP averages over ranks."""
+        """Return the factor by which each sample's loss is multiplied.
+
+        DDP averages gradients over the ranks, so the factor contains the number of ranks. With
+        ddp.ordered, the trainer sums gradients, so the factor does not.
+        """
         return (1 if self.config.ddp.ordered else self.group.world) / count
 
     @contextmanager
     def without_exchange(self) -> Iterator[None]:
-        """Use DDP's no_sync inside this `with`."""
+        """Accumulate gradients inside this `with`, with the help of DDP's no_sync."""
         with self.network.no_sync() if isinstance(self.network, DistributedDataParallel) else nullcontext():
             yield
         self._arrived.clear()
@@ -104,8 +118,8 @@ class Ddp(Strategy):
     def update(self, rate: float) -> Update:
         """Take the optimizer's step.
 
-        With a stateful communication hook, this waits for the device to find out whether the step
-        was skipped.
+        If the communication hook has a state, this waits until the device reports whether the step
+        was skipped. The state of a skipped step must be cleared.
         """
         update = super().update(rate)
         if self._forget is not None and bool(update.skipped):
@@ -115,9 +129,9 @@ class Ddp(Strategy):
     def backward(self, micro_batches: MicroBatches, count: int) -> torch.Tensor:
         """Compute the gradients of the mean loss on every rank.
 
-        With ddp.ordered, each micro-batch's gradients are kept separate until the gradients of all
-        ranks have arrived. Otherwise, autograd adds them to the gradients of the earlier
-        micro-batches.
+        With ddp.ordered, the gradients of each micro-batch are kept separate until those of all
+        ranks have arrived. They are then added up in a fixed order. Without ddp.ordered, autograd
+        adds the gradients of each micro-batch to those of the earlier micro-batches.
         """
         if not self.config.ddp.ordered or self.group.world == 1:
             if not isinstance(self.network, DistributedDataParallel):
@@ -149,7 +163,10 @@ class Ddp(Strategy):
 
     @contextmanager
     def _watching_gradients(self) -> Iterator[None]:
-        """Record which weights get a gradient in the last micro-batch, after which DDP sends."""
+        """Record which weights get a gradient in a step's last micro-batch.
+
+        DDP exchanges gradients only during the backward pass of this micro-batch.
+        """
         handles = [
             weight.register_post_accumulate_grad_hook(self._arrived.add)  # type: ignore[no-untyped-call]
             for weight in self.model.parameters()
@@ -162,10 +179,11 @@ class Ddp(Strategy):
                 handle.remove()
 
     def _check_gradients(self) -> None:
-        """Raise ConfigError if a weight got no gradient in the first step.
+        """Raise ConfigError if a weight got no gradient in the last micro-batch of the first step.
 
-        In that case, DDP has not exchanged the gradients in the weight's bucket. DDP itself would
-        report this only in the next step, by parameter number.
+        In that case, DDP has not exchanged the bucket of gradients that contains the weight. DDP
+        itself would report this only in the second step, and with the parameter's number instead of
+        its name.
         """
         self._checked = True
         named = [(name, weight) for name, weight in self.model.named_parameters() if weight.requires_grad]
@@ -188,9 +206,10 @@ class Ddp(Strategy):
         )
 
     def _check_exchange(self, network: DistributedDataParallel) -> None:
-        """Raise ConfigError if a weight got no gradient in a later step.
+        """Raise ConfigError if DDP did not exchange every gradient in a step after the first one.
 
-        This is checked before the optimizer uses gradients from only this rank.
+        This happens if a weight got no gradient. The check runs before the optimizer's step, so
+        that no rank uses gradients that come only from itself.
         """
         try:
             check_all_reduced(network)

@@ -25,9 +25,9 @@ from ddpjob_trainer.strategies.strategy import State, Strategy, refuse_scalars, 
 
 
 class Fsdp(Strategy):
-    """Applies PyTorch's fully_shard to each block of the model and to the rest of it.
+    """Applies PyTorch's fully_shard to each block of the model, and then to the rest of the model.
 
-    A group of one needs no wrapper.
+    A group of one rank does not need fully_shard.
     """
 
     equal = True  # Each forward pass gathers weights from all ranks.
@@ -43,17 +43,18 @@ class Fsdp(Strategy):
             )
         if group.world > 1:
             if device.type == "cpu":
-                # Before torch 2.7, FSDP2 requires events from every stream.
+                # Before torch 2.7, FSDP2 needs streams that support events, and the CPU has no such
+                # streams.
                 require_torch("2.7", "strategy=fsdp on the CPU")
             self.precision = _Precision(config.amp, config.optim.clip_norm, device)
 
     @property
     def waits_apart(self) -> bool:
-        """Whether a rank's own work can be distinguished from waits for each block's weights."""
+        """Whether the clock can distinguish a rank's own work from waiting for weights."""
         return self.clock.sees_waits or self.group.world == 1
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Return the same module after converting its parameters to DTensors."""
+        """Convert the module's parameters to DTensors, and return the same module."""
         if self.recomputes:
             for block in blocks(model):
                 block.forward = partial(_recomputed, block.forward)
@@ -69,7 +70,7 @@ class Fsdp(Strategy):
             parameter.data = parameter.data.contiguous()
         mesh = init_device_mesh(self.device.type, (self.group.world,))
         gathered = MixedPrecisionPolicy()
-        # Layers that compute with float32 weights.
+        # Classes of layers that compute with float32 weights, while all other layers use amp.dtype.
         whole: tuple[type[nn.Module], ...] = ()
         if self.config.amp.level is AmpLevel.O2:
             whole = (_BatchNorm,)
@@ -79,11 +80,13 @@ class Fsdp(Strategy):
             gathered = MixedPrecisionPolicy(param_dtype=self.precision.dtype, reduce_dtype=torch.float32)
         plain = MixedPrecisionPolicy(cast_forward_inputs=False)
         places = Counter(weight for _, weight in model.named_parameters(remove_duplicate=False))
-        # A weight shared by several modules can belong to only one unit, so it stays in the rest of
-        # the model.
+        # A weight that several modules share can belong to only one unit of fully_shard. A block
+        # with such a weight is therefore not sharded on its own, but stays in the rest of the
+        # model.
         apart = [block for block in blocks(model) if all(places[weight] == 1 for weight in block.parameters())]
-        # The model itself, which holds the remaining weights, comes last. It is not resharded after
-        # its forward pass, because its backward pass follows immediately.
+        # The model itself comes last, because its unit consists of all remaining weights. These
+        # weights are not resharded after the forward pass, because the backward pass needs them
+        # immediately.
         for block in [*apart, model]:
             reshard = self.config.fsdp.reshard and block is not model
             norms: list[nn.Module] = [
@@ -95,12 +98,15 @@ class Fsdp(Strategy):
         return model
 
     def weight(self, count: int) -> float:
-        """Return the factor for a sample's loss. FSDP averages over ranks."""
+        """Return the factor by which each sample's loss is multiplied.
+
+        FSDP averages gradients over the ranks, so the factor contains the number of ranks.
+        """
         return self.group.world / count
 
     @contextmanager
     def without_exchange(self) -> Iterator[None]:
-        """Keep whole gradients on each rank until the last micro-batch."""
+        """Accumulate whole gradients on each rank inside this `with`, without reducing them."""
         from torch.distributed.fsdp import FSDPModule
 
         if isinstance(self.network, FSDPModule):
@@ -110,9 +116,10 @@ class Fsdp(Strategy):
             self.network.set_requires_gradient_sync(True)
 
     def train_mode(self, training: bool) -> None:
-        """Switch between training and evaluation, and free gathered weights.
+        """Switch between training and evaluation, and free all gathered weights.
 
-        An evaluation may have gathered the moving average instead of the weights.
+        Gathered values are not valid after the switch, because an evaluation may use the moving
+        average instead of the weights.
         """
         super().train_mode(training)
         if self.group.world > 1:
@@ -123,18 +130,21 @@ class Fsdp(Strategy):
                     module.reshard()
 
     def layout(self, place: tuple[str | int, ...], shape: torch.Size) -> Any:
-        """Return the layout of a weight or a value kept for it; None for other values."""
+        """Return the layout of a weight, or of a value that the optimizer keeps for a weight.
+
+        Return None for a value that is not sharded, such as a counter.
+        """
         own = self._weights
         found = next((own[name] for name in place if name in own), None)
         return found if found is not None and is_sharded(found) and found.shape == shape else None
 
     @cached_property
     def _weights(self) -> dict[str | int, nn.Parameter]:
-        """The parameters by name in the model's state. A shared weight has several names."""
+        """The parameters by their names in the model's state. A shared weight has several names."""
         return dict(self.model.named_parameters(remove_duplicate=False))
 
     def load(self, state: State) -> None:
-        """Load whole tensors. Each rank takes its shard."""
+        """Load a state of whole tensors. Each rank keeps only its shard of every tensor."""
         if self.group.world == 1:
             super().load(state)
             return
@@ -148,17 +158,20 @@ class Fsdp(Strategy):
 
 
 class _Precision(Precision):
-    """Keeps the model in float32 at O2: ranks keep float32 shards, and gather them in amp.dtype."""
+    """Keeps the model in float32 at amp.level=O2.
+
+    The ranks keep float32 shards of the weights, and gather the weights in amp.dtype.
+    """
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Return the model, which at O2 is not converted."""
+        """Return the converted model. At amp.level=O2, return it unchanged."""
         return model if self.config.level is AmpLevel.O2 else super().convert(model)
 
 
 def _recomputed(forward: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
-    """Run a block's forward pass, which the backward pass then repeats.
+    """Run a block's forward pass without keeping its values; the backward pass will repeat it.
 
-    The second pass does not stop early, because fully_shard counts the layers that have run.
+    The repetition does not stop early, because fully_shard counts the layers that have run.
     """
     from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -167,11 +180,11 @@ def _recomputed(forward: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that are gathered one at a time.
+    """Return the model's blocks. The weights of one block are gathered together.
 
-    These are the members of the model's block sequences and, outside such sequences, its largest
-    modules. A block sequence is an nn.Sequential or nn.ModuleList with members that have weights
-    and themselves contain modules.
+    The blocks are the members of the model's block sequences and, outside such sequences, its
+    largest modules. A block sequence is an nn.Sequential or nn.ModuleList that has a member with
+    weights and with modules of its own.
     """
     found: list[nn.Module] = []
     for module in model.children():
@@ -191,9 +204,9 @@ def _is_chain(module: nn.Module) -> bool:
 
 
 def _shard(value: Any, parameter: Any) -> Any:
-    """Return this rank's shard of a whole tensor with the layout of `parameter`.
+    """Return this rank's shard of a whole tensor, in the layout of `parameter`.
 
-    Anything else (a counter, a buffer) is returned unchanged.
+    A value that does not have the parameter's shape, such as a counter, is returned unchanged.
     """
     if not isinstance(value, torch.Tensor) or is_sharded(value) or parameter is None or value.shape != parameter.shape:
         return value

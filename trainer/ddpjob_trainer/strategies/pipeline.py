@@ -34,9 +34,9 @@ from ddpjob_trainer.strategies.strategy import State, Strategy, flat_gradients, 
 
 @dataclass
 class _Running:
-    """The pipeline's contents, for the functions that a schedule calls.
+    """The micro-batches in the pipeline, for the functions that PyTorch's schedule calls.
 
-    `count` is the number of samples in the global batch.
+    `count` is the number of samples in the global batch, and `losses` is the sum of losses so far.
     """
 
     pairs: list[tuple[Micro, Batch]]
@@ -45,47 +45,49 @@ class _Running:
     _entered: int = 0
 
     def enter(self) -> Micro:
-        """Return the next micro-batch whose forward pass begins.
+        """Return the micro-batch whose forward pass begins now.
 
-        Schedules begin micro-batches in order.
+        A schedule begins the forward passes in the order of the micro-batches.
         """
         self._entered += 1
         return self.pairs[self._entered - 1][0]
 
 
 class Pipeline(Strategy):
-    """Each rank has one stage of the model, and that stage's part of the optimizer's state.
+    """Keeps one stage of the model on each rank, with the optimizer's state for this stage.
 
-    Stages use the whole model's names.
+    The parameters of a stage have the same names as in the whole model.
     """
 
     def __init__(self, config: Config, group: Group, device: torch.device) -> None:
         super().__init__(config, group, device)
         self.stages = _checked_stages(config, group)
         if self.stages > 1:
-            # Before torch 2.7, pipeline schedules divide the gradients a second time.
+            # Before torch 2.7, pipeline schedules divide the gradients, although `weighted` has
+            # already divided the loss.
             require_torch("2.7", "strategy=pipeline")
         replicas = group.world // self.stages
         self.replica, self.stage = divmod(group.rank, self.stages)
         timeout = config.train.timeout_seconds
         chains = [[replica * self.stages + stage for stage in range(self.stages)] for replica in range(replicas)]
-        self._chain = group.subgroup(chains, timeout)  # The ranks of this replica's stages.
-        # The ranks of this stage in all replicas.
+        self._chain = group.subgroup(chains, timeout)  # The ranks that hold this replica's stages.
+        # The ranks that hold this stage, one in each replica.
         self._peers = group.subgroup([list(ranks) for ranks in zip(*chains, strict=True)], timeout)
         self._schedules: dict[tuple[int, torch.Size], Any] = {}
         self._running: _Running | None = None
 
     @property
     def data_share(self) -> DataShare:
-        """The replica's share of the samples.
+        """The share of the samples that this replica takes.
 
-        Of a replica's ranks, only the last stage counts the samples, because it has the losses.
+        Only the rank with the last stage counts these samples, because only this rank has the
+        losses.
         """
         return DataShare(self.replica, self.group.world // self.stages, self.stage == self.stages - 1)
 
     @property
     def waits_apart(self) -> bool:
-        """Whether a rank's own work can be distinguished from waiting for other stages."""
+        """Whether the clock can distinguish a rank's own work from its waiting for other stages."""
         return self.clock.sees_waits or self.group.world == 1
 
     @property
@@ -94,7 +96,7 @@ class Pipeline(Strategy):
         return self.config.pipeline.micro_batches
 
     def prepare(self, model: nn.Module, shape: tuple[int, ...]) -> None:
-        """Take a model, and keep only this rank's stage."""
+        """Take a model, and keep only this rank's stage of it."""
         if self.config.optim.layer_decay != 1:
             self.depths = depths(model)
         layers = to_sequential(model)
@@ -105,21 +107,22 @@ class Pipeline(Strategy):
         self._first_that_draws = next((stage for stage, part in enumerate(parts) if _draws(part)), 0)
         super().prepare(Stage(parts[self.stage]), shape)
         if self.stages > 1:
-            # The import takes more than a second, so it is not deferred to the first step.
+            # Import this module here, because its import takes more than a second and would delay
+            # the first step.
             importlib.import_module("torch.distributed.pipelining")
             self.precision.over_parts = self._chain.sum
 
     def batch_statistics(self) -> BatchStatistics:
-        """Return the stage's statistics, over the ranks that have the same stage."""
+        """Return this stage's batch statistics, combined over the ranks that hold this stage."""
         return BatchStatistics(self.model, self._peers)
 
     # ------------------------------------------------------------ training
 
     def backward(self, micro_batches: MicroBatches, count: int) -> torch.Tensor:
-        """Compute the gradients of the mean loss.
+        """Compute the gradients of the global batch's mean loss.
 
         Only micro-batches of equal size pass through the pipeline together, because the pipeline's
-        buffers have one shape.
+        buffers have a fixed shape.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for _, equal in itertools.groupby(list(micro_batches), key=lambda pair: pair[1].images.shape):
@@ -136,9 +139,9 @@ class Pipeline(Strategy):
         return total
 
     def _run(self, together: list[tuple[Micro, Batch]], count: int) -> torch.Tensor:
-        """Run `together` through the pipeline, forward and backward.
+        """Run the micro-batches in `together` through the pipeline, forward and backward.
 
-        Return the sum of losses, which is 0 except on the last stage.
+        Return the sum of their losses, which is 0 except on the last stage.
         """
         images = [batch.images for _, batch in together]
         losses = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -153,7 +156,7 @@ class Pipeline(Strategy):
         return losses
 
     def _schedule(self, number: int, shape: torch.Size) -> Any:
-        """Return the schedule for `number` micro-batches with images of this shape."""
+        """Return PyTorch's schedule for `number` micro-batches with images of the shape `shape`."""
         if (number, shape) not in self._schedules:
             from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
@@ -176,7 +179,11 @@ class Pipeline(Strategy):
         return self._schedules[number, shape]
 
     def _boundaries(self, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this stage's input and output for images of this shape, float32 on `meta`."""
+        """Return empty tensors with the shapes of this stage's input and output.
+
+        `shape` is the shape of a micro-batch's images. The tensors are float32 on the device
+        `meta`.
+        """
         outputs = self._meta_model.outputs(shape)
         inputs = torch.empty(shape, device="meta")
         if self.stage > 0:
@@ -186,7 +193,7 @@ class Pipeline(Strategy):
     def _pass(self, values: torch.Tensor) -> torch.Tensor:
         """Run one micro-batch through this stage.
 
-        If only one stage draws random numbers, it draws the same ones as the undivided model.
+        If only one stage draws random numbers, it draws the same numbers as the undivided model.
         """
         assert self._running is not None
         micro = self._running.enter()
@@ -196,7 +203,10 @@ class Pipeline(Strategy):
         return outputs.float().contiguous()
 
     def _loss(self, scores: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-        """Return the last stage's loss for the pipeline's micro-batch `number`, for backward."""
+        """Return the loss with which the backward pass of a micro-batch begins, on the last stage.
+
+        `number` is the position of the micro-batch in the pipeline.
+        """
         assert self._running is not None
         micro, batch = self._running.pairs[int(number)]
         loss = self.loss(scores, batch, micro)
@@ -204,7 +214,7 @@ class Pipeline(Strategy):
         return self.precision.scaled(self.weighted(loss, self._running.count))
 
     def _sum_gradients(self) -> None:
-        """Add up gradients over the replicas."""
+        """Add up this stage's gradients over all replicas."""
         if self._peers.world == 1:
             return
         weights = list(self.model.parameters())
@@ -213,7 +223,7 @@ class Pipeline(Strategy):
     # ------------------------------------------------------------ evaluation
 
     def logits(self, images: torch.Tensor) -> torch.Tensor:
-        """Return the scores, on every rank of the replica."""
+        """Return the scores of the images, on every rank of the replica."""
         if self.stages == 1:
             return super().logits(images)
         found, sent = [], []
@@ -238,7 +248,7 @@ class Pipeline(Strategy):
     # ------------------------------------------------------------ checkpoints
 
     def state(self) -> State:
-        """Return the merged state of all stages, on the CPU of every rank."""
+        """Return the whole model's state, merged from all stages, on the CPU of every rank."""
         own = super().state()
         if self.stages == 1:
             return own
@@ -253,20 +263,20 @@ class Pipeline(Strategy):
         return merged
 
     def load(self, state: State) -> None:
-        """Load this stage's part of a whole state."""
+        """Load this stage's part of the whole model's state."""
         own = set(self.model.state_dict()) | {name for name, _ in self.model.named_parameters()}
         super().load(_without(state, self._names - own))
 
 
 class _Pass(nn.Module):
-    """The module that a schedule calls for each micro-batch."""
+    """The module that a schedule calls for each micro-batch. It calls `run`, not the model."""
 
     def __init__(self, model: nn.Module, run: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.model, self._run = model, run
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        """Run one micro-batch."""
+        """Run one micro-batch through the stage."""
         return self._run(values)
 
 
@@ -289,7 +299,10 @@ def _draws(layers: list[Layer]) -> bool:
 
 
 def _merged(parts: list[Any]) -> Any:
-    """Merge dicts by key. Any other value is the same in all parts."""
+    """Merge the dicts of several stages by key.
+
+    A value that is not a dict is the same in all stages that have it.
+    """
     if not isinstance(parts[0], dict):
         return parts[0]
     keys = dict.fromkeys(key for part in parts for key in part)

@@ -26,9 +26,9 @@ _CLASSES = {
 
 
 def enter(config: Config) -> None:
-    """Translate the variables of a strategy's own launcher into torchrun's variables.
+    """Translate the environment variables of a strategy's own launcher into torchrun's.
 
-    Must run before ranks read their variables. Raises ConfigError.
+    Must run before a rank reads its environment variables. Raises ConfigError.
     """
     if config.strategy is StrategyName.HOROVOD:
         from ddpjob_trainer.strategies.contrib import horovod
@@ -37,9 +37,9 @@ def enter(config: Config) -> None:
 
 
 def computes_on(config: Config, device: torch.device) -> int:
-    """Return the number of devices that a process computes on if its first one is `device`.
+    """Return the number of devices on which a process computes, if `device` is the first of them.
 
-    On the CPU, the result is 1, because the CPU is a single device.
+    On the CPU, the result is 1, because the whole CPU is a single device.
     """
     if device.type == "cpu":
         return 1
@@ -49,9 +49,9 @@ def computes_on(config: Config, device: torch.device) -> int:
 
 
 def open_strategy(config: Config, group: Group, device: torch.device) -> Strategy:
-    """Return the strategy named in the configuration.
+    """Return an instance of the strategy that the configuration names.
 
-    Raises ConfigError if the strategy does not suit the ranks or the configuration.
+    Raises ConfigError if the strategy does not suit the number of ranks or the other settings.
     """
     module, _, name = _CLASSES[config.strategy].partition(":")
     kind: type[Strategy] = getattr(importlib.import_module(module), name)

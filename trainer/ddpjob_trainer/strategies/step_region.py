@@ -34,17 +34,18 @@ from ddpjob_trainer.config.sections import CompileMode
 from ddpjob_trainer.optim.loss import Loss
 
 BACKEND = "inductor"
-"""torch.compile's code generator. Tests that only count compilations use a faster one."""
+"""The backend with which torch.compile generates code. Tests that only count compilations set a
+faster one."""
 
 
 def compiler_options(mode: bool | CompileMode, *, dynamic: bool | None) -> dict[str, Any]:
-    """Return the arguments of torch.compile for `model.compile`."""
+    """Return the arguments of torch.compile for the setting `model.compile`."""
     options: dict[str, Any] = {"backend": BACKEND, "dynamic": dynamic}
     return {**options, "mode": mode.value} if isinstance(mode, CompileMode) else options
 
 
 class StepRegion(nn.Module):
-    """Maps a batch to its sum of losses, compiled if the batch has a full size."""
+    """Maps a batch to its sum of losses. Batches of a full size run compiled, others eagerly."""
 
     def __init__(self, model: nn.Module, criterion: Loss, mode: bool | CompileMode) -> None:
         super().__init__()
@@ -58,9 +59,9 @@ class StepRegion(nn.Module):
     def fix(
         self, sizes: Collection[int], tested: int, normalize: Callable[[torch.Tensor], torch.Tensor] | None
     ) -> None:
-        """Set the sizes of full batches in training (`sizes`) and evaluation (`tested`).
+        """Set the sizes of full batches in training (`sizes`) and in evaluation (`tested`).
 
-        Images are passed to `normalize` first, if it is given.
+        If `normalize` is given, images are passed to it before they are passed to the model.
         """
         self._sizes, self._tested, self._normalize = sizes, tested, normalize
 
@@ -71,7 +72,7 @@ class StepRegion(nn.Module):
         return self._losses(images, labels, unreadable)
 
     def scores(self, images: torch.Tensor) -> torch.Tensor:
-        """Return the model's output, which later calls do not overwrite."""
+        """Return the model's output for images, in memory that later calls do not overwrite."""
         if len(images) != self._tested:
             return self._scores(images)
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]

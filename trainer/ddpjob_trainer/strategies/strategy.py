@@ -40,7 +40,7 @@ number of ranks can continue from this state.
 
 
 def require_torch(minimum: str, what: str) -> None:
-    """Raise ConfigError if torch is older than `minimum`, "MAJOR.MINOR"."""
+    """Raise ConfigError if the installed torch is older than `minimum` ("MAJOR.MINOR")."""
     if TorchVersion(torch.__version__) < minimum:
         raise ConfigError(
             f"{what} needs torch {minimum} or later, but this is {torch.__version__}; install a later torch, or"
@@ -49,7 +49,7 @@ def require_torch(minimum: str, what: str) -> None:
 
 
 def refuse_scalars(model: nn.Module, strategy: str) -> None:
-    """Raise ConfigError for a zero-dimensional parameter, because it could not be sharded."""
+    """Raise ConfigError if a parameter has zero dimensions, because it could not be sharded."""
     if names := [name for name, weight in model.named_parameters() if not weight.dim()]:
         raise ConfigError(
             f"strategy={strategy} shards parameters along their first dimension, but {', '.join(names[:3])} of"
@@ -58,35 +58,39 @@ def refuse_scalars(model: nn.Module, strategy: str) -> None:
 
 
 class Strategy:
-    """The training of a model on one process; subclasses override only what differs."""
+    """Trains a model on one rank. Subclasses override only the methods in which they differ."""
 
     model: nn.Module
-    """The whole model or this rank's stage, not wrapped."""
+    """The whole model, or this rank's stage of it. It is never wrapped; see `network`."""
     network: nn.Module
-    """The module that computes a micro-batch: `model`, or a wrapper around it."""
+    """The module that the training calls for a micro-batch: `model`, or a wrapper around it."""
     optimizer: torch.optim.Optimizer
     statistics: BatchStatistics
     parameters: list[tuple[str, nn.Parameter]]
-    """The optimizer's parameters by the model's names, except frozen ones."""
+    """(name in the model, parameter) for each parameter that the optimizer updates. Frozen
+    parameters are left out."""
     shape: tuple[int, ...]
     """The shape of an image: (channels, height, width)."""
     equal = False
-    """Whether all ranks need the same number of micro-batches because a forward pass is a
-    collective."""
+    """Whether every rank must run the same number of micro-batches in a step, because the ranks
+    communicate in each pass."""
     divides = False
-    """Whether micro-batches may be divided if some ranks would be idle without that."""
+    """Whether several ranks may share a micro-batch if some ranks would be idle without that."""
     recomputes = False
-    """Whether the backward pass repeats the forward pass. If it does, ranks cannot exchange the
-    statistics of shared micro-batches in the forward pass (see `sampler.Part`)."""
+    """Whether the backward pass repeats the forward pass. If it does, the forward pass cannot
+    exchange the statistics of micro-batches that several ranks share (see `sampler.Part`)."""
     parts: SharedParts | None = None
     stages = 1
-    """Ranks r, r + stages, r + 2 * stages, ... do the same work; other ranks do different work."""
+    """Number of ranks that do different work. Ranks r, r + stages, r + 2 * stages, ... do the same
+    work on different samples."""
     compiles_step = False
-    """Whether the whole step can be compiled, not only the network."""
+    """Whether torch.compile can compile the whole step (see `step_region`), not just the network.
+    """
     region: StepRegion | None = None
     """The compiled step, if model.compile is set."""
     depths: dict[str, int] | None = None
-    """Depths of all the model's parameters, if optim.layer_decay needs them."""
+    """The depth of each of the model's parameters; None if optim.layer_decay does not need it.
+    """
 
     def __init__(self, config: Config, group: Group, device: torch.device) -> None:
         """Check the settings.
@@ -101,12 +105,12 @@ class Strategy:
 
     @property
     def data_share(self) -> DataShare:
-        """The samples that this rank takes."""
+        """This rank's share of the samples."""
         return DataShare(self.group.rank, self.group.world)
 
     @property
     def waits_apart(self) -> bool:
-        """Whether a rank's own work can be distinguished from waiting for others."""
+        """Whether the clock can distinguish a rank's own work from its waiting for other ranks."""
         return False
 
     @property
@@ -117,14 +121,17 @@ class Strategy:
     # ------------------------------------------------------------ training
 
     def share_parts(self) -> None:
-        """Allow micro-batches to have parts. Must be called before the first step."""
+        """Let several ranks share a micro-batch, so that each computes a part of it.
+
+        Must be called before the first step.
+        """
         self.parts = SharedParts(self.model, self.group)
 
     def prepare(self, model: nn.Module, shape: tuple[int, ...]) -> None:
-        """Take a model for images of `shape` (channels, height, width), and build the optimizer.
+        """Take a model for images of `shape` (channels, height, width), and build its optimizer.
 
-        The model's weights are the same on every rank, and on `self.device`. All ranks must call
-        this together.
+        The model must have the same weights on every rank, and be on `self.device`. All ranks must
+        call this together.
         """
         self.shape = shape
         if self.depths is None and self.config.optim.layer_decay != 1:
@@ -141,13 +148,16 @@ class Strategy:
         if self.config.optim.ema_decay:
             self.average = self.moving_average()
         if mode and self.region is None:
-            # If the sizes of batches differ, torch compiles the network again, for any size.
+            # torch compiles the network for the size of the first batch. When the first batch of a
+            # different size arrives, torch compiles it once more, this time for any size.
             self.network.compile(**compiler_options(mode, dynamic=None))
 
     def moving_average(self) -> MovingAverage:
         """Return a moving average of the weights and of the running statistics.
 
-        Buffers outside the state dict are constants. A mask of -inf would become NaN.
+        Buffers that the state dict does not contain are constants, and are not averaged. Buffers
+        with infinite values are not averaged either, because the average of a mask of -inf would be
+        NaN.
         """
         saved = self.model.state_dict()
         running = [
@@ -161,20 +171,20 @@ class Strategy:
         return MovingAverage(self.config.optim.ema_decay, [*self.parameters, *running], others)
 
     def batch_statistics(self) -> BatchStatistics:
-        """Return the model's statistics, over the ranks that compute the model."""
+        """Return the model's batch statistics, combined over the ranks that compute this model."""
         return BatchStatistics(self.model, self.group)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Return the model, wrapped in a module that exchanges gradients."""
+        """Return the model, or a wrapper around it that exchanges gradients."""
         return model
 
     def backward(self, micro_batches: MicroBatches, count: int) -> torch.Tensor:
         """Compute the gradients of the global batch's mean loss, and return the sum of losses.
 
         The mean is over the global batch's `count` samples. `micro_batches` are this rank's
-        micro-batches in the step, and all of them must be processed. The result is this rank's sum
-        of losses (a float64 scalar on the device), without micro-batches that do not count. All
-        ranks must call this together.
+        micro-batches in the step, and all of them must be processed. The returned sum (a float64
+        scalar on the device) covers only this rank's micro-batches, without those that do not
+        count. All ranks must call this together.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         if self.region is not None:
@@ -186,12 +196,15 @@ class Strategy:
         return total
 
     def backward_one(self, micro: Micro, batch: Batch, count: int) -> torch.Tensor:
-        """Add one micro-batch's gradients to the earlier ones, and return its sum of losses."""
+        """Add one micro-batch's gradients to those of the step's earlier micro-batches.
+
+        Return the micro-batch's sum of losses.
+        """
         self.seed(micro.key)
         shared = self.parts.of_micro(micro) if self.parts else nullcontext()
         with self.statistics.of_micro(micro, count), shared, self.precision.autocast():
-            # If statistics cover all ranks' samples, a micro-batch that does not count must not
-            # contribute to them.
+            # With model.sync_batchnorm, statistics cover the samples of all ranks. A micro-batch
+            # that does not count must not contribute to them, so its images are left out.
             images = batch.images if micro.counts or not self.config.model.sync_batchnorm else batch.images[:0]
             if self.region is None:
                 loss = self.loss(self.network(images), batch, micro)
@@ -208,7 +221,10 @@ class Strategy:
         return loss.detach()
 
     def seed(self, key: int) -> None:
-        """Seed dropout with a micro-batch's key, before computing the micro-batch."""
+        """Seed the random numbers of dropout with a micro-batch's key.
+
+        Must be called before the micro-batch is computed.
+        """
         seed_torch(key, self.device)
 
     def loss(self, scores: torch.Tensor, batch: Batch, micro: Micro) -> torch.Tensor:
@@ -217,18 +233,18 @@ class Strategy:
         return total if micro.counts else total * 0.0
 
     def weight(self, count: int) -> float:
-        """Return the factor for a sample's loss.
+        """Return the factor by which each sample's loss is multiplied.
 
-        With this factor, the ranks' gradient reduction (sum or mean) gives the gradients of the
-        global mean.
+        The ranks' gradients are then summed or averaged, depending on the strategy. With this
+        factor, the outcome is the gradient of the mean loss over the global batch.
         """
         return 1 / count
 
     def weighted(self, loss: torch.Tensor, count: int) -> torch.Tensor:
-        """Return a micro-batch's sum of losses with the factor of `weight`.
+        """Return a micro-batch's sum of losses, multiplied by `weight`.
 
-        If the loss is not finite, the factor is NaN. All gradients are then NaN on all ranks, so
-        that they skip the step even if the loss's own gradients are finite.
+        If the loss is not finite, the factor is NaN. All ranks then get gradients of NaN and skip
+        the step, even if the gradients of the loss itself are finite.
         """
         if not loss.requires_grad:
             raise TrainingError(
@@ -238,23 +254,24 @@ class Strategy:
         return loss * (loss.detach().float() * 0.0 + self.weight(count))
 
     def without_exchange(self) -> AbstractContextManager[Any]:
-        """Accumulate gradients inside this `with` without sending them.
+        """Accumulate gradients inside this `with` without sending them to other ranks.
 
-        The `with` surrounds each of a rank's micro-batches except the last one.
+        In each step, all of a rank's micro-batches except the last one run inside this `with`.
         """
         return nullcontext()
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the gradients by `factor`.
 
-        Used in steps with unreadable samples, because the mean is then over the readable samples.
+        A step with unreadable samples needs this, because its mean loss covers only the readable
+        samples.
         """
         for parameter in self.model.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
 
     def update(self, rate: float) -> Update:
-        """Take the optimizer's step at a learning rate, and clear the gradients.
+        """Take the optimizer's step at the learning rate `rate`, and clear the gradients.
 
         All ranks must call this together.
         """
@@ -270,7 +287,7 @@ class Strategy:
     def logits(self, images: torch.Tensor) -> torch.Tensor:
         """Compute scores (n, classes) for images (n, channels, height, width) on the device.
 
-        Ranks with the same `data_share.part` call this together.
+        Ranks that take the same share of the samples (`data_share.part`) must call this together.
         """
         with self.precision.autocast():
             outputs: torch.Tensor = self.model(images) if self.region is None else self.region.scores(images)
@@ -292,9 +309,9 @@ class Strategy:
     # ------------------------------------------------------------ checkpoints
 
     def state(self) -> State:
-        """Return the whole state, for a checkpoint. All ranks must call this together.
+        """Return the whole training state, for a checkpoint. All ranks must call this together.
 
-        Its tensors may be DTensors, and may change as training continues.
+        The returned tensors may be DTensors. Their values may change when training continues.
         """
         return {
             "model": self.precision.model_state(self.model),
@@ -304,20 +321,22 @@ class Strategy:
         }
 
     def layout(self, place: tuple[str | int, ...], shape: torch.Size) -> Any:
-        """Return a DTensor with the layout that `load` needs for a tensor in the state.
+        """Return a DTensor that shows how `load` needs a tensor of the state to be sharded.
 
-        `shape` is the shape of the whole tensor. Return None if `load` takes the whole tensor.
+        `place` is the path of keys that leads to the tensor in the state, and `shape` is the shape
+        of the whole tensor. Return None if `load` takes the whole tensor.
         """
         return None
 
     def load(self, state: State) -> None:
-        """Continue from a state, on every rank.
+        """Continue training from a state, on every rank.
 
         Raises RuntimeError, ValueError or KeyError if the state does not fit.
         """
         self.precision.load_model(self.model, state["model"])
         if self.average is not None and "average" in state:
-            # A weight that was frozen does not have an average, so its value is used.
+            # A weight that was frozen when the state was saved has no average there, so its value
+            # serves as its average.
             averages = {**state["model"], **state["average"]["averages"]}
             self.average.load({**state["average"], "averages": averages})
         frozen = {name for name, weight in self.model.named_parameters() if not weight.requires_grad}
@@ -332,9 +351,10 @@ class Strategy:
 
 
 def flat_gradients(weights: Sequence[nn.Parameter]) -> torch.Tensor:
-    """Concatenate the weights' gradients, and append a 1 for each weight.
+    """Concatenate the weights' gradients, followed by one flag for each weight.
 
-    Gradient and flag are 0 for a weight without a gradient.
+    The flag is 1 if the weight has a gradient. If it has none, its gradient is replaced by zeros,
+    and the flag is 0.
     """
     found = torch.tensor([weight.grad is not None for weight in weights]).to(weights[0])
     gradients = [(torch.zeros_like(weight) if weight.grad is None else weight.grad).flatten() for weight in weights]
@@ -342,13 +362,14 @@ def flat_gradients(weights: Sequence[nn.Parameter]) -> torch.Tensor:
 
 
 def set_gradients(weights: Sequence[nn.Parameter], flat: torch.Tensor) -> None:
-    """Set gradients from a result of `flat_gradients`, or from a sum of several.
+    """Set the weights' gradients from a result of `flat_gradients`, or from a sum of such results.
 
-    A weight that has no gradient in any of these results remains without one, as on a single rank.
-    If its gradient were zero, the optimizer would decay the weight.
+    A weight that has no gradient in any of these results remains without one, as in training on a
+    single rank. If its gradient were set to zero, the optimizer would apply weight decay to it.
     """
     flat, found_by = flat[: -len(weights)], flat[-len(weights) :]
-    # If all weights have a gradient, there is no need to wait for the device.
+    # If all weights have a gradient on this rank, no flag can be 0. Reading the flags would only
+    # wait for the device.
     idle = any(weight.grad is None for weight in weights)
     numbers = found_by.tolist() if idle else [1] * len(weights)
     for weight, gradient, found in zip(weights, pieces_like(weights, flat), numbers, strict=True):
@@ -356,7 +377,7 @@ def set_gradients(weights: Sequence[nn.Parameter], flat: torch.Tensor) -> None:
 
 
 def pieces_like(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:
-    """Return the pieces of `flat` with the shapes, dtypes, layouts and devices of `tensors`."""
+    """Split `flat` into pieces with the shapes, dtypes, layouts and devices of `tensors`."""
     pieces = torch.split(flat, [tensor.numel() for tensor in tensors])
     return [
         laid_out_as(piece.view_as(tensor).to(tensor), tensor) for piece, tensor in zip(pieces, tensors, strict=True)

@@ -53,21 +53,25 @@ _WATCH_SECONDS = 240
 _RETRY_SECONDS = 2.0
 _LEAVING_SECONDS = 30.0
 _WAITING_TO_START = 400
-"""HTTP status of the response for the log of a container that is not running yet."""
+"""HTTP status with which the API server refuses to return the log of a container that has not
+started yet."""
 _PREPARED = ("ContainerCreating", "PodInitializing")
 """States of a pod whose containers do not report their own state yet."""
 _WARNED_PODS = 3
-"""Maximum number of pods whose events are read. The other pods usually have the same problem."""
+"""Maximum number of starting pods whose events are read to find out why they have not started. The
+other pods usually wait for the same reason."""
 _EXEC_SECONDS = 60.0
 MOST_OUTPUT = 16 << 20
-"""Maximum size in bytes of a command's output that is read from a pod: twice METRICS_BYTES."""
+"""Maximum size in bytes of the output of a command that runs in a pod. It is twice
+METRICS_BYTES."""
 _PRINTED = (b"\x01", b"\x02")
 """WebSocket channels for standard output and standard error."""
 _CHANGES = ("ADDED", "MODIFIED", "DELETED")
 _METRICS_PODS = 4
-"""Maximum number of pods that are queried for metrics."""
+"""Maximum number of pods in which the metrics or the kept logs are looked for."""
 _METRICS_SECONDS = 60.0
-"""Seconds after which no more pods are queried for metrics."""
+"""If looking for the metrics or the kept logs has taken this many seconds, no other pod is
+tried."""
 _METRICS_MARK = "metrics of this run:\n"
 _METRICS_PROBE = f"""
 import os
@@ -77,14 +81,15 @@ if os.path.isfile(path):
         file.seek(max(0, os.path.getsize(path) - {METRICS_BYTES}))
         print({_METRICS_MARK!r} + file.read({METRICS_BYTES}).decode("utf-8", "replace"))
 """
-"""Python code that prints a marker and then the end of the metrics file."""
+"""Python code that runs in a pod. It prints a marker and then the end of the metrics file, if the
+pod has this file."""
 
 
 class ClusterBackend:
     """Implements `Backend` for a cluster.
 
-    If `namespace` is None, use the context's namespace. With `everywhere`, list jobs of all
-    namespaces.
+    If `namespace` is None, the namespace of the kubeconfig's context is used. With `everywhere`,
+    the jobs of all namespaces are listed.
     """
 
     local = False
@@ -101,11 +106,13 @@ class ClusterBackend:
         return f"{place}, context {self.api.context}"
 
     def path(self, plural: str, name: str | None = None, *, everywhere: bool = False) -> str:
-        """Return the path of the object `name` in the namespace; without a name, of the collection.
+        """Return the URL path of the object `name` in the namespace, or of all objects if `name` is
+        None.
 
         `plural` is `ddpjobs` or a resource of the core API, such as `pods`. Raises Mistake if
-        `name` is not a valid object name. An empty name, from an unset shell variable, would turn a
-        request to delete one job into a request to delete all.
+        `name` is not a valid object name. In particular, a name may be empty because a shell
+        variable was not set. It would turn a request to delete one job into a request to delete all
+        jobs.
         """
         if name is not None and (name in ("", ".", "..") or "/" in name or "%" in name):
             raise Mistake(f"{name!r} is not a valid object name")
@@ -138,8 +145,9 @@ class ClusterBackend:
 
     @contextmanager
     def _explaining(self, name: str | None = None) -> Iterator[None]:
-        """Replace an API refusal with its reason, such as a missing job or a cluster without the
-        CRD.
+        """Replace an ApiRefusal raised in this `with` by a Mistake that names the actual reason.
+
+        For example, a 404 may mean that the job does not exist, or that the cluster lacks the CRD.
         """
         try:
             yield
@@ -194,7 +202,9 @@ class ClusterBackend:
             for key in [key for key in seen if key not in there]:
                 yield seen.pop(key), True
             items.reverse()
-            while items:  # Do not keep the jobs in memory while the watch lasts.
+            # Remove each job from the list, so that the jobs do not stay in memory during the
+            # watch.
+            while items:
                 job = items.pop()
                 before = seen.get(_key(job), {}).get("metadata", {}).get("resourceVersion")
                 if before != job["metadata"]["resourceVersion"]:
@@ -214,7 +224,7 @@ class ClusterBackend:
     def _watched(
         self, path: str, query: Mapping[str, str], version: str, end: float | None
     ) -> Iterator[tuple[Json, bool]]:
-        """Yield changes until the watch ends or the connection breaks.
+        """Yield (object, deleted) for each change, until the watch ends or the connection breaks.
 
         The API server ends every watch after a while.
         """
@@ -249,10 +259,12 @@ class ClusterBackend:
         return lines
 
     def _without_deleted_job(self, name: str, pods: list[Json]) -> list[Json]:
-        """Return the pods without those of a deleted job.
+        """Return the pods of the current job `name`, without the pods of a deleted job with this
+        name.
 
-        A deleted job's pods exist until they have terminated, possibly next to pods of a new job
-        with the same name.
+        The pods of a deleted job exist until they have terminated. A new job with the same name may
+        have pods at the same time. If the current job does not exist, or the user is not permitted
+        to read it, all pods are returned.
         """
         uids = {pod["metadata"]["labels"].get(LABEL_UID) for pod in pods}
         if len(uids) < 2 and not any("deletionTimestamp" in pod["metadata"] for pod in pods):
@@ -274,12 +286,12 @@ class ClusterBackend:
         return f"{found[-1].reason}: {found[-1].message}" if found else ""
 
     def events(self, name: str) -> list[Happened]:
-        # A cluster also keeps events of earlier jobs with this name.
+        # Select by UID as well, because a cluster also keeps events of earlier jobs with this name.
         uid = self.job(name)["metadata"]["uid"]
         return self._events(f"involvedObject.kind={KIND},involvedObject.name={name},involvedObject.uid={uid}")
 
     def _events(self, chosen: str) -> list[Happened]:
-        """Return events, the oldest first."""
+        """Return the events that the field selector `chosen` selects, the oldest first."""
         found = [
             Happened(
                 parse_time(
@@ -295,7 +307,8 @@ class ClusterBackend:
         return sorted(found, key=lambda event: str(event.time))
 
     def log(self, pod: PodLine, options: LogOptions) -> Iterator[bytes]:
-        # Other containers may come first, because admission webhooks insert sidecars there.
+        # Choose the container by its name. The pod's first container may be a sidecar that an
+        # admission webhook has inserted.
         own = (name for name in (TRAINER_CONTAINER, COORDINATOR_CONTAINER) if name in pod.containers)
         container = next(own, next(iter(pod.containers), ""))
         query = {"container": container} if container else {}
@@ -332,13 +345,14 @@ class ClusterBackend:
                 if not options.follow:
                     raise
                 if options.stop is None:
-                    # Give up after repeated failures. With `stop`, the pod may just be quiet, so
-                    # the caller decides when to stop.
+                    # Give up if the failures last too long. A caller that has set `options.stop`
+                    # decides this itself: its requests time out after a short silence, and a
+                    # failure may only mean that the pod has written nothing.
                     patience.tolerate(failure)
             if options.stopped:
                 return
-            # The connection ended before the pod did, or between the pod's last lines, so continue
-            # after the last line that was read.
+            # The connection ended before the pod ended, or before all of the pod's last lines were
+            # read. Continue after the last line that was read.
             time.sleep(_RETRY_SECONDS / 2)
             ended = self._has_ended(pod.name)
             if read.stamp:
@@ -348,16 +362,19 @@ class ClusterBackend:
             read.again()
 
     def kept_logs(self, name: str) -> KeptLogs:
-        """Read the logs from the bucket, or from the volumes of the first few running pods.
+        """Return the logs that are kept in the job's bucket, or on the volume of its running pods.
 
-        With a hostPath that is not shared, a pod sees only the logs on its own Kubernetes node.
+        All pods usually mount the same volume, so the first pod that can be read is enough. With a
+        hostPath that is not shared, a pod sees only the logs on its own Kubernetes node, so the
+        logs of the first few pods are combined.
         """
         body = self.job(name)
         uid, spec = body["metadata"]["uid"], body["spec"]
         checkpoints = (spec.get("storage") or {}).get("checkpoints") or {}
         found = KeptLogs(name, uid, {}, lambda file: b"")
         if not checkpoints or checkpoints.get("readOnly") or spec.get("command"):
-            return found  # Such a job keeps no logs.
+            # A job with `command`, or without a writable checkpoint folder, keeps no logs.
+            return found
         if checkpoints.get("url"):
             return in_bucket(checkpoints, f"{self.namespace}/{name}", name, uid)
         fault = _unreadable(name, checkpoints) if (spec.get("runPolicy") or {}).get("logsKept") else None
@@ -383,9 +400,10 @@ class ClusterBackend:
         return sorted(running, key=lambda pod: pod.role != "node")
 
     def metrics(self, name: str) -> str:
-        """Read metrics.jsonl from one of the first few running pods.
+        """Return the end of metrics.jsonl from one of the first few running pods.
 
-        If the pods do not share a checkpoint folder, only rank 0's pod has the file.
+        Several pods are tried. If they do not share a checkpoint folder, only the pod of rank 0 has
+        the file.
         """
         running = self._running_pods(name)  # Nodes come first, because spares have not trained.
         pods = running[:_METRICS_PODS]
@@ -412,7 +430,7 @@ class ClusterBackend:
         except (KeyError, ValueError):
             return True
         except Mistake:
-            return False  # The next log request will report the problem.
+            return False  # If there is a problem, the next request for the log will report it.
 
     # --- acting, as the user
 
@@ -421,9 +439,10 @@ class ClusterBackend:
             self.api.request("PATCH", self.path(PLURAL, name), body={"spec": spec}, content_type=MERGE_PATCH)
 
     def create(self, manifests: list[Json]) -> str:
-        """Create the job, which is the last manifest.
+        """Create a job and its ConfigMaps, and return the job's name.
 
-        The job is created first, so that its ConfigMaps can refer to it as their owner.
+        The last manifest is the job. It is created first, so that the ConfigMaps can refer to it as
+        their owner.
         """
         *needed, job = manifests
         with self._explaining():
@@ -443,7 +462,7 @@ class ClusterBackend:
         return name
 
     def code_of(self, body: Json) -> list[Json]:
-        """Return the ConfigMaps that the job mounts and owns."""
+        """Return the ConfigMaps that the job's pods mount and that the job owns."""
         pod = ((body["spec"].get("podTemplate") or {}).get("spec")) or {}
         names = [volume["configMap"].get("name") for volume in pod.get("volumes") or () if volume.get("configMap")]
         found = [self.api.optional(self.path("configmaps", str(name))) for name in names]
@@ -453,8 +472,8 @@ class ClusterBackend:
     def _create_map(self, body: Json) -> None:
         """Create a ConfigMap whose name contains a digest of its content.
 
-        If a deleted job's ConfigMap with the same name and content still exists, wait until it is
-        gone.
+        A ConfigMap with the same name and content may still exist, because it belongs to a deleted
+        job. In that case, wait until it is gone.
         """
         end = time.monotonic() + _LEAVING_SECONDS
         while True:
@@ -468,7 +487,8 @@ class ClusterBackend:
                 if any(there.get(part) != body.get(part) for part in ("data", "binaryData")) or time.monotonic() > end:
                     raise
                 if not there["metadata"].get("ownerReferences"):
-                    return  # Without an owner, it will not be deleted, so it can be used.
+                    # A ConfigMap without an owner will not be deleted, so the job can use it.
+                    return
             time.sleep(_RETRY_SECONDS / 2)
 
     def dry_run(self, plural: str, body: Json) -> Json:
@@ -494,8 +514,8 @@ class ClusterBackend:
         from kubernetes.client import CoreV1Api
         from kubernetes.stream import stream
 
-        # `stream` makes the client send its requests over WebSockets. A copy keeps this from
-        # affecting other users of the client.
+        # `stream` changes the client so that it sends its requests over WebSockets. Pass a copy, so
+        # that other requests with this client are not affected.
         client = copy(self.api.client)
         try:
             answer = stream(
@@ -517,7 +537,7 @@ NO_CRD = (
 
 
 def _unreadable(name: str, checkpoints: Json) -> Mistake:
-    """Return the reason why kept logs cannot be read if no pod of the job is running."""
+    """Return the error for a job whose kept logs are on a volume that no running pod can read."""
     where = f"{checkpoints.get('mountPath') or '/checkpoints'}/{LOGS_FOLDER}"
     return Mistake(
         f"{name}: no running pod can read {where}, which has the logs of terminated pods; in a pod that mounts the "
@@ -529,8 +549,9 @@ def _output(sock: Any, pod: str) -> str:
     """Return the output of a command in a pod.
 
     Read until the command exits, for at most _EXEC_SECONDS. Raises Mistake if the output is too
-    large. Each frame is counted as it arrives, because WSClient.update would keep everything that a
-    pod sends, and the python3 in a job's image may be any program.
+    large. The python3 in a job's image may be any program, and may print without end. Each frame is
+    therefore counted as it arrives. WSClient.update is not used, because it would store everything
+    that the pod sends.
     """
     from websocket import ABNF, WebSocketConnectionClosedException, WebSocketTimeoutException
 
@@ -557,7 +578,11 @@ def _output(sock: Any, pod: str) -> str:
 
 
 def _refusal(said: str) -> str:
-    """Return the API server's message without websocket-client's message about the handshake."""
+    """Return the API server's message from an error of websocket-client.
+
+    websocket-client puts its own message about the failed handshake in front. If the rest of the
+    error is not a message of the API server, the part about the handshake is returned.
+    """
     between = " -+-+- "
     handshake, _, rest = said.partition(between)
     try:
@@ -567,12 +592,16 @@ def _refusal(said: str) -> str:
 
 
 def _lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield whole lines with their line ends, and the rest at the end of the stream."""
+    """Yield the lines of a stream, each with its line end. At the end, yield an incomplete last
+    line.
+    """
     rest = b""
     for piece in pieces:
         *whole, rest = (rest + piece).split(b"\n")
         yield from (line + b"\n" for line in whole)
-        rest = rest[: LINE_BYTES + 64]  # Keep enough for a reader to see that the line is too long.
+        # Bound the memory for a very long line, but keep so much of it that the reader can see that
+        # it is longer than LINE_BYTES.
+        rest = rest[: LINE_BYTES + 64]
     if rest:
         yield rest
 
@@ -580,8 +609,8 @@ def _lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
 class _ReadPosition:
     """The position up to which a log has been read.
 
-    A timestamp alone does not identify a line: lines written together share one, and timestamps go
-    back when a clock is set back.
+    A timestamp alone does not identify a line. Several lines may have the same timestamp, and the
+    timestamps of later lines may be earlier if the host's clock was set back.
     """
 
     def __init__(self) -> None:
@@ -591,11 +620,14 @@ class _ReadPosition:
         self._skipping = False
 
     def again(self) -> None:
-        """Expect the log to start again at `stamp` or earlier, and skip the lines already read."""
+        """Prepare for a second connection, which repeats lines from `stamp` or an earlier time on.
+
+        After this, `is_new` returns False for the lines that have already been read.
+        """
         self._skipping, self._skip = bool(self.stamp), self._lines
 
     def is_new(self, stamp: bytes) -> bool:
-        """Return whether the next line, which has this timestamp, is new."""
+        """Return whether the log's next line has not been read before. `stamp` is its timestamp."""
         if self._skipping:
             if _order(stamp) < _order(self.stamp):
                 return False
@@ -611,24 +643,25 @@ class _ReadPosition:
 def _order(stamp: bytes) -> tuple[bytes, bytes]:
     """Return a sort key for the timestamp of a log line.
 
-    Timestamps omit trailing zeros of the fraction, so they are not in order as strings.
+    The fraction of a second is written without trailing zeros, so the timestamps themselves,
+    compared as strings, would be in the wrong order.
     """
     whole, _, fraction = stamp.removesuffix(b"Z").partition(b".")
     return whole, fraction.ljust(9, b"0")
 
 
 def _names_object(refusal: ApiRefusal) -> bool:
-    """Whether a 404 means that one object is missing, rather than its whole kind."""
+    """Whether a 404 means that one object does not exist, and not that its kind is unknown."""
     return re.search(r'"[^"]+" not found', str(refusal)) is not None
 
 
 def _typed(job: Json) -> Json:
-    """Return a list item with apiVersion and kind added."""
+    """Return a job with apiVersion and kind, which the API server leaves out in lists."""
     return {"apiVersion": API_VERSION, "kind": KIND, **job}
 
 
 def _versioned(job: Json) -> Json:
-    """Return the part of a job that shows whether it has changed or is gone."""
+    """Reduce a job to the metadata that identifies it and shows whether it has changed."""
     return {"metadata": {part: job["metadata"].get(part, "") for part in ("namespace", "name", "resourceVersion")}}
 
 
@@ -654,7 +687,8 @@ def _pod_line(view: PodView, containers: list[str]) -> PodLine:
     elif view.phase == "Pending" and view.host:
         state = view.main.waiting_reason or "ContainerCreating"
     elif failed := {name: c.exit_code for name, c in view.containers.items() if c.exit_code}:
-        # kubectl shows such a pod as 1/2 and Error, although its main program is still running.
+        # A container other than the main one has failed. kubectl shows such a pod as 1/2 and Error,
+        # although its main program is still running.
         message = message or ", ".join(f"container {name} ended with exit code {code}" for name, code in failed.items())
     index = None if view.role is Role.COORDINATOR else view.index
     return PodLine(

@@ -42,20 +42,22 @@ from ddpjob.local.pod import UID_VARIABLE
 from ddpjob.local.record import RequestRefused, ask, holds, read_record, runner, write_atomically
 
 STOP_MARGIN = 15.0
-"""How much longer than the pods' grace period `stop` waits for the runner, in seconds."""
+"""Number of seconds that `stop` waits for the runner in addition to the pods' grace period."""
 _POLL = 0.3
 _STARTED_SECONDS = 120.0
-"""Maximum time in seconds until a new `ddpjob run` has written its record. Starting Python may take
-half a minute on a very busy machine."""
+"""Number of seconds within which a new `ddpjob run` must have written its record. Starting Python
+may take half a minute on a very busy machine."""
 _STOPPED = "the job's `ddpjob run` was stopped; run the job again to resume"
-"""Replaces the message of an interrupted job's condition Suspended. The usual message suggests
-setting runPolicy.suspend to false, which is impossible without a running `ddpjob run`."""
+"""If a job was interrupted, this text replaces the message of its condition Suspended. The usual
+message suggests setting runPolicy.suspend to false, which is impossible without a running `ddpjob
+run`."""
 
 
 def has_jobs() -> bool:
     """Whether the folder of runs contains a job.
 
-    Other tools may also keep a status.json there.
+    The name of the file status.json is not enough to decide this, because other tools may use the
+    same name.
     """
     return any(_is_record(JobFolder(file.parent)) for file in runs_folder().glob("*/status.json"))
 
@@ -63,10 +65,10 @@ def has_jobs() -> bool:
 _ALIVE = ("Running", "Pending", "Terminating")
 """States of pods that have not ended."""
 _OF_POD = re.compile(rf"(\d+-\d+|coordinator-\d+(-\d+)?)(\.{COORDINATOR_CONTAINER})?")
-"""The part of pod and log names that follows the job's name."""
+"""Matches the part that follows `JOB-` in the names of pods and logs."""
 _Known = tuple[tuple[int, int, int] | None, Json, bool]
-"""The inode, modification time and size of a record's file, the record, and whether the job has
-ended."""
+"""A record that was read: the inode, modification time and size of its file, its content, and
+whether the job has ended."""
 
 
 _P = ParamSpec("_P")
@@ -96,9 +98,10 @@ class ProcessBackend:
     def __init__(self) -> None:
         self.notes: list[str] = []
         """Messages about status.json files that are not records of jobs."""
-        self.whole = True  # Local files are the user's own, so they need no limit.
+        self.whole = True  # Large fields are not left out, because the files belong to this user.
         self._known: dict[Path, _Known] = {}
-        """Records from the last list, so that following 1,000 jobs reads only changed records."""
+        """The records that the last call of `jobs` read. They are kept, so that a program that
+        follows 1,000 jobs reads only the records that have changed."""
 
     @property
     def where(self) -> str:
@@ -152,7 +155,8 @@ class ProcessBackend:
         folder, lines = job.run(record["local"]["run"]).pods, []
         states = {pod["name"]: pod["state"] for pod in record["local"]["pods"]}
         if runner(job) is None:
-            # No pod outlives its runner, but a runner that was killed could not record their end.
+            # The runner has ended, and no pod outlives its runner. If the runner was killed, it
+            # could not record that its pods have ended.
             states = {pod: "Ended" if state in _ALIVE else state for pod, state in states.items()}
         roles = {pod["name"]: str(pod.get("role", "node")) for pod in record["local"]["pods"]}
         created = {pod["name"]: known_time(pod.get("created")) for pod in record["local"]["pods"]}
@@ -174,14 +178,18 @@ class ProcessBackend:
         path = folder.run((_record(folder) or {})["local"]["run"]).events
         found = []
         for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-            # A line is incomplete if the disk was full, or the run was killed.
+            # Ignore an incomplete line. The disk was full, or the run was killed while writing it.
             with suppress(ValueError):
                 event = json.loads(line)
                 found.append(Happened(parse_time(event["time"]), event["warning"], event["reason"], event["message"]))
         return found
 
     def kept_logs(self, name: str) -> KeptLogs:
-        """Return no logs, because `pods` also lists terminated pods, whose logs are files here."""
+        """Return no kept logs.
+
+        They are not needed, because `pods` also lists terminated pods, and `log` reads their logs
+        from files on this machine.
+        """
         return KeptLogs(name, "", {}, lambda file: b"")
 
     def log(self, pod: PodLine, options: LogOptions) -> Iterator[bytes]:
@@ -226,8 +234,8 @@ class ProcessBackend:
     def job_of_pod(self, pod: str) -> tuple[JobFolder, Json]:
         """Return the folder and the record of a pod's job.
 
-        The job's name is a prefix of the pod's name. If the jobs exp and exp-1 exist, exp-1-0 is a
-        pod of exp.
+        The pod's name begins with the job's name, and ends with an index and an attempt. If the
+        jobs exp and exp-1 exist, exp-1-0 is therefore a pod of exp.
         """
         jobs = [job["metadata"]["name"] for job in self.jobs()]
         fitting = [name for name in jobs if pod.startswith(f"{name}-")]
@@ -262,17 +270,19 @@ class ProcessBackend:
     def create(self, manifests: list[Json], *, fresh: bool = False) -> str:
         """Start `ddpjob run` in the background.
 
-        With `fresh`, the job starts from scratch. The ConfigMaps that precede the job in
-        `manifests` become files in its folder `code`.
+        The last manifest is the job. The contents of the ConfigMaps before it are written as files
+        into the folder `code` of the job's folder. With `fresh`, the job starts from scratch.
         """
         *code, job = manifests
-        name = str(with_defaults(job)["metadata"]["name"])  # completed from generateName
+        # with_defaults completes a generateName.
+        name = str(with_defaults(job)["metadata"]["name"])
         job = {**job, "metadata": {**job["metadata"], "name": name}}
         folder = job_folder(name)
         folder.path.mkdir(parents=True, exist_ok=True)
         with (folder.path / "submit.lock").open("w") as lock:
-            # A concurrent submission waits here, and then finds the job running. On a file system
-            # without locks, `ddpjob run` reports the problem.
+            # If another process submits the same job, it waits here until this submission is
+            # complete, and then finds that the job is already running. If the file system has no
+            # locks, `ddpjob run` reports this.
             with suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_EX)
             self._start(folder, code, job, fresh=fresh)
@@ -290,8 +300,8 @@ class ProcessBackend:
         before = (_record(folder) or {}).get("metadata", {}).get("uid")
         with output.open("wb") as log:
             run = subprocess.Popen(
-                # -P keeps files in this folder, which belong to the job, from being imported. The
-                # command `ddpjob` does not import them either.
+                # -P prevents imports from the current folder, which contains the job's own files.
+                # The command `ddpjob` does not import from it either.
                 [sys.executable, "-P", "-m", "ddpjob.cli", "run", str(manifest), *(["--fresh"] if fresh else [])],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
@@ -318,8 +328,8 @@ class ProcessBackend:
     def delete(self, name: str) -> None:
         """Stop the job and remove its record and logs.
 
-        Training data is kept. Checkpoints, including those that --fresh has set aside, are kept
-        too, unless every run had whenDeleted: Delete.
+        Training data is kept. Checkpoints are kept too, including those that --fresh has set aside.
+        They are deleted only if all runs that used them had whenDeleted: Delete.
         """
         self.stop(name, now=True)
         folder = self.folder(name)
@@ -365,9 +375,11 @@ class ProcessBackend:
         return ran.stdout + ran.stderr
 
     def stop(self, name: str, *, now: bool = False) -> bool:
-        """Send SIGTERM to the runner, then SIGKILL to every process of the job.
+        """Stop the job's runner and all of the job's processes. Return whether the job was running.
 
-        Return whether the job was running.
+        The runner gets SIGTERM, and has time to stop its pods gracefully unless `now` is true. If
+        it does not end, it gets SIGKILL. All remaining processes of the job are killed after that.
+        Raises Mistake if the runner cannot be stopped from here, or if processes remain.
         """
         folder = self.folder(name)
         record = _record(folder) or {}
@@ -399,7 +411,7 @@ class ProcessBackend:
         except RequestRefused as refused:
             raise Mistake(str(refused)) from refused
         if not processed:
-            self._running(folder.name)  # The job may have ended in the meantime.
+            self._running(folder.name)  # Raises Mistake if the job has ended in the meantime.
             raise Mistake(
                 f"the process that runs {folder.name} ({runner(folder)}) does not respond; run "
                 f"`ddpjob stop --now {folder.name}` to kill it"
@@ -407,9 +419,10 @@ class ProcessBackend:
 
 
 def _empty(folder: Path, kept: Collection[Path] = (), last: Path | None = None) -> None:
-    """Remove the content of a folder, except `kept`. Raises OSError.
+    """Remove everything in a folder except the paths in `kept`. Raises OSError.
 
-    Links are removed, but not their targets. The entry `last` is removed last.
+    The files and folders that links point to are not removed. The path `last` is removed after all
+    others, so that it still exists if the removal fails.
     """
     for path in sorted(folder.iterdir(), key=lambda path: path == last):
         if path in kept:
@@ -425,7 +438,8 @@ def _empty(folder: Path, kept: Collection[Path] = (), last: Path | None = None) 
 def _last_lines(log: BinaryIO, lines: int) -> bytes:
     """Return the last `lines` lines of a log, and leave the log positioned at its end.
 
-    The log may be larger than memory, so no more lines are read once METRICS_BYTES have been read.
+    The log may be larger than memory. Once METRICS_BYTES have been read, reading therefore stops,
+    even if they contain fewer lines.
     """
     end = log.seek(0, os.SEEK_END)
     text, begin = b"", end
@@ -434,7 +448,7 @@ def _last_lines(log: BinaryIO, lines: int) -> bytes:
         log.seek(begin)
         text = log.read(end - begin)
     log.seek(end)
-    # splitlines() would also split a progress bar, because its refreshes end in carriage returns.
+    # Do not use splitlines(), which would also split a progress bar at each carriage return.
     return b"".join(BytesIO(text).readlines()[-lines:]) if lines else b""
 
 
@@ -446,10 +460,10 @@ def _is_record(folder: JobFolder) -> bool:
 
 
 def _read_again(folder: JobFolder, known: _Known | None) -> _Known | None:
-    """Return the record.
+    """Return a job's record, or None if there is no record. Read its file only if it has changed.
 
-    Its file is read only if it has changed. A change always shows in the file's inode, time or
-    size, because a record is replaced as a whole.
+    `known` is the result of the previous call. A record is always replaced as a whole, so every
+    change shows in the inode, the modification time or the size of its file.
     """
     try:
         now = folder.status.stat()
@@ -480,15 +494,18 @@ def _object(folder: JobFolder, record: Json, ended: bool) -> Json:
     if interrupted:
         job["status"] = _interrupted(record.get("status") or {})
         with suppress(OSError):
-            # Otherwise the job would seem to run until now. A running job's record changes often.
+            # Use the time of the record's last change as the end. Without a time, the job would
+            # seem to have run until now. The record of a running job changes often, so the error is
+            # small.
             ended_at = datetime.fromtimestamp(folder.status.stat().st_mtime, UTC)
             job["status"]["completionTime"] = format_time(ended_at)
     return job
 
 
 def _interrupted(status: Json) -> Json:
-    """Return the status of a job whose run and pods are gone. A killed run could not record that it
-    ended.
+    """Return the status of an interrupted job, which has no run and no pods.
+
+    The run could not record this itself, because it was killed.
     """
     status = {**status, "phase": INTERRUPTED}
     nodes = status.get("nodes")
@@ -509,7 +526,7 @@ def _terminal(record: Json) -> bool:
 
 
 def _merged(old: Json, patch: Json) -> Json:
-    """Merge a patch as RFC 7386 defines."""
+    """Merge a patch into `old`, as RFC 7386 (JSON merge patch) defines."""
     merged = dict(old)
     for key, value in patch.items():
         if value is None:
@@ -520,11 +537,15 @@ def _merged(old: Json, patch: Json) -> Json:
 
 
 def _end(folder: JobFolder, pid: int, patience: list[float]) -> None:
-    """Send SIGTERM and wait, once per entry of `patience` (seconds); then send SIGKILL."""
+    """End the runner, which has the process id `pid`.
+
+    For each number in `patience`, send SIGTERM and wait up to this many seconds. If the runner is
+    still running after the last wait, send SIGKILL.
+    """
     for seconds in patience:
         processes.send(pid, signal.SIGTERM)
-        # A process stopped with Ctrl-Z would not receive SIGTERM, and would be killed without
-        # saving.
+        # Continue a runner that the user has stopped with Ctrl-Z. Otherwise it could not react to
+        # SIGTERM, and would be killed before a checkpoint is saved.
         processes.send(pid, signal.SIGCONT)
         deadline = time.monotonic() + max(seconds, 0.2)
         while time.monotonic() < deadline:

@@ -22,8 +22,8 @@ from ddpjob.objects.pod_template import OWNED_VARIABLES
 _GPUS = re.compile(
     r"(?!.*(mem|core|ratio))(.+/(.*gpu.*|xpu|npu|hpu|gaudi|mig-.+)|huawei\.com/Ascend.+|gpu\.intel\.com/(i915|xe))"
 )
-"""Matches resources that are counted in whole devices, but not memory or fractions of a device,
-such as nvidia.com/gpumem."""
+"""Matches the names of resources that count whole devices. The names of resources that count the
+memory or a fraction of a device, such as nvidia.com/gpumem, do not match."""
 _PYTHON = re.compile(r"(.*/)?python[0-9.]*")
 _OPERATORS = ("rdzv-backend", "rdzv-endpoint", "rdzv-id", "master-addr", "master-port", "node-rank",
               "standalone", "local-addr", "rdzv_backend", "is-host", "monitor-interval", "start-method",
@@ -33,7 +33,8 @@ _BARE = ("standalone", "m", "module", "no-python", "run-path", "virtual-local-ra
 _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _MOST_SHOWN = 5
 _PLAIN_SHELL = re.compile(r"-[euvx]*c")
-"""Matches options with which a shell does not read a profile. With -l or -i, it does."""
+"""Matches the options with which a shell runs a command without reading startup files first. The
+options -l and -i do not match, because the shell would then read startup files."""
 _SHELL = re.compile(r"[;&|<>$`*?(){}#~\n]")
 _QUOTED = re.compile(r"""\\.|'[^']*'|"((?:\\.|[^"\\])*)\"""", re.DOTALL)
 _SIGN_IN_QUOTES = re.compile(r"`|\$\w+|\$[{(][^\s)}]*[)}]?")
@@ -42,19 +43,20 @@ _THEIRS = re.compile(
     r"""(^|\s)--(nnodes|node[-_]rank|master[-_](addr|port)|rdzv[-_](backend|endpoint|id)|machine_rank|"""
     r"""num_(machines|nodes)|main_process_(ip|port))(=|\s+)["']?\$\S*(?=\s)"""
 )
-"""Matches launcher options for the number of nodes or the rendezvous address, if their values are
-another operator's variables."""
+"""Matches launchers' options for the number of nodes, a node's rank or the rendezvous, if the
+option's value is a shell variable. Other operators set such variables in their pods."""
 _NOT_SET = re.compile(
     r"\$[{(]?(WORLD_SIZE|RANK|MASTER_ADDR|MASTER_PORT|PET_NODE_RANK|PET_MASTER_ADDR|PET_MASTER_PORT)\b"
 )
-"""Matches uses of variables that a PyTorchJob sets in a pod but a DDPJob does not. With `command`,
-a DDPJob does set MASTER_ADDR and MASTER_PORT, the address of index 0.
-"""
+"""Matches uses of variables that are set in the pods of a PyTorchJob, but not in those of a DDPJob.
+There is one exception: in a DDPJob with `command`, MASTER_ADDR and MASTER_PORT are set to the
+address of the pod with index 0."""
 _THEIR_LABELS = re.compile(
     r"\b(training\.kubeflow\.org/|trainer\.kubeflow\.org/|jobset\.sigs\.k8s\.io/|batch\.kubernetes\.io/job-)[\w.-]+"
 )
 _ROOTS_TOOLS = re.compile(r"(?:^|[\s;&|(/])(apt-get|apt|yum|dnf|apk|chown|sshd|useradd)(?=[\s;&|)]|$)")
-"""Programs that need root's capabilities, which a PyTorchJob's containers have by default."""
+"""Matches programs that root can only use if the container has capabilities. The containers of a
+PyTorchJob have capabilities by default, and those of a DDPJob do not."""
 _OF_PYTORCH_JOB = {
     "spec": ("pytorchReplicaSpecs", "runPolicy", "elasticPolicy", "nprocPerNode"),
     "spec.pytorchReplicaSpecs": ("Master", "Worker"),
@@ -70,22 +72,24 @@ _OF_TRAIN_JOB = {
              "runtimePatches", "labels", "annotations", "managedBy"),
     "spec.trainer": ("image", "command", "args", "env", "numNodes", "numProcPerNode", "resourcesPerNode"),
 }  # fmt: skip
-"""The fields that are read, or that do not need a counterpart because the operator sets them. All
-others are reported as omitted."""
+"""The fields of a TrainJob that the conversion knows. Each of them is read, or it needs no
+counterpart because DDPJob's operator chooses the value. Every other field gets a note that it was
+left out."""
 
 
 @dataclass
 class Conversion:
-    """A DDPJob, and a one-sentence note on each setting that could not be carried over."""
+    """The result of a conversion: a DDPJob, and notes on settings that could not be converted."""
 
     job: Json
     notes: list[str] = field(default_factory=list)
     plain: bool = False
-    """Whether the original job starts the script with plain Python, as one process per pod
-    regardless of GPUs."""
+    """Whether the original job starts the script with python instead of a launcher. Such a job runs
+    one process per pod, however many GPUs the pod has."""
     counted: bool = False
-    """Whether torchrun's own command line sets the number of processes per node. Variables cannot
-    change it then."""
+    """Whether the torchrun command line sets the number of processes per node. If so, the number in
+    the manifest's own fields has no effect, because other operators pass it to torchrun in a
+    variable, and the command line takes precedence."""
 
 
 def convert(
@@ -93,8 +97,9 @@ def convert(
 ) -> Conversion:
     """Convert another operator's manifest. Raises Mistake for an unknown kind.
 
-    `runtimes` are the runtimes that a TrainJob may name. `image` replaces the manifest's image.
-    `script` is the entry point for a manifest that leaves the entry point to its image.
+    If the manifest is a TrainJob, the runtime that it names is looked up in `runtimes`. `image`
+    replaces the manifest's image. `script` becomes the entry point if the manifest has none,
+    because its image defines what is started.
     """
     made = _converted(manifest, runtimes)
     _complete(made, script, image)
@@ -114,7 +119,11 @@ def _converted(manifest: Mapping[str, Any], runtimes: Sequence[Mapping[str, Any]
 
 
 def _complete(made: Conversion, script: str, image: str) -> None:
-    """Add the entry point and the image if the manifest lacks them."""
+    """Set the image and the script that the caller specified.
+
+    If the job has no entry point after that, add a note. Raises Mistake if both the caller and the
+    manifest specify an entry point.
+    """
     spec = made.job["spec"]
     if image:
         spec["image"] = image
@@ -135,7 +144,10 @@ def _complete(made: Conversion, script: str, image: str) -> None:
 
 
 def _left_out(made: Conversion, manifest: Mapping[str, Any], known: Mapping[str, Sequence[str]]) -> None:
-    """Add a note for each field that was not read."""
+    """Add a note for each field of the manifest that the conversion does not know.
+
+    `known` maps the path of an object in the manifest to the names of its known fields.
+    """
     for path, names in known.items():
         here: Any = manifest
         for name in path.split("."):
@@ -148,7 +160,10 @@ def _left_out(made: Conversion, manifest: Mapping[str, Any], known: Mapping[str,
 
 
 def convert_command(words: Sequence[str], name: str = "", image: str = "IMAGE") -> Conversion:
-    """Convert a torchrun command line."""
+    """Convert a torchrun command line.
+
+    `words` contains either the words of the line, or the whole line as one string.
+    """
     made = _empty({"name": name})
     made.job["spec"]["image"] = image
     if image == "IMAGE":
@@ -247,7 +262,8 @@ def _pytorch_job(manifest: Mapping[str, Any]) -> Conversion:
     of_workers = target.get("recovery", {}).get("maxRestarts", elastic.get("maxRestarts"))
     of_pods = 0 if policies == {"Never"} else (spec.get("runPolicy") or {}).get("backoffLimit")
     if limits := [limit for limit in (of_workers, of_pods) if limit is not None]:
-        # A DDPJob has one limit for the failures of workers and of pods.
+        # A PyTorchJob limits the failures of workers and the failures of pods separately. A DDPJob
+        # has one limit for both, so the larger one is used.
         target.setdefault("recovery", {})["maxRestarts"] = max(limits)
     _sharing(made)
     _left_out(made, manifest, _OF_PYTORCH_JOB)
@@ -255,7 +271,7 @@ def _pytorch_job(manifest: Mapping[str, Any]) -> Conversion:
 
 
 def _wanted(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the job's Master or Worker, or an empty mapping if it has no pods.
+    """Return the section Master or Worker of a job, or an empty mapping if it asks for no pods.
 
     Charts write `replicas: 0` if a job does not need workers.
     """
@@ -263,7 +279,7 @@ def _wanted(part: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _differences(master: Any, worker: Any, path: str) -> Iterator[str]:
-    """Yield paths at which two templates differ."""
+    """Yield the path of each field in which the pod templates of Master and Worker differ."""
     if isinstance(master, Mapping) and isinstance(worker, Mapping):
         for key in dict.fromkeys((*master, *worker)):
             yield from _differences(master.get(key), worker.get(key), f"{path}.{key}")
@@ -343,9 +359,11 @@ def _train_job(manifest: Mapping[str, Any], runtime: Mapping[str, Any] | None) -
 
 
 def _sharing(made: Conversion) -> None:
-    """Let pods share a Kubernetes node, as in the original job.
+    """Allow the pods of a job to share a Kubernetes node, as they could in the original job.
 
-    Otherwise several pods with few GPUs would wait for separate Kubernetes nodes.
+    By default, each pod of a DDPJob gets a Kubernetes node of its own, and several pods with few
+    GPUs would wait for separate Kubernetes nodes. If the original job has a podAntiAffinity, its
+    pods could not share one, so the default is kept.
     """
     spec = made.job["spec"]
     affinity = _pod_spec(spec).get("affinity") or {}
@@ -456,7 +474,7 @@ def _pod(made: Conversion, template: Mapping[str, Any], name: str) -> None:
 
 
 def _drop_owned(made: Conversion, container: Json) -> None:
-    """Leave out variables that the operator and torchrun set themselves."""
+    """Remove the variables that the operator and torchrun set themselves, and add a note."""
     names = [str(variable.get("name")) for variable in container.get("env") or ()]
     if owned := [name for name in names if OWNED_VARIABLES.fullmatch(name)]:
         container["env"] = [v for v in container["env"] if v.get("name") not in owned]
@@ -464,7 +482,7 @@ def _drop_owned(made: Conversion, container: Json) -> None:
 
 
 def _their_labels(written: Any) -> list[str]:
-    """Return labels of other operators' pods that occur anywhere in `written`."""
+    """Return the labels in `written` that other operators put on their pods."""
     return list(dict.fromkeys(found[0] for found in _THEIR_LABELS.finditer(json.dumps(written))))
 
 
@@ -474,7 +492,10 @@ def _pod_spec(spec: Json) -> Json:
 
 
 def _privileges(made: Conversion, pod: Json, container: Json) -> None:
-    """Add a note about programs that root cannot run in a container without capabilities."""
+    """Add a note if the job runs as root, or starts programs that need root's capabilities.
+
+    In the containers of a DDPJob, root has no capabilities by default.
+    """
     contexts = [holder.get("securityContext") or {} for holder in (pod, container)]
     command, args = (made.job["spec"].get(name, ()) for name in ("command", "args"))
     tools = dict.fromkeys(_ROOTS_TOOLS.findall(" ".join([*command, *args]))) if command else {}
@@ -489,7 +510,11 @@ def _privileges(made: Conversion, pod: Json, container: Json) -> None:
 
 
 def _of_trainer(value: Any, name: str | None) -> Any:
-    """Return a copy in which resource references to the container `name` refer to the trainer."""
+    """Return a copy of `value` in which references to the main container use its new name.
+
+    The conversion renames the container `name` to `trainer`. A resourceFieldRef of the downward API
+    refers to a container by its name, so it must be changed too.
+    """
     if isinstance(value, list):
         return [_of_trainer(item, name) for item in value]
     if not isinstance(value, Mapping):
@@ -510,8 +535,11 @@ def _words(container: Json, name: str) -> list[str]:
 
 
 def _references(made: Conversion) -> None:
-    """Add a note about variables that Kubernetes expanded in a PyTorchJob's arguments and
-    environment.
+    """Add a note if the arguments or the environment use variables that are no longer set in the
+    pod.
+
+    In a PyTorchJob, Kubernetes replaces such variables (`$(RANK)`) with their values. In a DDPJob,
+    only torchrun sets them, when it starts a worker.
     """
     spec = made.job["spec"]
     texts = {"args": [] if "command" in spec else spec.get("args", ())}
@@ -525,7 +553,7 @@ def _references(made: Conversion) -> None:
 
 
 def _unset(spec: Json, texts: Iterable[str]) -> list[str]:
-    """Return the variables in `texts` that the pod of a DDPJob does not have."""
+    """Return the names of variables that `texts` use but that are not set in a DDPJob's pods."""
     names = dict.fromkeys(match[1] for text in texts for match in _NOT_SET.finditer(text))
     return [name for name in names if "command" not in spec or not name.startswith("MASTER_")]
 
@@ -534,9 +562,10 @@ def _resources(made: Conversion, resources: Mapping[str, Any]) -> None:
     target, kept = made.job["spec"], {}
     target["gpusPerNode"] = 0
     if resources and not {"requests", "limits"} & resources.keys():
-        resources = {"limits": resources}  # TrainJob's resourcesPerNode may be plain amounts.
+        # The field resourcesPerNode of a TrainJob may contain amounts without requests and limits.
+        resources = {"limits": resources}
     names = [n for kind in ("limits", "requests") for n in resources.get(kind) or () if _GPUS.fullmatch(n)]
-    # Devices of other kinds stay in resources.
+    # Only one kind of device becomes gpusPerNode. The others stay in `resources`.
     name = max(names, key=lambda n: n == "nvidia.com/gpu", default="")
     for kind in ("requests", "limits"):
         amounts = dict(resources.get(kind) or {})
@@ -601,7 +630,8 @@ def _entry_point(made: Conversion, command: list[str], args: list[str]) -> None:
         if added:
             spec["env"] = [*(spec.get("env") or ()), *added]
     elif not command and (not args or args[0].startswith("-") or "=" in args[0]):
-        # Arguments with "=" are, for example, torchtune's dataset=...
+        # These are arguments for the program that the image starts. Some programs, such as
+        # torchtune, have arguments of the form dataset=...
         if args:
             spec["args"] = list(args)
         return
@@ -660,7 +690,7 @@ def _shell_words(line: str) -> list[str]:
 
 
 def _signs_of_shell(line: str) -> list[str]:
-    """Return the parts of a line that a shell would interpret instead of passing them on.
+    """Return the parts of a line that a shell would interpret instead of passing to the program.
 
     These are pipes, redirections, command lists and variables.
     """
@@ -670,7 +700,7 @@ def _signs_of_shell(line: str) -> list[str]:
 
 
 def _after_launcher(words: list[str]) -> list[str] | None:
-    """Return the words after torchrun's name; None if the command is not torchrun."""
+    """Return the words after torchrun's name; None if the command does not start torchrun."""
     if words[0].rpartition("/")[2] == "torchrun":
         return words[1:]
     if _PYTHON.fullmatch(words[0]):
@@ -681,9 +711,9 @@ def _after_launcher(words: list[str]) -> list[str] | None:
 
 
 def _reads_only_theirs(line: str) -> bool:
-    """Whether a torchrun line needs a shell only to expand variables in certain options.
+    """Whether a torchrun line needs a shell only for variables in the options that _THEIRS matches.
 
-    The operator replaces these options, so their values are not needed.
+    DDPJob's operator sets these options itself, so the values of the variables are not needed.
     """
     if _SHELL.search(_THEIRS.sub(" ", line)):
         return False
@@ -694,7 +724,7 @@ def _reads_only_theirs(line: str) -> bool:
 
 
 def _options(words: Sequence[str]) -> int:
-    """Return how many words after torchrun's name are its options and their values."""
+    """Return how many of the words after torchrun's name are its options or their values."""
     position = 0
     while position < len(words) and words[position].startswith("-"):
         if words[position] == "--":
@@ -715,11 +745,13 @@ def _torchrun(made: Conversion, launcher: list[str], words: list[str]) -> None:
         name, equals, value = word.lstrip("-").partition("=")
         name = name.replace("_", "-")
         if not word.startswith("--") and name[:1] in ("r", "t") and len(name) > 1 and not equals:
-            name, equals, value = name[0], "=", name[1:]  # such as -r3
+            # A short option may contain its value, as in -r3.
+            name, equals, value = name[0], "=", name[1:]
         if not equals and name not in _BARE:
             position += 1
             value = words[position] if position < len(words) else ""
-            if (not value and name != "role") or value.startswith("-"):  # TorchX writes --role ''
+            # An empty role is valid, because TorchX writes --role ''.
+            if (not value and name != "role") or value.startswith("-"):
                 raise Mistake(f"{word} {value}: the value is missing, perhaps because a shell variable is not set")
         position += 1
         if name in ("m", "module"):
@@ -738,7 +770,8 @@ def _torchrun(made: Conversion, launcher: list[str], words: list[str]) -> None:
             pairs = (setting.partition("=") for setting in value.split(","))
             _rendezvous(made, ((key, given) for key, _, given in pairs))
         elif name in ("r", "t"):
-            own += [f"-{name}", value]  # --r is ambiguous, because several options begin with it.
+            # Keep the short name, because --r is ambiguous: several options begin with it.
+            own += [f"-{name}", value]
         elif name not in _OPERATORS and (value or name in _BARE):
             own.append(f"--{name}" if name in _BARE else f"--{name}={value}")
     if position >= len(words):

@@ -35,16 +35,21 @@ from ddpjob.local.environment import HOST
 COLUMNS = ("NAME", "STATE", "NODES", "PROGRESS", "LOSS", "SPEED", "RESTARTS", "AGE")
 WIDE = ("DURATION", "GPUHOURS", "ATRISK", "REASON")
 NO_STATUS_SECONDS = 30
-"""A job that is this many seconds old and has no status counts as not managed by any operator."""
+"""If a job has no status this many seconds after its creation, it is assumed that no operator
+manages the job."""
 QUIET_SECONDS = 30
-"""If a job's reports have not changed for this many seconds, the silence is mentioned."""
+"""If a training job has not reported new progress for this many seconds, `why` mentions it."""
 _SHOWN = 8
-"""Maximum number of pods or restarts listed individually."""
+"""Maximum number of pods, restarts or events that `describe` lists individually."""
 PAGE = "docs/troubleshooting.md"
 
 
 def table(rows: Sequence[Sequence[str]], widths: list[int] | None = None) -> list[str]:
-    """Return lines with aligned columns, like kubectl's; `widths` only grow from line to line."""
+    """Return a line for each row, with aligned columns, as kubectl prints them.
+
+    `widths` are the columns' minimum widths. They are updated to the actual widths, so that a
+    caller can pass the same list again and get lines that are aligned with earlier ones.
+    """
     widths = [] if widths is None else widths
     columns = zip(widths or [0] * len(rows[0]), zip(*rows, strict=True), strict=True)
     widths[:] = [max(width, *map(len, cells)) for width, cells in columns]
@@ -57,7 +62,7 @@ def header(*, wide: bool = False, namespaces: bool = False) -> tuple[str, ...]:
 
 
 def row(body: Json, now: datetime, *, wide: bool = False, namespaces: bool = False) -> tuple[str, ...]:
-    """Return a job's cells, as `kubectl get ddp` shows them."""
+    """Return the cells of a job's row, with the same texts as in `kubectl get ddp`."""
     stored, meta = body.get("status") or {}, body["metadata"]
     status = JobStatus.read(stored)
     progress = status.progress
@@ -73,12 +78,15 @@ def row(body: Json, now: datetime, *, wide: bool = False, namespaces: bool = Fal
 
 
 def phase(body: Json) -> str:
-    """Return the state in one word."""
+    """Return the job's phase, which is its state in one word. A job without a status is Pending."""
     return str((body.get("status") or {}).get("phase") or "Pending")
 
 
 def took(body: Json, now: datetime) -> str:
-    """Return how long the job has run or ran, not counting suspended time at the beginning."""
+    """Return how long the job has been running or, if it has ended, how long it ran.
+
+    The time begins when the job was started or, if it was suspended, when it was last resumed.
+    """
     status = JobStatus.read(body.get("status") or {})
     return _since(status.start_time, status.completion_time or now) if status.start_time else ""
 
@@ -95,9 +103,9 @@ def _since(then: datetime | None, now: datetime) -> str:
 
 @contextmanager
 def readable(body: Json) -> Iterator[None]:
-    """Guard code that reads a job.
+    """Raise Mistake, instead of a ValidationError, if the code in this `with` cannot read a job.
 
-    Raises Mistake if the job has unknown values from a newer release.
+    A job cannot be read if its values are only known to a newer release.
     """
     try:
         yield
@@ -108,7 +116,10 @@ def readable(body: Json) -> Iterator[None]:
 
 
 def warnings(bodies: Sequence[Json]) -> Iterator[str]:
-    """Yield a line for each job that trains without a group, which its row does not show."""
+    """Yield a warning for each job whose ranks do not form a group.
+
+    In such a job, each rank trains a separate model. The job's row does not show this.
+    """
     for body in bodies:
         status = JobStatus.read(body.get("status") or {})
         running = status.condition(ConditionType.RUNNING)
@@ -121,7 +132,10 @@ def warnings(bodies: Sequence[Json]) -> Iterator[str]:
 
 
 def describe(body: Json, pods: Sequence[PodLine], events: Sequence[Happened], now: datetime) -> Iterator[str]:
-    """Yield everything important about a job, on one screen however many nodes it has."""
+    """Yield lines about everything important in a job.
+
+    The lines fit on one screen, however many nodes the job has.
+    """
     with readable(body):
         job = DDPJob.read(body)
     status, spec, meta = job.status, job.spec, body["metadata"]
@@ -188,7 +202,7 @@ def _pairs(*pairs: tuple[str, str]) -> Iterator[str]:
 
 
 def _record(body: Json) -> Iterator[tuple[str, str]]:
-    """Yield (label, text) for the commit, the GPU, and all packages in one line."""
+    """Yield a (label, text) pair for the git commit, one for the GPU, and one for all packages."""
     packages = []
     for label, text in record_of(body):
         if label in ("git commit", "GPU"):
@@ -217,7 +231,10 @@ def _nodes(job: DDPJob) -> str:
 
 
 def _ranks(status: JobStatus) -> str:
-    """Return the nodes in rank order; empty if the status does not have this order."""
+    """Return a text that lists the nodes in the order of their ranks.
+
+    The text is empty if the status does not contain this order.
+    """
     runs: list[list[int]] = []
     for index in status.rank_order:
         if runs and index == runs[-1][-1] + 1:
@@ -244,22 +261,29 @@ def time_is_left(status: JobStatus) -> bool:
 
 
 def restart_counts(status: JobStatus, most: int) -> str:
-    """Return the numbers of counted, allowed and uncounted restarts; empty before the first
-    restart.
+    """Return a text with the numbers of counted, allowed and uncounted restarts.
+
+    The text is empty before the first restart.
     """
     counts = status.restarts
     return f"{counts.counted} of {counts.limit(most)} counted, {counts.uncounted} not counted" if counts.total else ""
 
 
 def _gpu_use(status: JobStatus) -> str:
-    """Return the GPU time that the job has used and the GPUs that it holds; empty without GPUs."""
+    """Return a text with the GPU time that the job has used and the number of GPUs that it holds.
+
+    The text is empty if the job has not used any GPUs.
+    """
     held = f"{count(status.gpu_use.held, 'GPU')} held" if status.gpu_use is not None else ""
     spent = f"{gpu_hours(status.gpu_seconds)} ({status.gpu_seconds:,} GPU seconds)" if status.gpu_seconds else ""
     return ", ".join(part for part in (spent, held) if part)
 
 
 def _repeated_work(status: JobStatus) -> str:
-    """Return the repeated work, and the number of restarts for which it is unknown."""
+    """Return a text that says how much work was repeated after restarts.
+
+    It also contains the number of restarts after which the repeated work is unknown.
+    """
     counts = status.restarts
     parts = [f"{count(counts.repeated_steps, 'step')}, {counts.repeated_seconds:.1f} s"]
     parts = parts if counts.repeated_steps else []
@@ -294,7 +318,10 @@ def slot_lines(status: JobStatus) -> Iterator[str]:
 
 
 def _pods(pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
-    """Yield a row for each pod that needs attention, and the number of the others."""
+    """Yield a table of the pods that need attention, and the number of pods that are not listed.
+
+    If the job has only a few pods, all of them are listed.
+    """
     notable = [pod for pod in pods if pod.state not in ("Running", "Completed")]
     quiet = [pod for pod in pods if pod not in notable]
     listed = pods if len(pods) <= _SHOWN else notable[:_SHOWN]
@@ -344,7 +371,7 @@ def why(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
     """Yield lines that explain why a job waits or failed, and what to do about it."""
     yield from _state(body, pods, now)
     name, meta = body["metadata"]["name"], body["metadata"]
-    # These finalizers are Kubernetes' own.
+    # Kubernetes itself sets and removes these two finalizers.
     held = [it for it in meta.get("finalizers") or () if it not in ("foregroundDeletion", "orphan")]
     deleted = parse_time(meta.get("deletionTimestamp"))
     if held and deleted is not None:
@@ -367,7 +394,8 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
     name, state = body["metadata"]["name"], phase(body)
     main = main_condition(status)
     if state == "Interrupted" and body["spec"].get("image") == "":
-        # Only the contents of the job's folder are known.
+        # The image is empty only if PastJobs has read the job from its checkpoint folder. Nothing
+        # is known about the job except what this folder contains.
         yield f"{name}: its end was not recorded. It was suspended, deleted or interrupted, or it is still training."
         return
     if state == "Interrupted":
@@ -381,7 +409,8 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
         yield from _without_status(body, now)
         return
     if status.holds(ConditionType.COMPLETE):
-        ran = took(body, now)  # Unknown if the job completed while it was suspended.
+        # The duration is unknown if the job completed while it was suspended.
+        ran = took(body, now)
         yield f"{name} is complete{f': it ran for {ran}' if ran else ''}."
         complete = status.condition(ConditionType.COMPLETE)
         doubt = complete.message.partition(", but ")[2] if complete is not None else ""
@@ -424,7 +453,8 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
         yield f"What to do: `ddpjob resume {name}`; training continues from its last checkpoint."
         return
     last = next((r for r in reversed(status.restarts.recent) if r.counted), None)
-    # Explain the last failure, not the budget.
+    # If the restart budget is spent, explain the last failure that counted instead, because it is
+    # what the user has to correct.
     spent = last if main.reason == "RestartBudgetSpent" else None
     yield from _explained(main if spent is None else replace(main, type=ConditionType.RESTARTING, reason=spent.reason))
     if main.type is ConditionType.FAILED:
@@ -435,8 +465,9 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
 def missing_pod(status: JobStatus, name: str, pods: Sequence[PodLine]) -> Iterator[str]:
     """Yield a line if a pod that the status shows as running does not exist.
 
-    An operator would replace a lost pod immediately. An empty list of pods does not count, because
-    it may only mean that the user is not permitted to list pods.
+    A running operator replaces a lost pod immediately, so the operator may have stopped. If `pods`
+    is empty, nothing is yielded, because this may only mean that the user is not permitted to list
+    pods.
     """
     there = {pod.name for pod in pods}
     for index, slot in enumerate(status.slots) if there else ():
@@ -466,9 +497,11 @@ def _notable(status: JobStatus) -> Iterator[Condition]:
 
 
 def _explained(condition: Condition) -> Iterator[str]:
-    """Yield the explanation that PAGE gives for a condition's message or, failing that, its reason.
+    """Yield the explanation that PAGE, the troubleshooting page, contains for a condition.
 
-    Reasons of containers that PAGE does not list share one explanation.
+    An explanation of the condition's message takes precedence over one of its reason. If a
+    container cannot start for a reason that PAGE does not list, the explanation of ErrImagePull is
+    used.
     """
     known, reason = remedies(), condition.reason
     texts = (name for name in known if name.startswith(SAID) and name[len(SAID) :] in condition.message)
@@ -482,11 +515,11 @@ def _explained(condition: Condition) -> Iterator[str]:
 
 
 SAID = "message "
-"""Prefix of remedies that are named after a message. A remedy applies if the message contains the
-rest of its name."""
+"""Prefix in the names of the remedies that belong to messages instead of reasons. Such a remedy
+applies to a message that contains the rest of the remedy's name."""
 _STATUS = re.compile(r"^\([^)]*\) ")
-"""Matches a status such as `(True) ` at the beginning of a meaning. PAGE adds it to reasons of
-conditions that are True."""
+"""Matches the status of a condition, such as `(True) `, at the beginning of a text in PAGE. PAGE
+adds it if the reason that the text explains occurs while the condition is True."""
 
 
 def main_condition(status: JobStatus) -> Condition | None:
@@ -532,7 +565,10 @@ def _without_status(body: Json, now: datetime) -> Iterator[str]:
 
 @cache
 def remedies() -> dict[str, dict[str, str]]:
-    """Return each reason's meaning and remedy, generated from docs/troubleshooting.md."""
+    """Return a mapping from each reason to its meaning and its remedy.
+
+    The mapping was generated from docs/troubleshooting.md.
+    """
     text = resources.files(__package__).joinpath("remedies.json").read_text(encoding="utf-8")
     found: dict[str, dict[str, str]] = json.loads(text)
     return found

@@ -19,13 +19,14 @@ from ddpjob_trainer.strategies.ddp import Ddp
 
 
 class DdpMp(Ddp):
-    """Spreads a model over devices. Values move to the next device at the beginning of a stage.
+    """Spreads the model's stages over several devices. Where a stage begins, its input moves there.
 
-    The model keeps its modules and names.
+    The model keeps its modules and their names.
     """
 
     compiles_step = False
-    divides = False  # The layers draw from several devices' generators.
+    # Layers draw random numbers on several devices, but `SharedParts` seeds only one device.
+    divides = False
 
     def __init__(self, config: Config, group: Group, device: torch.device) -> None:
         if config.ddp_mp.devices < 1:
@@ -36,7 +37,7 @@ class DdpMp(Ddp):
 
     @property
     def devices(self) -> list[torch.device]:
-        """One device for each of the model's stages."""
+        """The devices of this process, one for each of the model's stages."""
         number, kind = self.config.ddp_mp.devices, self.device.type
         if kind == "cpu":
             return [self.device] * number
@@ -51,7 +52,7 @@ class DdpMp(Ddp):
 
     @property
     def waits_apart(self) -> bool:
-        """Return False, because the work is on several devices."""
+        """Return False, because the clock measures one device, but the work is on several."""
         return False
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -66,7 +67,7 @@ class DdpMp(Ddp):
         return super().wrap(model)
 
     def seed(self, key: int) -> None:
-        """Seed every device's generator."""
+        """Seed the random generators of all devices that this process uses."""
         super().seed(key)
         for number, device in enumerate(self.devices):
             if device != self.device:
@@ -79,5 +80,5 @@ class DdpMp(Ddp):
 
 
 def _sender(device: torch.device) -> Any:
-    """Return a hook that moves a module's inputs to a device."""
+    """Return a forward pre-hook that moves a module's inputs to a device."""
     return lambda _, inputs: tuple(value.to(device, non_blocking=True) for value in inputs)

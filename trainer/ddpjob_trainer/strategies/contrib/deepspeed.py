@@ -42,14 +42,14 @@ _DECIDED = {
     "amp": "amp.*",
     "torch_autocast": "amp.*",
 }
-"""Maps ignored keys in DeepSpeed's file to the trainer's keys that replace them."""
+"""Maps each key that is ignored in DeepSpeed's file to the trainer's keys that replace it."""
 
 
 class DeepSpeed(Strategy):
-    """Lets DeepSpeed step the trainer's own optimizer.
+    """Lets DeepSpeed's engine take the steps of the trainer's own optimizer.
 
-    This class, not DeepSpeed, determines micro-batches, loss weights and the end of an
-    accumulation.
+    Not DeepSpeed but this class determines the micro-batches, the weight of each loss, and the
+    micro-batch that ends an accumulation of gradients.
     """
 
     def __init__(self, config: Config, group: Group, device: torch.device) -> None:
@@ -63,8 +63,8 @@ class DeepSpeed(Strategy):
                 " not scale losses; set amp.dtype=bfloat16 and leave out amp.loss_scale, or set strategy=ddp"
                 " or fsdp"
             )
-        # Each backward pass sends gradients to the ranks that own them, so all ranks need equally
-        # many passes.
+        # Each backward pass sends gradients to the ranks that own them, so all ranks must run the
+        # same number of passes.
         self.equal = self._stage >= 2
         self._deepspeed = _import_deepspeed(device)
         self._alone = group.world == 1 and not dist.is_initialized()
@@ -77,31 +77,45 @@ class DeepSpeed(Strategy):
         """Wrap the model and the optimizer in DeepSpeed's engine."""
         refuse_scalars(model, "deepspeed")
         super().prepare(model, shape)
-        network = Autocasting(self.model, self.precision)  # The engine leaves autocast; Autocasting enters it again.
+        # The engine leaves the autocast context in its forward pass, so `Autocasting` enters it
+        # again.
+        network = Autocasting(self.model, self.precision)
         engine, *_ = self._deepspeed.initialize(
             model=network, optimizer=self.optimizer, config=self._settings, dist_init_required=False
         )
         self._engine: Any = engine
         self._engine.set_gradient_accumulation_boundary(True)
         self.network, self.optimizer, self.precision.engine = engine, engine.optimizer, engine
-        if self.average is not None:  # The old average refers to weights that the engine has moved.
+        # The average that the base class created refers to weights that the engine has moved since
+        # then.
+        if self.average is not None:
             self.average = self.moving_average()
 
     # ------------------------------------------------------------ training
 
     def weight(self, count: int) -> float:
-        """Return the factor for a sample's loss. DeepSpeed averages over ranks."""
+        """Return the factor by which each sample's loss is multiplied.
+
+        DeepSpeed averages gradients over the ranks, so the factor contains the number of ranks.
+        """
         return self.group.world / count
 
     @contextmanager
     def without_exchange(self) -> Iterator[None]:
-        """End an accumulation with a rank's last micro-batch, regardless of DeepSpeed's count."""
+        """Accumulate gradients inside this `with` without sending them to other ranks.
+
+        The micro-batch that ends an accumulation is this rank's last one, which runs outside this
+        `with`. DeepSpeed's own count of micro-batches is ignored.
+        """
         self._engine.set_gradient_accumulation_boundary(False)
         yield
         self._engine.set_gradient_accumulation_boundary(True)
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply the gradients by `factor`; with ZeRO, only this rank's part of them."""
+        """Multiply the gradients by `factor`.
+
+        With ZeRO, each rank multiplies only the part of the gradients that it owns.
+        """
         if self._stage == 0:
             super().scale_gradients(factor)
             return
@@ -111,9 +125,11 @@ class DeepSpeed(Strategy):
     def update(self, rate: float) -> Update:
         """Take the optimizer's step.
 
-        With ZeRO, DeepSpeed clips the gradients and skips the step if they are not finite.
+        With ZeRO, DeepSpeed itself clips the gradients, and it skips the step if they are not
+        finite.
         """
-        if self._stage == 0:  # At stage 0, DeepSpeed would accept any gradient.
+        # At stage 0, DeepSpeed would take the step even if the gradients were not finite.
+        if self._stage == 0:
             return super().update(rate)
         set_learning_rate(self.optimizer, rate)
         self._engine.step()
@@ -123,7 +139,7 @@ class DeepSpeed(Strategy):
         return update
 
     def logits(self, images: torch.Tensor) -> torch.Tensor:
-        """Return the engine's scores."""
+        """Return the scores that the engine computes for the images."""
         with self.precision.autocast():
             outputs: torch.Tensor = self.network(images)
         return outputs
@@ -131,7 +147,7 @@ class DeepSpeed(Strategy):
     # ------------------------------------------------------------ checkpoints
 
     def state(self) -> State:
-        """Return the whole state, which every rank holds in memory while it is gathered."""
+        """Return the whole state. While it is gathered, every rank holds all of it in memory."""
         if self._stage == 0:
             return super().state()
         with self._gathered():
@@ -147,7 +163,7 @@ class DeepSpeed(Strategy):
         }
 
     def load(self, state: State) -> None:
-        """Load a whole state; each rank takes its shard."""
+        """Load a whole state. Each rank keeps only its shard of every tensor."""
         if self._stage == 0:
             super().load(state)
             return
@@ -162,7 +178,11 @@ class DeepSpeed(Strategy):
 
     @property
     def _fragments(self) -> ModuleType:
-        """DeepSpeed's functions to gather a weight's vectors from all ranks, or distribute them."""
+        """The module with DeepSpeed's functions for whole weights and their optimizer state.
+
+        These functions gather a value from the shards of all ranks, or write a whole value into
+        them.
+        """
         from deepspeed import utils
 
         module: ModuleType = utils
@@ -170,14 +190,14 @@ class DeepSpeed(Strategy):
 
     @property
     def _flat(self) -> list[torch.Tensor]:
-        """The vectors that this rank's optimizer works on."""
+        """The flat float32 vectors of weights that this rank's optimizer updates."""
         zero = self._engine.optimizer
         return list(zero.fp32_partitioned_groups_flat if self._stage == 3 else zero.single_partition_of_fp32_groups)
 
     def _gathered(self, changes: bool = False) -> AbstractContextManager[Any]:
-        """Return a context in which the model's weights are whole.
+        """Return a context inside which every rank has the model's whole weights.
 
-        With `changes`, all ranks have rank 0's weights afterwards.
+        With `changes`, all ranks have rank 0's weights when the context ends.
         """
         if self._stage < 3:
             return nullcontext()
@@ -188,9 +208,9 @@ class DeepSpeed(Strategy):
         return gathered
 
     def _gathered_optimizer_state(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield (name, state) for each weight.
+        """Yield (name, optimizer state) for each weight, gathered from the shards of all ranks.
 
-        Numbers, such as a step count, are the same for all weights.
+        The state's numbers, such as a step count, are the same for all weights.
         """
         own = self._engine.optimizer.optimizer.state.get(self._flat[0], {})
         self._link()
@@ -207,18 +227,19 @@ class DeepSpeed(Strategy):
             )
 
     def _link(self) -> None:
-        """Make ZeRO 1 and 2 look up again where each weight's state is.
+        """Make DeepSpeed look up again where the optimizer state of each weight is (ZeRO 1 and 2).
 
-        They look this up only once, at a time when only the first parameter group has stepped.
+        DeepSpeed itself looks this up only once. At that time, only the first parameter group has
+        taken a step, so the other groups do not have a state yet.
         """
         if self._stage < 3:
             self._engine.optimizer._hp_optimizer_states_linked = False
             self._engine.optimizer._lazy_init_hp_params_optimizer_state()
 
     def _load_optimizer_state(self, saved: State) -> None:
-        """Load an optimizer state from `state`.
+        """Load the optimizer state `saved`.
 
-        Raises KeyError or ValueError if names or shapes differ.
+        Raises KeyError if it belongs to different weights, and ValueError if a shape differs.
         """
         names = {name for name, _ in self.parameters}
         if saved["state"] and names != set(saved["state"]):
@@ -250,14 +271,14 @@ class DeepSpeed(Strategy):
         return shape
 
     def close(self) -> None:
-        """Destroy the engine, and the process group if the trainer created it."""
+        """Destroy the engine. Also destroy the process group if this class created it."""
         self._engine.destroy()
         if self._alone:
             destroy()
 
 
 class _ByEngine(Precision):
-    """Runs backward passes through DeepSpeed's engine, which moves gradients after each pass."""
+    """Runs backward passes through DeepSpeed's engine, which processes the gradients."""
 
     engine: Any = None
 
@@ -267,9 +288,10 @@ class _ByEngine(Precision):
 
 
 def settings(config: Config, group: Group) -> dict[str, Any]:
-    """Return DeepSpeed's own configuration.
+    """Return the configuration for DeepSpeed's engine.
 
-    Raises ConfigError if the file cannot be read or sets a different stage.
+    It combines the file `deepspeed.config` with settings that the trainer controls. Raises
+    ConfigError if the file cannot be read, or if its ZeRO stage differs from deepspeed.stage.
     """
     path, stage = config.deepspeed.config, config.deepspeed.stage
     _check(config)
@@ -290,8 +312,8 @@ def settings(config: Config, group: Group) -> dict[str, Any]:
             f" {stage}; set deepspeed.stage={zero['stage']}, or remove it from the file"
         )
     ours = {
-        # The size is 1 per rank, so that DeepSpeed does not divide the losses, which are already
-        # weighted.
+        # State a batch size of 1 per rank and no accumulation. DeepSpeed then does not divide the
+        # losses, which the trainer has already weighted.
         "train_batch_size": group.world,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -336,17 +358,17 @@ def _is_per_weight(value: Any) -> bool:
 
 
 def _own(value: Any, flat: torch.Tensor) -> Any:
-    """Return a copy of a number for one vector.
+    """Return one value of an optimizer state, such as a step count, for one vector.
 
-    Vectors that shared a step count would each increase it.
+    A tensor is copied. If several vectors shared a step count, each of them would increase it.
     """
     return value.to(flat.device, copy=True) if isinstance(value, torch.Tensor) else value
 
 
 def _import_deepspeed(device: torch.device) -> ModuleType:
-    """Import and return the library, which logs only errors from now on.
+    """Import DeepSpeed and return it. From now on, it logs only errors.
 
-    Raises ConfigError if it is missing.
+    Raises ConfigError if DeepSpeed is missing.
     """
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -358,8 +380,8 @@ def _import_deepspeed(device: torch.device) -> ModuleType:
             " strategy=fsdp, which also shards weights"
         ) from error
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # DeepSpeed warns about optimizers that are not its own.
-    # On a CPU, DeepSpeed would compile a shared-memory reduction at its first start, which is
-    # useful only for ranks on the same node.
+    # On a CPU, DeepSpeed would compile a shared-memory reduction when it starts for the first time.
+    # This reduction is useful only for ranks on the same node.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     module: ModuleType = deepspeed
     return module

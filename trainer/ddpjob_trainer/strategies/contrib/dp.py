@@ -11,23 +11,27 @@ from ddpjob_trainer.strategies.single import Single
 
 
 class Dp(Single):
-    """nn.DataParallel, which passes the batch through unless there are several GPUs.
+    """Wraps the model in nn.DataParallel, which divides each batch if there are several GPUs.
 
     With several GPUs, batch normalization uses the statistics of each device's part of a
-    micro-batch, and keeps the first device's statistics. Dropout draws random numbers on each
-    device. This is therefore the only strategy whose results depend on the number of devices.
+    micro-batch, and keeps the first device's statistics. Dropout draws its random numbers
+    separately on each device. This is therefore the only strategy whose results depend on the
+    number of devices.
     """
 
     compiles_step = False
 
     def seed(self, key: int) -> None:
-        """Seed every device's generator."""
+        """Seed the random generators of all devices that this process uses."""
         super().seed(key)
         for number in range(1, torch.cuda.device_count() if self.device.type == "cuda" else 0):
             seed_torch(derive(key, number), torch.device("cuda", number))
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Wrap the model in DataParallel, whose threads do not inherit autocast."""
+        """Wrap the model in DataParallel.
+
+        DataParallel's threads do not inherit the autocast context, so `Autocasting` enters it.
+        """
         casting = Autocasting(model, self.precision)
         # DataParallel would use the machine's GPUs even if training is meant to run on the CPU
         # (train.backend=gloo).

@@ -48,7 +48,7 @@ class Horovod(Strategy):
             )
 
     def prepare(self, model: nn.Module, shape: tuple[int, ...]) -> None:
-        """Start every rank with rank 0's weights and optimizer."""
+        """Take a model, and send rank 0's weights and optimizer state to every rank."""
         super().prepare(model, shape)
         self._broadcast()
         if any(weight.dtype is torch.bfloat16 for weight in self.model.parameters()):
@@ -67,8 +67,8 @@ class Horovod(Strategy):
     def backward(self, micro_batches: MicroBatches, count: int) -> torch.Tensor:
         """Compute and exchange the gradients.
 
-        Ranks may have different numbers of micro-batches, so each sends its gradients after its
-        last micro-batch.
+        Ranks may have different numbers of micro-batches, so each rank sends its gradients only
+        after its own last micro-batch.
         """
         self._exchange.set_backward_passes_per_step(len(micro_batches))
         losses = super().backward(micro_batches, count)
@@ -76,14 +76,15 @@ class Horovod(Strategy):
         return losses
 
     def load(self, state: State) -> None:
-        """Continue with rank 0's weights and optimizer on every rank."""
+        """Load a state, then give every rank the weights and optimizer state of rank 0."""
         super().load(state)
         self._broadcast()
 
     def _broadcast(self) -> None:
         """Send rank 0's weights, statistics and optimizer state to every rank."""
         self._hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
-        # Without a state, Horovod would create one by taking a step that decays the weights.
+        # If the optimizer did not have a state, Horovod would create one by taking a step, and this
+        # step would apply weight decay to the weights.
         if self.optimizer.state:
             self._hvd.broadcast_optimizer_state(self.optimizer, root_rank=0)
 
@@ -95,10 +96,10 @@ class Horovod(Strategy):
 
 
 def enter() -> None:
-    """Set torch.distributed's environment from Horovod's, if horovodrun started this process.
+    """Set torch.distributed's variables from Horovod's, if horovodrun started this process.
 
-    Must run before ranks read RANK. Raises ConfigError if Horovod is missing, or runs in its own
-    elastic mode.
+    Must run before a rank reads the variable RANK. Raises ConfigError if Horovod is missing, or
+    runs in its own elastic mode.
     """
     if "RANK" in os.environ or "HOROVOD_RANK" not in os.environ:
         return
@@ -130,12 +131,13 @@ def _import_horovod() -> ModuleType:
 
 
 def _meet(group: Group) -> Any:
-    """Set HOROVOD_* as horovodrun does. Return the rendezvous server on rank 0, and None elsewhere.
+    """Set the variables HOROVOD_* as horovodrun would set them.
 
-    All ranks must call this together.
+    Return the rendezvous server on rank 0, and None on all other ranks. All ranks must call this
+    together.
     """
-    # A node is named after its first rank, because several nodes may run on the same machine and
-    # have the same host name.
+    # A node is named after its first rank. A host name could not identify it, because several nodes
+    # may run on the same machine.
     first = group.gather(group.rank - group.local_rank)
     local_ranks, local_sizes = group.gather(group.local_rank), group.gather(group.local_world)
     peers = [rank for rank, local_rank in enumerate(local_ranks) if local_rank == group.local_rank]

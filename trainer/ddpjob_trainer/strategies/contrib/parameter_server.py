@@ -39,7 +39,7 @@ _SCHEME = "ddpjob"
 
 
 class ParameterServer(Strategy):
-    """Every rank has the whole model, and the server's copy is authoritative.
+    """Keeps the whole model on every rank. The server's copy is authoritative.
 
     Only the server has an optimizer state.
     """
@@ -56,7 +56,7 @@ class ParameterServer(Strategy):
 
     @property
     def data_share(self) -> DataShare:
-        """The server's empty share, or a worker's share of the samples."""
+        """An empty share on the server; on a worker, its share of the samples."""
         parts = self.group.world - 1
         return DataShare(parts, parts, counts=False) if self._serves else DataShare(self.group.rank - 1, parts)
 
@@ -81,10 +81,10 @@ class ParameterServer(Strategy):
         return torch.zeros((), dtype=torch.float64, device=self.device)
 
     def update(self, rate: float) -> Update:
-        """Take a step on the server, and copy the result to the workers."""
+        """Take a step on the server, and copy the new weights to the workers."""
         if self._serves:
             update = super().update(rate)
-            # Convert both, because they may be tensors on the server's device.
+            # Convert the norm and the flag, because they may be tensors on the server's device.
             update = Update(float(update.norm), bool(update.skipped))
             _buffer.put(_flat(self._weights()).cpu(), self.precision.state(), update)
             self.group.barrier()
@@ -105,9 +105,10 @@ class ParameterServer(Strategy):
         return [weight.detach() for _, weight in self.parameters]
 
     def state(self) -> State:
-        """Return the whole state, with the server's optimizer state on all ranks.
+        """Return the whole state. All ranks get the server's optimizer state.
 
-        Each node keeps the state in memory, and after a loss, only nodes of workers might be left.
+        Each node keeps the state in memory. After the loss of the server's node, only nodes of
+        workers might be left.
         """
         state, content = super().state(), io.BytesIO()
         torch.save(state["optimizer"], content)
@@ -116,7 +117,7 @@ class ParameterServer(Strategy):
         return state
 
     def load(self, state: State) -> None:
-        """Load a state. Only the server keeps its optimizer part."""
+        """Load a state. Only the server keeps the optimizer's part of it."""
         super().load(state)
         if not self._serves:  # The state is loaded only so that all ranks fail together if it does not fit.
             self.optimizer.state.clear()
@@ -129,9 +130,10 @@ class ParameterServer(Strategy):
 
 
 class _ServerBuffer:
-    """Thread-safe buffer on the server between two RPCs.
+    """Keeps data on the server from one RPC to the next, and can be used by several threads.
 
-    The buffer holds the workers' gradients, then the weights.
+    The data are the gradients that the workers have pushed, and the latest weights, which the
+    workers pull.
     """
 
     def __init__(self) -> None:
@@ -144,7 +146,7 @@ class _ServerBuffer:
             self._gradients[rank] = gradients
 
     def take(self, ranks: range) -> list[torch.Tensor]:
-        """Return all ranks' gradients in rank order, and clear them."""
+        """Return the gradients of all `ranks` in rank order, and remove them from the buffer."""
         with self._lock:
             found = [self._gradients[rank] for rank in ranks]
             self._gradients.clear()
@@ -163,12 +165,15 @@ _buffer = _ServerBuffer()
 
 
 def _push(rank: int, gradients: torch.Tensor) -> None:
-    """Store a worker's gradients. Runs on the server."""
+    """Store a worker's gradients. A worker calls this on the server by RPC."""
     _buffer.push(rank, gradients)
 
 
 def _pull() -> Any:
-    """Return (weights, the precision's state, the step's outcome). Runs on the server."""
+    """Return (weights, precision state, outcome of the step).
+
+    A worker calls this on the server by RPC.
+    """
     return _buffer.pull()
 
 
@@ -199,7 +204,7 @@ def _join(group: Group, timeout_seconds: float) -> None:
     register: Any = register_rendezvous_handler
     register(_SCHEME, meet)
     join: Any = rpc.init_rpc
-    # RPC checks its members with a deprecated kind of process group.
+    # RPC uses a deprecated kind of process group to check its members, and torch warns about that.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="You are using a Backend")
         join(f"rank-{group.rank}", rank=group.rank, world_size=group.world, rpc_backend_options=options)
