@@ -59,7 +59,10 @@ from ddpjob.core.view import View
 
 @dataclass(frozen=True)
 class Begun:
-    """The view with the slots that the job should have, and the events that report a change."""
+    """The result of `begin` and `yield_room`.
+
+    The view has the slots that the job should have, and the events report what has changed.
+    """
 
     view: View
     events: list[Event]
@@ -112,7 +115,7 @@ def _lay_out(view: View) -> tuple[JobStatus, list[Event]]:
     suspended = status.holds(ConditionType.SUSPENDED)
     fitting = fits(view)
     if fitting and is_outdated(view):
-        return begin_generation(view), []  # No pod of the gang has been placed yet.
+        return begin_generation(view), []  # A gang can still change while none of its pods has been placed.
     other_size = status.rendezvous.nodes != job.spec.nodes or len(status.slots) != job.spec.pods
     if (other_size or not fitting) and is_done(find_ends(view)):
         # New pods would have nothing to do, because the group has finished its work.
@@ -141,11 +144,11 @@ def _change(view: View) -> tuple[Cause, str]:
 
 
 def _resize(view: View) -> tuple[JobStatus, list[Event]]:
-    """Return the status with slots added or dropped in the current generation, and the event.
+    """Return the status with slots added or dropped, and the event that reports the change.
 
-    Additional nodes join through a later restart by the coordinator. If nodes are removed, the
-    group restarts immediately. If spares are removed, it restarts only if a dropped pod trains and
-    cannot be kept (`keep_training`).
+    The generation stays the same. Additional nodes join through a later restart by the coordinator.
+    If nodes are removed, the group restarts immediately. If spares are removed, it restarts only if
+    a dropped pod trains and cannot be kept (`keep_training`).
     """
     job, status = view.job, view.status
     message = _new_size(view)
@@ -164,7 +167,7 @@ def _resize(view: View) -> tuple[JobStatus, list[Event]]:
 
 
 def _restarted(view: View, cause: Cause, message: str) -> View:
-    """Return the view with a planned restart recorded.
+    """Return the view, with a planned restart recorded if it interrupts a group.
 
     If no group has formed yet, for example because there is no room, nothing is recorded.
     """

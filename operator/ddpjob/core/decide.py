@@ -153,7 +153,7 @@ def _end_of_group(followed: Followed, events: list[Event]) -> Decision | None:
 
 def _restart_events(followed: Followed) -> list[Event]:
     failure = followed.failure
-    # The failure has its own event, so the restart with the same reason does not get one.
+    # The failure has its own event, so a restart with the same reason does not get one.
     restarts = tuple(r for r in followed.restarts if failure is None or r.reason != failure.reason)
     return restart_events(followed.view, restarts, followed.idle, failed=failure is not None)
 
@@ -183,7 +183,7 @@ def _is_too_late(view: View) -> bool:
 
 
 def _deadline_exceeded(job: DDPJob) -> Failure:
-    """Return the failure of a job at its deadline.
+    """Return the failure of a job that has reached its deadline.
 
     The message includes the last unmet condition, so that a job that never started shows why.
     """

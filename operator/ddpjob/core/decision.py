@@ -10,9 +10,11 @@ from ddpjob.api.job_status import JobStatus
 from ddpjob.core.world import Role
 
 POLL = 1.0
-"""Seconds between reconciles of a job that is changing or whose report is not being followed."""
+"""Seconds between reconciles of a job that is changing, or whose coordinator's report is not being
+followed."""
 BLOCKED_POLL = 10.0
-"""Seconds between attempts while something outside the job is missing (a claim, a quota)."""
+"""Seconds between attempts while something outside the job is missing, such as a claim or a
+quota."""
 
 
 class Preparation(Enum):
@@ -29,7 +31,7 @@ class Preparation(Enum):
     POLICY = auto()
     """The NetworkPolicy of the job's pods. If it is rejected, the job runs without it."""
     TOKEN = auto()
-    """The Secret with the job pods' token. The operator never reads it."""
+    """The Secret with the token of the job's pods. The operator never reads it."""
     GANG = auto()
     """The generation's PodGroup: the scheduler places all of its pods or none."""
 
@@ -40,20 +42,21 @@ class CreateWorkload:
 
     name: str
     pods: int
-    """Number of slots' pods to request."""
+    """Number of pods, not counting the coordinator's, for which quota is requested."""
     least: int = 0
-    """The smallest number of pods that Kueue may admit instead; 0 means all of them."""
+    """The smallest number of these pods that Kueue may admit if there is too little quota for all
+    of them. 0 means that Kueue must admit all of them."""
     replaces: str = ""
     """Name of the Workload that holds the job's quota now. The new Workload replaces it once Kueue
     admits the new one."""
     after: int = 0
-    """Number of pods for which the job already has quota. If it is not 0, this Workload asks for
-    additional pods, without the coordinator's."""
+    """Number of pods for which the job already has quota. If it is not 0, this Workload asks only
+    for additional pods, and not for the coordinator's pod."""
 
 
 @dataclass(frozen=True)
 class CreateCoordinator:
-    """Creates the coordinator pod for the status's generation and attempt."""
+    """Creates the pod of the coordinator that the status describes."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class CreateNode:
 
 @dataclass(frozen=True)
 class DeletePod:
-    """Deletes a pod. The uid is a precondition, so a newer pod with that name is never deleted."""
+    """Deletes the pod with this name and uid. A newer pod with the same name is never deleted."""
 
     name: str
     uid: str
@@ -77,7 +80,10 @@ class DeletePod:
 
 @dataclass(frozen=True)
 class DeleteGang:
-    """Deletes the PodGroup of an old generation or of a finished job. Its uid is a precondition."""
+    """Deletes the PodGroup of an old generation or of a finished job.
+
+    A newer PodGroup with the same name but a different uid is never deleted.
+    """
 
     name: str
     uid: str
@@ -85,7 +91,7 @@ class DeleteGang:
 
 @dataclass(frozen=True)
 class DeleteWorkload:
-    """Deletes a Workload. Its uid is a precondition."""
+    """Deletes the Workload with this name and uid, but never a newer one with the same name."""
 
     name: str
     uid: str
@@ -98,7 +104,7 @@ class MarkWorkload:
     name: str
     uid: str
     condition: str
-    """Type of the condition that becomes True."""
+    """Type of the Workload's condition that becomes True."""
     reason: str
     message: str
 
@@ -122,14 +128,15 @@ class LabelPod:
 
 @dataclass(frozen=True)
 class DeleteJob:
-    """Deletes the job itself after its time to live."""
+    """Deletes the job itself, because its runPolicy.ttlSecondsAfterFinished is over."""
 
 
 @dataclass(frozen=True)
 class NotifyCoordinator:
     """Sends `POST /v1/VERB` to the coordinator at `endpoint` (host:port).
 
-    The message may be lost. Nothing depends on its arrival.
+    The message may be lost. This does no harm, because the next reconcile sends it again if it is
+    still needed.
     """
 
     endpoint: str
@@ -139,7 +146,10 @@ class NotifyCoordinator:
 
 @dataclass(frozen=True)
 class SendNotification:
-    """Posts a notification to a receiver without waiting. A later World holds the outcome."""
+    """Posts a notification to a receiver without waiting for the outcome.
+
+    `World.outcomes` contains the outcome at a later reconcile.
+    """
 
     id: str
     receiver: str

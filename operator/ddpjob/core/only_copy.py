@@ -35,7 +35,8 @@ from ddpjob.core.view import View
 from ddpjob.core.world import Role
 
 _OF_THE_POD = frozenset({"name", "emptyDir", "configMap", "secret", "projected", "downwardAPI", "image", "ephemeral"})
-"""Keys of volumes. A volume with no other key is deleted with its pod, or is read-only."""
+"""Keys of volumes in a podTemplate. A volume with only these keys cannot keep a state longer than
+its pod exists, because it is deleted with the pod or is read-only."""
 
 
 ONLY_COPY, STATE = "OnlyCopy", "the newest state"
@@ -63,8 +64,8 @@ def find_holders(view: View) -> frozenset[str]:
 def is_kept_elsewhere(view: View) -> bool:
     """Whether the job's state may also be stored outside its pods.
 
-    It may be in storage.checkpoints, in any other writable volume that outlives the pods, or in a
-    bucket to which the script reports copies.
+    It may be in storage.checkpoints or in any other writable volume that outlives the pods. It may
+    also be in a bucket, if the script reports that it copies checkpoints.
     """
     if view.job.spec.storage.checkpoints is not None or _mounts_a_volume(view.job.spec):
         return True

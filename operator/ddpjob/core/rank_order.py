@@ -34,13 +34,13 @@ from ddpjob.core.view import View
 from ddpjob.core.world import HostView
 
 Place = tuple[str, ...]
-"""A node's place: its Kubernetes node's value for each label, from the widest level to the
-narrowest, and then that Kubernetes node's name. From the first missing label on, the name replaces
-the values."""
+"""The place of a node in the network. It lists the values that the labels in spec.rankOrder have on
+the node's Kubernetes node, from the widest level to the narrowest, followed by the name of that
+Kubernetes node. From the first missing label on, the name replaces the values."""
 
 
 def order_pods(view: View) -> tuple[str, ...]:
-    """Return the names of the slots' pods in rank order, without the pods whose place is unknown.
+    """Return the names of the slots' pods in rank order, but only of pods whose place is known.
 
     Without spec.rankOrder the result is empty, because ranks then follow the indices.
     """
@@ -99,7 +99,7 @@ def place_of(name: str, host: HostView | None, labels: Sequence[str]) -> Place:
 
 
 def in_order(places: dict[int, Place]) -> list[int]:
-    """Return the indices of `places`, with each place's indices next to each other.
+    """Return the keys of `places` in an order in which indices with the same place are neighbours.
 
     Places are ordered by their lowest index, level by level.
     """

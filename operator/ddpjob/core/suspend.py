@@ -48,12 +48,14 @@ _LEAVING_POLL = DEAF.total_seconds() + 1.0
 def suspend(view: View, reason: str = "Suspended", waits: str = "", events: list[Event] | None = None) -> Decision:
     """Return the decision for a job that may not have pods now.
 
-    By default, the user has suspended it. For a job that waits for its class or its queue, `reason`
-    and `waits` are the condition's reason and message, and `events` replaces the default event.
+    By default, the job is one that its user has suspended. For a job that waits for its class or
+    its queue, `reason` and `waits` are the condition's reason and message, and `events` replaces
+    the default event.
     """
     done = settle(view) if view.status.slots else None
     if done is not None:
-        # The group finished while no operator was watching. A resumed job would have nothing to do.
+        # The group finished while no operator was watching. A resumed job would have nothing to do,
+        # so complete it now.
         return complete(done, [])
     if view.status.holds(ConditionType.SUSPENDED) and has_finished_while_ending(view):
         return complete(view, [])
@@ -61,9 +63,9 @@ def suspend(view: View, reason: str = "Suspended", waits: str = "", events: list
     states = [status.rendezvous.state, *(s.state for s in status.slots)]
     created = view.coordinator is not None or any(pod is not None for pod in view.pods)
     if created or any(state is not SlotState.PLANNED for state in states):
-        # A pod may exist that the status does not show yet, and its name cannot be used again. The
-        # old template hash, keys and runtime are kept, so that `begin` compares the spec when the
-        # job resumes.
+        # Plan new attempts, because a pod may exist that the status does not show yet, and its name
+        # cannot be used again. Keep the old template hash, keys and runtime, so that `begin`
+        # compares the spec with them when the job resumes.
         planned = replace(begin_generation(view), template_hash=status.template_hash, runtime=status.runtime)
         status = replace(planned, former_keys=status.former_keys)
     leaving = [p for p in view.world.pods if is_left(p, view.world)]
@@ -102,7 +104,7 @@ def suspend(view: View, reason: str = "Suspended", waits: str = "", events: list
     lost = [p for p in leaving if is_given_up(view, p, lost_since(p, view.world, now))]
     alive = [p for p in leaving if p not in lost]
     nodes_first = [p for p in alive if p.role is not Role.COORDINATOR and not is_overdue(p, now)] or alive
-    # An unreachable host never confirms that its pods have ended.
+    # An unreachable host never confirms that its pods have ended, so delete them without waiting.
     actions: list[Action] = [DeletePod(p.name, p.uid, 0) for p in lost]
     actions += [DeletePod(p.name, p.uid) for p in nodes_first if p.deleted_at is None]
     actions += _send_away(view, leaving)

@@ -37,7 +37,7 @@ class View:
             return self
         view = View(self.job, status, self.world, self.now)
         if status.slots is self.status.slots:
-            # Large jobs have many slots, so pods are looked up only once.
+            # Large jobs have many slots, so keep the pods that this view has already looked up.
             kept = ("pods",) + (("current_names",) if status.rendezvous is self.status.rendezvous else ())
             view.__dict__.update({name: self.__dict__[name] for name in kept if name in self.__dict__})
         return view
@@ -51,7 +51,7 @@ class View:
 
     @cached_property
     def pods(self) -> tuple[PodView | None, ...]:
-        """The pod of every slot's current attempt, in slot order; None if it does not exist."""
+        """The pods of the slots' current attempts, in slot order. None stands for a missing pod."""
         by_name = self.world.nodes_by_name
         return tuple(by_name.get(node_pod_name(self.job, i, slot.attempt)) for i, slot in enumerate(self.status.slots))
 

@@ -48,7 +48,8 @@ class Unusable:
 def find_unusable_claim(job: DDPJob, world: World) -> Unusable | None:
     """Return why a claim cannot serve the job's pods; None if all claims can.
 
-    The result describes the first such claim, or all claims that must be created.
+    The result describes the first claim with a problem. If claims are missing, it names all that
+    the user has to create.
     """
     template = job.spec.storage.claim_template
     if world.folder_user:
@@ -89,8 +90,8 @@ def _missing(job: DDPJob, claims: Iterable[ClaimView]) -> str:
 def find_folder_user(job: DDPJob, others: Iterable[DDPJob]) -> str:
     """Return the name and phase of another job that uses this job's folder; empty if it is free.
 
-    A job that already has its folder keeps it, so only starting or waiting jobs are judged. If two
-    jobs start at once, the older one gets the folder.
+    A job that already has its folder keeps it, so the folder is checked only for a job that is
+    starting or waiting. If two jobs start at once, the older one gets the folder.
     """
     key = _folder(job)
     if not key or _has_its_folder(job):
@@ -105,9 +106,9 @@ def find_folder_user(job: DDPJob, others: Iterable[DDPJob]) -> str:
 
 
 def _folder(job: DDPJob) -> tuple[str, ...]:
-    """Return the kind, volume and path of the job's checkpoint folder, which together identify it.
+    """Return what identifies the job's checkpoint folder: the kind, the volume and the path.
 
-    The result is empty if the job cannot share a folder with another job.
+    The result is empty if no other job can use the same folder.
     """
     volume = job.spec.storage.checkpoints
     if volume is None or volume.url or volume.read_only:
@@ -151,7 +152,7 @@ def _taken(job: DDPJob, user: str) -> str:
 
 
 def lacks_claim(job: DDPJob, world: World) -> bool:
-    """Whether the claim that the job makes is missing."""
+    """Whether the claim that the job makes from its claimTemplate does not exist."""
     return any(claim.name == job.made_claim and not claim.exists for claim in world.claims)
 
 
@@ -163,10 +164,11 @@ def has_claim(job: DDPJob, world: World) -> bool:
 def list_claims_to_read(job: DDPJob, pods: Iterable[PodView]) -> tuple[str, ...]:
     """Return the names of the claims that this reconcile must read.
 
-    All claims are read until a pod is active and, in a job of several pods, two of them are placed,
-    because a claim that can serve one pod cannot always serve two. Later, only a claim that the
-    job made is read, and only while a pod is missing. If a user has deleted that claim in the
-    meantime, the missing pod would otherwise train from scratch.
+    All claims are read until a pod is active. In a job of several pods, they are read until two
+    pods are placed, because a claim that can serve one pod cannot always serve two. Later, only a
+    claim that the job made is read, and only while a pod is missing or the status does not show yet
+    that the claim was made. Without this check, a missing pod would train from scratch if a user
+    had deleted the claim in the meantime.
     """
     slots = job.status.slots
     wanted = {node_pod_name(job, i, s.attempt) for i, s in enumerate(slots) if s.state is not SlotState.SUCCEEDED}
@@ -199,11 +201,11 @@ def _goes_with_job(job: DDPJob, claim: ClaimView) -> Unusable | None:
 
 
 def _not_ours(job: DDPJob, world: World, claim: ClaimView) -> Unusable | None:
-    """Return why an existing claim cannot serve as the claim that the job makes; None if it can.
+    """Return why the job cannot use an existing claim as the one that it makes; None if it can.
 
-    The claim can serve if this job, or an earlier job with the same name, made it from an equal
-    template. Names are unique in a namespace, so the earlier job is gone. This job's own template
-    may have changed too, because it can be removed and added again.
+    The job can use the claim if this job, or an earlier job with the same name, made it from an
+    equal template. Names are unique in a namespace, so the earlier job is gone. This job's own
+    template may have changed too, because it can be removed and added again.
     """
     what = f"the claim {claim.name} of {FIELD}"
     if any(uid != job.uid for uid in claim.owners):
@@ -222,7 +224,7 @@ def _not_ours(job: DDPJob, world: World, claim: ClaimView) -> Unusable | None:
 
 
 def _lost(job: DDPJob, claim: ClaimView) -> Unusable | None:
-    """Describe how the job's checkpoints were lost with their claim; None if there were none.
+    """Describe the loss of the job's checkpoints together with their claim; None if none were lost.
 
     A job that has lost its checkpoints must not train from scratch unnoticed.
     """
@@ -248,7 +250,7 @@ def _sizes(job: DDPJob) -> str:
 
 
 def can_serve_all(access_modes: Collection[str], pods: int, *, one_per_node: bool) -> bool:
-    """Whether a claim with these access modes can be mounted by this many pods.
+    """Whether this many pods can all mount a claim with these access modes.
 
     Pods on the same host can share a ReadWriteOnce claim, but not a ReadWriteOncePod claim.
     """

@@ -25,8 +25,8 @@ CODE_CONTAINER = "ddpjob-code"
 """The init container that clones spec.code.git."""
 
 NAME_TAKEN = 409
-"""HTTP status Conflict: the `Rejection.status` if an object with the same name belongs to another
-owner."""
+"""The HTTP status Conflict. A `Rejection` has this `status` if an object with the same name exists
+and belongs to another owner."""
 
 OUT_OF_SERVICE_TAINT = "node.kubernetes.io/out-of-service"
 
@@ -50,7 +50,7 @@ ANNOTATION_TEMPLATE = "ddpjob.io/claim-template"
 
 
 class Role(StrEnum):
-    """Value of the label `ddpjob.io/role`."""
+    """The values of the label `ddpjob.io/role`, which says what a pod does in its job."""
 
     NODE = "node"
     SPARE = "spare"
@@ -58,7 +58,8 @@ class Role(StrEnum):
 
 
 NODE_ROLES = (Role.NODE, Role.SPARE)
-"""Roles of the slots' pods. The coordinator chooses which pods train, and the label follows."""
+"""Roles of the pods in slots. The coordinator chooses which of these pods train, and the operator
+then changes their labels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,24 +150,25 @@ class PodView:
 
 
 REMEMBERED = timedelta(hours=1)
-"""How long a deleted host is remembered. Pods do not outlive their host by that long."""
+"""How long the operator remembers that a host was deleted. The pods of a deleted host are gone
+sooner than this."""
 
 
 @dataclass(frozen=True)
 class HealthSignals:
-    """The signals with which an agent reports a Kubernetes node as unhealthy.
+    """The conditions and taints with which a health agent marks a Kubernetes node as unhealthy.
 
-    A name that ends with `*` is a prefix.
+    A name that ends with `*` stands for every name with this prefix.
     """
 
     conditions: tuple[tuple[str, str], ...] = ()
-    """Condition types with the status that means unhealthy, such as ("AcceleratedHardwareReady",
-    "False")."""
+    """Pairs of a condition's type and the status that means unhealthy, such as
+    ("AcceleratedHardwareReady", "False")."""
     taints: tuple[str, ...] = ()
     """Keys of taints that mark a host as unhealthy."""
 
     def against(self, conditions: Iterable[Mapping[str, Any]], taints: Iterable[Mapping[str, Any]]) -> str:
-        """Describe the first sign of a fault; empty if there is none.
+        """Describe the first of these signals that a Kubernetes node shows; empty if it shows none.
 
         The description must not change while the fault lasts, so it omits timestamps and messages.
         """
@@ -190,15 +192,15 @@ def _named(name: str, found: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class HostView:
-    """A Kubernetes node."""
+    """The state of a Kubernetes node, as far as decisions about jobs need it."""
 
     name: str
     ready: bool
-    """Whether the host's Ready condition is True. Unknown, the condition's status while a host has
-    no network, counts as not ready."""
+    """Whether the host's Ready condition is True. The condition is Unknown while a host has no
+    network, and such a host counts as not ready."""
     since: datetime | None
-    """When the operator last saw `ready` change, by its own clock (see `remembered`). None if
-    unknown."""
+    """When the operator first saw the host with this value of `ready`, by the operator's own clock
+    (see `remembered`). None if unknown."""
     out_of_service: bool
     """Whether an administrator has marked the host as shut down, with the out-of-service taint.
     Nothing is running on it."""
@@ -212,7 +214,8 @@ class HostView:
     schedulable: bool = True
     """False if the host is cordoned, or has more taints than `taints` can list."""
     taints: tuple[tuple[str, str, str], ...] = ()
-    """Key, value and effect of taints that keep pods away (NoSchedule and NoExecute)."""
+    """The taints that keep pods away (with the effect NoSchedule or NoExecute), each as its key,
+    value and effect."""
     devices: Mapping[str, int] = field(default_factory=dict)
     """Number of devices that the host offers to pods, by resource name."""
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -224,7 +227,7 @@ class HostView:
 
     @classmethod
     def read(cls, body: Mapping[str, Any], signals: HealthSignals | None = None) -> HostView:
-        """Read a Node object, and judge its health by `signals`.
+        """Read a Node object, and look in it for the `signals` of a health agent.
 
         Raises KeyError if the body has no name.
         """
@@ -246,9 +249,9 @@ class HostView:
 
 
 def _devices(allocatable: Mapping[str, Any]) -> dict[str, int]:
-    """Return the resources that come from device plugins.
+    """Return the allocatable resources that come from device plugins.
 
-    Their names have a domain, and their amounts are whole numbers.
+    The names of such resources have a domain, and their amounts are whole numbers.
     """
     return {name: int(n) for name, n in allocatable.items() if "/" in name and str(n).isdecimal()}
 
@@ -256,12 +259,12 @@ def _devices(allocatable: Mapping[str, Any]) -> dict[str, int]:
 def remembered(
     before: Mapping[str, HostView] | None, found: Mapping[str, HostView], now: datetime
 ) -> dict[str, HostView]:
-    """Return the hosts in `found` and recently deleted ones, with what `before` says about them.
+    """Return the hosts that exist now (`found`) and hosts that were deleted recently.
 
-    The operator remembers when each host became ready, not ready or unhealthy, and which hosts were
-    deleted. A host that the operator has never seen is unknown, not deleted, because it may be
-    newer than the list. If a host is already unhealthy when it is first seen, the beginning of the
-    fault is unknown.
+    `before` is the previous result. It shows when each host became ready, not ready or unhealthy,
+    and which hosts were deleted. A host that was never in a list of hosts is not in the result. It
+    counts as unknown, not as deleted, because it may be newer than `found`. If a host is already
+    unhealthy when it is first seen, the beginning of the fault is unknown.
     """
     hosts = {}
     for name, host in (before or {}).items():
@@ -284,7 +287,7 @@ def remembered(
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimView:
-    """A PersistentVolumeClaim that the job names or makes."""
+    """A PersistentVolumeClaim that the job's spec names, or that the job makes."""
 
     name: str
     exists: bool = True
@@ -301,8 +304,8 @@ class ClaimView:
 
 
 _POLICY = re.compile(r"admission webhook|AdmissionPolicy|denied", re.IGNORECASE)
-"""Matches the API server's messages if a webhook or an admission policy rejects an object, or if
-the webhook is unreachable."""
+"""Matches messages in which the API server names a webhook or an admission policy as the reason for
+a rejection. The webhook may have rejected the object, or may have been unreachable."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,7 +322,8 @@ class Rejection:
     def final(self) -> bool:
         """Whether the same object will always be rejected, because its content is invalid.
 
-        An admission policy rejects objects with the same HTTP statuses, but the policy may change.
+        A rejection by a webhook or an admission policy has the same HTTP statuses, but is not
+        final, because the webhook or policy may change.
         """
         return self.status in (400, 422) and not _POLICY.search(self.message)
 
@@ -364,7 +368,8 @@ class WorkloadView:
     name: str
     uid: str
     asks: tuple[str, str] = ("", "")
-    """Names of the LocalQueue and of the WorkloadPriorityClass or PriorityClass."""
+    """What the Workload asks for: the name of its LocalQueue, and the name of its priority class,
+    which is a WorkloadPriorityClass or a PriorityClass."""
     shape: str = ""
     """The hash of what each pod needs (see `core.plan.queue`)."""
     additional: bool = False
@@ -394,10 +399,10 @@ class World:
 
     pods: tuple[PodView, ...] = ()
     departed: tuple[PodView, ...] = ()
-    """The last known state of pods that are gone, from their deletion events."""
+    """The last known states of pods that no longer exist, from the events of their deletion."""
     has_service: bool = False
     has_budget: bool = False
-    """Whether the job's PodDisruptionBudget exists. It has the job's name."""
+    """Whether the job's PodDisruptionBudget exists. It has the same name as the job."""
     runtime: str = ""
     """Name of the ConfigMap that contains the runtime of the job's pods; empty if it does not
     exist."""
@@ -417,8 +422,9 @@ class World:
     """Why the coordinator's last response could not be used. Empty if it could be used, or if the
     coordinator has not responded."""
     report_seconds: float = 0.0
-    """Maximum age in seconds of `report`, if news from the coordinator wakes the job; 0 if only
-    reconciles ask the coordinator for its report."""
+    """Maximum age of `report` in seconds, if the operator follows the coordinator's reports and
+    reconciles the job when one brings news. 0 if only reconciles ask the coordinator for its
+    report."""
     serves_gangs: bool = False
     """Whether the cluster serves the PodGroups of the job's scheduler and lets the operator list
     them."""
@@ -480,7 +486,7 @@ class World:
         return {p.name: p for p in self.nodes()}
 
     def last_of(self, name: str) -> PodView | None:
-        """Return the last known state of a pod that is gone."""
+        """Return the last known state of a pod that no longer exists; None if it is unknown."""
         return self._departed_by_name.get(name)
 
     @cached_property
@@ -489,7 +495,7 @@ class World:
 
     @cached_property
     def silent(self) -> Mapping[str, datetime]:
-        """Running pods that have lost their connection to the coordinator, and since when."""
+        """Running pods without a connection to the coordinator, and when each lost it."""
         if self.report is None:
             return {}
         connected = {member.pod for member in self.report.members}
@@ -498,9 +504,10 @@ class World:
 
     @cached_property
     def deaf_since(self) -> datetime | None:
-        """The time since which most members have been silent, although their hosts are up.
+        """The time since which most members have been silent although their hosts are up.
 
-        The coordinator itself is then partitioned. None if it hears from most of its members.
+        If there is such a time, the coordinator itself is partitioned. It is None if the
+        coordinator hears from most of its members.
         """
         if self.report is None or not self.silent:
             return None

@@ -10,7 +10,7 @@ order of the calls is therefore fixed, and every call may be made twice.
    newer object with the same name.
 3. Creations. Names are deterministic, so a repeated creation finds its object and changes nothing.
 4. Messages to the coordinator, which may be lost: each reconcile sends them again until the
-   coordinator's report shows that they have arrived. Then notifications.
+   coordinator's report shows that they have arrived. Notifications follow.
 5. Events, which only humans read.
 
 Example: pod train-1-0 is lost, and the operator dies after each step in turn.
@@ -73,7 +73,8 @@ from ddpjob.objects.workload import build_workload, marked, released
 CONCURRENT = 16
 """Maximum number of simultaneous requests in one reconcile."""
 MESSAGES_SECONDS = 5.0
-"""Timeout in seconds for all messages of one decision. The next reconcile resends lost ones."""
+"""Timeout in seconds for all messages of one decision. The next reconcile sends lost messages
+again."""
 
 
 @dataclass(frozen=True)
@@ -158,9 +159,9 @@ async def _create(
 ) -> tuple[Rejection, ...]:
     """Create the objects that pods need, then the pods.
 
-    The first batch is one pod, and each later batch is twice as large. After a pod is rejected, no
-    further batch is created, because a quota or a webhook that rejects one pod usually rejects all
-    of them. Coordinators are not counted. A coordinator is created together with the first node,
+    The first batch of pods has one node, and each later batch is twice as large. After a pod is
+    rejected, no further batch is created, because a quota or a webhook that rejects one pod usually
+    rejects all of them. If a coordinator is missing, it is created together with the first node,
     because each is useless without the other. Return the rejections sorted by name, because a
     condition shows the first one.
     """
@@ -190,7 +191,7 @@ async def _create(
 
 
 async def _create_one(cluster: Cluster, job: DDPJob, manifest: Json) -> None:
-    """Create an object. A pod gets runAsNonRoot if the namespace requires it.
+    """Create an object, and let a pod run as non-root if the namespace requires it.
 
     Raises the same errors as Cluster.create.
     """

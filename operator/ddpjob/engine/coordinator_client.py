@@ -30,16 +30,17 @@ from ddpjob.objects.platform import Platform
 log = logging.getLogger("ddpjob.coordinator")
 
 SECONDS = 2.0
-"""Timeout of a request in seconds. A long poll may take its requested wait in addition."""
+"""Timeout of a request in seconds. A long poll may take longer, by the wait that it requests."""
 CONNECT_SECONDS = 1.5
-"""Connect timeout in seconds. It exceeds 1 s, after which Linux retransmits a lost SYN."""
+"""Timeout for opening a connection, in seconds. Linux repeats a lost first packet (SYN) after 1 s,
+so the timeout is longer than that."""
 SMALL = 64 * 1024
 """Maximum size in bytes of a response that does not count against LARGE_ANSWERS."""
 LARGE_ANSWERS = 64
 """Maximum number of responses larger than SMALL that are read at the same time."""
 SAME_CLOCK = timedelta(seconds=1)
-"""Clocks that differ by less than this are treated as equal, because the measured difference
-includes the time that the response took."""
+"""Differences between two clocks are ignored if they are smaller than this, because the measured
+difference includes the time that the response took."""
 LONGEST_AGE = timedelta(days=3650)
 
 
@@ -74,9 +75,10 @@ class CoordinatorClient:
 
     @property
     def session(self) -> aiohttp.ClientSession:
-        """Return the session. It belongs to the event loop in which it is created.
+        """Return the HTTP session, which belongs to the event loop that first requested it.
 
-        The session does not limit connections, because the code that opens links does.
+        The session does not limit the number of connections, because the code that opens links
+        does.
         """
         if self._opened is None:
             self._opened = aiohttp.ClientSession(
@@ -104,7 +106,8 @@ class CoordinatorClient:
         except UNREACHABLE:
             return None
         except Exception as error:
-            # The job is reconciled without the report, whatever the coordinator sends.
+            # Whatever the coordinator has sent, the reconcile continues, as if there were no
+            # report.
             log.warning(
                 "%s", describe_error(f"the report of the coordinator at {target.endpoint} cannot be used", error)
             )
@@ -124,7 +127,7 @@ class CoordinatorClient:
 
 
 def _watched_socket(info: Any) -> socket.socket:
-    """Return a socket that, while waiting, notices within seconds that the other host is gone."""
+    """Return a socket that notices within seconds if the other host disappears during a wait."""
     made = socket.socket(*info[:3])
     made.setblocking(False)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -161,9 +164,12 @@ class CoordinatorLink:
         return read_report(body, self._client.clock(), self.target.pods)
 
     async def request(self, method: str, path: str, body: bytes = b"", wait: float = 0.0) -> bytes:
-        """Return the authenticated response to a request. Raises the same errors as `report`."""
+        """Return the response to a request, after the coordinator has proved its identity.
+
+        Raises the same errors as `report`.
+        """
         async with asyncio.timeout(wait + SECONDS):
-            # Use a copy, because a concurrent request can change `_instance`.
+            # Use a copy of `_instance`, because a concurrent request can change it.
             nonce, instance = secrets.token_hex(16), self._instance
             status, headers, content = await self._ask(method, path, body, nonce, instance)
             offered = headers.get(INSTANCE_HEADER, "")[:64]
@@ -210,9 +216,9 @@ class CoordinatorLink:
 
 
 async def _until(stream: aiohttp.StreamReader, begun: bytes, limit: int) -> bytes:
-    """Return `begun` and the rest of the stream.
+    """Return the bytes in `begun`, followed by the bytes that are read from the stream.
 
-    Reading stops at the end of the stream or slightly beyond `limit` bytes.
+    Reading stops at the end of the stream, or once the result is longer than `limit` bytes.
     """
     parts, size = [begun], len(begun)
     while size <= limit and (part := await stream.readany()):
@@ -222,7 +228,10 @@ async def _until(stream: aiohttp.StreamReader, begun: bytes, limit: int) -> byte
 
 
 def describe_error(what: str, error: BaseException) -> str:
-    """Return one line for the log. The error may quote text sent by a user's coordinator."""
+    """Describe an error in one short line for the log.
+
+    The error may quote text that a user's coordinator has sent, so its text is escaped.
+    """
     return f"{what}: {type(error).__name__}: {str(error)!r}"[:200]
 
 
@@ -237,7 +246,7 @@ def read_report(body: bytes, received: datetime, pods: int = protocol.MAX_PODS) 
     """
     try:
         report = Report.read(json.loads(body, parse_constant=_not_json))
-        known = 2 * pods + 16  # A report lists pods for a while after they end.
+        known = 2 * pods + 16  # Pods that have ended stay in the report for a while.
         report = replace(
             report,
             members=report.members[:known],
@@ -279,10 +288,10 @@ def _on_our_clock(record: Any, received: datetime, offset: timedelta) -> Any:
 
 
 def _moment(moment: datetime, received: datetime, name: str) -> datetime:
-    """Check a time in a report and return it.
+    """Check a time in a report and return it. Raises ValueError if it is out of bounds.
 
-    Only `backoff_until` can lie in the future. A later time in any other field is a clock error and
-    becomes `received`.
+    Only `backoff_until` can lie in the future. If the time in any other field does, the clocks are
+    wrong, and `received` is returned instead.
     """
     if abs(moment - received) > LONGEST_AGE:
         raise ValueError(f"{name}: {moment} is out of bounds")

@@ -64,16 +64,16 @@ class NamespaceEnding(Unavailable):
 
 
 class ReportPending(Unavailable):
-    """The coordinator's first report was requested a moment ago.
+    """The coordinator's first report was requested a moment ago and has not arrived yet.
 
-    The state of the job depends on that report.
+    The state of the job cannot be judged without that report, so the reconcile is repeated soon.
     """
 
 
 class Cluster(Protocol):
-    """Reads for `reconcile`, and writes only for `apply`. Every write is idempotent.
+    """Access to jobs and their objects: `reconcile` only reads, and only `apply` writes.
 
-    Every method raises Unavailable when the API server cannot be used.
+    Every write is idempotent. Every method raises Unavailable when the API server cannot be used.
     """
 
     platform: Platform
@@ -107,7 +107,7 @@ class Cluster(Protocol):
     async def change_workload(
         self, job: DDPJob, name: str, uid: str, change: Callable[[Json, datetime], Json | None]
     ) -> None:
-        """Replace a Workload with the one that `change` returns for it; None means no change.
+        """Call `change` with a Workload, and replace it with the result; None means no change.
 
         Succeed if the Workload is gone or has a different uid. A refusal is not treated as an
         error. Raises Conflict.

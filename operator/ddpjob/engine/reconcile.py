@@ -27,7 +27,8 @@ from ddpjob.engine.ports import (
 
 log = logging.getLogger("ddpjob.reconcile")
 
-# Seconds until the next reconcile.
+# Seconds until the next reconcile after a conflict, after a name was taken, and after the API
+# server was unavailable.
 CONFLICT_RETRY = 0.05
 NAME_RETRY = 1.0
 UNAVAILABLE_RETRY = 2.0
@@ -42,7 +43,7 @@ async def reconcile(
     """Bring one job a step closer to its spec.
 
     Return the seconds until the next reconcile; None if none is needed before something changes.
-    `outcome` is called with the result to count: done, conflict or unavailable. A bug in this
+    `outcome` is called with one word for the metrics: done, conflict or unavailable. A bug in this
     program raises an exception, which is also recorded as an event on the job.
     """
     try:
@@ -92,7 +93,7 @@ async def _act(cluster: Cluster, seen: Observation, clock: Callable[[], datetime
     decision = decide(seen.job, seen.world, clock())
     applied = await apply(cluster, seen.job, decision)
     if applied.rejections:
-        # Show the rejection in the status immediately.
+        # Decide again without acting, so that the status shows the rejections immediately.
         rejections = tuple(r for r in applied.rejections if not r.optional)
         policy_refused = next((r.message for r in applied.rejections if r.optional), "")
         world = replace(seen.world, rejections=rejections, policy_refused=policy_refused)

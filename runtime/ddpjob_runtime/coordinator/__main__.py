@@ -33,7 +33,7 @@ from ddpjob_runtime.protocol import CoordinatorState, Hangs, IncidentKind, Mode
 from ddpjob_runtime.termination_log import write_termination_log
 
 KEPT_OUTPUT = 16 * 1024
-"""Number of bytes of the store process's output to keep."""
+"""Number of bytes to keep of what the store's process has printed last."""
 
 
 async def _host_store(server: Server, host: str, port: int) -> int:
@@ -43,14 +43,15 @@ async def _host_store(server: Server, host: str, port: int) -> int:
             sys.executable, str(PROGRAM), "store", "--port", str(port), "--host", host,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
         )  # fmt: skip
-    except OSError as error:  # Too many processes, or out of memory.
+    except OSError as error:  # The limit of processes has been reached, or memory is exhausted.
         log(f"the store's process cannot be started: {error}")
         return 1
     assert child.stdout is not None
     said = bytearray()
     reading = asyncio.ensure_future(_read(child.stdout, said, server))
     code = await child.wait()
-    await asyncio.wait([reading], timeout=1.0)  # The store's children may keep its output open.
+    # Child processes of the store may keep its output open, so do not wait for its end.
+    await asyncio.wait([reading], timeout=1.0)
     if code == protocol.EXIT_INIT_FAILURE:
         why = said.decode(errors="replace").strip().rpartition("\n")[2]
         log(why)
@@ -61,10 +62,11 @@ async def _host_store(server: Server, host: str, port: int) -> int:
 
 
 async def _read(output: asyncio.StreamReader, said: bytearray, server: Server) -> None:
-    """Read the output of the store's process to its end, and wait for its line `ready PORT`.
+    """Read the output of the store's process to its end. When the line `ready PORT` appears, record
+    that the store is ready.
 
-    `said` keeps the last KEPT_OUTPUT bytes. The image's own code may print too: when Python starts,
-    when torch is imported, or later, in lines of any length.
+    The last KEPT_OUTPUT bytes are kept in `said`. Other lines of any length may appear, because the
+    code in the image may print something when Python starts, when torch is imported, or later.
     """
     ready = False
     while piece := await output.read(KEPT_OUTPUT):
@@ -77,7 +79,7 @@ async def _read(output: asyncio.StreamReader, said: bytearray, server: Server) -
 
 
 async def _until_asked(server: Server) -> int:
-    """Serve until `POST /v1/exit`."""
+    """Wait until `POST /v1/exit` asks this coordinator to exit, and return the exit code."""
     while server.coordinator.exit_why is None:
         await server.wait_for_change()
     log(f"exits: {server.coordinator.exit_why}")
@@ -85,10 +87,11 @@ async def _until_asked(server: Server) -> int:
 
 
 async def run(arguments: argparse.Namespace, settings: CoordinatorSettings, token: str) -> NoReturn:
-    """Serve until asked to exit (exit code 0) or until the store ends (1, or 78 without torch).
+    """Run the coordinator until it is asked to exit (exit code 0) or its store has ended (1, or 78
+    if torch is unusable).
 
-    SIGTERM ends the process immediately with 143. After the group has finished, the code is 0
-    instead, so that the pod is not shown as failed. Never returns. Raises OSError if it cannot
+    SIGTERM ends the process immediately with exit code 143. Once the job has succeeded, the code is
+    0 instead, so that the pod is not shown as failed. Never returns. Raises OSError if it cannot
     listen on the port.
     """
     server = Server(settings, token, store_ready=arguments.store_port is None)
@@ -103,7 +106,7 @@ async def run(arguments: argparse.Namespace, settings: CoordinatorSettings, toke
         ends.append(asyncio.ensure_future(_host_store(server, arguments.store_host, arguments.store_port)))
     done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     code = done.pop().result()
-    os._exit(code)  # Since Python 3.12, closing a server waits for its open connections.
+    os._exit(code)  # Exit directly. Since Python 3.12, closing a server would first wait for its open connections.
 
 
 def backoff(text: str) -> tuple[float, float]:
@@ -130,7 +133,7 @@ def seconds(text: str) -> float:
 
 
 def main() -> None:
-    """Read arguments and environment, then serve."""
+    """Read the arguments and the environment, and run the coordinator."""
     parser = argparse.ArgumentParser(description="The coordinator of one DDPJob.", allow_abbrev=False)
     parser.add_argument("--port", type=int, required=True, help="port for members and HTTP")
     parser.add_argument("--nodes", type=int, required=True, help="number of nodes in a complete group")
@@ -157,9 +160,12 @@ def main() -> None:
     if not token:
         parser.error("the environment variable DDPJOB_TOKEN is missing or empty: set it to the job's token")
     signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))  # PID 1 has blocked it until now.
-    divert_loggers(log)  # This includes asyncio's loggers.
-    raise_open_files()  # Each pod's connection needs a descriptor, and strangers need a few.
+    # As PID 1, this process has blocked SIGTERM until now.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
+    divert_loggers(log)  # This also diverts the loggers of asyncio.
+    # Each pod's connection needs a file descriptor, and connections of unknown peers need a few
+    # more.
+    raise_open_files()
     try:
         asyncio.run(run(arguments, settings, token))
     except OSError as error:
@@ -167,7 +173,7 @@ def main() -> None:
 
 
 def read_settings(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> CoordinatorSettings:
-    """Return the group's settings; end the process with exit code 2 if they are invalid."""
+    """Return the group's settings. If they are invalid, end the process with exit code 2."""
     min_nodes = arguments.nodes if arguments.min_nodes is None else arguments.min_nodes
     if arguments.nodes < 1:
         parser.error("--nodes: must be at least 1")

@@ -9,7 +9,8 @@ between failures, however, should not wait at all.
 - A row ends when the job completes a step beyond the furthest one so far, or when a round has run
   for HEALTHY_SECONDS. A step that only repeats work lost since the last checkpoint does not end a
   row.
-- Only failures of the job itself count. After a lost node the next round begins immediately.
+- Only failures of the job itself count. After the loss of a node, the next round begins without
+  delay.
 
 Example, initial=10 and maximum=300. The script fails at step 120 each time, after 20 s:
 
@@ -18,47 +19,50 @@ Example, initial=10 and maximum=300. The script fails at step 120 each time, aft
 
 Once a new checkpoint lets the script reach step 121, the next wait is 0 s again.
 
-A job whose recovery.maxRestarts is 0 waits for at least VERDICT_SECONDS. Meanwhile, the operator
-decides whether the failure counts and, if so, ends the job. The operator backs off by the same rule
-when it replaces pods that end soon after they were created (`core/plan/slots.py`).
+A job whose recovery.maxRestarts is 0 waits for at least VERDICT_SECONDS after every failure of its
+own. Meanwhile, the operator decides whether the failure counts and, if so, ends the job. The
+operator uses the same back-off rule when it replaces pods that end soon after they were created
+(`core/plan/slots.py`).
 """
 
 from __future__ import annotations
 
 HEALTHY_SECONDS = 60.0
-"""A round that has run for at least this long is not part of a crash loop."""
+"""Number of seconds of running after which a round does not count as part of a crash loop."""
 VERDICT_SECONDS = 5.0
-"""How long a job without restarts waits after its own failure, so that the operator can decide
-whether the failure counts. If the job has not been ended by then, it continues, because the
-operator could be down.
+"""Number of seconds for which a job without restarts waits after its own failure. In this time, the
+operator can decide whether the failure counts, and end the job. If the job has not been ended by
+then, it continues, because the operator could be down.
 """
 
 
 class RoundBackoff:
     """Computes how long the next round waits after failures in a row.
 
-    With `no_restarts`, the job waits for the operator's verdict after every failure.
+    With `no_restarts`, the job also waits for the operator's decision after every failure.
     """
 
     def __init__(self, initial: float, maximum: float, *, no_restarts: bool = False) -> None:
         self.initial, self.maximum, self._no_restarts = initial, maximum, no_restarts
         self.until: float | None = None
-        """When the next round may begin; None means immediately."""
+        """Time before which the next round must not begin; None if it can begin immediately."""
         self._failures = 0
         self._furthest: tuple[float, float] | None = None  # (epoch, step)
         self._advanced = False
 
     def configure(self, initial: float, maximum: float) -> None:
-        """Replace the back-off delays."""
+        """Set new delays, which apply from the next failure on."""
         self.initial, self.maximum = initial, maximum
 
     def step(self, position: tuple[float, float]) -> None:
-        """Record that the job has reached (epoch, step)."""
+        """Record that the job has reached `position`, an (epoch, step)."""
         if self._furthest is None or position > self._furthest:
             self._furthest, self._advanced = position, True
 
     def fail(self, now: float, ran: float) -> float:
-        """Count a round that failed after `ran` seconds, and return the back-off in seconds."""
+        """Count a failure of the job itself in a round that ran for `ran` seconds. Return the
+        back-off in seconds.
+        """
         healthy = self._advanced or ran >= HEALTHY_SECONDS
         self._failures = 1 if healthy else self._failures + 1
         self._advanced = False
@@ -70,5 +74,5 @@ class RoundBackoff:
         return wait
 
     def clear(self) -> None:
-        """Stop waiting, because a round begins."""
+        """End the wait, because a round begins."""
         self.until = None

@@ -51,11 +51,11 @@ from ddpjob_runtime.protocol import (
 )
 
 _NO_STEP = frozenset({ACTIVITY, STRAGGLERS, ROUND, START, ENVIRONMENT, AT_RISK, SNAPSHOT_BYTES})
-"""Keys of a progress report that do not indicate a step of the current round."""
+"""Keys of a progress report that do not show that a step of the current round was completed."""
 
 
 class Coordinator:
-    """Decides for the whole group. It opens no sockets, and its clock is passed in.
+    """Makes all decisions about the group. It opens no sockets, and its clock is passed in.
 
     `clock()` returns Unix seconds and never goes back. `later(seconds, function)` calls the
     function after that time. `changed()` is called after every change to the report, and
@@ -80,12 +80,14 @@ class Coordinator:
         self.rounds = Rounds(settings, self.members, loop, self._progress)
         self._takeover = Takeover(self.rounds, self.members, loop, settings.attempt)
         self._witnesses = Witnesses(self.rounds, self.members, loop, acknowledges)
-        self._notes: dict[tuple[str, str], str] = {}  # (pod, kind) -> why
+        self._notes: dict[tuple[str, str], str] = {}  # (pod, kind of note) -> text of the note
         self._stop: dict[str, Any] | None = None
         self.news = 0
-        """The report's version, which increases with every change except progress."""
+        """The version of the report. It increases with every change, except for most changes to the
+        progress.
+        """
         self.exit_why: str | None = None
-        """Why the coordinator is no longer needed; None while it is needed."""
+        """Why this coordinator exits, because it is no longer needed; None while it is needed."""
 
     def _bump(self, news: bool = True) -> None:
         self.news += news
@@ -100,7 +102,7 @@ class Coordinator:
     def hello(
         self, pod: str, index: int, attempt: int, pid: int, send: Send, grace: float = 30.0, resume: Any = None
     ) -> Member | None:
-        """Admit a launcher, and return its member. Return None if the launcher was asked to leave.
+        """Admit a launcher, and return its member. Return None if the launcher is refused.
 
         Raises:
             ValueError: `resume` is malformed; the message names the field.
@@ -123,8 +125,8 @@ class Coordinator:
         send(ToMember.WELCOME, {"generation": self.settings.generation})
         if resumed is not None:
             self._takeover.resume(member, resumed)
-        # For a new member, nothing is due yet. When a thousand members started, checking all of
-        # them at each hello took a quarter of the CPU time.
+        # The arrival of a new member makes nothing due. When a thousand members started, checking
+        # all of them at each hello took a quarter of the CPU time.
         if old is not None or resumed is not None:
             self._advance()
         return member
@@ -134,15 +136,17 @@ class Coordinator:
             return ToMember.DONE, {}
         if self._stop is not None:
             return ToMember.STOP, self._stop
-        if self.rounds.over:  # not `stop`, so that the member keeps its workers and finds the next coordinator
+        # This is an error instead of `stop`, so that the member keeps its workers and looks for the
+        # next coordinator.
+        if self.rounds.over:
             return ToMember.ERROR, {"why": f"this coordinator has stopped: {self.exit_why}"}
         why = self.members.why_refused(pod, index, attempt)
         return None if why is None else (ToMember.STOP, {"ok": False, "why": why, "fenced": True})
 
     def _reconnect(self, old: Member, send: Send, resumed: Resume | None) -> None:
-        """Continue with the same process over a new connection.
+        """Continue with the same launcher process over a new connection.
 
-        Lines may have been lost with the old connection, so their effects are repeated.
+        Lines may have been lost with the old connection, so their effects are repeated here.
         """
         old.reconnect(send, self._now())
         send(ToMember.WELCOME, {"generation": self.settings.generation})
@@ -165,12 +169,14 @@ class Coordinator:
         self.rounds.remove(old, f"replaced by {pod}")
 
     def lost(self, member: Member, why: str) -> None:
-        """Handle the end of a member's connection."""
+        """Handle the loss of a member, whose connection has ended or which was
+        silent for too long.
+        """
         self.rounds.lose(member, why)
         self._advance()
 
     def gone(self, pod: str, why: str) -> None:
-        """Remove a pod that is gone according to the operator, even if its connection is open."""
+        """Remove a pod that the operator reports as gone, even if its connection is still open."""
         self.members.dismiss(pod, why)
         self.members.forget_missing(pod)
         self._notes = {key: text for key, text in self._notes.items() if key[0] != pod}
@@ -183,9 +189,11 @@ class Coordinator:
         self._advance()
 
     def send_away(self, pod: str, why: str) -> None:
-        """Remove a deleted pod, and refuse it from now on, unless its workers may be saving.
+        """Remove a pod that is being deleted, and refuse it from now on. Do nothing if its workers
+        may be saving.
 
-        A starting or ready launcher has nothing to save, and might not have noticed the deletion.
+        A launcher that is starting or ready has nothing to save, and might not have noticed the
+        deletion.
         """
         members = (member for member in self.members if member.pod == pod)
         if all(member.state in (MemberState.STARTING, MemberState.READY) for member in members):
@@ -194,16 +202,17 @@ class Coordinator:
     # ---- what members report
 
     def ready(self, member: Member, after: int, host: str, port: int, check: int = 0, watch: int = 0) -> None:
-        """Record that the member could begin a round.
+        """Record that the member can take part in a round.
 
-        `after` is the last round that the member knows of, and `watch` is the port on which its
-        neighbours watch it.
+        `after` is the number of the last round that the member knows of. `check` is how many
+        seconds the next round may spend on checking the links. `watch` is the port on which the
+        member's neighbours watch it.
         """
         self.rounds.ready(member, after, host, port, check, watch)
         self._advance()
 
     def joined(self, member: Member, number: int) -> None:
-        """Record that the member has started its workers of this round."""
+        """Record that the member has started its workers for round `number`."""
         self.rounds.joined(member, number)
         self._advance()
 
@@ -212,17 +221,17 @@ class Coordinator:
         self.rounds.finished(member, number)
 
     def failure(self, member: Member, number: int | None, failure: WorkerFailure) -> None:
-        """Record that a worker of the member has exited on its own."""
+        """Record that a worker of the member has exited on its own, with or without an error."""
         self.rounds.failed(member, number, failure)
         self._advance()
 
     def leaving(self, member: Member, why: str) -> None:
-        """Record that the member was asked to leave."""
+        """Record that the member was asked to leave the group."""
         self.rounds.leaving(member, why)
         self._advance()
 
     def neighbour(self, member: Member, number: int, rank: int, silent: bool) -> None:
-        """Record that a neighbour of the member is silent, or is heard again.
+        """Record that a neighbour of the member has fallen silent, or can be heard again.
 
         Raises:
             ValueError: `rank` is not a neighbour of the member.
@@ -230,25 +239,27 @@ class Coordinator:
         self._witnesses.report(member, number, rank, silent)
 
     def stacks(self, member: Member, number: int, rank: int, text: str, idle: bool | None = True) -> None:
-        """Add one rank's stacks in a hung group.
+        """Add the stacks of one rank, which were requested to find out whether the group hangs.
 
         `idle` indicates whether the rank has been idle since the last check; None means unknown.
         """
         self.rounds.stacks(member, number, rank, text, idle)
 
     def looked(self, member: Member, number: int, ranks: list[RankLook]) -> None:
-        """Add what a member's ranks have done since the last check."""
+        """Add a member's report on what its ranks have done since the last check."""
         self.rounds.looked(member, number, ranks)
 
     def note(self, member: Member, kind: str, why: str) -> None:
-        """Set or, if `why` is empty, remove a note about a pod for the operator."""
+        """Set the note of this kind about the member's pod. The operator reads notes. An empty
+        `why` removes the note.
+        """
         self._notes.pop((member.pod, kind), None)
         if why:
             self._notes[member.pod, kind] = why
         self._bump()
 
     def init_failure(self, member: Member, message: str) -> None:
-        """Record that the entry point of the member cannot start."""
+        """Record that the member's entry point cannot start."""
         self.rounds.incidents.add_init_failure(self._now(), member.pod, member.index, message)
         self._bump()
 
@@ -271,7 +282,8 @@ class Coordinator:
     def set_patience(
         self, hang_after: float | None, initial: float, maximum: float, hangs: Hangs | None = None
     ) -> None:
-        """Set the time limit for hangs, whether a proven hang ends the round, and the back-off.
+        """Set the time limit for hangs, the back-off, and what to do about a proven hang. If
+        `hangs` is None, the latter stays as it is.
 
         Raises:
             ValueError: the message names the field and states the rule.
@@ -291,11 +303,13 @@ class Coordinator:
         self._advance()
 
     def stood_still(self, seconds: float) -> None:
-        """Ignore `seconds` of silence, because this process, and perhaps others, did not run."""
+        """Extend the time limit for hangs by `seconds`, during which this process, and perhaps
+        others, did not run.
+        """
         self.rounds.watch.forgive(seconds)
 
     def set_order(self, pods: list[str]) -> None:
-        """Number the ranks in the order of these pods from the next round on.
+        """Give ranks to pods in the order of this list, from the next round on.
 
         If the list is empty, ranks follow the indices.
 
@@ -313,7 +327,7 @@ class Coordinator:
             self._advance()
 
     def stop(self, ok: bool, why: str) -> None:
-        """Make every member stop its workers, and begin no more rounds."""
+        """Make every member stop its workers. No more rounds begin."""
         if self.rounds.over:
             return
         self._stop = {"ok": ok, "why": why}
@@ -323,15 +337,18 @@ class Coordinator:
             member.send(ToMember.STOP, self._stop)
 
     def exit(self, why: str) -> None:
-        """Exit, because the job has ended and nobody will request its report again."""
+        """Let this process exit, because the job has ended and nobody will request its report
+        again.
+        """
         self.exit_why = why
         self._notify()
 
     def replaced(self, generation: int, attempt: int) -> None:
-        """Leave the group to a later coordinator, which a member has found at the job's name.
+        """Exit, because a member has found a different coordinator at the job's name. Do nothing
+        unless that one is later.
 
-        This coordinator then exits, so that all members look up the name again. Until it exits, it
-        does not judge any round. If the other coordinator is not later, nothing happens.
+        All members then look up the name again, and find the later coordinator. Until this one
+        exits, it does not judge any round.
         """
         if (generation, attempt) <= (self.settings.generation, self.settings.attempt):
             return
@@ -340,9 +357,10 @@ class Coordinator:
         self.exit(f"the coordinator of generation {generation}, attempt {attempt}, has taken over")
 
     def report_progress(self, report: dict[str, Any]) -> None:
-        """Merge a checked progress report; the first one after a restart ends the downtime.
+        """Merge a progress report whose format has been checked. The first step after a restart
+        ends the downtime.
 
-        A report that names a round other than the current one comes from a fenced rank and is
+        If the report names a round other than the current one, it comes from a fenced rank and is
         ignored.
         """
         current = self.rounds.current
@@ -393,13 +411,15 @@ class Coordinator:
 
 
 def _same_workers(old: Member, resumed: Resume | None) -> bool:
-    """Whether both sides agree on the round. If they do not, a line was lost with the old
-    connection.
+    """Whether this coordinator and the reconnecting launcher agree on the round of its workers.
+
+    If they do not, a line was lost with the old connection.
     """
     if old.state == MemberState.LEAVING:
         return True  # The member is leaving in any case, and the round breaks once it is gone.
     if not old.has_workers:
         return resumed is None or not resumed.has_workers
-    # If the member's workers have ended since then, it reports their failures and `ready` again.
-    # That is not a loss, and other members may still be saving.
+    # If the member's workers have ended since the connection was lost, it will report their
+    # failures and `ready` again. That is not a loss of the member, and other members may still be
+    # saving.
     return resumed is not None and resumed.round == old.round

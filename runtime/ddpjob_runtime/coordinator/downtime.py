@@ -4,7 +4,9 @@ from __future__ import annotations
 
 
 class Downtime:
-    """The time from a break to the next step, or to the next round if no steps are reported."""
+    """Measures the time from a break to the next step. If no steps are reported, it ends with the
+    next round instead.
+    """
 
     def __init__(self) -> None:
         self.since: float | None = None
@@ -16,21 +18,23 @@ class Downtime:
         self.since = self.since or now
 
     def round_runs(self, now: float) -> None:
-        """End the downtime when a round runs, if no steps are reported.
+        """End the downtime because a round runs, if the job has never reported a step.
 
-        Rounds are then the only evidence.
+        If steps are reported, the downtime lasts until the next step.
         """
         if not self._steps_are_seen:
             self._end(now)
 
     def step(self, now: float, running: bool) -> None:
-        """End the downtime at a progress report, if a round is running."""
+        """Record that a step was reported. If a round is running, the downtime ends."""
         self._steps_are_seen = True
         if running:
             self._end(now)
 
     def forget(self) -> None:
-        """Discard the downtime, because the break belongs to an earlier coordinator."""
+        """Discard the current downtime, because its break belongs to a round of this coordinator
+        that was superseded.
+        """
         self.since = None
 
     def _end(self, now: float) -> None:

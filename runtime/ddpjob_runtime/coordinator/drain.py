@@ -9,22 +9,27 @@ from ddpjob_runtime.coordinator.members import Member, Members
 from ddpjob_runtime.protocol import ToMember
 
 DRAIN_SECONDS = 30.0
-"""Time limit from `restart` to `ready`. A killed worker that holds a device or a lot of memory
-takes many seconds to disappear."""
+"""Maximum number of seconds from `restart` to `ready`. It is long because a killed worker that
+holds a device or a lot of memory takes many seconds to disappear.
+"""
 PLANNED_SLACK = 5.0
-"""How many seconds a member gets in a planned restart in addition to its grace period, in which its
-workers may be saving.
+"""Number of seconds that a member gets in a planned restart after its grace period, during which
+its workers may be saving.
 """
 
 
 class Drains:
-    """Asks members to stop their workers, and calls `fence(late)` with the late members."""
+    """Asks members to stop their workers, and calls `fence(late)` with the members that did not do
+    so in time.
+    """
 
     def __init__(self, members: Members, loop: Loop, fence: Callable[[list[Member]], None]) -> None:
         self._members, self._loop, self._fence = members, loop, fence
 
     def ask(self, member: Member, why: str, planned: bool) -> None:
-        """Ask `member` to stop its workers. If `planned`, they can use its grace period to save."""
+        """Ask `member` to stop its workers. If `planned`, the workers can save during its grace
+        period.
+        """
         seconds = member.grace + PLANNED_SLACK if planned else DRAIN_SECONDS
         if member.drain(self._loop.now() + seconds, planned):
             self._loop.later(seconds + 0.001, self._check)

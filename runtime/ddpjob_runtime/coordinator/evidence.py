@@ -19,21 +19,26 @@ from ddpjob_runtime.protocol import EXIT_STEPPED_ASIDE, IncidentKind
 
 
 class Evidence:
-    """Failures, losses and departures in one round, and the coordinator's own reasons to end it."""
+    """Collects the failures, losses and departures in one round, and the coordinator's own reasons
+    to end the round.
+    """
 
     def __init__(self) -> None:
         self._failures: list[WorkerFailure] = []
         self._losses: list[MemberLoss] = []
-        self._finishes: list[Finish] = []  # single ranks, on nodes that still have workers
-        self._known: Verdict | None = None  # known from the start: a hang or a planned restart
-        self._absent: Verdict | None = None  # a member never reconnected; explains everything except sure failures
+        self._finishes: list[Finish] = []  # ends of single ranks with exit code 0, on nodes that still have workers
+        self._known: Verdict | None = None  # a hang or a planned restart, whose cause is known from the start
+        # members that never reconnected, which explain everything except sure failures
+        self._absent: Verdict | None = None
         self._fallback: Verdict | None = None  # used if nothing better is known
 
     def add_failure(self, failure: WorkerFailure) -> None:
         self._failures.append(failure)
 
     def knows(self, failure: WorkerFailure) -> bool:
-        """Whether this failure was reported before. A member that reconnects reports it again."""
+        """Whether this failure has been reported before. A member that reconnects reports its
+        failures again.
+        """
         worker = failure.source, failure.rank, failure.local_rank
         return any(worker == (known.source, known.rank, known.local_rank) for known in self._failures)
 
@@ -45,14 +50,14 @@ class Evidence:
 
     @property
     def somebody_leaves(self) -> bool:
-        """Whether a member was asked to leave. The other members may then be saving together with
-        it.
+        """Whether a member was asked to leave. In that case, the other members may be saving
+        together with it.
         """
         return any(loss.leaving for loss in self._losses)
 
     @property
     def saving(self) -> bool:
-        """Whether the members have agreed to save and leave."""
+        """Whether the members have agreed to save because one of them leaves."""
         return self.somebody_leaves and any(f.exit_code == EXIT_STEPPED_ASIDE for f in self._failures)
 
     def resized(self, time: float, details: dict[str, Any]) -> None:
@@ -60,7 +65,9 @@ class Evidence:
         self._known = Verdict(IncidentKind.JOINED, time, details, 0)
 
     def hangs(self, time: float, details: dict[str, Any]) -> None:
-        """Set the cause to a hang; all failures of the round are its consequences."""
+        """Set the cause to a hang. All failures and losses of the round count
+        as its consequences.
+        """
         self._known = Verdict(IncidentKind.HANG, time, details, self._count)
 
     def absent(self, time: float, details: dict[str, Any]) -> None:
@@ -68,7 +75,9 @@ class Evidence:
         self._absent = Verdict(IncidentKind.PEER_LOST, time, details, self._count, sure=False)
 
     def came_apart(self, time: float, details: dict[str, Any]) -> None:
-        """Set the fallback cause: a member has left the round for an unknown reason."""
+        """Set the cause that is used if no better one is known: a member has left the round for an
+        unknown reason.
+        """
         self._fallback = Verdict(IncidentKind.PEER_LOST, time, details, 0, sure=False)
 
     @property
@@ -76,9 +85,9 @@ class Evidence:
         return len(self._failures) + len(self._losses)
 
     def verdict(self, finishes: list[Finish], ended_at: float | None) -> Verdict | None:
-        """Return the cause known so far.
+        """Return the cause as far as it is known now; None if no cause is known.
 
-        `ended_at` is when members were first asked to stop their workers.
+        `ended_at` is the time at which members were first asked to stop their workers.
         """
         if self._known is not None:
             return self._known
@@ -88,8 +97,9 @@ class Evidence:
         return verdict or self._fallback
 
     def is_own(self, verdict: Verdict) -> bool:
-        """Whether the job itself has failed, so that repeated failures back off.
+        """Whether the cause is a failure of the job itself, so that the next round is delayed if
+        such failures recur.
 
-        The fallback cause counts as the job's own failure.
+        The cause set by `came_apart` counts as one.
         """
         return verdict.kind in OWN_FAILURES or verdict is self._fallback

@@ -37,17 +37,17 @@ from ddpjob_runtime import protocol
 from ddpjob_runtime.protocol import IncidentKind, error_mark
 
 DEVICE_ERROR = re.compile(r"unhandled cuda error|\bCuda failure\b", re.I)
-"""How NCCL reports a driver error about this rank's own device."""
+"""Matches NCCL's reports of a driver error that concerns this rank's own device."""
 SIGABRT = 6
 ORDER_SECONDS = 0.05
-"""A failure at least this long after the coordinator's `restart` is a consequence of that
-`restart`.
+"""Number of seconds after the coordinator's `restart` from which on a failure counts as a
+consequence of that `restart`.
 """
 
 
 @dataclass(frozen=True)
 class Source:
-    """The node on which something happened."""
+    """The node to which an event belongs."""
 
     pod: str
     index: int
@@ -57,8 +57,8 @@ class Source:
 class WorkerFailure:
     """A worker process that has exited on its own. `time` is in seconds on the coordinator's clock.
 
-    `oom` means that it was killed at the container's memory limit. `init` means that it could not
-    even start, and that a retry would not help.
+    `oom` means that the worker was killed because its container reached the memory limit. `init`
+    means that the worker could not even start, so a retry would not help.
     """
 
     source: Source
@@ -82,12 +82,12 @@ class WorkerFailure:
 
     @property
     def communication(self) -> bool:
-        """Whether the error is one that a peer's death can cause."""
+        """Whether the error is of a kind that the death of a peer can cause."""
         return not (self.oom or self.init) and bool(protocol.COMMUNICATION_ERROR.search(self.message))
 
     @property
     def kind(self) -> IncidentKind:
-        """The kind of incident that this failure causes."""
+        """The kind of incident that the round gets if this failure is the cause."""
         if self.oom:
             return IncidentKind.OOM_KILLED
         return IncidentKind.INIT_FAILURE if self.init else IncidentKind.WORKER_FAILED
@@ -95,7 +95,9 @@ class WorkerFailure:
 
 @dataclass(frozen=True)
 class MemberLoss:
-    """A member whose connection has ended, or that has announced its departure (`leaving`)."""
+    """The loss of a member whose connection has ended or, if `leaving`, the departure that a member
+    has announced.
+    """
 
     source: Source
     rank: int | None
@@ -106,7 +108,8 @@ class MemberLoss:
 
 @dataclass(frozen=True)
 class Finish:
-    """The end of a member's workers (all of them, or only `rank`) with exit code 0.
+    """Records that workers of a member have ended with exit code 0: only `rank`, or all workers if
+    `rank` is None.
 
     `node` is the member's group rank.
     """
@@ -120,9 +123,10 @@ class Finish:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The cause of one break.
+    """What is known about the cause of one break.
 
-    `details` are fields of its `Incident`. If `sure`, no later report can change the verdict.
+    `details` are fields of the break's `Incident`. If `sure`, no later report can change the
+    verdict.
     """
 
     kind: IncidentKind
@@ -133,11 +137,12 @@ class Verdict:
 
 
 def _suspicion(failure: WorkerFailure, ended_at: float | None) -> int:
-    """Return the suspicion: the higher, the more likely the failure is a consequence.
+    """Return the suspicion that a failure is only a consequence of another failure. The higher it
+    is, the more likely this is the case.
 
-    - 0: an error of its own.
-    - 1: an abort, which communication libraries use when a peer is gone, or an NCCL error about
-      this rank's own device.
+    - 0: the worker's own error.
+    - 1: an abort, by which communication libraries end a process when a peer is gone, or an NCCL
+      error about this rank's own device.
     - 2: a communication error.
     - 3: any failure after the members were asked to stop their workers.
     """
@@ -149,14 +154,16 @@ def _suspicion(failure: WorkerFailure, ended_at: float | None) -> int:
 
 
 def _own(failure: WorkerFailure, losses: list[MemberLoss], ended_at: float | None) -> bool:
-    """Whether a failure can be the cause, given the `losses` in the same round."""
+    """Whether this failure can be the cause of the break. `losses` are the losses in the same
+    round.
+    """
     if _suspicion(failure, ended_at) > 0:
         return not losses
     if failure.oom or failure.init:
         return True
     died_by_signal = failure.exit_code is not None and failure.exit_code < 0
     if died_by_signal and losses:
-        return False  # a pod's workers end with it
+        return False  # The workers of a lost pod are killed with it.
     return not (failure.stepped_aside and any(loss.leaving for loss in losses))
 
 
@@ -165,8 +172,8 @@ def first_cause(
 ) -> Verdict | None:
     """Return the cause of a broken round; None if nothing is known to have gone wrong.
 
-    `ended_at` is when the members were asked to stop their workers. Later failures are
-    consequences.
+    `ended_at` is the time at which the members were asked to stop their workers. Failures after
+    that time are consequences.
     """
     causes = [f for f in failures if _own(f, losses, ended_at)]
     first_failure = min(causes, key=lambda f: (_suspicion(f, ended_at), f.time)) if causes else None
@@ -206,9 +213,9 @@ def _judge_early_finish(finish: Finish, consequences: int) -> Verdict:
 def _find_alike(
     cause: WorkerFailure, failures: list[WorkerFailure], ended_at: float | None
 ) -> set[tuple[str, int | None]]:
-    """Return the (pod, rank) of each failure with the same error as the cause.
+    """Return the (pod, rank) of each worker that failed with the same error as the cause.
 
-    The set is empty if any worker has a different error of its own.
+    The set is empty if any worker has failed with a different error of its own.
     """
     mark = error_mark(cause.message, cause.traceback)
     same = [f for f in failures if error_mark(f.message, f.traceback) == mark]

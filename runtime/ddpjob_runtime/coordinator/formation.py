@@ -1,16 +1,18 @@
 """Decides when a round begins, with which members, and when it restarts with a different size.
 
-A round that begins with too few nodes wastes the nodes that come later, but a round that waits
-wastes the nodes that are ready. The rules weigh these costs by what is known about the missing
-nodes:
+If a round begins with too few nodes, the nodes that come later are wasted until the next round. If
+it waits for them, it wastes the nodes that are ready. The rules weigh these costs by what is known
+about the missing nodes:
 
 - A round of `nodes` nodes begins immediately; a round of fewer than `min_nodes` never begins.
-- In between, the first round waits FIRST_GRACE, because pods start at different times.
+- With a number of nodes in between, the first round waits FIRST_GRACE for more, because pods start
+  at different times.
 - A later round begins immediately if as many nodes are ready as the last round had. With fewer, it
-  waits SHRINK_GRACE, which is 10 s in Standard mode and 0 in Fast mode, where a restart is cheap.
-- A running round that could have more nodes is restarted, FILL_SECONDS after it began if the
-  joiners complete the group. If they do not, it is restarted only after GROW_SECONDS, because every
-  restart costs steps.
+  waits SHRINK_GRACE for more. That is 10 s in Standard mode and 0 in Fast mode, where a restart is
+  cheap.
+- If a running round could have more nodes, it is restarted with them. If the new nodes complete the
+  group, the round must have run for FILL_SECONDS. If they do not complete it, the round must have
+  run for GROW_SECONDS, because every restart costs steps.
 
 Example, nodes=8 and min_nodes=6:
 
@@ -20,9 +22,9 @@ Example, nodes=8 and min_nodes=6:
     t=960  the replacement is ready, and makes the group whole. Round 2 has run for longer than
            FILL_SECONDS, so it is restarted immediately, and round 3 has 8 nodes
 
-Survivors of the last round come first (`choose`), then the members that have waited longest. If
-there are too many survivors, the highest indices are excluded, because a smaller job loses those
-slots. The operator sends the order of the ranks, because it knows where the pods are:
+Survivors of the last round are chosen first (`choose`), then the members that have waited longest.
+If there are too many survivors, those with the highest indices are excluded, because a smaller job
+loses those slots. The operator sends the order of the ranks, because it knows where the pods are:
 docs/decisions/0019.
 """
 
@@ -35,21 +37,31 @@ from ddpjob_runtime.coordinator.members import Member
 from ddpjob_runtime.protocol import Mode
 
 FIRST_GRACE = 30.0
-"""Seconds that the first round waits for the other nodes once `min_nodes` are ready."""
+"""Seconds for which the first round waits for more nodes after `min_nodes` nodes are ready."""
 SHRINK_GRACE = {Mode.STANDARD: 10.0, Mode.FAST: 0.0}
-"""Seconds that a later round with fewer nodes than the last one waits for the other nodes."""
+"""Seconds for which a later round waits for more nodes, if fewer are ready than
+the last round had.
+"""
 FILL_SECONDS = 10.0
-"""How long a round runs before it is restarted for joiners that complete the group."""
+"""Minimum number of seconds that a round runs before it is restarted with new nodes that complete
+the group.
+"""
 GROW_SECONDS = 60.0
-"""How long a round runs before it is restarted for joiners that do not complete the group."""
+"""Minimum number of seconds that a round runs before it is restarted with new nodes that do not
+complete the group.
+"""
 ORDER_SECONDS = 10.0
-"""How long a round waits for the operator to send a new member's position in the order. It rarely
-waits at all, because the operator knows the position before the pod starts."""
+"""Maximum number of seconds for which a round waits until the operator has sent a new member's
+position in the order. It rarely waits at all, because the operator knows the position before the
+pod starts.
+"""
 
 
 @dataclass(frozen=True)
 class Size:
-    """How many nodes a round should have, and how many it needs at least (`min_nodes`)."""
+    """How many nodes a round should have (`nodes`), and how many it needs at
+    least (`min_nodes`).
+    """
 
     nodes: int
     min_nodes: int
@@ -57,23 +69,28 @@ class Size:
 
 @dataclass(frozen=True)
 class RankOrder:
-    """The order in which the pods' ranks are numbered.
+    """The order in which pods get their ranks.
 
-    The operator sets it, because it knows the pods' hosts.
+    The operator sets it, because it knows on which hosts the pods run.
     """
 
     expected: bool = False
-    """Whether the operator will give each member a position."""
+    """Whether the operator sends an order in which each member has a position."""
     places: dict[str, int] = field(default_factory=dict)
-    """Each pod's position in the order. If empty, ranks follow the indices."""
+    """{pod: its position in the order}. If it is empty, ranks follow the indices."""
 
     def ranked(self, chosen: Iterable[Member]) -> list[Member]:
-        """Return the members in rank order: index 0 first, members without a position last."""
+        """Return the members in the order of their ranks.
+
+        Index 0 always comes first, because it gets rank 0. Members without a position come last.
+        """
         last = len(self.places)
         return sorted(chosen, key=lambda m: (m.index != 0, self.places.get(m.pod, last), m.index))
 
     def known_at(self, chosen: Iterable[Member]) -> float:
-        """Return the time until which to wait for these members' positions; 0 means not to wait."""
+        """Return the time until which the round should wait for the positions of these members; 0
+        if it need not wait.
+        """
         if not self.expected:
             return 0.0
         return max((m.since + ORDER_SECONDS for m in chosen if m.pod not in self.places), default=0.0)
@@ -82,10 +99,12 @@ class RankOrder:
 def begins_at(
     ready: int, size: Size, enough_since: float | None, first: bool, before: int | None, mode: Mode
 ) -> float | None:
-    """Return when a round of the ready members may begin: 0 for now, None if there are too few.
+    """Return the time at which a round of the ready members begins: 0 for now, None if there are
+    too few members.
 
-    `enough_since` is when `min_nodes` became ready, and `before` is the size of the last round. If
-    at least `before` members are ready, the round does not wait.
+    `enough_since` is the time since which `min_nodes` members have been ready, and `before` is the
+    size of the last round. If at least `before` members are ready, the round does not wait for
+    more.
     """
     if ready >= size.nodes:
         return 0.0
@@ -97,9 +116,10 @@ def begins_at(
 
 
 def choose(ready: list[Member], nodes: int, last: int) -> list[Member]:
-    """Return the members of the next round.
+    """Choose the members of the next round from the ready ones.
 
-    Survivors of round `last` come first, by index, and then the members that have waited longest.
+    Survivors of round `last` are preferred, in the order of their indices, and then the members
+    that have waited longest.
     """
     survivors = sorted((m for m in ready if last and m.round == last), key=lambda m: m.index)
     others = sorted((m for m in ready if m not in survivors), key=lambda m: (m.ready_at, m.index))
@@ -107,9 +127,11 @@ def choose(ready: list[Member], nodes: int, last: int) -> list[Member]:
 
 
 def resizes_at(world: int, since: float | None, ready: int, size: Size) -> float | None:
-    """Return when to restart a round of `world` nodes to change its size; None to keep its size.
+    """Return the time at which a round of `world` nodes should be restarted to change its size;
+    None to keep its size.
 
-    `since` is when the round began to run, and `ready` is the number of nodes that could join.
+    `since` is the time at which the round began to run, and `ready` is the number of nodes that
+    could join it.
     """
     if since is None:
         return None

@@ -4,18 +4,21 @@ If one rank stops, all others wait for it in a collective, and nothing fails: th
 but does nothing. From outside, that looks like a long evaluation or a slow checkpoint. So time
 alone only raises a suspicion, and the ranks' activity decides:
 
-- **Suspicion.** `UsualGaps` learns the gaps between reports for each activity: the start of a
-  round, training, and whatever the script reports, such as evaluating. If no report arrives for
-  FACTOR times the 99th percentile of these gaps, and for at least LEAST_SECONDS, the coordinator
-  checks the ranks. Until LEAST_GAPS gaps are known, the minimum is longer, especially at the start
-  of a round (UNKNOWN). A round's first check comes after EARLY_LOOK seconds, but until the minimum
-  has passed, checks only report ranks that wait for others, such as for a wrong MASTER_ADDR.
+- **Suspicion.** `UsualGaps` learns how long the gaps between reports usually are. It learns them
+  separately for each activity: the start of a round, training, and whatever the script reports,
+  such as evaluating. If no report arrives for FACTOR times the 99th percentile of these gaps, and
+  for at least LEAST_SECONDS, the coordinator checks the ranks. Until LEAST_GAPS gaps are known, the
+  minimum is longer than LEAST_SECONDS, especially at the start of a round (UNKNOWN). The first
+  check of a round comes after EARLY_LOOK seconds. But until the minimum has passed, checks cannot
+  end the round. They only report ranks that wait for other ranks, for example because of a wrong
+  MASTER_ADDR.
 - **Proof.** If two more checks, LOOK_EVERY seconds apart, show a standstill (`standstill`), the
-  round ends as a hang, unless recovery.hangs is Report. The report shows the step as overdue from
-  the first of these two checks on. If something moves, the pauses between checks grow.
+  round ends as a hang, unless recovery.hangs is Report. From the first of these two checks on, the
+  coordinator's report shows the step as overdue. If a check shows that something moves, the pause
+  before the next check grows.
 - **hangAfterSeconds** ends the round after that time even without a proof. If the script's steps
-  are not counted, silence proves nothing, so the ranks' stacks are compared, and all ranks must
-  have been idle for that time.
+  are not counted, silence proves nothing. In that case the ranks' stacks are compared, and the
+  round ends only if all ranks have been idle for that time.
 - A group that is active but completes no steps is reported as overdue after max(300 s, 20 times the
   longest gap). Without hangAfterSeconds, its round is never ended.
 
@@ -44,39 +47,50 @@ LEAST_GAPS, KEPT_GAPS, MOST_ACTIVITIES = 20, 1000, 20
 START, TRAINING = "start of a round", ""
 UNKNOWN = {START: 600.0, TRAINING: 60.0}
 UNKNOWN_ACTIVITY = 120.0
-"""Minimum number of seconds without a report while an activity's pace is unknown."""
+"""Minimum number of seconds without a report before a check, in an activity of the script for which
+too few gaps are known.
+"""
 LEAST_AT_START = 60.0
-"""Minimum number of seconds without a report at the start of a round, if an earlier round has
-completed a step."""
+"""Minimum number of seconds without a report before a check at the start of a round, if an earlier
+round has completed a step.
+"""
 EARLY_LOOK = 45.0
-"""Seconds from the start of a round to its first check, which can only report. Ranks that cannot
-form their group would otherwise say nothing until a timeout of torch, which is minutes."""
+"""Number of seconds from the start of a round to its first check. This check can report a problem,
+but cannot end the round. Without it, ranks that cannot form their group would be noticed only after
+torch's own timeout, which takes minutes.
+"""
 LOOK_EVERY, MOST_BETWEEN_LOOKS = 5.0, 30.0
 
 OVERDUE_SECONDS = 300.0
 PACE_FACTOR = 20.0
 LEAST_REPORTS = 20
 DUMP_SECONDS = 3.0
-"""How long a dump waits for the stacks of all ranks."""
+"""Maximum number of seconds to wait for the stacks of all ranks."""
 LAST_STACKS_SECONDS = 0.3
-"""All stacks of one member arrive within this time."""
+"""Number of seconds within which the stacks of one member's other ranks arrive after those of the
+first rank.
+"""
 
 
 class UsualGaps:
-    """Learns how long the gaps between reports are in each activity."""
+    """Learns how long the gaps between reports usually are, separately for each activity."""
 
     def __init__(self) -> None:
         self._gaps: dict[str, deque[float]] = {}
         self._limits: dict[str, float] = {}
 
     def add(self, activity: str, gap: float) -> None:
-        """Learn a gap. Activities beyond MOST_ACTIVITIES are not learned."""
+        """Learn how long a gap in this activity was. Once MOST_ACTIVITIES are known, gaps of other
+        activities are ignored.
+        """
         if activity in self._gaps or len(self._gaps) < MOST_ACTIVITIES:
             self._gaps.setdefault(activity, deque(maxlen=KEPT_GAPS)).append(gap)
             self._limits.pop(activity, None)
 
     def limit(self, activity: str) -> float:
-        """Return how many seconds without a report to wait before checking the ranks."""
+        """Return how many seconds without a report must pass in this activity before the ranks are
+        checked.
+        """
         if activity not in self._limits:
             self._limits[activity] = self._compute(activity)
         return self._limits[activity]
@@ -94,9 +108,9 @@ class UsualGaps:
 class HangWatch:
     """Tracks when the next step is overdue, and when to check the ranks.
 
-    `hang_after` is how many seconds without a step end the round as a hang; None means no limit.
-    The time from a round's beginning to its first report has a separate pace, because loading data
-    may take longer than any step.
+    If no step is completed for `hang_after` seconds, the round ends as a hang; None means no limit.
+    The pace from a round's beginning to its first report is tracked separately, because loading
+    data may take longer than any step.
     """
 
     def __init__(self, hang_after: float | None, hangs: Hangs) -> None:
@@ -104,18 +118,20 @@ class HangWatch:
         self._usual = UsualGaps()
         self._reports, self._longest_gap, self._longest_start = 0, 0.0, 0.0
         self.since: float | None = None
-        """When the last step was completed or the round started running; None between rounds."""
+        """When the last step was completed or, if the round has no step yet, when it began to run.
+        None between rounds.
+        """
         self.activity = TRAINING
-        """The script's reported activity between steps, such as evaluating."""
+        """What the script says that it is doing between steps, such as evaluating."""
         self._in_round = 0
         self._suspicion: Suspicion | None = None
 
     def configure(self, hang_after: float | None, hangs: Hangs) -> None:
-        """Set the limit, and whether hung rounds are stopped."""
+        """Set the time limit for hangs, and whether hung rounds are ended."""
         self.hang_after, self.hangs = hang_after, hangs
 
     def begin(self, now: float) -> None:
-        """Start measuring, because a round runs."""
+        """Start to measure the time without steps, because a round begins to run."""
         self.since, self._in_round, self.activity, self._suspicion = now, 0, TRAINING, None
 
     def end(self) -> None:
@@ -123,7 +139,9 @@ class HangWatch:
         self.since = self._suspicion = None
 
     def step(self, now: float) -> None:
-        """Record that the job has completed a step or reported some other activity."""
+        """Record that the job has completed a step, or has shown in some other way that it is
+        alive.
+        """
         if self.since is None:
             return
         gap = now - self.since
@@ -142,27 +160,33 @@ class HangWatch:
 
     @property
     def steps_known(self) -> bool:
-        """Whether any step of the job was ever reported."""
+        """Whether the job has ever reported a step or another activity."""
         return self._reports > 0
 
     def look_again(self, now: float) -> None:
-        """Restart the time limit without counting a step, because the ranks may be working."""
+        """Let the time limit start again, without counting a step, because the ranks may be
+        working.
+        """
         if self.since is not None:
             self.since = now
 
     def forgive(self, seconds: float) -> None:
-        """Ignore `seconds` of the time since the last step, and all checks since that step."""
+        """Do not count `seconds` of the time since the last step, and forget the checks that were
+        made since then.
+        """
         if self.since is not None:
             self.since += seconds
             self._suspicion = None
 
     def note(self, activity: str) -> None:
-        """Record the activity that the script reports; empty if it reports none."""
+        """Record what the script says that it is doing; empty if it says nothing."""
         self.activity = activity
 
     @property
     def limit(self) -> float | None:
-        """Seconds after which the next step is overdue; None while the pace is unknown."""
+        """Number of seconds after which the next step is overdue; None while the job's usual pace
+        is unknown.
+        """
         if self.hang_after is not None:
             return self.hang_after
         if self._reports < LEAST_REPORTS:
@@ -171,7 +195,7 @@ class HangWatch:
         return max(OVERDUE_SECONDS, PACE_FACTOR * pace)
 
     def due(self) -> float | None:
-        """Return the time at which the next step is overdue; None if that is unknown."""
+        """Return the time at which the next step becomes overdue; None if that is unknown."""
         return None if self.since is None or self.limit is None else self.since + self.limit
 
     def looks_at(self) -> float | None:
@@ -184,18 +208,18 @@ class HangWatch:
         return self.since + (limit if self._in_round else min(limit, EARLY_LOOK))
 
     def may_end(self, now: float) -> bool:
-        """Whether the silence is long enough to end the round."""
+        """Whether the time without a report is long enough to end the round after a proof."""
         return self.since is not None and now >= self.since + self._usual.limit(self._phase)
 
     def suspect(self) -> Suspicion:
-        """Return the results of the checks since the last step."""
+        """Return the results of the checks since the last step. They begin empty."""
         if self._suspicion is None:
             self._suspicion = Suspicion()
         return self._suspicion
 
 
 class Suspicion:
-    """The checks of the ranks since the last step, and the time of the next one."""
+    """The results of the checks since the last step, and the time of the next check."""
 
     def __init__(self) -> None:
         self.standstill = Standstill()
@@ -203,7 +227,7 @@ class Suspicion:
         self._pause = LOOK_EVERY
 
     def ask(self, now: float) -> bool:
-        """Begin a check, and return whether it could prove a hang.
+        """Begin a check, and return whether this check could be the one that proves a hang.
 
         If so, the members should keep its stacks in their logs.
         """
@@ -211,8 +235,9 @@ class Suspicion:
         return self.standstill.looks == 1
 
     def add(self, now: float, look: Look | None) -> None:
-        """Add a check's result, or None if a member did not respond. If ranks have moved, the next
-        checks are delayed.
+        """Add the result of a check; None if a member did not respond.
+
+        If ranks have moved, or that is unknown, the pause before the next check grows.
         """
         if look is None:
             self.standstill = Standstill()
@@ -224,7 +249,7 @@ class Suspicion:
 class HangDump:
     """Collects the stacks of a round without steps.
 
-    Calls `done` when all stacks have arrived or time is up.
+    `done` is called when all stacks have arrived, or after DUMP_SECONDS.
     """
 
     def __init__(self, loop: Loop, done: Callable[[], None], stacks: Stacks | None = None) -> None:
@@ -234,7 +259,7 @@ class HangDump:
         self._answered: set[int] = set()  # indices of members
 
     def request(self, number: int, members: list[Member]) -> None:
-        """Ask the members of round `number` for the stacks of their ranks."""
+        """Ask these members of round `number` for the stacks of their ranks."""
         for member in members:
             member.send(ToMember.DUMP, {"round": number})
         self._loop.later(DUMP_SECONDS, self._done)
@@ -244,7 +269,7 @@ class HangDump:
     ) -> None:
         """Add the stacks of one rank.
 
-        `expected` returns the members that were asked and are still connected.
+        `expected` returns those of the asked members that are still connected.
         """
         self.stacks.texts[rank], self._idle[rank] = text, idle
         self.stacks.members[rank] = member
@@ -256,7 +281,9 @@ class HangDump:
 
     @property
     def idle(self) -> bool | None:
-        """Whether no rank has moved since the ranks were last asked; None if unknown."""
+        """Whether all ranks have been idle since they were last asked; None if that is unknown for
+        a rank.
+        """
         states = self._idle.values()
         if any(state is False for state in states):
             return False

@@ -1,6 +1,7 @@
 """The HTTP half of the coordinator's port, one request per connection.
 
-Anyone can read health and metrics; the report, progress and changes need the job's token.
+Anyone can read the health and the metrics. All other requests need the job's token: for the report,
+for posts of progress, and for changes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ REASONS = {
 
 
 class BadRequest(Exception):
-    """A request that gets an error response."""
+    """A request is invalid. The client gets a response with this status and text."""
 
     def __init__(self, status: int, why: str) -> None:
         super().__init__(why)
@@ -39,7 +40,7 @@ class BadRequest(Exception):
 
 
 async def serve(server: Any, first: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Respond to one request whose first byte has already been read."""
+    """Answer one HTTP request. `first` is its first byte, which has already been read."""
     instance, proved, headers = "", False, dict[str, str]()
     try:
         request = await within(REQUEST_SECONDS, _read(first, reader))
@@ -65,7 +66,9 @@ async def serve(server: Any, first: bytes, reader: asyncio.StreamReader, writer:
 
 
 def _is_proved(server: Any, method: str, target: str, headers: dict[str, str], body: bytes) -> bool:
-    """Whether the request is signed for this coordinator and is not a replayed change."""
+    """Whether the request has a valid proof for this coordinator, and is not the repetition of an
+    earlier change.
+    """
     nonce, proof = headers.get(NONCE, ""), headers.get(PROOF, "")
     parts = ("request", server.instance, nonce, method, target, body)
     if not 0 < len(nonce) <= protocol.MAX_NONCE or not protocol.is_sealed(proof, server.token, *parts):
@@ -74,7 +77,7 @@ def _is_proved(server: Any, method: str, target: str, headers: dict[str, str], b
 
 
 def _has_token(server: Any, headers: dict[str, str]) -> bool:
-    """Whether the request carries the token itself, as scripts in the job's pods send it."""
+    """Whether the request contains the token itself. Scripts in the job's pods send it."""
     scheme, _, given = headers.get("authorization", "").partition(" ")
     return scheme.lower() == "bearer" and hmac.compare_digest(
         given.strip().encode("latin-1", "replace"), server.token.encode()
@@ -107,7 +110,9 @@ async def _read(first: bytes, reader: asyncio.StreamReader) -> tuple[str, str, d
 async def _answer(
     server: Any, reader: asyncio.StreamReader, method: str, target: str, body: bytes, known: bool
 ) -> tuple[int, str, str]:
-    """Return (status, content type, body). `known` is whether the client knows the job's token."""
+    """Answer a request: return (status, content type, body). `known` is whether the client knows
+    the job's token.
+    """
     try:
         url = urlsplit(target)
     except ValueError as error:
@@ -136,8 +141,11 @@ async def _answer(
 
 
 def _report(report: Report) -> str:
-    """Return the report as JSON, with strings shortened if it is too large for the operator."""
-    most = report.nodes + protocol.MAX_SPARES  # The maximum number of pods; the operator cuts the lists too.
+    """Return the report as JSON. If it is larger than the operator accepts, its strings are
+    shortened.
+    """
+    # The job cannot have more pods than this. The operator also ignores longer lists.
+    most = report.nodes + protocol.MAX_SPARES
     report = replace(report, members=report.members[:most], lost=report.lost[:most])
     text, allowed = _json(report), protocol.MAX_TEXTS
     if _bytes(text) > allowed:
@@ -169,7 +177,10 @@ def _shorten(report: Report) -> Report:
 
 
 def _drop_texts(report: Report) -> Report:
-    """Keep only names and numbers, because a character of a string may take six bytes in JSON."""
+    """Return the report without its long texts, only with names and numbers.
+
+    Shortening texts may not be enough, because one character of a text may take six bytes in JSON.
+    """
     last = tuple(replace(i, message="", traceback="") for i in report.incidents[-protocol.DETAILED_INCIDENTS :])
     overdue = report.overdue and replace(report.overdue, where="", traceback="")
     figures = {name: value for name, value in report.progress.items() if name != "metrics"}
@@ -243,7 +254,8 @@ def _order(coordinator: Coordinator, content: Any) -> None:
 def _exit(coordinator: Coordinator, content: Any) -> None:
     to_some = isinstance(content, dict) and "before" in content
     _fields(content, {"why": str, "before": int} if to_some else {"why": str})
-    # The request may have been meant for an earlier coordinator at the same address.
+    # With "before", only an earlier coordinator should exit. The request may have reached this one
+    # because it has the same address.
     if not to_some or coordinator.settings.attempt < content["before"]:
         coordinator.exit(content["why"])
 
@@ -272,11 +284,18 @@ ROUTES = {
     Command.EXIT.path: ("POST", _exit),
 }
 GUARDED = {protocol.STATUS_PATH, *(command.path for command in Command)}
-"""Paths that change the job, or that reveal more than numbers about it."""
+"""Paths that need the job's token, because they change the job or reveal more than numbers about
+it.
+"""
 
 
 async def _wait(server: Any, reader: asyncio.StreamReader, query: dict[str, list[str]]) -> None:
-    """Long poll: wait until the report's `news` changes, time is up, or the client is gone."""
+    """Wait as the query asks (long polling): until the report's version differs from `news`, or for
+    `wait` seconds.
+
+    Return immediately without these two parameters. Raises ConnectionResetError if the client
+    disconnects.
+    """
     news, seconds = _number(query, "news"), _number(query, "wait")
     if news is None or seconds is None:
         return

@@ -15,11 +15,13 @@ from ddpjob_runtime.protocol import (
 )
 
 OWN_FAILURES = (IncidentKind.WORKER_FAILED, IncidentKind.OOM_KILLED, IncidentKind.HANG)
-"""Failures of the job itself. If they recur, the next round waits."""
+"""Kinds of incidents that are failures of the job itself. If they recur, the
+next round is delayed.
+"""
 
 
 class Incidents:
-    """The newest incidents, and the number of incidents of each kind."""
+    """Keeps the newest incidents, and counts the incidents of each kind."""
 
     def __init__(self, attempt: int) -> None:
         self.recent: tuple[Incident, ...] = ()
@@ -31,8 +33,8 @@ class Incidents:
     ) -> None:
         """Record a break.
 
-        `details` are fields of `Incident`, and `backoff` is how long the next round waits because
-        of the break.
+        `details` are further fields of `Incident`, and `backoff` is how many seconds the next round
+        is delayed because of the break.
         """
         incident = Incident(
             self._next_id, time_of(unix_seconds), kind, consequences=consequences, backoff_seconds=backoff, **details
@@ -44,9 +46,9 @@ class Incidents:
         self.counts[kind] = self.counts.get(kind, 0) + 1
 
     def add_init_failure(self, unix_seconds: float, pod: str, index: int, message: str) -> None:
-        """Record an entry point that cannot start.
+        """Record that the entry point of a pod cannot start.
 
-        Nodes with the same message share one incident.
+        If several pods report the same message in a row, they share one incident.
         """
         last = self.recent[-1] if self.recent else None
         if last is not None and last.kind == IncidentKind.INIT_FAILURE and last.message == message:

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Loop:
-    """The interface of the event loop that the decisions use.
+    """What the modules that decide need of an event loop.
 
     `now()` returns Unix seconds that never go back. `later(seconds, function)` calls the function
     after that time. `changed()` must be called after every change to the report. `log(text)` writes
@@ -26,7 +26,7 @@ class Loop:
 
 
 class Alarm:
-    """Calls `ring` at the earliest of the times it was set to."""
+    """Calls `ring` when the earliest time is reached that was set."""
 
     def __init__(self, loop: Loop, ring: Callable[[], None]) -> None:
         self._loop, self._ring = loop, ring
@@ -48,9 +48,10 @@ class Alarm:
 async def within(seconds: float, what: Awaitable[T], left: Callable[[], float] = lambda: 0.0) -> T | None:
     """Await `what`, and return its result, or None after a timeout.
 
-    When the time is up, `left` returns how many more seconds to allow. Unlike `asyncio.wait_for`
-    before Python 3.12, this awaits `what` in the current task. A task for each line would take a
-    third of the CPU time when hundreds of members connect at once.
+    When `seconds` have passed, `left` returns how many more seconds to wait; 0 means none. In
+    Python before 3.12, `asyncio.wait_for` would create a task. This function awaits `what` in the
+    current task, because a task for each line took a third of the CPU time when hundreds of members
+    connected at the same time.
     """
     task, loop, over = asyncio.current_task(), asyncio.get_running_loop(), False
     assert task is not None
@@ -66,13 +67,16 @@ async def within(seconds: float, what: Awaitable[T], left: Callable[[], float] =
 
     def due() -> None:
         nonlocal timer
-        timer = loop.call_soon(end)  # First read data that arrived while this process was suspended.
+        # Call `end` only in the next turn, so that data that arrived while this process was
+        # suspended is read first.
+        timer = loop.call_soon(end)
 
     timer = loop.call_later(seconds, due)
     try:
         return await what
     except asyncio.CancelledError:
-        if not over or (hasattr(task, "uncancel") and task.uncancel()):  # Other code may have cancelled the task too.
+        # If other code has cancelled the task too, its cancellation must take effect.
+        if not over or (hasattr(task, "uncancel") and task.uncancel()):
             raise
         return None
     finally:

@@ -12,10 +12,13 @@ from ddpjob_runtime.coordinator.members import Member
 from ddpjob_runtime.protocol import FromMember, whole_number
 
 LONGEST_AGE = 600.0
-"""Maximum number of seconds from a failure to its report. A longer time means that a clock was
-adjusted."""
+"""Maximum number of seconds between a failure and its report. If the launcher reports a longer
+time, a clock was adjusted in between.
+"""
 LONGEST_CHECK = 4 * 3600
-"""Maximum number of seconds that a round spends checking its links."""
+"""Maximum number of seconds that a round can spend on checking its links, whatever a member
+requests.
+"""
 
 
 def _ready(coordinator: Coordinator, member: Member, message: dict[str, Any]) -> None:
@@ -98,7 +101,8 @@ HANDLERS: dict[str, Callable[[Coordinator, Member, dict[str, Any]], None]] = {
 def read_failure(member: Member, message: dict[str, Any]) -> WorkerFailure:
     """Return the failure that a launcher reports.
 
-    Its time is computed from its age, because clocks differ between nodes.
+    Clocks differ between nodes, so the time of the failure is computed from its age when it was
+    reported.
     """
     sent, when = message.get("sent", 0.0), message.get("time", 0.0)
     age: float = sent - when if protocol.is_number(sent) and protocol.is_number(when) else 0.0
@@ -117,7 +121,7 @@ def read_failure(member: Member, message: dict[str, Any]) -> WorkerFailure:
 
 
 def whole(message: dict[str, Any], name: str, most: int = protocol.MAX_NUMBER) -> int:
-    """Return a field whose value must be a whole number from 0 to `most`.
+    """Return the value of a field, which must be a whole number from 0 to `most`.
 
     Raises a ValueError that names the field.
     """

@@ -13,11 +13,13 @@ from ddpjob_runtime.coordinator.states import MEMBER_TRANSITIONS, State
 from ddpjob_runtime.protocol import LostMember, MemberState, ToMember, time_of
 
 Send = Callable[[str, "dict[str, Any]"], None]
-"""Sends one line (verb, fields) to the member."""
+"""Function that sends one line to the member, given the line's verb and fields."""
 
 
 class Member:
-    """A connected launcher. Times are in seconds on the coordinator's clock."""
+    """A launcher that is connected to the coordinator. Times are in seconds on the coordinator's
+    clock.
+    """
 
     def __init__(self, pod: str, index: int, attempt: int, pid: int, send: Send, grace: float, heard: float) -> None:
         self.pod, self.index, self.attempt, self.pid = pod, index, attempt, pid
@@ -25,19 +27,25 @@ class Member:
         self._state = State(MemberState.STARTING, MEMBER_TRANSITIONS)
         self._tally: Counter[MemberState] = Counter()
         self.round: int | None = None
-        """The last round that the member was sent into. `rank` is its group rank there."""
+        """Number of the last round that the member was sent into. `rank` is its group rank in that
+        round.
+        """
         self.rank: int | None = None
         self.host, self.port, self.ready_at = "", 0, 0.0
         self.watch = 0
-        """Port on which the member's neighbours watch it; 0 if they cannot."""
+        """Port on which the member's neighbours watch whether its host responds; 0 if they cannot
+        watch it.
+        """
         self.check = 0
         """Maximum number of seconds that the member's next round spends on checking the links; 0 if
         the member does not request a check.
         """
         self.drain_by: float | None = None
-        """The deadline for stopping its workers, if the member was asked to stop them."""
+        """Time by which the member must have stopped its workers; None if it was not asked to stop
+        them.
+        """
         self.drain_planned = False
-        """Whether the workers are allowed to save before they end."""
+        """Whether the member's workers can save before they stop."""
         self.given_up = False
         """Whether the member was declared lost although its connection is still open."""
 
@@ -47,18 +55,18 @@ class Member:
 
     @property
     def source(self) -> Source:
-        """The node at which the member's events happen."""
+        """The pod and index to which events of this member belong."""
         return Source(self.pod, self.index)
 
     @property
     def has_workers(self) -> bool:
-        """Whether the member may have live workers of its round, and has not announced that it is
-        leaving.
+        """Whether the member may have live workers of its round. A leaving
+        member does not count.
         """
         return self.state in (MemberState.RUNNING, MemberState.FINISHED)
 
     def count_in(self, tally: Counter[MemberState]) -> None:
-        """Count this member's state in `tally`, which all members share, from now on."""
+        """Count the states of this member in `tally` from now on. All members share the tally."""
         self._tally = tally
         self._tally[self.state] += 1
 
@@ -68,24 +76,24 @@ class Member:
         self._tally[self.state] += 1
 
     def hear(self, now: float) -> None:
-        """Record that the member sent something at `now`."""
+        """Record that a line from the member arrived at `now`."""
         self.heard = now
 
     def give_up(self) -> None:
         """Mark the member as lost although its connection is still open.
 
-        The member's next line ends that connection.
+        When the member sends its next line, the connection is closed.
         """
         self.given_up = True
 
     def reconnect(self, send: Send, now: float) -> None:
-        """Continue with the same process over a new connection."""
+        """Use a new connection to the same launcher process from now on."""
         self.send, self.heard = send, now
 
     def become_ready(self, host: str, port: int, now: float, check: int = 0, watch: int = 0) -> None:
-        """Record that the member can begin a round.
+        """Record that the member can take part in a round.
 
-        `host` and `port` are the address of the store that the member would host.
+        `host` and `port` are the address of the store that the member hosts if it gets rank 0.
         """
         if self.state != MemberState.READY:
             self.ready_at = now
@@ -98,13 +106,15 @@ class Member:
         self.round, self.rank, self.drain_by = number, rank, None
 
     def resume(self, number: int, rank: int, has_workers: bool) -> None:
-        """Record the round of a member that reconnects to a new coordinator."""
+        """Record which round and rank the member had under an earlier coordinator."""
         self.round, self.rank = number, rank
         if has_workers:
             self._become(MemberState.RUNNING)
 
     def finish(self) -> None:
-        """Record that all the member's workers ended with 0. A leaving member remains Leaving."""
+        """Record that all workers of the member have ended with exit code 0. A leaving member
+        remains Leaving.
+        """
         if self.state == MemberState.RUNNING:
             self._become(MemberState.FINISHED)
 
@@ -114,13 +124,13 @@ class Member:
         self.drain_by = None
 
     def lose(self) -> None:
-        """Record that this is no longer a member. A round may still name it."""
+        """Record that this launcher is no longer a member. Its round may still refer to it."""
         self._become(MemberState.LOST)
 
     def drain(self, until: float, planned: bool) -> bool:
-        """Set the deadline for stopping the member's workers, and return True.
+        """Set the time by which the member must have stopped its workers, and return True.
 
-        If an earlier deadline applies, return False instead.
+        If the member already has an earlier deadline, keep that one, and return False.
         """
         self.drain_planned = planned
         if self.drain_by is not None and self.drain_by <= until:
@@ -129,15 +139,16 @@ class Member:
         return True
 
     def dismiss(self, why: str) -> None:
-        """Fence the member: it has to exit, whatever it is doing."""
+        """Fence the member: it must exit, whatever it is doing."""
         self.send(ToMember.STOP, {"ok": False, "why": why, "fenced": True})
 
 
 class Members:
-    """The members (one per index), the missing members, and the pods that are never admitted again.
+    """Keeps three lists: the members (one per index), the missing members, and the pods that are
+    never admitted again.
 
     Every line from a member needs the number of ready members, so a tally is updated whenever a
-    state changes. With a thousand members, counting them again for each line took half of the CPU
+    state changes. Without the tally, counting a thousand members for each line took half of the CPU
     time before a round began.
     """
 
@@ -145,8 +156,8 @@ class Members:
         self._loop = loop
         self.by_index: dict[int, Member] = {}
         self.missing: dict[int, LostMember] = {}
-        """Members lost without notice, by index. They are listed until a pod takes the index or the
-        operator reports that the member's pod is gone.
+        """Members that were lost without notice, by index. Each one is listed until a pod with that
+        index connects or the operator reports that the member's pod is gone.
         """
         self._dismissed: dict[str, str] = {}
         self._tally: Counter[MemberState] = Counter()
@@ -155,26 +166,28 @@ class Members:
         return iter(list(self.by_index.values()))
 
     def holds(self, member: Member) -> bool:
-        """Whether this is still the member with its index."""
+        """Whether this member still has its index. A newer member may have taken it."""
         return self.by_index.get(member.index) is member
 
     @property
     def ready_count(self) -> int:
-        """Number of members that could begin a round."""
+        """Number of members that can take part in a new round."""
         return self._tally[MemberState.READY]
 
     def ready(self) -> list[Member]:
-        """Return the members that could begin a round, in the order in which they became ready."""
+        """Return the members that can take part in a new round, in the order in which they became
+        ready.
+        """
         return sorted((m for m in self if m.state == MemberState.READY), key=lambda m: (m.ready_at, m.index))
 
     def admit(self, member: Member) -> None:
-        """Assign a new member its index."""
+        """Add a new member under its index."""
         self.by_index[member.index] = member
         member.count_in(self._tally)
         self._loop.changed()
 
     def heard_of(self, index: int) -> None:
-        """Record that a pod with this index exists, so the index no longer counts as missing."""
+        """Record that a pod with this index exists. The index then no longer counts as missing."""
         self.missing.pop(index, None)
 
     def why_refused(self, pod: str, index: int, attempt: int) -> str | None:
@@ -186,7 +199,7 @@ class Members:
         return why
 
     def dismiss(self, pod: str, why: str) -> None:
-        """Refuse this pod from now on."""
+        """Refuse connections of this pod from now on."""
         self._dismissed[pod] = why
 
     def forget_missing(self, pod: str) -> None:
@@ -195,13 +208,15 @@ class Members:
             del self.missing[index]
 
     def miss(self, member: Member, why: str) -> None:
-        """List a member as lost without notice. The operator then looks for its pod."""
+        """List a member as lost without notice. The operator then checks what
+        happened to its pod.
+        """
         if self.holds(member) and member.state != MemberState.LEAVING:
             why = protocol.clip(why, protocol.MAX_REASON)
             self.missing[member.index] = LostMember(member.pod, time_of(member.heard), member.index, why)
 
     def remove(self, member: Member) -> None:
-        """Remove a member. Another member may have taken its index already."""
+        """Remove a member. If a different member has already taken its index, that one stays."""
         if self.holds(member):
             del self.by_index[member.index]
         member.lose()
@@ -212,9 +227,9 @@ class Members:
         return tuple(self.missing[index] for index in sorted(self.missing))
 
     def report(self) -> tuple[protocol.Member, ...]:
-        """Return the members as the report lists them, by index.
+        """Return the members as the report lists them, in the order of their indices.
 
-        Only ranks in the current round are included.
+        Members that are starting or ready are listed without a rank.
         """
         idle = (MemberState.STARTING, MemberState.READY)
         return tuple(

@@ -42,15 +42,21 @@ FAMILIES = {
     "because no copy reached the bucket",
     "ddpjob_progress_metric": "Other figures that the script reports, by name",
 }
-"""Meaning of each metric family. The operator and trainer use the same names."""
+"""Name of each metric family, with its help text. The operator and the trainer
+use the same names.
+"""
 LABELS = {"ddpjob_members": "state", "ddpjob_incidents_total": "kind", "ddpjob_progress_metric": "name"}
-"""The label that a family has in addition to namespace and job_name."""
+"""Families that have a label in addition to namespace and job_name, each with the name of that
+label.
+"""
 SAVED = {
     CHECKPOINT_TIME: "ddpjob_train_checkpoint_timestamp_seconds",
     COPY_TIME: "ddpjob_train_copy_timestamp_seconds",
     COPY_BEHIND: "ddpjob_train_copy_behind_seconds",
 }
-"""Script metrics that have their own series."""
+"""Metrics reported by the script that have a family of their own, instead of appearing in
+ddpjob_progress_metric.
+"""
 PROGRESS = {
     "epoch": "ddpjob_train_epoch", "step": "ddpjob_train_step", "steps": "ddpjob_train_planned_steps",
     "loss": "ddpjob_train_loss", "samplesPerSecond": "ddpjob_train_samples_per_second",
@@ -59,9 +65,9 @@ PROGRESS = {
 
 
 def render(report: Report, incidents: Mapping[IncidentKind, int]) -> str:
-    """Return Prometheus' text format, version 0.0.4.
+    """Return the report in Prometheus' text format, version 0.0.4.
 
-    `incidents` is the number of incidents of each kind.
+    `incidents` contains the number of incidents of each kind.
     """
     lines: list[str] = []
     states = [m.state for m in report.members]
@@ -86,14 +92,14 @@ def render(report: Report, incidents: Mapping[IncidentKind, int]) -> str:
 
 
 def _family(lines: list[str], name: str, value: Any) -> None:
-    """Add a family with one sample, unless it has no value."""
+    """Append a family with one sample to `lines`. Append nothing if the value is None."""
     if value is not None:
         _head(lines, name)
         lines.append(f"{name}{{{_labels({})}}} {value}")
 
 
 def _labelled(lines: list[str], name: str, values: Mapping[Any, Any]) -> None:
-    """Add a family with one sample for each value of its label."""
+    """Append a family to `lines`, with one sample for each value of its label."""
     if values:
         _head(lines, name)
     for label, value in values.items():
@@ -117,5 +123,6 @@ def _labels(more: Mapping[str, Any]) -> str:
 
 
 def _escape(value: str) -> str:
-    whole = str(value).encode(errors="replace").decode()  # Half a surrogate pair has no valid escape.
+    # A string may contain half of a surrogate pair, which has no valid escape, so replace it.
+    whole = str(value).encode(errors="replace").decode()
     return whole.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -1,15 +1,17 @@
 """The job's progress: the last value of each figure from the script or the step counter.
 
-Scripts call `ddpjob_report`, and the step counter in the workers reports without any help from the
+Scripts call `ddpjob_report`. The step counter in the workers reports without any help from the
 script. Both may run in one job, so their reports are merged:
 
-- Once the script reports a step, the counter's figures are ignored and its speed is dropped.
-- A figure keeps its value until it is reported again. Figures about ranks are dropped at the end
-  of their round.
+- Once the script reports a step, the step counter's figures are ignored, and the speed that it has
+  measured is dropped.
+- A figure keeps its value until it is reported again. Only figures about ranks are dropped at the
+  end of their round.
 - An activity, such as evaluating, applies until the next report. `shows_life` decides whether a
-  report restarts the time limit for hangs. A repeated step does not restart it.
-- Reports about copies in the bucket are sent in the background, so they do not show that the
-  script is alive.
+  report restarts the time limit for hangs. If a report repeats a known step, it does not restart
+  the limit.
+- Reports about copies in the bucket are sent in the background, so they do not show that the script
+  is alive.
 
 Example: the counter reports step 40, so the progress is 40. Then the script, which counts optimizer
 steps, reports step 2. The progress is now 2, and the counter's 41 is ignored.
@@ -46,13 +48,17 @@ from ddpjob_runtime.protocol import (
 
 NUMBERS = ("epoch", "epochs", "step", "steps", "loss", "samplesPerSecond", "eta", AT_RISK, SNAPSHOT_BYTES)
 AUTOMATIC = "automatic"
-"""Marks reports from the step counter, which are used until the script reports its own step."""
+"""Key that marks a report of the step counter. Such reports are used until the script reports a
+step itself.
+"""
 ACTIVITY = "activity"
-"""The script's activity between steps, such as evaluating. It applies until the next report."""
+"""Key for what the script is doing between steps, such as evaluating. The value applies until the
+next report.
+"""
 
 
 def check(body: Any) -> dict[str, Any]:
-    """Return the report if it is well formed.
+    """Check the format of a report, and return the report.
 
     Raises:
         ValueError: the message names the field and states the rule.
@@ -107,14 +113,13 @@ def _check_metrics(metrics: Any) -> None:
 def _may_be_number(value: Any) -> bool:
     """Return whether `value` is a number.
 
-    Infinite and undefined numbers are allowed, because a diverging loss is not an error in the
-    report.
+    Infinite and undefined numbers count, because a report of a diverging loss is not malformed.
     """
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def is_of_copies(report: dict[str, Any]) -> bool:
-    """Whether a checked report is only about copies in the bucket.
+    """Whether a checked report is only about copies of checkpoints in the bucket.
 
     Such a report does not show that the script is alive, because copies are made in the background.
     """
@@ -125,7 +130,7 @@ def is_of_copies(report: dict[str, Any]) -> bool:
 
 
 class MergedProgress:
-    """Merges reports.
+    """Merges the reports of the script and of the step counter.
 
     Infinite and undefined figures are dropped, because JSON cannot represent them. Malformed
     entries about lagging ranks are dropped too.
@@ -134,13 +139,18 @@ class MergedProgress:
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
         self.updated_at: float | None = None
-        self.position: tuple[float, float] | None = None  # (epoch, step) of the last report that had them
+        # (epoch, step) after the last report that contained one of them
+        self.position: tuple[float, float] | None = None
         self._script_counts = False
 
     def shows_life(self, report: dict[str, Any]) -> bool:
-        """Whether a checked, unmerged report shows more than an already known step."""
+        """Whether a report shows that the job is alive. The report must be checked, but not yet
+        merged.
+
+        A report that only repeats a known epoch and step does not count.
+        """
         if report.get(AUTOMATIC):
-            return True  # the counter reports only after a step, or if it can no longer count steps
+            return True  # The step counter reports only after a step, or when it can no longer count steps.
         if is_of_copies(report):
             return False
         named = {name: report[name] for name in ("epoch", "step") if report.get(name) is not None}
@@ -149,7 +159,8 @@ class MergedProgress:
     def merge(self, report: dict[str, Any], now: float) -> bool:
         """Merge a checked report.
 
-        Return False if the report is ignored because the script itself counts steps.
+        Return False if the figures are ignored, because they are from the step counter and the
+        script itself reports steps.
         """
         if environment := read_environment(report.get(ENVIRONMENT)):
             self.values[ENVIRONMENT] = environment
@@ -177,7 +188,7 @@ class MergedProgress:
             elif name == STRAGGLERS:
                 self.values[name] = read_stragglers(value)
             elif name == START:
-                if "seconds" not in self.values.get(name, {}):  # Keep a start with `seconds`, which is complete.
+                if "seconds" not in self.values.get(name, {}):  # A start that has `seconds` is complete, so keep it.
                     self.values[name] = read_start(value)
             elif name not in (AUTOMATIC, *FLAGS, RESUMED, ACTIVITY, ROUND, ENVIRONMENT):
                 self.values[name] = value if is_number(value) else None
@@ -190,9 +201,9 @@ class MergedProgress:
         return True
 
     def forget_ranks(self) -> None:
-        """Drop figures about ranks, their memory and their speed.
+        """Drop the figures about ranks, states in memory and speed.
 
-        The next round renumbers the ranks and reports again.
+        In the next round, the ranks have new numbers and report these figures again.
         """
         for name in (STRAGGLERS, START, AT_RISK, SNAPSHOT_BYTES, "samplesPerSecond", "eta"):
             self.values.pop(name, None)
@@ -209,9 +220,9 @@ class MergedProgress:
 
     @property
     def activity(self) -> str:
-        """The script's activity between steps, as last reported; empty if there is none."""
+        """What the script says that it is doing between steps; empty if it says nothing."""
         return str(self.values.get(ACTIVITY, ""))
 
     def report(self) -> dict[str, Any]:
-        """Return the progress in the form used by the coordinator's report."""
+        """Return the progress as it appears in the coordinator's report."""
         return dict(self.values, updatedAt=None if self.updated_at is None else iso(time_of(self.updated_at)))

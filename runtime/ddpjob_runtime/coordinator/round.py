@@ -1,17 +1,17 @@
 """One round: a fixed group of members from `go` to success or break.
 
-A round ends in one of two ways. It succeeds when the last member's workers have all ended with 0.
-Or it breaks, once, at the first of these events: a worker's failure, the loss or departure of a
-member, a hang, or a change in the group's size. torchrun cannot replace one rank of a running
-group, so a break stops all workers, and the next round starts new ones. A break has two concurrent
-parts, so that finding the cause does not delay the restart:
+A round ends in one of two ways. It succeeds when the last member's workers have all ended with exit
+code 0. Or it breaks, once, at the first of these events: a worker's failure, the loss or departure
+of a member, a hang, or a change in the group's size. torchrun cannot replace one rank of a running
+group, so a break stops all workers, and the next round starts new ones. After a break, two things
+happen at the same time, so that finding the cause does not delay the restart:
 
-- The workers are stopped. Members get `restart`, and reply `ready` when their workers are gone. A
-  planned end (a resize, or a node that leaves) lets workers save first. A planned end can become
-  unplanned, but not the reverse.
-- The coordinator determines the cause, once. SETTLE_SECONDS after the break, the verdict is final
-  if it is sure and no member is silent. Otherwise the coordinator judges when every worker has
-  ended.
+- The workers are stopped. Members get `restart`, and reply `ready` when their workers are gone. If
+  the end of the round is planned (a resize, or a node that leaves), workers can save first. A
+  planned end can become unplanned, but not the reverse.
+- The coordinator judges the round, once: it determines the first cause of the break. SETTLE_SECONDS
+  after the break, the verdict is final if it is sure and no member is silent. If it is not, the
+  coordinator judges when every worker has ended.
 
 Example: one of four nodes has an error in its program.
 
@@ -21,8 +21,9 @@ Example: one of four nodes has an error in its program.
           incident
     0.90  the last `ready` arrives: the next round can form (`round_sequence`)
 
-If a connection error comes first, `restart` is sent SETTLE_SECONDS later, because the real cause
-may still arrive, and workers that are asked to stop would fail with misleading errors.
+If the first reported failure is a connection error, `restart` is sent only SETTLE_SECONDS later.
+The real cause may still arrive within that time, and workers that are asked to stop would fail with
+misleading errors.
 
 `states` has a table of the states and their transitions. Why the coordinator determines causes:
 docs/decisions/0010.
@@ -43,15 +44,15 @@ from ddpjob_runtime.coordinator.states import ROUND_TRANSITIONS, RoundState, Sta
 from ddpjob_runtime.protocol import EXIT_STEPPED_ASIDE, HEARTBEAT_SECONDS, MemberState, RankLook, ToMember
 
 SETTLE_SECONDS = 0.5
-"""The consequences of a break arrive within this many seconds after its cause."""
+"""Number of seconds after the cause of a break within which its consequences arrive."""
 BUILD_SECONDS = 120.0
-"""Time limit from `go` until every member has sent `joined`."""
+"""Maximum number of seconds from `go` until every member has sent `joined`."""
 QUIET_SECONDS = 2.5 * HEARTBEAT_SECONDS
-"""If a member has been silent for this long, it may be dead."""
+"""Number of seconds of silence after which a member may be dead."""
 
 
 class RoundOwner(Protocol):
-    """The interface of the sequence that a round belongs to."""
+    """What a round needs of the sequence of rounds to which it belongs."""
 
     @property
     def over(self) -> bool: ...
@@ -65,9 +66,10 @@ class RoundOwner(Protocol):
 
 
 class Round:
-    """`world` members with group ranks from 0.
+    """A group of `world` members, whose group ranks begin at 0.
 
-    After a takeover, `members` contains only members that have reconnected.
+    `members` maps group ranks to members. After a takeover, it contains only members that have
+    reconnected.
     """
 
     def __init__(self, number: int, world: int, members: Mapping[int, Member], owner: RoundOwner, loop: Loop) -> None:
@@ -76,13 +78,13 @@ class Round:
         self._owner, self._loop = owner, loop
         self._state = State(RoundState.BUILDING, ROUND_TRANSITIONS)
         self._joined: set[int] = set()
-        self._finished: dict[int, float] = {}  # rank -> when
+        self._finished: dict[int, float] = {}  # group rank -> time at which its workers had all ended with 0
         self._evidence = Evidence()
         self._running_since: float | None = None
         self.broken_at: float | None = None
-        self._ended_at: float | None = None  # when members were first asked to stop their workers
+        self._ended_at: float | None = None  # when the members were first asked to stop their workers
         self.ended_planned = False
-        """Whether members were asked for a planned end, before which their workers can save."""
+        """Whether the members were asked for a planned end, before which their workers can save."""
         self._dump: HangDump | None = None
         self._hangs = ""
         self._look: HangDump | None = None
@@ -112,41 +114,44 @@ class Round:
 
     @property
     def resizable_since(self) -> float | None:
-        """When the round began to run; None while its size must not change.
+        """When the round began to run; None while the group's size must not change.
 
-        The size must not change once a member has finished or is leaving.
+        The size must not change before the round runs, or once a member has finished or is leaving.
         """
         return None if self._finished or self._evidence.somebody_leaves else self._running_since
 
     @property
     def can_hang(self) -> bool:
-        """Whether all members of the round should be taking steps."""
+        """Whether a lack of steps would be a hang, because all members should be taking steps."""
         return not self.broken and not self._finished
 
     def holds(self, member: Member) -> bool:
-        """Whether the member was sent into this round and has not left it."""
+        """Whether the member was sent into this round and still takes part in it."""
         inside = (MemberState.RUNNING, MemberState.FINISHED, MemberState.LEAVING)
         return member.round == self.number and member.state in inside
 
     def draining(self) -> list[Member]:
-        """Return the connected members whose workers may still be alive."""
+        """Return the members of this round whose workers may still be alive."""
         return [m for m in self.members.values() if self._may_have_workers(m)]
 
     @property
     def drains(self) -> bool:
-        """Whether `draining` has any members.
+        """Whether any member's workers may still be alive.
 
-        Every line from a member needs the result, so the member found by the last search is checked
-        first.
+        This is needed for every line from a member. To make it fast, the member that was found last
+        is checked first.
         """
         known = self._drains
         if known is None or not self._has(known) or not self._may_have_workers(known):
-            # Members mostly end in rank order, so a search from the highest rank is short.
+            # Members mostly end in the order of their ranks, so a search from the highest rank
+            # finds one sooner.
             self._drains = next(filter(self._may_have_workers, reversed(self.members.values())), None)
         return self._drains is not None
 
     def _has(self, member: Member) -> bool:
-        """Whether the member still has its rank in this round. Another member may have taken it."""
+        """Whether the member still has its rank in this round. A different member may have taken
+        the rank.
+        """
         return member.rank is not None and self.members.get(member.rank) is member
 
     def _may_have_workers(self, member: Member) -> bool:
@@ -154,26 +159,31 @@ class Round:
 
     @property
     def absent(self) -> int:
-        """Number of ranks in `absent_ranks`. Every hello needs it, so it is computed without the
-        list.
+        """Number of ranks that `absent_ranks` would return.
+
+        It is needed for every hello, so it is computed without making the list.
         """
         return self.world - len(self._joined)
 
     def absent_ranks(self) -> list[int]:
-        """Return the ranks that have not started workers, or not reconnected after a takeover."""
+        """Return the group ranks that have not started their workers or, after a takeover, have not
+        reconnected.
+        """
         return [rank for rank in range(self.world) if rank not in self._joined]
 
     # ---- begin, join, run, finish
 
     def begin(self) -> None:
-        """Send all members into the round."""
+        """Send `go` to all members."""
         assert len(self.members) == self.world, "only a round that was taken over may lack members"
         for rank, member in self.members.items():
             member.enter(self.number, rank)
         first = self.members[0]
-        # Other members' addresses are not sent. With 1,024 nodes, they were a megabyte per member.
+        # Only the address of rank 0 is sent. With 1,024 nodes, the addresses of all members were a
+        # megabyte per member.
         host = [{"rank": 0, "host": first.host, "port": first.port, "pod": first.pod}]
-        # A member asks for a check when it has new links. If any member asks, all members check.
+        # A member asks for a check of the links when it has new ones. If any member asks, all
+        # members check.
         check = max(member.check for member in self.members.values())
         common = {"round": self.number, "world": self.world, "members": host, **({"check": True} if check else {})}
         for rank, member in self.members.items():
@@ -195,9 +205,9 @@ class Round:
         self._joined.add(member.rank)
 
     def readmit(self, member: Member, rank: int, joined: bool) -> None:
-        """Take a member back after a takeover.
+        """Take a member back that took part in this round under an earlier coordinator.
 
-        `joined` indicates whether its workers were started under the earlier coordinator.
+        `joined` indicates whether it had started its workers by then.
         """
         assert 0 <= rank < self.world, f"rank {rank} of {self.world}"
         self.members[rank] = member
@@ -205,9 +215,9 @@ class Round:
             self._joined.add(rank)
 
     def run(self) -> bool:
-        """Begin to run if every member has started its workers.
+        """Let the round run if every member has started its workers.
 
-        Return True if the round begins to run now.
+        Return True if the round has begun to run in this call.
         """
         if self.state is not RoundState.BUILDING or not self.complete:
             return False
@@ -217,9 +227,9 @@ class Round:
         return True
 
     def finish(self, member: Member) -> None:
-        """Record that all workers of the member have ended with 0.
+        """Record that all workers of the member have ended with exit code 0.
 
-        The round succeeds with the last member.
+        When this was the last member, the round succeeds.
         """
         assert member.rank is not None
         self._finished[member.rank] = self._loop.now()
@@ -228,16 +238,18 @@ class Round:
             self._state.become(RoundState.SUCCEEDED)
 
     def supersede(self) -> None:
-        """Leave the round unjudged, because it had ended before this coordinator started."""
+        """End the round without judging it, because a newer round of an earlier coordinator is
+        taken over.
+        """
         if not self.judged:
             self._state.become(RoundState.SUPERSEDED)
 
     # ---- break
 
     def fail(self, member: Member, failure: WorkerFailure) -> None:
-        """Handle a worker that has exited on its own. The member then stops its other workers.
+        """Handle a worker that has exited on its own. The member stops its other workers by itself.
 
-        Exit code 0 is not a failure, but it may be the cause of other workers' failures.
+        Exit code 0 is not a failure, but such an exit may be the cause of other workers' failures.
         """
         if failure.exit_code == 0:
             self._evidence.add_finish(Finish(failure.source, failure.time, failure.rank, failure.local_rank))
@@ -246,34 +258,37 @@ class Round:
             return
         self._evidence.add_failure(failure)
         if member.state == MemberState.LEAVING:
-            return  # the member was asked to leave; its peers may still be saving
+            return  # The member was asked to leave, so its round breaks later. Its peers may still be saving.
         if self.ended_planned and self._ended_at is not None and failure.time > self._ended_at + ORDER_SECONDS:
-            return  # a script ends like this when asked to stop; its peers may still be saving
+            return  # A script can fail like this when it is asked to stop. The peers of its worker may still be saving.
         self._break_up()
         asked = self._evidence.somebody_leaves or self.ended_planned
         if asked and failure.exit_code == EXIT_STEPPED_ASIDE:
             self._end_workers("a node leaves the group", planned=True)
         elif failure.communication or self._evidence.somebody_leaves:
-            # Wait: the cause may not have arrived yet, or others may still be saving.
+            # Wait, because the cause may not have been reported yet, or other workers may still be
+            # saving.
             why = f"a worker of {member.pod} lost its peers"
             self._loop.later(SETTLE_SECONDS, lambda: self._end_workers(why, planned=self._evidence.saving))
         else:
             self._end_workers(f"a worker of {member.pod} failed: {failure.message[:200]}")
 
     def leave(self, member: Member, why: str) -> None:
-        """Record that the member and its workers were asked to stop.
+        """Record that the member was asked to leave, and that its workers are stopping.
 
-        The round breaks when the member is gone.
+        The round breaks only when the member is gone.
         """
         if member.state == MemberState.RUNNING and not self.judged:
             self._evidence.add_loss(MemberLoss(member.source, member.rank, why, self._loop.now(), leaving=True))
 
     def lose(self, member: Member, was: MemberState, why: str) -> None:
-        """Handle the loss of a member. `was` is its previous state."""
+        """Handle the loss of a member. `was` is the state of the member before it was lost."""
         if member.rank in self._finished:
             return
         if self.judged:
-            if was == MemberState.RUNNING:  # in a planned restart, saving members may be waiting for it
+            # The round may have ended as planned. Then members that save may be waiting for the
+            # lost one.
+            if was == MemberState.RUNNING:
                 self._end_workers(f"node {member.pod} was lost: {why}")
             return
         if was == MemberState.RUNNING:
@@ -286,10 +301,10 @@ class Round:
         self._end_workers(f"node {member.pod} {what}: {why}", planned=left and self._evidence.saving)
 
     def come_apart(self, member: Member, planned: bool = False) -> None:
-        """Break the round because a member has left or is about to leave, for an unknown reason.
+        """Break the round because a member has left it, or is about to, for an unknown reason.
 
-        `planned` means that an earlier coordinator has begun a planned end of the round, in which
-        workers are allowed to save.
+        `planned` means that an earlier coordinator had already begun a planned end of the round, in
+        which workers can save.
         """
         why = f"node {member.pod} left the round on its own"
         self._evidence.came_apart(self._loop.now(), {"pod": member.pod, "index": member.index, "message": why})
@@ -305,9 +320,9 @@ class Round:
         self._end_workers(why)
 
     def restart_with(self, world: int, joiner: Member | None) -> None:
-        """End the round as planned, to change its size.
+        """End the round in a planned way, so that the next one has `world` nodes.
 
-        `joiner` is the first new member if the group grows, otherwise None.
+        `joiner` is the first of the new members if the group grows, otherwise None.
         """
         why = f"the group continues with {world} instead of {self.world} nodes"
         who = {} if joiner is None else {"pod": joiner.pod, "index": joiner.index}
@@ -316,16 +331,21 @@ class Round:
         self._end_workers(why, planned=True)
 
     def hang(self, why: str) -> None:
-        """Break a hung round: ask for the stacks of all ranks, then stop the workers.
+        """Break a hung round: ask for the stacks of all ranks, and stop the workers once the stacks
+        have arrived.
 
-        `why` includes the time since the last step.
+        `why` is the beginning of the incident's message. It includes the time since the last step.
         """
         self._dump, self._hangs = HangDump(self._loop, self._end_dump), why
         self._break_up()
         self._dump.request(self.number, self.draining())
 
     def look(self, done: Callable[[HangDump], None]) -> None:
-        """Ask for the stacks of all ranks without ending the round, and pass them to `done`."""
+        """Ask for the stacks of all ranks without breaking the round. `done` is called with the
+        result.
+
+        It is not called if the round breaks meanwhile.
+        """
 
         def end() -> None:
             if self._look is dump and not self.broken:
@@ -336,9 +356,10 @@ class Round:
         dump.request(self.number, self.draining())
 
     def look_closely(self, record: bool, done: Callable[[Look | None], None]) -> None:
-        """Ask what all ranks are doing.
+        """Ask all members what their ranks are doing, without breaking the round.
 
-        `done` gets the result, or None if a member does not respond.
+        `done` is called with the result, or with None if a member does not respond. With `record`,
+        the members write the stacks of this check to their logs.
         """
 
         def end(look: Look | None) -> None:
@@ -351,7 +372,7 @@ class Round:
 
     @property
     def looks_closely(self) -> bool:
-        """Whether `look_closely` is still waiting for responses."""
+        """Whether responses to `look_closely` are still outstanding."""
         return self._close_look is not None
 
     def looked(self, member: Member, ranks: list[RankLook]) -> None:
@@ -360,13 +381,15 @@ class Round:
             self._close_look.add(member, ranks)
 
     def hung(self, why: str, stacks: Stacks) -> None:
-        """Break the round, because the collected stacks show a hang."""
+        """Break a hung round whose stacks have been collected already. `why` is the beginning of
+        the incident's message.
+        """
         self._dump, self._hangs = HangDump(self._loop, self._end_dump, stacks), why
         self._break_up()
         self._end_dump()
 
     def stacks(self, member: Member, rank: int, text: str, idle: bool | None) -> None:
-        """Add one rank's stacks to the dump or check that is waiting for them."""
+        """Pass the stacks of one rank to `hang` or `look`, whichever has asked for them."""
         for dump in (self._dump, self._look):
             if dump is not None:
                 dump.add(member, rank, text, idle, self.draining)
@@ -389,7 +412,7 @@ class Round:
         self._evidence.hangs(self.broken_at or self._loop.now(), details)
 
     def _break_up(self) -> None:
-        """Mark the round as broken, so that it can no longer succeed.
+        """Mark the round as broken. It can then no longer succeed.
 
         Only the first call has an effect.
         """
@@ -401,7 +424,11 @@ class Round:
         self._loop.later(SETTLE_SECONDS, self._judge_if_clear)
 
     def _end_workers(self, why: str, planned: bool = False) -> None:
-        """Ask all members to stop their workers, unless an earlier request is as urgent."""
+        """Ask all members to stop their workers. Do nothing if they were already asked, and as
+        urgently.
+
+        An unplanned end is more urgent than a planned one.
+        """
         if self._owner.over or (self._ended_at is not None and (planned or not self.ended_planned)):
             return
         self._ended_at = self._loop.now() if self._ended_at is None else self._ended_at
@@ -413,7 +440,9 @@ class Round:
     # ---- judge
 
     def _judge_if_clear(self) -> None:
-        """Judge before all workers have ended, if the verdict is sure and no member is silent."""
+        """Judge the round although some workers have not ended, if the verdict is sure and no
+        member is silent.
+        """
         if self.judged or self._dump is not None or self._owner.held:
             return
         verdict, now = self._verdict(), self._loop.now()
@@ -423,7 +452,9 @@ class Round:
         self.judge()
 
     def judge(self) -> None:
-        """Determine the first cause of the break. Only the first call has an effect."""
+        """Determine the first cause of the break, and report it to the owner of the round. Only the
+        first call has an effect.
+        """
         if self.judged:
             return
         if self._dump is not None:

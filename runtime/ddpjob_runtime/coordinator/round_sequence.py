@@ -6,11 +6,12 @@ is due and sets an alarm for whatever will be due later.
 Two rounds must never run at the same time, because both would write checkpoints, and an old worker
 may still hold the GPU that a new worker needs. So a round forms only when no member of the last
 round can have workers. A member that does not stop its workers in time is fenced: it is dismissed
-permanently, and the group continues without it. Otherwise, one frozen node would stop the job
-forever.
+permanently, and the group continues without it. Without this rule, one frozen node would stop the
+job forever.
 
-Round numbers only grow. A member that reconnects can tell from the number whether its round is
-over. Coordinators of different attempts use different ranges of numbers.
+Round numbers only grow. A member that reconnects compares its round's number with the newest one,
+and so learns whether its round is over. Coordinators of different attempts use different ranges of
+numbers.
 
 Example, with three nodes, when node 2's machine loses power:
 
@@ -21,9 +22,9 @@ Example, with three nodes, when node 2's machine loses power:
     38.0  the replacements of nodes 1 and 2 are ready: round 8 begins with three nodes
 
 A change of the group's size also breaks a running round, but in a planned way. `formation` decides
-when that is worthwhile. After repeated failures of the job itself, the next round waits
-(`backoff`). While a new coordinator waits for its predecessor's members, no round begins or is
-judged (`takeover`).
+when that is worthwhile. After repeated failures of the job itself, the next round begins only after
+a delay (`backoff`). A coordinator that replaces another one first waits for the members of that
+one. Meanwhile, it neither begins nor judges a round (`takeover`).
 
 Why the coordinator forms rounds: docs/decisions/0001.
 """
@@ -68,7 +69,7 @@ from ddpjob_runtime.protocol import (
 class Rounds:
     """Decides when a round begins and when it ends.
 
-    `progress` contains the last values that the script reported.
+    `progress` holds the newest figures that the script has reported.
     """
 
     def __init__(self, settings: CoordinatorSettings, members: Members, loop: Loop, progress: MergedProgress) -> None:
@@ -78,7 +79,9 @@ class Rounds:
         self.order = RankOrder(expected=settings.ordered)
         self.current: Round | None = None
         self.last_number = 0
-        """The number of the newest known round."""
+        """The number of the newest known round, including rounds that an
+        earlier coordinator began.
+        """
         self._least_number = settings.attempt * NUMBERS_PER_ATTEMPT
         self.incidents = Incidents(settings.attempt)
         self.backoff = RoundBackoff(
@@ -86,13 +89,16 @@ class Rounds:
         )
         self.watch = HangWatch(settings.hang_after, settings.hangs)
         self.overdue: Overdue | None = None
-        """The overdue step of the current round, or None."""
-        self._looked_at: float | None = None  # the value of `watch.since` at the last request for stacks
+        """Describes the step of the current round that is taking too long; None if no step is
+        overdue.
+        """
+        # the value of `watch.since` when all ranks were last asked for their stacks
+        self._looked_at: float | None = None
         self.downtime = Downtime()
-        self._recorded = 0  # number of the last incident that a member was asked to record
+        self._recorded = 0  # number of the newest incident that a member has already recorded
         self.held = False
-        """Whether an earlier coordinator's round may still be running. Until this is known, no
-        round begins or is judged.
+        """Whether an earlier coordinator's round may still be running. While this is true, no round
+        begins or is judged.
         """
         self._enough_since: float | None = None
         self._alarm = Alarm(loop, self.advance)
@@ -104,7 +110,7 @@ class Rounds:
 
     @property
     def over(self) -> bool:
-        """Whether no round will run from now on."""
+        """Whether no further round will begin, because the job has succeeded or was stopped."""
         return self.state in (CoordinatorState.SUCCEEDED, CoordinatorState.STOPPED)
 
     def _now(self) -> float:
@@ -164,10 +170,10 @@ class Rounds:
         self._loop.changed()
 
     def record(self, event: str, **fields: Any) -> None:
-        """Make one member, rank 0 if possible, record a line that outlives the job's pods.
+        """Ask one member, rank 0 if possible, to record a line that outlives the job's pods.
 
-        The coordinator cannot keep it, because it has no volume and is gone soon after the job
-        ends.
+        The coordinator cannot record the line itself, because it has no volume and is gone soon
+        after the job ends.
         """
         writer = self._writer()
         if writer is None:
@@ -176,14 +182,17 @@ class Rounds:
         line = {"event": event, "time": iso(time_of(self._now())), "round": self.last_number, **fields}
         line["incidents"] = [i.short().write() for i in new[-MAX_RECORDED:]]
         line["progress"] = self._progress.report()
-        if len(encode(ToMember.RECORD, **line)) > MAX_LINE // 2:  # Scripts may report strings of any length.
+        # A script may report strings of any length, so the line may be too long for one message.
+        if len(encode(ToMember.RECORD, **line)) > MAX_LINE // 2:
             line["incidents"] = [i.short(traceback=0).write() for i in new[-MAX_RECORDED:]]
             line["progress"] = {}
         writer.send(ToMember.RECORD, line)
         self._recorded = new[-1].id if new else self._recorded
 
     def record_start(self, start: dict[str, Any]) -> None:
-        """Make a member record where the round continued and which steps it repeated."""
+        """Ask one member to record at which step the round continued, and which
+        steps it repeated.
+        """
         if (writer := self._writer()) is not None:
             line = {"event": "start", "time": iso(time_of(self._now())), "round": self.last_number, "start": start}
             writer.send(ToMember.RECORD, line)
@@ -222,7 +231,9 @@ class Rounds:
             current.look(partial(self._on_look, since))
 
     def _check_standstill(self, current: Round) -> None:
-        """Check the ranks if a check is due, and end the round once a hang is proved."""
+        """Ask all ranks what they are doing if such a check is due. End the round once the checks
+        prove a hang.
+        """
         due, since = self.watch.looks_at(), self.watch.since
         if due is None or since is None or not current.can_hang or current.looks_closely:
             return
@@ -260,18 +271,19 @@ class Rounds:
         return f"no step for {self._now() - (self.watch.since or 0.0):.0f} s{said}"
 
     def _counts_steps(self) -> bool:
-        """Whether silence means that the job is not taking steps.
+        """Whether the lack of reported steps means that the job takes no steps.
 
-        It does if steps have been counted, unless the counter has since reported that it can no
-        longer count them.
+        It does if steps have been counted, unless the step counter has since reported that it can
+        no longer count them.
         """
         return self.watch.steps_known and not self._progress.values.get(UNCOUNTABLE)
 
     def _on_look_without_steps(self, since: float, dump: HangDump) -> None:
-        """Decide whether a round whose steps are not counted is hung.
+        """Decide whether a round whose steps are not counted is hung. `dump` holds the stacks of
+        all ranks.
 
-        It is not hung while any rank is working. If it is unknown whether any rank is, as after the
-        first check, the time limit starts again.
+        The round is hung if all ranks are idle. If a rank is working, or if that is unknown (as
+        after the first check), the time limit for a hang starts again.
         """
         current = self.current
         if self.watch.since != since or current is None or current.broken or self.watch.hang_after is None:
@@ -302,16 +314,16 @@ class Rounds:
     # ---- what members report
 
     def ready(self, member: Member, after: int, host: str, port: int, check: int = 0, watch: int = 0) -> None:
-        """Record that the member has no workers and could begin a round.
+        """Record that the member has no workers and can take part in a round.
 
-        `after` is the last round that the member knows of, `check` is how many seconds the next
-        round may spend checking the links, and `watch` is the port on which the member's neighbours
-        watch it.
+        `after` is the number of the last round that the member knows of. `check` is how many
+        seconds the next round may spend on checking the links. `watch` is the port on which the
+        member's neighbours watch it.
         """
         if member.state in (MemberState.LEAVING, MemberState.LOST):
             return
         if member.has_workers and member.round is not None and member.round > after:
-            return  # the member sent this `ready` before our `go` arrived
+            return  # The member sent this `ready` before it received our `go`, so it is outdated.
         self.last_number = max(self.last_number, after)
         current = self.current
         left = current is not None and current.holds(member) and not current.broken
@@ -322,7 +334,7 @@ class Rounds:
         self.advance()
 
     def joined(self, member: Member, number: int) -> None:
-        """Record that the member has started its workers."""
+        """Record that the member has started its workers for round `number`."""
         current = self.current
         if current is None or number != current.number or not current.holds(member) or current.broken or self.over:
             return
@@ -339,7 +351,10 @@ class Rounds:
             self.downtime.round_runs(self._now())
 
     def finished(self, member: Member, number: int) -> None:
-        """Record that all workers of the member have ended with exit code 0."""
+        """Record that all workers of the member have ended with exit code 0.
+
+        If the round has broken meanwhile, the member cannot be finished, and is asked to drain.
+        """
         current = self.current
         if self.over:
             return
@@ -356,7 +371,9 @@ class Rounds:
         self._loop.changed()
 
     def failed(self, member: Member, number: int | None, failure: WorkerFailure) -> None:
-        """Record that a worker of the member has exited on its own."""
+        """Record that a worker of the member has exited with an error, or with
+        0 while others fail.
+        """
         current = self.current
         if current is None or number != current.number or current.judged or self.over:
             return
@@ -364,7 +381,9 @@ class Rounds:
         self._loop.changed()
 
     def leaving(self, member: Member, why: str) -> None:
-        """Record that the member was asked to leave."""
+        """Record that the member was asked to leave the group, for example because its pod is being
+        deleted.
+        """
         if member.state == MemberState.LOST:
             return
         if self.current is not None and self.current.holds(member) and not self.over:
@@ -374,19 +393,23 @@ class Rounds:
         self.advance()
 
     def stacks(self, member: Member, number: int, rank: int, text: str, idle: bool | None) -> None:
-        """Add the stacks of one rank of a hung round."""
+        """Add the stacks of one rank, which were requested to find out whether
+        the round is hung.
+        """
         if self.current is not None and number == self.current.number:
             self.current.stacks(member, rank, text, idle)
 
     def looked(self, member: Member, number: int, ranks: list[RankLook]) -> None:
-        """Add what a member's ranks have done since the last check."""
+        """Add a member's report on what its ranks have done since the last check."""
         if self.current is not None and number == self.current.number:
             self.current.looked(member, ranks)
 
     # ---- ends
 
     def drain(self, member: Member, why: str, planned: bool = False) -> None:
-        """Ask a member to stop its workers and report `ready`. A late member is fenced."""
+        """Ask a member to stop its workers and to report `ready`. If it does not do so in time, it
+        is fenced.
+        """
         self._drains.ask(member, why, planned)
 
     def _fence_late(self, late: list[Member]) -> None:
@@ -394,17 +417,21 @@ class Rounds:
             self.fence(late, "it did not stop its workers in time")
 
     def fence(self, late: list[Member], why: str) -> None:
-        """Continue without these late members, whatever they are doing."""
+        """Continue without these members, which did not respond in time. They may still have
+        workers.
+        """
         for member in late:
             self._members.dismiss(member.pod, why)
             self._loop.log(f"fencing {member.pod}: {why}")
             member.dismiss(f"the group continues without this node: {why}")
-        for member in late:  # a second loop, because no round may form until all have been notified
+        # This needs a second loop, because no round may form until all of these members have been
+        # dismissed.
+        for member in late:
             self.lose(member, why)
         self.advance()
 
     def lose(self, member: Member, why: str) -> None:
-        """Handle a member that has disappeared without notice.
+        """Remove a member that has disappeared without notice, and remember that it is missing.
 
         The caller must call `advance` after removing all lost members.
         """
@@ -413,9 +440,9 @@ class Rounds:
         self.remove(member, why)
 
     def remove(self, member: Member, why: str) -> None:
-        """Handle a member that is gone.
+        """Remove a member that is gone. If it belonged to the current round, the round breaks.
 
-        The caller must call `advance` after removing all lost members.
+        The caller must call `advance` after removing all members that are gone.
         """
         current, was = self.current, member.state
         held = current is not None and current.holds(member)
@@ -424,13 +451,13 @@ class Rounds:
             current.lose(member, was, why)
 
     def end(self, state: CoordinatorState) -> None:
-        """End in `state`; no round runs afterwards."""
+        """End the sequence of rounds in `state`. No round begins afterwards."""
         self._state.become(state)
         self._end_watch()
         self._loop.changed()
 
     def on_break(self, broken: Round) -> None:
-        """Begin the restart, because the current round can no longer succeed."""
+        """Prepare for a restart, because the round `broken` can no longer succeed."""
         self._state.become(CoordinatorState.RESTARTING)
         self._progress.forget_ranks()
         self.downtime.begin(self._now())
@@ -438,9 +465,10 @@ class Rounds:
         self._loop.changed()
 
     def on_verdict(self, judged: Round, verdict: Verdict, own: bool, ran: float) -> None:
-        """Record the first cause of a break.
+        """Record the first cause that was found for the break of a round.
 
-        `own` indicates whether the job itself has failed. The round ran for `ran` seconds.
+        `own` indicates whether the cause is a failure of the job itself, which delays the next
+        round. `ran` is how many seconds the round ran.
         """
         wait = self.backoff.fail(self._now(), ran) if own else 0.0
         pod, message = verdict.details.get("pod") or "no pod", verdict.details["message"]
@@ -452,16 +480,17 @@ class Rounds:
     # ---- takeover from an earlier coordinator, changes by the operator, progress
 
     def hold(self) -> None:
-        """Begin or judge no round until `release`.
+        """Neither begin nor judge a round until `release` is called.
 
-        An earlier coordinator's round may still be running.
+        This is necessary while an earlier coordinator's round may still be running.
         """
         self.held = True
 
     def release(self) -> None:
-        """End the hold on rounds.
+        """Allow rounds to begin and to be judged again.
 
-        The adopted round then runs, or breaks because of absent members.
+        If a round was taken over, it now runs, or breaks because some of its members did not
+        reconnect.
         """
         self.held = False
         if self.current is not None and not self.over:
@@ -472,7 +501,9 @@ class Rounds:
         self.advance()
 
     def take_over(self, number: int, world: int) -> None:
-        """Take over a round that an earlier coordinator began, when its first member reconnects."""
+        """Take over round `number` from an earlier coordinator. Called when the first member of
+        that round reconnects.
+        """
         if self.current is not None:
             self.current.supersede()
             self._state.become(CoordinatorState.FORMING)
@@ -486,25 +517,32 @@ class Rounds:
                 self.drain(other, f"round {number} started without this node")
 
     def resize(self, size: Size) -> bool:
-        """Set the desired and minimum number of nodes, and return whether they changed."""
+        """Set the desired and the minimum number of nodes. Return whether they differ from the
+        previous ones.
+        """
         changed, self.size = size != self.size, size
         return changed
 
     def reorder(self, order: RankOrder) -> bool:
-        """Set the order of the ranks from the next round on, and return whether it changed."""
+        """Set the order of the ranks, which applies from the next round on. Return whether it
+        differs from the previous order.
+        """
         changed, self.order = order != self.order, order
         return changed
 
     def progress(self, alive: bool, activity: str, step: bool) -> None:
         """Process a progress report.
 
-        `alive` indicates whether the report shows that the job is alive, and `step` whether it
-        contains figures of a step.
+        `alive` indicates whether the report shows that the job is alive, `activity` is what the
+        script says that it is doing, and `step` indicates whether the report contains figures of a
+        step.
         """
         if step:
             self.downtime.step(self._now(), self.state == CoordinatorState.RUNNING)
         if alive:
-            self.watch.step(self._now())  # The gap that ends now belongs to the previous activity.
+            # The time since the last step was spent on the previous activity, so count it before
+            # `activity` is set.
+            self.watch.step(self._now())
         self.watch.note(activity)
         if alive:
             self._withdraw_overdue()

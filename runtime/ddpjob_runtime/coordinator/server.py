@@ -1,26 +1,28 @@
 """The coordinator's port, and the rules for declaring a silent member lost.
 
-The first byte of a connection distinguishes members' lines from HTTP (`http_api`).
+The first byte of a connection shows whether the peer sends the lines of a member or HTTP
+(`http_api`).
 
-A silent member may be dead, suspended, or unreachable together with most others. Declaring a live
-member lost costs a restart, and waiting for a dead one stops the whole group. So silent members are
-checked:
+A silent member may be dead, suspended, or unreachable together with most other members. If a live
+member is declared lost, the job restarts without need. If a dead member is not declared lost, the
+whole group waits for it. So silent members are checked:
 
-- After SILENCE_SECONDS, the member gets a heartbeat. If its kernel acknowledges the heartbeat, the
-  process is only suspended, and is lost only after SLOW_SECONDS of silence. If not, the member is
-  lost after PROBE_SECONDS.
-- If most members are silent, this coordinator or its network is failing. Then no member is lost
-  before BLIND_SECONDS of silence. After that, all silent members are lost together, so that the
-  operator replaces this coordinator.
-- If a training member's connection ends after a silence, or after a suspension of this process, the
-  member has RETURN_SECONDS to reconnect.
+- After SILENCE_SECONDS without a line from a member, the coordinator sends it a heartbeat. If the
+  kernel of the member's host acknowledges the heartbeat, the process is only suspended, and is
+  declared lost only after SLOW_SECONDS of silence. If the kernel does not acknowledge it, the
+  member is declared lost after PROBE_SECONDS.
+- If most members are silent, the fault is in this coordinator or its network. Then no member is
+  declared lost before BLIND_SECONDS of silence. After that, all silent members are declared lost
+  together, so that the operator replaces this coordinator.
+- If a training member's connection ends after the member was silent, or after this process was
+  suspended, the member has RETURN_SECONDS to reconnect.
 
 Example: node 3's machine loses power after its last heartbeat at 0.0 s.
 
     6.0  "node train-3-0 is silent; checking whether it is alive"
     7.0  its kernel has acknowledged nothing: the member is lost, and its round breaks
 
-With a ready spare, `witnesses` decides within a second.
+If a spare is ready, `witnesses` decides within a second.
 """
 
 from __future__ import annotations
@@ -49,45 +51,52 @@ from ddpjob_runtime.protocol import FromMember, MemberState, ToMember
 
 HELLO_SECONDS = 10.0
 STARTING_SECONDS = 120.0
-"""How long a starting member may be silent. The limit is high because loading torch from a cold
-disk stalls all threads of a launcher.
+"""Maximum silence of a starting member, in seconds. The limit is high because loading torch from a
+cold disk stalls all threads of a launcher.
 """
 PROBE_SECONDS = 1.0
-"""How long the kernel of a silent member may take to acknowledge data. If it acknowledges the data
-in time, the member is suspended but alive.
+"""Number of seconds within which the kernel of a silent member's host must acknowledge data. If it
+does so, the member counts as suspended but alive.
 """
 SLOW_SECONDS, BLIND_SECONDS = 15.0, 30.0
-"""Maximum silence of a suspended member, and of any member while most of them are silent."""
+"""Maximum silence in seconds: of a suspended member, and of any member while most members are
+silent.
+"""
 RETURN_SECONDS = 10.0
-"""How long a member may take to reconnect if its connection ended after a silence of the member, or
-after a suspension of this process.
+"""Number of seconds within which a member can reconnect, if its connection ended after a silence of
+the member or after a suspension of this process.
 """
 TICK_SECONDS, STALL_SECONDS = 0.25, 1.0
 MAX_BACKLOG = 1024 * 1024
-"""Maximum number of bytes that a member may leave unread before its connection is closed."""
+"""Maximum number of bytes that wait to be sent to a member. If a member reads so slowly that there
+are more, its connection is closed.
+"""
 DEFAULT_GRACE = 30.0
-"""A pod's grace period in seconds if its launcher does not send it."""
+"""Grace period of a member's pod in seconds, if the launcher does not report it."""
 MAX_STRANGERS = protocol.MAX_PODS + 512
 """Maximum number of open connections whose peers have not yet proved that they know the job's
 token.
 
-All pods of a job may connect at once, each from its own address. They must not displace each other,
-because on a slow host their attempts would then be closed and repeated forever.
+All pods of a job may connect at the same time, each from its own address. The limit must be high
+enough for all of them. If they displaced each other, then on a slow host their attempts would be
+closed and repeated forever.
 """
 MAX_NONCES = 4096
-"""Maximum number of nonces of state-changing requests to remember, so that replays are refused."""
+"""Maximum number of nonces to remember, in order to refuse repeated requests. Only requests that
+change the state use nonces up.
+"""
 LOGGED_EVERY = 1.0
-"""Minimum number of seconds between log lines about strangers."""
+"""Minimum number of seconds between log lines about connections of unknown peers."""
 BEAT = protocol.encode(FromMember.HEARTBEAT)
-"""A heartbeat as launchers send it."""
+"""The bytes of a heartbeat, exactly as launchers send it."""
 POD_NAME = re.compile(rf"[-.\w]{{1,{protocol.MAX_NAME}}}", re.ASCII)
 STARTED_AT = time.time() - time.monotonic()
 
 
 def now() -> float:
-    """Return Unix seconds that never jump.
+    """Return the time as Unix seconds, by a clock that is never corrected.
 
-    Otherwise, a correction of the clock would make members look silent, or steps overdue.
+    If corrections of the system clock had an effect, members would seem silent, or steps overdue.
     """
     return STARTED_AT + time.monotonic()
 
@@ -100,11 +109,10 @@ class MemberSilent(Exception):
 
 
 class Strangers:
-    """Connections whose peers have not proved that they know the job's token.
+    """Keeps track of connections whose peers have not proved that they know the job's token.
 
-    If there are too many, the oldest connection from the address with the most connections is
-    closed. This keeps strangers from locking out members and the operator by holding connections
-    open.
+    If there are too many of these connections, one is closed: the oldest one from the address that
+    has the most. So strangers that hold connections open cannot lock out members and the operator.
     """
 
     def __init__(self) -> None:
@@ -112,7 +120,7 @@ class Strangers:
         self._logged, self._unlogged = float("-inf"), 0
 
     def meet(self, writer: asyncio.StreamWriter) -> None:
-        """Count an accepted connection as a stranger's."""
+        """Count a new connection as a stranger's. If there are too many now, close one of them."""
         self._open[writer] = str((writer.get_extra_info("peername") or ("",))[0])
         if len(self._open) > MAX_STRANGERS:
             [(busiest, _)] = Counter(self._open.values()).most_common(1)
@@ -124,12 +132,14 @@ class Strangers:
     def recognize(self, writer: asyncio.StreamWriter) -> None:
         """Stop counting this connection as a stranger's.
 
-        Its peer has proved that it knows the token, or the connection has ended.
+        Either its peer has proved that it knows the token, or the connection has ended.
         """
         self._open.pop(writer, None)
 
     def complain(self, text: str) -> None:
-        """Log what a stranger did, rate-limited so that strangers cannot fill the log."""
+        """Log what a stranger did. At most one line is written per LOGGED_EVERY, so that strangers
+        cannot fill the log.
+        """
         moment = time.monotonic()
         if moment < self._logged + LOGGED_EVERY:
             self._unlogged += 1
@@ -139,28 +149,29 @@ class Strangers:
 
 
 class MemberConnection(asyncio.StreamReaderProtocol):
-    """A connection that handles a member's heartbeats itself.
+    """A connection to a member that handles the member's heartbeats without waking the member's
+    task.
 
-    During training, waking the member's task for each heartbeat took most of the CPU time.
+    During training, waking the tasks for heartbeats took most of the CPU time.
     """
 
     _on_beat: Callable[[], bool] | None = None
 
     def take_beats(self, on_beat: Callable[[], bool]) -> None:
-        """Call `on_beat` for each heartbeat.
+        """Call `on_beat` for each heartbeat from now on.
 
-        If `on_beat` returns False, the member's task handles the heartbeat.
+        If `on_beat` returns False, the heartbeat is left to the member's task.
         """
         self._on_beat = on_beat
 
     def data_received(self, data: bytes) -> None:
-        """Receive bytes, and handle a heartbeat if it arrives alone, as it usually does."""
+        """Receive bytes. If they are exactly one heartbeat, as is usual, handle it here."""
         if data != BEAT or self._on_beat is None or not self._on_beat():
             super().data_received(data)
 
 
 class Server:
-    """The sockets around a `Coordinator`."""
+    """The coordinator's sockets. It passes what arrives to a `Coordinator`."""
 
     def __init__(self, settings: CoordinatorSettings, token: str, store_ready: bool) -> None:
         loop = asyncio.get_running_loop()
@@ -169,27 +180,30 @@ class Server:
         self.strangers = Strangers()
         self._change = asyncio.Event()
         self._stood_still = float("-inf")
-        """When this process last continued after a suspension (monotonic seconds)."""
+        """When this process last noticed that it had been suspended (monotonic seconds)."""
         self._connections: dict[Member, asyncio.StreamWriter] = {}
 
         def later(seconds: float, act: Callable[[], None]) -> None:
-            loop.call_later(seconds, loop.call_soon, act)  # First read what arrived while this process was suspended.
+            # `act` runs in the next turn of the event loop, so that everything that arrived during
+            # a suspension is read first.
+            loop.call_later(seconds, loop.call_soon, act)
 
         self.coordinator = Coordinator(settings, now, later, self._on_change, log, self._acknowledges)
 
     def renew(self) -> None:
-        """Choose a new random number as `instance`.
-
-        Proofs made for an earlier number become invalid.
+        """Choose a new random number as `instance`. Proofs that were made for an earlier number
+        become invalid.
         """
         self.instance = secrets.token_hex(16)
         self._used: set[str] = set()
 
     def use(self, nonce: str) -> bool:
-        """Use up a nonce. Return False if it was used before.
+        """Mark a nonce as used. Return False if it was used before, because the request is then a
+        replay.
 
-        Only a client that knows the token can use up nonces. After MAX_NONCES nonces, all proofs
-        expire, and clients get the new number with the next response.
+        Only clients that know the token get here. After MAX_NONCES nonces, a new `instance` is
+        chosen, so all earlier proofs become invalid. Clients learn the new number from the next
+        response.
         """
         if nonce in self._used:
             return False
@@ -203,16 +217,19 @@ class Server:
         self._change = asyncio.Event()
 
     def wait_for_change(self) -> Coroutine[Any, Any, Any]:
-        """Return an awaitable that completes at the report's next change after this call."""
+        """Return an awaitable that completes when the report changes for the first time after this
+        call.
+        """
         return self._change.wait()
 
     def watch_for_stalls(self) -> None:
-        """Detect suspensions of this process from now on.
+        """Notice from now on when this process was suspended.
 
-        A suspension happens when the host is migrated or has no CPU time for this process.
+        A process is suspended when its host is migrated or has no CPU time for it.
 
-        Detection uses the loop's timers, which run in the order of their times. So a stall is
-        detected before a hang that became due during the stall is judged.
+        Suspensions are noticed by the event loop's timers, which run in the order of their times.
+        So a suspension is noticed before it could be mistaken for a hang whose time limit ended
+        meanwhile.
         """
         asyncio.get_running_loop().call_later(TICK_SECONDS, self._look_for_a_stall, time.monotonic())
 
@@ -225,7 +242,9 @@ class Server:
         self.watch_for_stalls()
 
     async def listen(self, host: str | None, port: int) -> asyncio.Server:
-        """Accept connections at this address from now on. Raises OSError."""
+        """Accept connections at this address from now on. Raises OSError if the address cannot be
+        used.
+        """
         loop = asyncio.get_running_loop()
 
         def connection() -> MemberConnection:
@@ -234,11 +253,11 @@ class Server:
         return await loop.create_server(connection, host, port, backlog=512)
 
     def store_is_ready(self) -> None:
-        """Record that the store accepts connections."""
+        """Record that the job's store accepts connections."""
         self.store_ready = True
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection from its first byte to its end."""
+        """Handle one connection from its first byte to its end."""
         sock = writer.get_extra_info("socket")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         resend_often(sock)
@@ -250,7 +269,7 @@ class Server:
             elif first:
                 await http_api.serve(self, first, reader, writer)
         except (ConnectionError, asyncio.IncompleteReadError):
-            pass  # the peer is gone; _serve_member has reported that
+            pass  # The peer is gone. If it was a member, _serve_member has reported that.
         except Exception:
             self.strangers.complain(f"a connection has failed:\n{traceback.format_exc()}")
         finally:
@@ -277,7 +296,7 @@ class Server:
         finally:
             if member.send is send and not judged and self._may_return(member):
                 await asyncio.sleep(RETURN_SECONDS)
-            if member.send is send:  # otherwise the member is using a newer connection
+            if member.send is send:  # If `send` differs, the member is already using a newer connection.
                 together = self._silent_members() if judged else []
                 self._lose(member, f"{why}, like most members" if together else why)
                 for other in together:
@@ -289,9 +308,10 @@ class Server:
             await _flush(writer)
 
     def _answer_beats(self, member: Member, writer: asyncio.StreamWriter) -> None:
-        """Answer the member's heartbeats without waking its task.
+        """Answer the member's heartbeats in the connection itself, without waking the member's
+        task.
 
-        Heartbeats still reach the task if it may have to end the connection.
+        The task still gets a heartbeat if it may have to end the connection.
         """
         transport, answer = writer.transport, protocol.encode(ToMember.HEARTBEAT)
 
@@ -307,11 +327,11 @@ class Server:
         connection.take_beats(on_beat)
 
     def _lose(self, member: Member, why: str) -> None:
-        """Report a member as lost, once.
+        """Report a member as lost, unless it has been reported already.
 
-        If most members are silent, all of them must be lost at the same moment. Otherwise the
-        operator would not recognize a partition, and would replace each of them instead of this
-        coordinator.
+        If most members are silent, the caller must report all of them at the same moment. If they
+        were reported one by one, the operator would not recognize a partition, and would replace
+        each of them instead of this coordinator.
         """
         if member.state == MemberState.LOST:
             return
@@ -319,9 +339,10 @@ class Server:
         self.coordinator.lost(member, why)
 
     def _prove(self, line: bytes, send: Any) -> tuple[str, str] | None:
-        """Answer a member's challenge, and challenge the member in turn.
+        """Answer a member's challenge, and send a challenge to the member.
 
-        Return both nonces, the member's first; None if the member is refused.
+        Return both nonces, the member's first. Return None if the member's line is not a valid
+        challenge; the member is then refused.
         """
         try:
             challenge = protocol.decode(line)
@@ -344,7 +365,7 @@ class Server:
 
     def _admit(self, line: bytes, nonces: tuple[str, str], send: Any) -> Member | None:
         if not line:
-            return None  # the member has found that this is not its coordinator
+            return None  # The peer has closed the connection, because it found that this is not its coordinator.
         try:
             hello = protocol.decode(line)
             if hello["t"] != FromMember.HELLO:
@@ -367,7 +388,8 @@ class Server:
             log(f"hello from {pod} (index {index}, attempt {attempt}): {resume or 'new'}"[:1000])
             generation = self.coordinator.settings.generation
             if hello.get("generation", generation) != generation:
-                send(ToMember.WELCOME, {"generation": generation})  # its generation differs, so it will leave
+                # The launcher belongs to a different generation, so it will leave.
+                send(ToMember.WELCOME, {"generation": generation})
                 return None
             member = self.coordinator.hello(pod, index, attempt, pid, send, float(grace), resume)
             if member is not None:
@@ -387,7 +409,7 @@ class Server:
     async def _listen(
         self, member: Member, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, send: Any
     ) -> str:
-        """Handle a member's lines until its connection ends, and return why it ended."""
+        """Handle a member's lines until its connection must end or has ended. Return why."""
         while True:
             try:
                 line = await self._hear(member, reader, writer, send)
@@ -404,8 +426,11 @@ class Server:
             except Exception as defect:
                 return f"it sent a line that cannot be processed: {_unexpected(defect)}"
             if member.given_up:
-                return "it responds again and must reconnect"  # with a new hello, because this member is lost
-            if writer.is_closing() and reader.exception() is None:  # `send` closed it; a reset raises at the next read
+                # The member must send a new hello, because it was declared lost.
+                return "it responds again and must reconnect"
+            # `send` has closed the connection. After a reset by the peer, the next read raises an
+            # error.
+            if writer.is_closing() and reader.exception() is None:
                 return "it did not read what was sent to it"
 
     async def _hear(
@@ -413,10 +438,12 @@ class Server:
     ) -> bytes:
         """Return the member's next line.
 
-        Raises MemberSilent, and ValueError if the line is too long.
+        Raises MemberSilent if the member is silent for too long, and ValueError if the line is too
+        long.
         """
         allowed = STARTING_SECONDS if member.state == MemberState.STARTING else protocol.SILENCE_SECONDS
-        seconds, probed = allowed, 0.0  # `probed` is the value of `heard` at the last probe
+        # `probed` is the time of the member's last line when a heartbeat was last sent to it.
+        seconds, probed = allowed, 0.0
         while True:
             line = await within(seconds, reader.readline(), lambda: member.heard + allowed - now())
             if line is not None:
@@ -429,30 +456,38 @@ class Server:
             probed, seconds = member.heard, PROBE_SECONDS
 
     def _lives(self, member: Member, writer: asyncio.StreamWriter) -> bool:
-        """Whether a silent member may just be slow, or be partitioned together with most others."""
+        """Whether a silent member may still be alive: it may only be slow, or most members may be
+        silent.
+        """
         silence = now() - member.heard
         if silence < SLOW_SECONDS and is_acknowledged(writer.get_extra_info("socket")):
             return True
         return silence < BLIND_SECONDS and bool(self._silent_members())
 
     def _acknowledges(self, member: Member) -> bool:
-        """Whether the member's kernel has acknowledged all sent data; True if unknown."""
+        """Whether the kernel of the member's host has acknowledged all data that was sent; True if
+        that is unknown.
+        """
         writer = self._connections.get(member)
         if writer is None or writer.is_closing() or not shows_acknowledgements():
             return True
         return is_acknowledged(writer.get_extra_info("socket"))
 
     def _silent_members(self) -> list[Member]:
-        """Return the silent members if they are the majority, because then this coordinator is the
-        one that is partitioned. Otherwise, return an empty list.
+        """Return the silent members if they are the majority, otherwise an empty list.
+
+        If most members are silent, this coordinator is probably the one that is partitioned.
         """
-        # Starting members do not count, because importing torch may silence them for a long time.
+        # Starting members do not count, because they may be silent for a long time while they
+        # import torch.
         others = [other for other in self.coordinator.members if other.state != MemberState.STARTING]
         silent = [other for other in others if now() - other.heard > protocol.SILENCE_SECONDS / 2]
         return silent if len(silent) > max(1, len(others) / 2) else []
 
     def _may_return(self, member: Member) -> bool:
-        """Whether a suspension of the member or this process may have ended the connection."""
+        """Whether the connection may have ended only because the member or this process was
+        suspended.
+        """
         stalled = time.monotonic() - self._stood_still < RETURN_SECONDS
         return member.has_workers and (stalled or now() - member.heard > protocol.SILENCE_SECONDS / 2)
 
@@ -466,7 +501,7 @@ class Server:
         shown = {key: value for key, value in message.items() if key not in ("traceback", "text", "ranks")}
         log(f"{member.pod}: {shown}"[:1000])
         if member.state == MemberState.LOST and verb != FromMember.FAILURE:
-            return  # another pod has taken its index
+            return  # A different pod has taken the index of this member.
         HANDLERS[verb](self.coordinator, member, message)
 
 
@@ -474,7 +509,7 @@ class Server:
 
 
 def _unexpected(error: Exception) -> str:
-    """Describe an unexpected error caused by a member's line, and where it was raised."""
+    """Describe an unexpected error that a member's line has caused, and where it was raised."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {str(error)!r:.200} ({place.filename}:{place.lineno})"
 
@@ -484,7 +519,7 @@ def _sender(writer: asyncio.StreamWriter) -> Any:
         if writer.is_closing():
             return
         if writer.transport.get_write_buffer_size() > MAX_BACKLOG:
-            writer.transport.abort()  # the peer does not read anything, so it counts as gone
+            writer.transport.abort()  # The peer has stopped reading, so it counts as gone.
             return
         writer.write(protocol.encode(verb, **fields))
 
@@ -492,7 +527,9 @@ def _sender(writer: asyncio.StreamWriter) -> Any:
 
 
 async def _line(reader: asyncio.StreamReader) -> bytes:
-    """Return a stranger's line; empty if it does not arrive in time or is too long."""
+    """Return the next line of a peer that is still unknown, or no bytes if the line does not arrive
+    in time or is too long.
+    """
     with contextlib.suppress(ValueError):
         return await within(HELLO_SECONDS, reader.readline()) or b""
     return b""

@@ -9,11 +9,11 @@ from ddpjob_runtime.protocol import Hangs, Mode
 
 @dataclass(frozen=True)
 class CoordinatorSettings:
-    """The coordinator's arguments other than addresses. Times are in seconds.
+    """The settings of a coordinator, except for its addresses. Times are in seconds.
 
-    If `hang_after` is None, silence alone never ends a round. `ordered` means that the operator
-    will send the order of the ranks, so the first round waits briefly for it. `no_restarts` means
-    that recovery.maxRestarts is 0. `hangs` determines whether a proven hang ends the round.
+    If `hang_after` is None, no time limit ends a round without steps. `hangs` determines whether a
+    proven hang ends the round. `ordered` means that the operator will send the order of the ranks,
+    so the first round waits briefly for it. `no_restarts` means that recovery.maxRestarts is 0.
     """
 
     nodes: int

@@ -9,12 +9,12 @@ the same, and one of these is true:
   The other ranks wait for them, so they are the culprits.
 - Every rank is in a collective, and no rank has transferred anything.
 
-A rank that uses a GPU may spend CPU time while its stack stays the same, because a wait for a GPU
-spins. A long computation on the GPU looks the same. Such a rank is not a culprit, and if there is
-such a rank, the others must stand still for SPIN_LOOKS checks. Otherwise LEAST_LOOKS checks are
-enough. Some waits often end by themselves: for a stopped process, a system call on storage, a
-server's response, or a sleep. They must last longer to count (PATIENCE). After any movement, the
-comparison starts again.
+A rank that uses a GPU may spend CPU time while its stack stays the same, because it spins while it
+waits for the GPU. A long computation on the GPU looks the same. Such a rank is not a culprit, but
+while there is one, the others must stand still for SPIN_LOOKS checks as a proof. In all other
+cases, LEAST_LOOKS checks are enough. Some waits often end by themselves: for a stopped process, a
+system call on storage, a server's response, or a sleep. They are a proof only if they last longer
+(PATIENCE). After any movement, the comparison starts again.
 
 Example, 5 s between checks:
 
@@ -23,7 +23,7 @@ Example, 5 s between checks:
         rank 0 waits for rank 1
     10  the same again: the hang is proved. If rank 1 were in fsync, the proof would take 120 s
 
-A check without the response of every member is dropped. Why: docs/decisions/0024.
+If any member does not respond, the check is dropped. Why: docs/decisions/0024.
 """
 
 from __future__ import annotations
@@ -37,26 +37,30 @@ from ddpjob_runtime.coordinator.members import Member
 from ddpjob_runtime.protocol import RankLook, ToMember, WaitKind
 
 LEAST_MEMBERS = 3
-"""Minimum number of members for naming the one whose stacks differ as the culprit. With two
-members, it is unclear which one waits for the other, unless one is in a collective."""
+"""Minimum number of members for naming the member whose stacks differ from all others as the
+culprit. With two members, it is unclear which one waits for the other, unless only one of them is
+in a collective.
+"""
 NAMED_RANKS = 8
 
 LOOK_SECONDS = 4.0
-"""How long a check waits for the responses of all members."""
+"""Maximum number of seconds that a check waits for the responses of all members."""
 LEAST_LOOKS, SPIN_LOOKS = 2, 6
-"""Number of checks after the first one that must show a standstill. The second number applies if a
-rank spins on a GPU."""
+"""Number of checks after the first one that must show a standstill as a proof: usually, and if a
+rank spins while it uses a GPU.
+"""
 LEAST_GAP = 2.0
-"""Two checks closer together than this, in seconds, do not prove anything."""
+"""Minimum number of seconds between two checks. If they are closer together, they prove nothing."""
 IDLE_SHARE, IDLE_BYTES = 0.02, 8192
-"""An idle rank uses at most this share of a core and transfers at most this many bytes between two
-checks. Threads that only watch, such as NCCL's, stay below these limits."""
+"""A rank counts as idle if, between two checks, it uses at most this share of a core and transfers
+at most this many bytes. Threads that only watch, such as NCCL's, stay below these limits.
+"""
 PATIENCE = {
     WaitKind.STOPPED: 60.0, WaitKind.STORAGE: 120.0, WaitKind.SERVER: 120.0, WaitKind.ASLEEP: 120.0,
     WaitKind.TRACED: float("inf"),
 }  # fmt: skip
-"""How many seconds ranks must stand still if they wait for something that often ends on its own. A
-traced process is never a proof, because it waits for its debugger.
+"""Number of seconds for which ranks must stand still if they wait for something that often ends by
+itself. A process under a debugger never proves a hang, because it waits for the debugger.
 """
 
 FRAME = re.compile(r'^[ \t]*File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$', re.M)
@@ -65,36 +69,43 @@ COLLECTIVE_FILES = re.compile(
     r"/torch/distributed/(?!checkpoint/|elastic/|launcher/)|/torch/nn/parallel/distributed\.py$|/horovod/"
     r"|/ddpjob_pod/(own_work|rank_snapshots)\.py$"
 )
-"""Files whose functions wait for other ranks. `own_work` wraps torch's functions."""
+"""Files of functions in which a rank waits for other ranks. `own_work` is among them because it
+wraps torch's functions.
+"""
 STORE_FILES = re.compile(r"/torch/distributed/rendezvous\.py$")
 """The file in which torch connects to the store."""
 SERVER_FILES = re.compile(r"/(socket|ssl)\.py$")
-"""Python's files that wait for a server, such as an object store. Launchers miss some waits."""
+"""Python's files in which a process waits for a server, such as an object store. Launchers do not
+recognize all of these waits.
+"""
 DEBUGGERS = re.compile(r'File "[^"]*(/[pb]db\.py"|/pydevd|/debugpy/)')
 BACKWARD = "_engine_run_backward"
-"""DDP exchanges gradients in this call."""
+"""Name of the function in which the backward pass runs. DDP exchanges gradients in it."""
 
 
 class Look:
-    """Collects the responses of one check.
+    """Collects the responses of all members to one check.
 
-    It calls `done` with itself once all members have responded, or with None after LOOK_SECONDS.
+    Once all members have responded, it calls `done` with itself. If they have not done so after
+    LOOK_SECONDS, it calls `done` with None.
     """
 
     def __init__(self, loop: Loop, members: list[Member], done: Callable[[Look | None], None]) -> None:
         self._done, self._missing = done, {member.index for member in members}
         self.ranks: dict[int, RankLook] = {}
-        self.members: dict[int, Member] = {}  # rank -> member that runs it
+        self.members: dict[int, Member] = {}  # rank -> the member that runs it
         self._over = False
         loop.later(LOOK_SECONDS, lambda: self._end(None))
 
     def request(self, number: int, members: list[Member], record: bool) -> None:
-        """Ask the members of round `number`. With `record`, their logs keep these stacks."""
+        """Ask these members of round `number` what their ranks are doing. With `record`, their logs
+        keep the stacks of this check.
+        """
         for member in members:
             member.send(ToMember.LOOK, {"round": number, "record": record})
 
     def add(self, member: Member, ranks: Iterable[RankLook]) -> None:
-        """Add a member's response."""
+        """Add a member's response, unless the member has already responded."""
         if member.index not in self._missing:
             return
         self._missing.remove(member.index)
@@ -110,18 +121,22 @@ class Look:
 
 
 class Standstill:
-    """The results of consecutive checks since the last step."""
+    """Compares each check since the last step with the one before it."""
 
     def __init__(self) -> None:
         self._before: Look | None = None
         self._since, self._spins = 0.0, False
         self.looks = 0
-        """Number of checks in a row that have shown a standstill."""
+        """How many of the newest checks in a row have shown a standstill."""
         self.awaited: frozenset[int] = frozenset()
-        """The ranks that the others wait for; all ranks if every rank is in a collective."""
+        """The ranks for which the others wait. If every rank is in a collective, these are all
+        ranks.
+        """
 
     def add(self, now: float, look: Look) -> bool:
-        """Compare a check with the previous one, and return False if something has moved."""
+        """Compare this check with the previous one, and return False if something has moved between
+        them.
+        """
         before, self._before = self._before, look
         found = None if before is None else _compare(before.ranks, look.ranks)
         if found is None:
@@ -133,7 +148,9 @@ class Standstill:
         return True
 
     def is_proved(self, now: float) -> bool:
-        """Whether the checks prove that the ranks will not continue by themselves."""
+        """Whether the checks since the last step prove that the ranks will not continue by
+        themselves.
+        """
         if self._before is None or self.looks < (SPIN_LOOKS if self._spins else LEAST_LOOKS):
             return False
         waits = [_wait_of(self._before.ranks[rank]) for rank in self.awaited]
@@ -141,11 +158,13 @@ class Standstill:
 
     @property
     def has_waiting_rank(self) -> bool:
-        """Whether a rank waits for other ranks, in a collective or to form the group."""
+        """Whether a rank waits for other ranks in the last check, in a collective or while the
+        group forms.
+        """
         return self._before is not None and any(is_in_collective(look.text) for look in self._before.ranks.values())
 
     def stacks(self) -> Stacks:
-        """Return the last check's stacks, the awaited ranks first."""
+        """Return the stacks of the last check, with the ranks for which the others wait."""
         look = self._before
         if look is None:
             return Stacks({}, {})
@@ -155,7 +174,11 @@ class Standstill:
 
 
 def _compare(before: dict[int, RankLook], now: dict[int, RankLook]) -> tuple[frozenset[int], bool] | None:
-    """Return the awaited ranks, and whether a rank spins; None if something moves."""
+    """Compare two checks. Return None if something has moved between them.
+
+    If nothing has moved, return the ranks for which the others wait, and whether a rank spins while
+    it uses a GPU.
+    """
     if before.keys() != now.keys() or not now:
         return None
     still, spins, transfers = set(), False, False
@@ -180,7 +203,9 @@ def _compare(before: dict[int, RankLook], now: dict[int, RankLook]) -> tuple[fro
 
 
 def _wait_of(look: RankLook) -> WaitKind | None:
-    """Return why a rank waits, according to the kernel or its stack."""
+    """Return what kind of wait a rank is in, as the kernel or its stack shows it; None if it is in
+    no known one.
+    """
     if look.wait:
         return look.wait
     frame = _innermost(look.text)
@@ -201,10 +226,11 @@ def _describe_wait(look: RankLook) -> str:
 
 
 class Stacks:
-    """The stacks of a round without steps, by rank.
+    """The stacks of all ranks in a round without steps.
 
-    `members` maps each rank to the member that runs it. `apart` contains the ranks that the others
-    wait for; it is empty if unknown. `waits` describes what a rank waits for, as far as known.
+    `texts` contains each rank's stacks, and `members` the member that runs the rank. `apart`
+    contains the ranks for which the others wait; it is empty if that is unknown. `waits` describes
+    what ranks wait for, as far as that is known.
     """
 
     def __init__(
@@ -217,11 +243,12 @@ class Stacks:
         self.texts, self.members, self._apart, self._waits = texts, members, apart, waits or {}
 
     def culprit(self) -> Member | None:
-        """Return the member that the others wait for; None if the stacks do not show it.
+        """Return the member for which the others wait; None if the stacks do not show it.
 
-        The culprit is the only member with a failed rank. If no rank has failed, the culprit is the
-        only member outside the others' collective, or the only member whose ranks' stacks differ
-        from all others.
+        If a rank has failed, the culprit is its member, unless several members have failed ranks.
+        If no rank has failed, the culprit is the only member outside of the collective in which the
+        others are. If there is no such member, the culprit is the only one whose stacks differ from
+        those of all other members.
         """
         failed = {m.index: m for r, m in self.members.items() if self.texts[r].startswith(protocol.RANK_FAILED)}
         if failed:
@@ -241,9 +268,11 @@ class Stacks:
         return next(m for m in self.members.values() if m.index == apart[0])
 
     def describe(self) -> tuple[str, str]:
-        """Return a description of where each rank is, and all stacks up to the traceback's limit.
+        """Return a text that says where each rank is, and the stacks of all ranks, shortened to the
+        limit of a traceback.
 
-        Ranks that have ended or failed come first, then ranks that the others wait for.
+        Ranks that have ended or failed come first. They are followed by the ranks for which the
+        others wait.
         """
         over = protocol.RANK_ENDED, protocol.RANK_FAILED
         ranks = sorted(
@@ -273,7 +302,9 @@ def _describe_place(text: str) -> str:
 
 
 def is_in_collective(text: str) -> bool:
-    """Whether the main thread waits in a collective, or in a backward pass (which ends in one)."""
+    """Whether the main thread is in a collective, or in a backward pass, which ends in a
+    collective.
+    """
     frame = _innermost(text)
     return frame is not None and (
         COLLECTIVE_FILES.search(frame["file"]) is not None or frame["name"].strip() == BACKWARD
@@ -281,7 +312,9 @@ def is_in_collective(text: str) -> bool:
 
 
 def find_innermost(text: str) -> str:
-    """Return where the main thread is, as `FUNCTION (FILE:LINE)`; empty without a frame."""
+    """Return the innermost function of the main thread as `FUNCTION (FILE:LINE)`; empty if the
+    stack has no frame.
+    """
     frame = _innermost(text)
     return "" if frame is None else "{} ({}:{})".format(frame["name"].strip(), frame["file"], frame["line"])
 
@@ -294,11 +327,11 @@ def _innermost(text: str) -> re.Match[str] | None:
 
 
 def _main_thread(text: str) -> str:
-    """Return the main thread's part of a dump.
+    """Return the part of a stack dump that is about the main thread.
 
-    The workers' faulthandler dumps only the main thread, under the heading "Stack". A script's own
-    handler dumps all threads, and calls the one that received the signal "Current thread". In a
-    dump from outside, the main thread comes last.
+    The workers' faulthandler dumps only the main thread, under the heading "Stack". If a script has
+    its own handler, that one dumps all threads, and calls the one that received the signal "Current
+    thread". In a dump that another process made, the main thread comes last.
     """
     blocks = re.split(r"^(?=(?:Current thread|Thread) )", text, flags=re.M)
     current = [block for block in blocks if block.startswith("Current thread")]

@@ -12,7 +12,8 @@ from ddpjob_runtime.protocol import CoordinatorState, MemberState
 class RoundState(Enum):
     """The states of a round.
 
-    `JUDGED` means that the cause of its break is settled, although its workers may still be ending.
+    `BROKEN` means that the round can no longer succeed. `JUDGED` means that the cause is settled as
+    well, although some workers may still be ending.
     """
 
     BUILDING = "Building"
@@ -31,7 +32,9 @@ MEMBER_TRANSITIONS: Mapping[MemberState, set[MemberState]] = {
     MemberState.LEAVING: {MemberState.LOST},
     MemberState.LOST: set(),
 }
-"""A member that reconnects to a new coordinator changes directly from Starting to Running."""
+"""Allowed changes of a member's state. A member that reconnects to a new coordinator changes
+directly from Starting to Running.
+"""
 
 ROUND_TRANSITIONS: Mapping[RoundState, set[RoundState]] = {
     RoundState.BUILDING: {RoundState.RUNNING, RoundState.BROKEN, RoundState.SUCCEEDED, RoundState.SUPERSEDED},
@@ -41,7 +44,9 @@ ROUND_TRANSITIONS: Mapping[RoundState, set[RoundState]] = {
     RoundState.SUCCEEDED: set(),
     RoundState.SUPERSEDED: set(),
 }
-"""A round becomes Superseded when a member of an earlier coordinator's later round reconnects."""
+"""Allowed changes of a round's state. A round that was taken over becomes Superseded when a member
+reconnects whose round is later.
+"""
 
 COORDINATOR_TRANSITIONS: Mapping[CoordinatorState, set[CoordinatorState]] = {
     CoordinatorState.FORMING: {
@@ -65,25 +70,29 @@ COORDINATOR_TRANSITIONS: Mapping[CoordinatorState, set[CoordinatorState]] = {
     CoordinatorState.SUCCEEDED: set(),
     CoordinatorState.STOPPED: set(),
 }
-"""The state returns to Forming if the round was superseded. It becomes Succeeded without
-having been Running if all members of a round that was taken over had already finished."""
+"""Allowed changes of the coordinator's state. The state returns to Forming if the round was
+superseded. It becomes Succeeded without having been Running if all members of a round that was
+taken over had already finished.
+"""
 
 S = TypeVar("S", bound=Enum)
 
 
 class IllegalTransition(Exception):
-    """A state change that the table does not allow, which is a bug in the coordinator."""
+    """A change of state is not in the table of allowed changes. This is a bug
+    in the coordinator.
+    """
 
 
 class State(Generic[S]):
-    """A state that changes only as its table allows."""
+    """A state that can change only as its table of transitions allows."""
 
     def __init__(self, initial: S, transitions: Mapping[S, set[S]]) -> None:
         self.now = initial
         self._transitions = transitions
 
     def become(self, state: S) -> None:
-        """Change to `state`. Setting the current state again does nothing.
+        """Change to `state`. Do nothing if that is the current state.
 
         Raises:
             IllegalTransition: the table does not allow the change.

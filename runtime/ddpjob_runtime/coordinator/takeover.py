@@ -3,15 +3,15 @@
 The coordinator is a single process and does not keep anything on disk, so a new one begins without
 any knowledge. Meanwhile the members continue to train. They report everything that matters in their
 hello: the number and size of their round, their rank, and whether their workers are running. The
-danger is that a new coordinator begins a second, concurrent round with the members that have
-reconnected so far.
+danger is that a new coordinator, knowing only the members that have reconnected so far, begins a
+second, concurrent round with them.
 
 So from the first hello on, no round begins or is judged (`hold`) until one of these is true:
 
 - Every rank of the round has reconnected. Then the round continues.
 - ADOPT_SECONDS have passed. Then the round breaks because some ranks did not reconnect.
-- The round is known to be over, or as many pods are gone as ranks are absent. Then the hold ends
-  after another BROKEN_SECONDS, in which the remaining members can reconnect.
+- The round is known to be over, or as many pods are known to be gone as ranks have not reconnected.
+  Then the hold ends after another BROKEN_SECONDS, in which the remaining members can reconnect.
 
 Example, with four nodes in round 7, when the coordinator's pod is replaced:
 
@@ -19,11 +19,12 @@ Example, with four nodes in round 7, when the coordinator's pod is replaced:
     0.3  nodes 1 and 2 are back
     9.8  node 3 is back: it had to look up the new address. Round 7 continues, and no step was lost
 
-If node 3 had died with the coordinator, the operator would report its pod as gone. The hold would
-end after 5 s, and round 7 would break with the cause PeerLost.
+If node 3 had died together with the coordinator, the operator would report that node 3's pod is
+gone. The hold would end 5 s later, and round 7 would break with the cause PeerLost.
 
-If a member of a later round than the adopted one reconnects, the later round is adopted instead,
-and members of the earlier round are drained. Round numbers cannot collide (NUMBERS_PER_ATTEMPT).
+If a member reconnects whose round is later than the adopted one, the later round is adopted
+instead, and members of the earlier round are drained. Rounds of different coordinators never have
+the same number (NUMBERS_PER_ATTEMPT).
 
 Why the loss of the coordinator does not lose a step in Fast mode: docs/decisions/0008.
 """
@@ -39,25 +40,26 @@ from ddpjob_runtime.coordinator.round_sequence import Rounds
 from ddpjob_runtime.protocol import MAX_PODS, MemberState, whole_number
 
 ADOPT_SECONDS = 45.0
-"""How long members of an undisturbed round may take to reconnect. While their former coordinator is
-still running, they look for a new one only every 10 s, and a name server may return the old address
-for 30 s.
+"""Maximum number of seconds for which a new coordinator waits until all members of an undisturbed
+round have reconnected. It is long, because members look for a new coordinator only every 10 s while
+the old one is still running, and a name server may return the old address for 30 s.
 """
 BROKEN_SECONDS = 5.0
-"""How long members may take to reconnect once the round is known to be over."""
+"""Number of seconds in which members can still reconnect once the round is known to be over."""
 
 
 @dataclass(frozen=True)
 class Resume:
-    """The state that a member reports when it reconnects."""
+    """What a member reports about its round when it reconnects."""
 
     round: int
     rank: int
     world: int
     state: MemberState
     planned: bool = False
-    """Whether the member was asked to stop the round's workers in a planned way, so that they may
-    save before they exit."""
+    """Whether an earlier coordinator asked the member to stop the round's workers in a planned way,
+    so that they can save before they exit.
+    """
 
     @property
     def has_workers(self) -> bool:
@@ -65,7 +67,7 @@ class Resume:
 
     @classmethod
     def read(cls, body: Any) -> Resume | None:
-        """Read the field `resume` of a hello; return None if the member was not in a round.
+        """Read the field `resume` of a hello. Return None if the member was not in a round.
 
         Raises:
             ValueError: the message names the field.
@@ -87,17 +89,21 @@ class Resume:
 
 
 class Takeover:
-    """Readmits members to the rounds that they were in."""
+    """Puts reconnecting members back into the rounds in which they were under an earlier
+    coordinator.
+    """
 
     def __init__(self, rounds: Rounds, members: Members, loop: Loop, attempt: int) -> None:
         self._rounds, self._members, self._loop, self._attempt = rounds, members, loop, attempt
         self._opened = False
         self._gone: set[str] = set()
         self._until: float | None = None
-        """Time until which to wait for members; None means not to wait."""
+        """Time until which rounds are held while members reconnect; None if rounds are not held."""
 
     def arrive(self) -> None:
-        """Start the hold at the first hello, unless this is the first coordinator."""
+        """Hold rounds from the first hello on, unless this is the first coordinator of the
+        generation.
+        """
         if self._attempt and not self._opened:
             self._hold(ADOPT_SECONDS)
 
@@ -113,7 +119,9 @@ class Takeover:
             self._end()
 
     def resume(self, member: Member, resumed: Resume) -> None:
-        """Put a member back into its round, or notify it that the round no longer exists."""
+        """Put a member back into its round. If that round no longer exists, ask the member to stop
+        its workers.
+        """
         rounds = self._rounds
         if rounds.current is None or resumed.round > rounds.current.number:
             # This coordinator did not begin this round, so an earlier one did.
@@ -136,12 +144,14 @@ class Takeover:
         self.check()
 
     def gone(self, pod: str) -> None:
-        """Count a pod that is gone, even if this coordinator has never heard of it."""
+        """Record that a pod is gone, even if this coordinator has never heard of the pod."""
         if self._until is not None:
             self._gone.add(pod)
 
     def check(self) -> None:
-        """End or shorten the hold if enough is known. Must be called after every event."""
+        """Release the rounds, or shorten their hold, if enough is known. Must be called after every
+        event.
+        """
         if self._until is None:
             return
         current = self._rounds.current
@@ -151,9 +161,9 @@ class Takeover:
         if current is None:
             known = self._members.ready_count >= self._rounds.size.nodes
         else:
-            # The absent members' names are unknown. So if as many pods are gone as members are
-            # absent, assume that they are the same. After a planned end, keep the long limit,
-            # because members may be saving before they look for this coordinator.
+            # The names of the members that have not reconnected are unknown. So if as many pods are
+            # gone as members are missing, assume that they are the same. After a planned end, keep
+            # the long limit, because members may be saving before they look for this coordinator.
             over = current.broken and not current.ended_planned
             known = over or len(self._gone) >= current.absent
         if known and self._until > self._loop.now() + BROKEN_SECONDS:

@@ -1,19 +1,20 @@
 """Decides early that a member's host is unreachable, if two witnesses agree and a spare is ready.
 
 The server waits 6 s for a silent member, because a network may fail briefly and restarts cost work.
-With a ready spare, little is at stake: the spare takes over, and the silent member becomes the
-spare when it reconnects. So a loss is decided within a second if two witnesses have seen it:
+If a spare is ready, an early decision risks little: the spare takes over, and the silent member
+becomes the spare when it reconnects. So a member is declared lost within a second if two witnesses
+have seen that it is unreachable:
 
 - a neighbour in the round's ring (`launcher/neighbours.py`) has reported that the member did not
   acknowledge a byte for 0.5 s, and has not withdrawn that report;
 - a heartbeat on this coordinator's own connection is not acknowledged within CONFIRM_SECONDS.
 
-A report makes the coordinator check all members, not only the reported one. If most of them
-are silent, this coordinator is the one that is partitioned, and no member is lost. A spare counts
-only if it also acknowledges the heartbeat. If there are fewer spares than lost members, only the
-time limits of `server` apply.
+After a neighbour's report, the coordinator checks all members, not only the reported one. If most
+of them are silent, this coordinator is the one that is partitioned, and no member is declared lost.
+A spare counts only if it also acknowledges the heartbeat. If there are fewer spares than lost
+members, only the time limits of `server` apply.
 
-A link that is down for less than 0.5 s cannot cause a loss. Both kernels resend every 0.2 s
+If a link is down for less than 0.5 s, no member is declared lost. Both kernels resend every 0.2 s
 (`resend_often`), so the heartbeat is acknowledged at most 0.7 s after the outage began. The
 coordinator judges after 0.85 s at the earliest.
 
@@ -36,34 +37,36 @@ from ddpjob_runtime.coordinator.round_sequence import Rounds
 from ddpjob_runtime.protocol import MemberState, ToMember
 
 CONFIRM_SECONDS = 0.35
-"""How long members' kernels may take to acknowledge a heartbeat."""
+"""Number of seconds in which the kernels of the members' hosts must acknowledge a heartbeat."""
 LATE_SECONDS = 0.3
-"""If a check is this many seconds late, this process or its host must have been paused. The check
-is then repeated.
+"""Minimum number of seconds by which a check is late if this process or its host was paused. A late
+check proves nothing, so it is repeated.
 """
 FRESH_SECONDS = 2.0
-"""How long a report is valid. Reports expire because a withdrawal may be lost. Neighbours repeat a
-valid report every second."""
+"""Number of seconds for which a neighbour's report is valid. Neighbours repeat the report every
+second while it is true. It expires because the line that withdraws it may be lost.
+"""
 PAUSE_SECONDS = 1.0
-"""Minimum time between checks that find no loss."""
+"""Minimum number of seconds from a check that finds no loss to the next check."""
 
 
 class Witnesses:
-    """Collects the neighbours' reports, and compares them with this coordinator's connections.
+    """Compares the neighbours' reports with what this coordinator sees on its own connections.
 
-    `acknowledges(member)` returns whether the member's kernel has acknowledged all sent data.
+    `acknowledges(member)` returns whether the kernel of the member's host has acknowledged all data
+    that was sent.
     """
 
     def __init__(self, rounds: Rounds, members: Members, loop: Loop, acknowledges: Callable[[Member], bool]) -> None:
         self._rounds, self._members, self._loop = rounds, members, loop
         self._acknowledges = acknowledges
         self._number = 0
-        self._reports: dict[tuple[int, int], float] = {}  # (reporting rank, silent rank) -> when
+        self._reports: dict[tuple[int, int], float] = {}  # (reporting rank, silent rank) -> time of the report
         self._looked_at: float | None = None  # when the current check began
         self._rests_until = 0.0
 
     def report(self, member: Member, number: int, rank: int, silent: bool) -> None:
-        """Record that a neighbour of this member is silent, or is heard again.
+        """Record that a neighbour of this member has fallen silent, or can be heard again.
 
         Raises:
             ValueError: `rank` is not a neighbour of the member.
@@ -82,9 +85,10 @@ class Witnesses:
         self._look()
 
     def _look(self) -> None:
-        """Send all members a heartbeat, if a member is reported and a spare is ready.
+        """Send a heartbeat to all members, if a neighbour has reported one of them and a spare is
+        ready.
 
-        `_judge` then checks whose kernel has acknowledged it.
+        `_judge` then checks which kernels have acknowledged the heartbeat.
         """
         now = self._loop.now()
         if self._looked_at is not None or now < self._rests_until:
@@ -96,7 +100,7 @@ class Witnesses:
             self._loop.later(CONFIRM_SECONDS, self._judge)
 
     def _reported(self) -> list[Member]:
-        """Return the training members that a neighbour has reported."""
+        """Return the training members that their neighbours report as silent."""
         current = self._rounds.current
         if current is None or current.number != self._number or current.broken or self._rounds.over:
             return []

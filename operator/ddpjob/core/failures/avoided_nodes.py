@@ -44,10 +44,11 @@ at fault."""
 def find_avoided_nodes(
     status: JobStatus, now: datetime, *, trained: bool, faults: tuple[Restart, ...] = ()
 ) -> tuple[AvoidedNode, ...]:
-    """Return the hosts to avoid, sorted by name.
+    """Return the hosts that new pods are to avoid, sorted by name.
 
-    These are the hosts that are still avoided, and newly suspect hosts. `trained` is true once the
-    job has completed a step. `faults` are host faults in addition to the restarts in the status.
+    These are hosts that were avoided before and whose time is not over, and newly suspect hosts.
+    `trained` is true once the job has completed a step. `faults` are host faults in addition to the
+    restarts in the status.
     """
     fresh = {entry.node: entry for entry in _suspects((*status.restarts.recent, *faults), now, trained=trained)}
     kept = {entry.node: entry for entry in status.avoided_nodes if entry.until > now}
@@ -55,7 +56,10 @@ def find_avoided_nodes(
 
 
 def _suspects(recent: tuple[Restart, ...], now: datetime, *, trained: bool) -> list[AvoidedNode]:
-    """Return the hosts that the last hour's restarts make suspect, with reasons and times."""
+    """Return the hosts that the last hour's restarts make suspect, with the reason for each.
+
+    Each entry also has the time until which the host is avoided.
+    """
     recent = tuple(r for r in recent if r.node and r.time > now - WINDOW)
     own = [r for r in recent if trained and r.counted and r.reason not in _OF_LIMITS]
     lost = [r for r in recent if r.reason == Cause.NODE_LOST]

@@ -55,7 +55,10 @@ _TRACEBACK_LIMIT = 3000
 
 
 class Cause(StrEnum):
-    """Reasons, in the words that users read in `status.restarts.recent` and in conditions."""
+    """The reasons why pods end and groups restart.
+
+    Users read these words in `status.restarts.recent` and in conditions.
+    """
 
     WORKER_FAILED = "WorkerFailed"
     EXIT_CODE = "ExitCode"
@@ -91,9 +94,9 @@ PLANNED = frozenset({Cause.JOINED, Cause.SCALED, Cause.SPEC_CHANGED, Cause.KEY_C
 
 
 def names_pod(restart: Restart) -> bool:
-    """Whether the restart is due to one pod.
+    """Whether a restart has one pod as its cause, so that messages about the restart name this pod.
 
-    A hang or a changed spec affects the whole group, so such a restart names the job instead.
+    A hang or a changed spec affects the whole group. Messages about such a restart name its reason.
     """
     return restart.index is not None or restart.reason == Cause.COORDINATOR_LOST
 
@@ -111,7 +114,11 @@ def with_traceback(summary: str, traceback: str) -> str:
 
 
 def without_wait(message: str) -> str:
-    """Return a restart's message without its back-off time, because the restart will not happen."""
+    """Return a restart's message without its last part about the back-off, such as `; waits 10 s`.
+
+    Messages about a failed job use this, because no pod follows. Comparisons of errors use it,
+    because the back-off differs each time.
+    """
     return _WAIT.sub("", message)
 
 
@@ -127,7 +134,11 @@ does not fit in /dev/shm."""
 
 
 def if_shared_memory_full(said: str, signal_name: str = "") -> str:
-    """Return how to fix a full /dev/shm, if the program got SIGBUS or an error about /dev/shm."""
+    """Return advice on enlarging /dev/shm if it seems to have been full; otherwise empty.
+
+    /dev/shm has probably been full if the program was killed by SIGBUS, or if `said` is a message
+    of torch about shared memory.
+    """
     return _SHARED_MEMORY_FULL if signal_name == "SIGBUS" or _SAYS_SHARED_MEMORY.search(said) else ""
 
 
@@ -154,7 +165,8 @@ class End:
     """Whether the exit code belongs to an init container. It then says nothing about the program's
     configuration."""
     rank: int | None = None
-    """The failed rank that made torchrun in a `command` exit, or the slow rank whose pod moves."""
+    """The rank that failed and so made torchrun in a `command` exit, or the slow rank whose pod
+    moves."""
 
 
 _ENDED_BY_HOST = frozenset({"Evicted", "NodeShutdown", "Shutdown", "Terminated", "Preempting"})
@@ -170,8 +182,8 @@ _REJECTIONS = re.compile(
 """Matches the reasons that a kubelet gives when it does not admit a pod
 (pkg/kubelet/lifecycle/predicate.go)."""
 _LOST_BY_HOST = frozenset({("ContainerStatusUnknown", 137), ("Unknown", 255)})
-"""Reason and exit code of a container that is gone after its host was restarted, as reported by the
-kubelet and by containerd."""
+"""Pairs of a reason and an exit code. The kubelet reports the first pair for a container that
+disappeared when its host was restarted, and containerd reports the second."""
 
 Hosts = Mapping[str, HostView] | None
 
@@ -180,8 +192,8 @@ def explain_vanished(name: str, host: str, hosts: Hosts, last: PodView | None = 
     """Return the end of a pod whose object is gone, from its last known state if possible.
 
     If the last state shows no reason, the pod was force-deleted, was deleted with its host, or lost
-    the labels by which the operator finds it. In the last case, a watch reports the deletion of a
-    pod whose deletion was never requested.
+    the labels by which the operator finds it. If it lost its labels, the watch reports a deletion
+    although nobody has requested one.
     """
     if last is not None and (last.disruption or last.status_reason or (last.ended and not last.succeeded)):
         return explain_end(last, hosts, launcher=launcher)
@@ -271,9 +283,10 @@ def memory_limit(pod: PodView | None) -> str:
 
 
 def _by_rank(pod: PodView) -> End | None:
-    """Return the end of a `command`'s pod according to its failed rank; None if no rank is known.
+    """Return the end of a pod that runs a `command`, from the rank that failed in this pod.
 
-    The rank is known from its own report, or from torchrun's table in the log.
+    The rank is known from its own report, or from torchrun's table in the log. Return None if no
+    rank is known.
     """
     if pod.deleted_at is not None or pod.main.exit_code == 0:
         return None
@@ -406,7 +419,7 @@ def read_termination_message(container: ContainerView) -> TerminationMessage:
 
 @dataclass(frozen=True)
 class FailedRank:
-    """The failed rank that made torchrun in a `command` exit.
+    """The rank that failed and so made torchrun in a `command` exit.
 
     `exit_code` is 128 + N for signal N, as in a shell. `init` is true if the rank could not start,
     in which case a retry would not help.
@@ -421,14 +434,14 @@ class FailedRank:
 
 _ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\):")
 _OF_TABLE = {name: re.compile(rf"^ *{name} *: (-?[0-9]{{1,6}})\b", re.MULTILINE) for name in ("rank", "exitcode")}
-"""Matches the lines of torchrun's table of failures. For a rank that was terminated by a signal,
-the table is the only source."""
+"""Matches the lines of torchrun's table of failures. If a signal terminated the rank, only this
+table names it, because the rank could not write a report."""
 
 
 def read_failed_rank(text: str) -> FailedRank | None:
-    """Read a rank's own report of its failure (worker.py), or torchrun's table at the end of a log.
+    """Return the failed rank from its own report (worker.py), or from torchrun's table in the log.
 
-    Return None if the text has neither.
+    Return None if the text contains neither.
     """
     try:
         written = json.loads(text)
@@ -462,10 +475,10 @@ _NO_SUCH_IMAGE = re.compile(
     r"failed to resolve (?:reference|image)\b.*: not found\W*$|manifest unknown|invalid reference",
     re.IGNORECASE | re.DOTALL,
 )
-"""Matches a registry's response that it does not have the image. Waiting does not help in this
-case, but it does if a registry denies access or limits the rate. Many other errors of containerd
-also end with "not found", for example if a mirror lacks a layer, so more than these two words must
-match."""
+"""Matches a registry's response that it does not have the image. A job does not wait for such an
+image, but it does wait if a registry denies access or limits the rate. The words "not found" alone
+are not enough, because containerd ends many other errors with them, for example if a mirror lacks a
+layer."""
 _WRONG_PLATFORM = re.compile(
     r"no match for platform|no matching manifest for|no image found in (?:manifest list|image index)|exec format error"
     r"|cannot be used on this platform",
@@ -474,7 +487,7 @@ _WRONG_PLATFORM = re.compile(
 """Matches messages from containerd, docker, CRI-O and the kernel about an image that does not fit
 the host's architecture or operating system."""
 PULLING = ("ErrImagePull", "ImagePullBackOff")
-"""Reasons between which a kubelet alternates while it cannot pull an image."""
+"""The two reasons that a kubelet gives in turn while it cannot pull an image."""
 _CANNOT_START = ("RunContainerError", "StartError", "ContainerCannotRun")
 
 
@@ -514,7 +527,7 @@ class Stuck:
 
 
 def find_stuck(pod: PodView, *, has_run: bool) -> Stuck | None:
-    """Return the first container of a pod that cannot start for now; None if all can.
+    """Return the first container in a pod that cannot start for now; None if every container can.
 
     Only two faults are final, and only for a job that has never run a pod: an invalid image name,
     and a registry that does not have the image. The job waits if a registry is unreachable, denies

@@ -37,7 +37,7 @@ ENDING_MARGIN = timedelta(seconds=5)
 
 
 def lost_since(pod: PodView, world: World, now: datetime) -> datetime | None:
-    """Return when a pod fell silent; None if it is alive or has ended.
+    """Return the time at which a pod fell silent; None if the pod is alive or has ended.
 
     If that time is unknown, or in the future because the clock was set back, return `now`. The
     caller remembers the first result.
@@ -73,7 +73,7 @@ def is_overdue(pod: PodView, now: datetime) -> bool:
 
 
 def may_run(pod: PodView, now: datetime) -> bool:
-    """Whether a pod may still be running and saving."""
+    """Whether a pod may still be running, and may therefore be saving a checkpoint."""
     return not pod.ended and not is_overdue(pod, now)
 
 
@@ -93,9 +93,9 @@ def _host_lost(pod: PodView, world: World, now: datetime) -> datetime | None:
 
 
 def _member_lost(pod: PodView, world: World) -> datetime | None:
-    """Return when a running pod lost its connection to the coordinator.
+    """Return the time at which a running pod lost its connection to the coordinator.
 
-    Return None if it has a connection, or if the coordinator has lost most pods. In the latter
+    Return None if the pod has a connection, or if the coordinator has lost most pods. In the latter
     case, the coordinator itself is partitioned.
     """
     return world.silent.get(pod.name) if world.silent and world.deaf_since is None else None

@@ -38,19 +38,19 @@ from ddpjob.core.failures.classify import Cause, names_pod
 SAME_BREAK = timedelta(seconds=5)
 """Maximum time between a pod's end and an incident that belong to one break."""
 CLEARLY_BEFORE = timedelta(seconds=2)
-"""A time that is longer than any difference between the clocks, including the kubelets' rounding.
-"""
+"""An incident counts as earlier than a pod's end only if it came more than this much earlier. The
+time is longer than any difference between the clocks, including the kubelets' rounding."""
 
 _EVER = datetime.max.replace(tzinfo=UTC)
 _HARD = frozenset({Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED})
-"""Counted pod ends that can cause a worker's failure, but never result from one. The same is true
-of every end that does not count."""
+"""Causes of pod ends that can make a worker fail, but never result from a worker's failure. Ends
+that do not count have the same property, so only causes that count are listed."""
 _NO_BREAKS = frozenset({Cause.JOINED, Cause.SCALED})
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A failure before attribution, which decides whether it is a cause or a consequence."""
+    """A failure before `attribute` has decided whether it is a cause or a consequence."""
 
     restart: Restart
     """The restart to record if the finding is a cause."""
@@ -68,9 +68,11 @@ class Finding:
 
     @property
     def contestable(self) -> bool:
-        """Whether the finding counts or fails the job, unless it turns out to be a consequence.
+        """Whether it makes a difference if this finding is a cause or a consequence.
 
-        A program that cannot start is never a consequence.
+        It makes one if the finding, as a cause, counts or fails the job, because a consequence does
+        neither. A program that cannot start is never a consequence, so an InitFailure that only
+        fails the job makes none.
         """
         return self.restart.counted or bool(self.fails and self.fails != Cause.INIT_FAILURE)
 
@@ -80,20 +82,20 @@ class Attributed:
     """The outcome of `attribute`."""
 
     restarts: tuple[Restart, ...]
-    """Restarts to record, in this order. Each finding is a cause or a consequence, and has a
-    round."""
+    """The restarts to record, in this order. Each of them is marked as a cause or a consequence,
+    and has the number of its round."""
     causes: tuple[Finding, ...]
     """The findings that are not consequences. Only these may fail the job."""
     seen_round: int
-    """The newest round whose break an incident has explained. Later incidents are not merged into
-    that break."""
+    """The newest round whose break has been explained by an incident. Later incidents are not
+    merged into that break."""
     idle: tuple[Restart, ...] = ()
     """Ends of idle spares. They do not restart the group and are not recorded."""
 
 
 @dataclass
 class _Break:
-    """A break that this reconcile has found. The first finding is its cause."""
+    """A break that this reconcile has found. The first of its findings is its cause."""
 
     findings: list[Finding]
     incident: bool
@@ -108,15 +110,16 @@ def attribute(
     The function is pure and records nothing. `status` holds the breaks of earlier reconciles
     (`restarts.recent`, `restarts.seen_round`, `round`). `ends` are the ends of pods since then, in
     any order. `incidents` are the coordinator's incidents, in the order of their numbers. `lost`
-    lists incidents (pod, time) that do not include a cause because a pod's end explains them.
+    lists incidents, each as a pod and a time, that name no cause because the pod's end explains
+    them.
 
-    1. An end joins the last recorded break if its pod was created before that break, and the group
-       is still down because of the break or the end is within SAME_BREAK of it. All other ends form
-       one new break. Its cause is an end that does not count, if there is one, otherwise the
-       earliest end.
+    1. An end that would count or fail the job joins the last recorded break if its pod was created
+       before that break. The group must also still be down because of the break, or the end must be
+       within SAME_BREAK of it. All other ends form one new break. The cause of the new break is an
+       end that does not count, if there is one, and the earliest end if there is none.
     2. The first incident within SAME_BREAK of the new break joins it. The incident is the cause if
-       the ends are ordinary failures of a worker. Otherwise it is a consequence of the eviction,
-       deletion or lack of memory, or a separate break if it was clearly earlier.
+       the ends are ordinary failures of a worker. If an end is an eviction, a deletion or a lack of
+       memory, the incident is a consequence of it, or a separate break if it was clearly earlier.
     3. An incident within SAME_BREAK of the last recorded break is a consequence of it, if no
        earlier incident has explained that break. Every other incident is a separate break.
 
@@ -135,7 +138,7 @@ def attribute(
     losses = sorted(lost, key=lambda loss: loss[1])
 
     def explain_losses(until: datetime = _EVER) -> None:
-        """Treat the losses reported up to this time as the incidents of their breaks.
+        """Mark breaks as explained by an incident if a loss up to this time belongs to them.
 
         Later losses must wait until earlier incidents have been merged. A coordinator that has just
         started may report a failure first, and then a loss that belongs to the same break.
@@ -151,7 +154,7 @@ def attribute(
     for incident in incidents:
         explain_losses(incident.restart.time)
         if incident.restart.reason == Cause.JOINED and _scaling(status):
-            continue  # The operator has already recorded the restart for the changed spec.nodes.
+            continue  # The operator has already recorded this restart when spec.nodes changed.
         if here is not None and not here.incident and _close(incident, here):
             here.incident = True
             if not _join(incident, here):
@@ -187,7 +190,7 @@ def _last_break(status: JobStatus) -> Restart | None:
 
 
 def _belongs(end: Finding, last: Restart, status: JobStatus) -> bool:
-    """Whether a pod's end may result from the last recorded break."""
+    """Whether a pod's end may be a result of the last recorded break."""
     if end.made_in is None or end.made_in >= last.round:
         return False
     still_broken = last.seconds is None and status.holds(ConditionType.RESTARTING)
@@ -222,7 +225,10 @@ def _join(incident: Finding, here: _Break) -> bool:
 def _recorded(
     status: JobStatus, last: Restart | None, late: list[Finding], breaks: list[_Break], seen: int
 ) -> Attributed:
-    """Number the new breaks. `late` are consequences of `last`."""
+    """Number the new breaks, and return their restarts together with the consequences of `last`.
+
+    `late` contains the findings that are consequences of `last`.
+    """
     assert last is not None or not late, "a consequence needs a break that it follows from"
     restarts = [_consequence(f, last) for f in late if last is not None]
     causes = []

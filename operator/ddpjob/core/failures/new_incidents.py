@@ -6,8 +6,9 @@ therefore evaluated only once, even if the operator is replaced in between.
 
 - An incident that names its cause, such as a failed worker or a hang, becomes a finding. The rules
   decide whether it counts.
-- PeerLost and Left only show that a pod is gone. The pod's own end has the cause, so such an
-  incident keeps its pod and time, so that `merge_causes` can find that end.
+- PeerLost and Left only show that a pod is gone. The cause is known from the pod's own end. Only
+  the pod and the time of such an incident are kept, because `merge_causes` needs them to find that
+  end.
 - If the lost pod reconnects and the group runs again, no pod has ended. The break is then reported
   here, uncounted, because it would appear nowhere else.
 
@@ -48,14 +49,15 @@ _CAUSES = {
 
 @dataclass(frozen=True)
 class NewIncidents:
-    """Incidents that have not been seen before."""
+    """The coordinator's incidents that no earlier reconcile has evaluated."""
 
     findings: tuple[Finding, ...] = ()
-    """Incidents that include their cause, in the order of their numbers."""
+    """The incidents that name a cause, in the order of their numbers."""
     lost: tuple[tuple[str, datetime], ...] = ()
-    """Pod and time of each incident that a pod's end explains."""
+    """The pod and the time of each incident that names no cause, because the end of that pod
+    explains it."""
     last: int = 0
-    """Number of the newest incident that has been seen."""
+    """Number of the newest incident that has been evaluated."""
 
 
 def find_new_incidents(view: View) -> NewIncidents:
@@ -76,7 +78,8 @@ def find_new_incidents(view: View) -> NewIncidents:
 def _came_back(view: View) -> list[Finding]:
     """Return a finding if the group lost a pod that then reconnected, and the group runs again.
 
-    No pod has ended and no other incident includes a cause, so this break would not be recorded.
+    No pod has ended and no other incident names a cause, so this break would otherwise not be
+    recorded.
     """
     report, recent = view.report, view.status.restarts.recent
     if report is None or report.state != CoordinatorState.RUNNING or not report.incidents:

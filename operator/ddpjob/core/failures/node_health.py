@@ -4,7 +4,7 @@ Here a node is a Kubernetes node. Health agents mark nodes that are about to fai
 marked node should move before the node fails (`judge_nodes`). But agents may be wrong, so there are
 limits:
 
-- A sign must last for LASTS, and at most SHARE of the nodes of one kind may show a sign.
+- A sign must last for LASTS. If more than SHARE of the nodes of one kind show a sign, no pod moves.
 - A job leaves the same node at most once an hour, and only if a spare or another node can take
   over.
 - It is unknown whether another node has room. Without a spare, the unhealthy node itself must
@@ -19,7 +19,7 @@ so such a pod is replaced (`judge_failing`):
   code would occur in every pod, so it does not move a pod. Neither does an error that ranks of
   other pods had in the same round. A program that fails for only one rank causes at most MAX_MOVES
   moves an hour.
-- after its third lost connection in a row, if there is a pod on a third node. With only two nodes
+- after its third lost connection in a row, if another pod runs on a third node. With only two nodes
   it is unknown whether the pod's or the coordinator's node is partitioned. Lost connections do not
   count, so without this rule they could repeat forever.
 
@@ -27,7 +27,7 @@ Example: rank 3's GPU begins to fail.
 
     first CUDA error     the worker restarts in its pod; the failure counts
     second CUDA error    the pod is replaced by a spare or by a new pod on another node; this
-                         failure does not count, because it has the same reason
+                         failure does not count, because the first one has already counted
 """
 
 from __future__ import annotations
@@ -50,16 +50,17 @@ from ddpjob.core.view import View
 from ddpjob.core.world import ANNOTATION_WORKLOAD, TRAINER_CONTAINER, HostView, PodView
 
 LASTS = timedelta(seconds=60)
-"""How long a node must have been unhealthy, by the operator's clock. Pods are not moved because of
-a flapping sign."""
+"""How long a node must have been unhealthy, by the operator's clock, before pods leave it. A sign
+that comes and goes more quickly does not move pods."""
 SHARE = 0.25
 """Maximum share of unhealthy nodes among nodes of one kind. If more are unhealthy, either the agent
 is broken or no other node would be better."""
 MAX_MOVES = 3
 """Maximum number of moves within an hour. More moves would cost more than they could save."""
 LINK_LOSSES = 3
-"""Number of consecutive lost connections after which a pod is replaced. Two failures of a worker
-suffice, but a restarting switch may cause two lost connections."""
+"""Number of lost connections in a row after which a pod is replaced. For failures of a worker, two
+in a row suffice. One more is required here, because a switch that restarts may cause two lost
+connections."""
 _BEYOND = (
     "the required affinity, spread constraints, claims or quantities in this job's podTemplate and resources, or the "
     "topology of its queue"
@@ -68,7 +69,7 @@ _BEYOND = (
 
 @dataclass(frozen=True)
 class NodeVerdict:
-    """A verdict on a pod whose node has been unhealthy for long enough."""
+    """The decision on whether a pod leaves a node that has been unhealthy for LASTS."""
 
     index: int
     end: End
@@ -81,7 +82,7 @@ class NodeVerdict:
 
 
 def judge_nodes(view: View) -> list[NodeVerdict]:
-    """Return verdicts on the slots' pods on unhealthy nodes, ordered by index.
+    """Decide for each slot's pod on an unhealthy node whether it leaves, in the order of indices.
 
     The result is empty once a node of the job has finished, because the job is about to finish.
     """
@@ -99,7 +100,8 @@ def judge_nodes(view: View) -> list[NodeVerdict]:
         return []
     within = [r for r in view.status.restarts.recent if r.time > view.now - WINDOW]
     recent = [r for r in within if r.reason == Cause.NODE_UNHEALTHY]
-    # A full list of recent restarts may no longer contain earlier moves.
+    # The list of recent restarts has a limited length. If it is full, earlier moves may be missing
+    # from it, so the limit of moves counts as reached.
     often = len({r.round for r in recent}) >= MAX_MOVES or len(within) >= RECENT
     left = {r.node for r in recent}
     left |= {a.node for a in view.status.avoided_nodes if a.reason.startswith(Cause.NODE_UNHEALTHY)}
@@ -112,8 +114,8 @@ def judge_nodes(view: View) -> list[NodeVerdict]:
     verdicts = []
     for index, pod, host, end in found:
         if storm:
-            # The message omits the number of unhealthy nodes, because a flapping node would change
-            # the status each time.
+            # The message omits the number of unhealthy nodes. Whenever a sign came or went, this
+            # number would change, and the status would be written again.
             reason, why = "TooManyUnhealthy", "more than a quarter of the Kubernetes nodes of its kind are unhealthy"
         elif host.name in left:
             reason, why = (
@@ -147,34 +149,36 @@ def judge_nodes(view: View) -> list[NodeVerdict]:
 
 
 _OF_PLACES = frozenset({Cause.WORKER_FAILED, Cause.HANG})
-"""Failures that leave the pod alive and may be caused by its node. Exceeded memory and storage
-limits are the job's own fault."""
+"""Failures that leave the pod alive and may be caused by its node. Exceeded limits of memory or
+storage are not included, because they are the job's own fault."""
 MOVE_CAUSES = (Cause.NODE_UNHEALTHY, Cause.POD_UNHEALTHY, Cause.SLOW_RANK)
 
 
 @dataclass(frozen=True)
 class Failing:
-    """A pod that is replaced because of a failure of its ranks."""
+    """A living pod that is replaced because of a failure of its ranks."""
 
     number: int
-    """The failure's position among the failures that were judged."""
+    """The position of the failure in the sequence that `judge_failing` received."""
     index: int
     failure: Restart
-    """The failure to record. Only the first failure on a node counts (`_has_counted`)."""
+    """The failure as the status is to record it. It is marked as not counted if an earlier failure
+    on this node has already counted (`_has_counted`)."""
     end: End
 
 
 def judge_failing(view: View, failures: Sequence[Restart]) -> list[Failing]:
-    """Return the pods to replace because of these new failures.
+    """Return the pods that must be replaced because of these new failures.
 
-    The failures are not in the view's status yet. With a single host, a new pod would be no better.
+    The view's status does not contain these failures yet. If the cluster has only one host, the
+    result is empty, because a new pod would be no better.
     """
     if view.world.one_host:
         return []
     within = [r for r in view.status.restarts.recent if r.time > view.now - WINDOW]
     found: list[Failing] = []
     for number, failure in enumerate(failures):
-        earlier = [*within, *failures[:number]]  # After its own outage, an operator sees several failures at once.
+        earlier = [*within, *failures[:number]]  # An operator that was down may see several failures at once.
         index = failure.index if view.status.slot(failure.index) is not None else None
         pod = view.pods[index] if index is not None else None
         if index is None or pod is None or pod.name != failure.pod or pod.ended or pod.deleted_at is not None:
@@ -206,15 +210,18 @@ def _why_it_leaves(view: View, failure: Restart, within: Sequence[Restart]) -> s
     again = before is not None and before.pod == failure.pod and before.reason in _OF_PLACES
     counts = view.status.restarts
     restored = before in counts.recent and before is not None and before.counted and not counts.counted
-    # If the budget was restored in between, the job has trained for a long time, so the failures
-    # are not consecutive.
+    # If the budget was restored between the two failures, the job has trained for a long time in
+    # between, so they do not count as two in a row.
     if not again or restored or len(view.status.slots) < 2 or names_program_error(failure.message):
         return ""
     return "" if _has_moved_too_often(view, within) else "has failed twice in a row while no other pod did"
 
 
 def _link_breaks(view: View, failure: Restart, within: Sequence[Restart]) -> bool:
-    """Whether it is the pod's node, not the coordinator's, that is repeatedly partitioned."""
+    """Whether the pod's own node, not the coordinator's, has been partitioned LINK_LOSSES times.
+
+    This is known only if another pod, on a third node, has kept its connection.
+    """
     breaks = [r for r in within if r.round and not r.consequence and r.reason not in PLANNED][1 - LINK_LOSSES :]
     again = len(breaks) == LINK_LOSSES - 1 and all((r.reason, r.pod) == (failure.reason, failure.pod) for r in breaks)
     if not again or view.coordinator is None:
@@ -225,8 +232,8 @@ def _link_breaks(view: View, failure: Restart, within: Sequence[Restart]) -> boo
 
 def _has_moved_too_often(view: View, within: Sequence[Restart]) -> bool:
     moves = {r.round for r in within if r.reason in MOVE_CAUSES}
-    # The list of recent restarts is limited and may lack some moves, but the nodes that they left
-    # are still avoided.
+    # The list of recent restarts has a limited length and may lack some moves. The nodes that these
+    # moves left are still in the list of avoided nodes.
     left = [a for a in view.status.avoided_nodes if a.reason.startswith(MOVE_CAUSES)]
     return max(len(moves), len(left)) >= MAX_MOVES
 
@@ -234,8 +241,9 @@ def _has_moved_too_often(view: View, within: Sequence[Restart]) -> bool:
 def _has_counted(failure: Restart, within: Sequence[Restart]) -> bool:
     """Whether an earlier failure in the same pod or on the same node has already counted.
 
-    After MAX_MOVES failures that did not count, every later failure counts. A pod's node may have
-    been unknown when an earlier failure was recorded, so the pod's name is compared too.
+    The result is False after MAX_MOVES failures that did not count, so every later failure counts.
+    A pod's node may have been unknown when an earlier failure was recorded, so the pod's name is
+    compared too.
     """
     replaced = {r.round for r in within if r.reason == Cause.POD_UNHEALTHY}
     free = [r for r in within if r.round in replaced and r.reason in _OF_PLACES and not r.counted]
@@ -244,9 +252,10 @@ def _has_counted(failure: Restart, within: Sequence[Restart]) -> bool:
 
 
 def _has_a_place(view: View, pod: PodView) -> bool:
-    """Whether a spare is ready, or the pod's own node could take the replacement.
+    """Whether there is a place for the replacement of a pod: a ready spare, or the pod's own node.
 
-    If no other node has room, the replacement must return to the pod's own node.
+    It is unknown whether other nodes have room. If they have none, the replacement must return to
+    the pod's own node, which must therefore be able to take it.
     """
     host, members = (view.world.hosts or {}).get(pod.host), view.report.members if view.report is not None else ()
     spares = len({m.pod for m in members} & view.current_names - {pod.name}) >= view.job.spec.nodes
@@ -254,9 +263,10 @@ def _has_a_place(view: View, pod: PodView) -> bool:
 
 
 def find_next_judgement(view: View) -> datetime | None:
-    """Return when the next node of the job will have been unhealthy for LASTS.
+    """Return the time at which another unhealthy node will have been unhealthy for LASTS.
 
-    Return None if no node is about to reach this time.
+    Return the earliest such time if there are several nodes, and None if no node is about to reach
+    it.
     """
     hosts = view.world.hosts or {}
     begun = [hosts[p.host].unhealthy_since for p in view.pods if p is not None and p.host in hosts]
@@ -291,7 +301,7 @@ def ready_spares(view: View) -> list[PodView]:
 def _places(view: View, wants: Wants) -> int:
     """Return how many of the job's pods would fit on suitable nodes.
 
-    Pods of other jobs may already occupy this capacity.
+    The true number may be lower, because pods of other jobs may already occupy these nodes.
     """
     spec, hosts = view.job.spec, view.world.hosts or {}
     used = Counter(p.host for p in view.world.nodes() if not p.ended)
@@ -329,16 +339,16 @@ class Wants:
     """Number of each extended resource, by name."""
     tolerations: tuple[Mapping[str, Any], ...]
     more: bool
-    """Whether there are requirements that only the scheduler can judge."""
+    """Whether the job also has requirements that only the scheduler can judge."""
 
     @classmethod
     def of(cls, spec: JobSpec, queue: QueueStatus | None) -> Wants:
-        """Read the requirements of the spec, and those that the flavor of the quota adds."""
+        """Return the requirements of the spec, together with those that Kueue's flavor adds."""
         added = queue.node if queue is not None else PodChanges()
         pod = _dict(spec.pod_template.get("spec"))
         affinity = _dict(pod.get("affinity"))
         rules = any(name.startswith("required") and v for kind in affinity.values() for name, v in _dict(kind).items())
-        # With a topology, Kueue chooses the Kubernetes node.
+        # If the quota has a topology, Kueue chooses the Kubernetes node of each pod.
         rules = rules or ANNOTATION_WORKLOAD in added.annotations
         more = rules or any(pod.get(f) for f in ("resourceClaims", "nodeName", "topologySpreadConstraints"))
         amounts: dict[str, Any] = {spec.gpu_resource: spec.gpus_per_node} if spec.gpus_per_node else {}
@@ -357,7 +367,7 @@ class Wants:
         )
 
     def kind(self, host: HostView) -> bool:
-        """Whether a node is of the kind that the job runs on.
+        """Whether a node is of the same kind as the nodes on which the job runs.
 
         Such a node offers the requested kinds of devices or, if the job does not request any, has
         the labels of its node selector. A node whose devices are all broken still lists them, with
@@ -383,9 +393,10 @@ def _tolerates(toleration: Mapping[str, Any], key: str, value: str, effect: str)
 
 
 def _extended(resources: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a container's extended resources, whose names have a domain.
+    """Return the extended resources that a container requests. Their names contain a domain.
 
-    Kubernetes requires that their requests and limits are equal, so either may be given.
+    Kubernetes requires that the request and the limit of such a resource are equal, so the
+    container may state either.
     """
     asked = {**_dict(resources.get("requests")), **_dict(resources.get("limits"))}
     return {name: amount for name, amount in asked.items() if "/" in name}

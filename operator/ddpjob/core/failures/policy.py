@@ -61,20 +61,21 @@ COUNTED = frozenset(
         *(Cause.HANG, Cause.INIT_FAILURE),
     }
 )
-"""Failures of the job itself. Disruptions, lost hosts, manual deletions and consequences are not
-charged to the budget."""
+"""Causes that are failures of the job itself and count against its budget. Disruptions, lost hosts,
+manual deletions and consequences do not count."""
 RULE_FAILED = "RuleFailed"
 CONFIGURATION_ERROR = "ConfigurationError"
 _CONFIGURATION = frozenset({2, *range(64, 79)} - {EXIT_STEPPED_ASIDE})
-"""Exit codes of a program that rejects its arguments or settings, from argparse and sysexits.h."""
+"""Exit codes with which programs reject their arguments or settings: 2 from argparse, and most of
+the codes in sysexits.h."""
 
 PROGRAM_ERROR = "ProgramError"
 REPEATS = 3
-"""Number of consecutive failures with the same program error that fail a job before its first step.
-"""
+"""A job fails before its first step if this many counted failures in a row have the same program
+error."""
 APART = timedelta(seconds=10)
-"""Minimum time between failures that are counted separately. A temporary fault can pass in this
-time."""
+"""Minimum time between two failures that are counted separately. If failures follow each other more
+quickly, the same temporary fault may have caused them, so they are counted as one."""
 _OUTSIDE = re.compile(
     r"\b(?:OSError|IOError|EnvironmentError|BlockingIOError|BrokenPipeError|EOFError|InterruptedError|ChildProcessError"
     r"|ProcessLookupError|PermissionError|(?:FileNotFound|FileExists|NotADirectory|IsADirectory)Error)\b|\[Errno"
@@ -88,7 +89,8 @@ _WRONG_PATH = re.compile(
     r"\b(?:FileNotFound|NotADirectory|IsADirectory|Permission)Error: \[Errno (?:2|13|20|21)\] [\w ]+: '(?!\w+://)[^']*'"
 )
 """Matches errors about the path of a file that is missing, or that the program is not permitted to
-read. An error without a path may come from a socket, whose server may start later."""
+read. Errors without a path do not match, because they may come from a socket whose server starts
+later."""
 _PROGRAM_ERROR = re.compile(
     r"^rank .* ended with exit code 1: ((?:SyntaxError|IndentationError|TabError|NameError|UnboundLocalError|KeyError"
     r"|ImportError|ModuleNotFoundError|AttributeError|TypeError|NotImplementedError|RecursionError): .*)$",
@@ -119,14 +121,15 @@ new process in the same container does not regain the device."""
 
 @dataclass(frozen=True)
 class Ruling:
-    """The rules' verdict on a cause."""
+    """The decision of the rules, or of the defaults, about a cause."""
 
     counted: bool
     """Whether the cause counts against recovery.maxRestarts."""
     fails: str = ""
     """The reason of the Failed condition; empty if the job continues."""
     why: str = ""
-    """The rule that fails the job."""
+    """The rule or default that fails the job, in words; empty if the job continues, or if its entry
+    point cannot start."""
 
 
 def evaluate_rules(spec: JobSpec, cause: Cause, exit_code: int | None, *, trained: bool) -> Ruling:
@@ -178,8 +181,8 @@ def _is_ruled(spec: JobSpec) -> bool:
 def find_error_everywhere(spec: JobSpec, recent: Sequence[Restart]) -> str | None:
     """Return a message if several ranks had the same error in the last REPEATS counted failures.
 
-    Failures that follow each other within APART are counted as one. Any type of error qualifies,
-    except network, disk and device errors, which may be temporary. A wrong path qualifies.
+    Failures that follow each other within APART are counted as one. Network, disk and device errors
+    are ignored, because they may be temporary. The exception is the wrong path of a file.
     """
     if _is_ruled(spec):
         return None
@@ -226,7 +229,10 @@ def find_lost_device(spec: JobSpec, message: str, *, trained: bool) -> str:
 
 
 def shell_code(exit_code: int | None, signal_name: str | None) -> int | None:
-    """Return the exit code that a shell would show: 128 + N if torchrun reports -N or signal N."""
+    """Return the exit code that a shell would show.
+
+    If torchrun reports -N or the name of signal N, this is 128 + N.
+    """
     if exit_code is not None:
         return exit_code if exit_code >= 0 else 128 - exit_code
     number = getattr(signal, signal_name, None) if signal_name else None

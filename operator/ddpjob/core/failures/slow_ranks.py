@@ -45,8 +45,8 @@ from ddpjob.core.world import PodView
 
 SLOWDOWN = 1.3
 COST = 0.1
-"""Minimum share of each step that a move must save. Such a move repays its restart in about a
-minute."""
+"""A rank moves only if this saves at least this share of the time of each step. Such a move repays
+its restart in about a minute."""
 LASTS = timedelta(seconds=30)
 APART = timedelta(minutes=5)
 _MOVES = (Cause.SLOW_RANK, Cause.NODE_UNHEALTHY)
@@ -54,13 +54,13 @@ _MOVES = (Cause.SLOW_RANK, Cause.NODE_UNHEALTHY)
 
 @dataclass(frozen=True)
 class PaceVerdict:
-    """A verdict on a pod whose rank has been clearly slow for long enough."""
+    """The decision about a pod whose rank has been clearly slow for LASTS: whether it is moved."""
 
     index: int
     end: End
     """Cause and message to record as the pod's end if the pod is moved."""
     what: str
-    """The rank and its pod, without figures that change with each report."""
+    """Describes the rank and its pod, without figures that change with each report."""
     why: str = ""
     """Why the pod stays; empty if it is moved."""
 
@@ -78,7 +78,7 @@ class _Slow:
 
 
 def judge_slow_ranks(view: View) -> list[PaceVerdict]:
-    """Return verdicts on pods with clearly slow ranks, the slowest first.
+    """Decide for each pod with a clearly slow rank whether it moves, the slowest pod first.
 
     The result is empty while the job is finishing, and until APART has passed since the last move.
     """
@@ -100,12 +100,15 @@ def judge_slow_ranks(view: View) -> list[PaceVerdict]:
 
 
 def is_named(view: View) -> bool:
-    """Whether a clearly slow rank is being reported, or the group is restarting."""
+    """Whether a clearly slow rank is reported, or no running group can report one."""
     return view.report is None or view.report.state is not CoordinatorState.RUNNING or any(_slow_pods(view))
 
 
 def find_next_move(view: View) -> datetime | None:
-    """Return when the next slow rank may be moved; None if no rank is slow or it may move now."""
+    """Return the time at which the next slow rank may be moved.
+
+    Return None if no rank is slow, or if a slow rank may be moved now.
+    """
     slow = list(_slow_pods(view))
     moments = [found.since + LASTS for found in slow] + [_next_after_move(view) if slow else None]
     return min((moment for moment in moments if moment is not None and moment > view.now), default=None)
@@ -164,6 +167,6 @@ def _within(view: View) -> list[Restart]:
 
 
 def _next_after_move(view: View) -> datetime | None:
-    """Return when the next pod may be moved; None if it may be moved now."""
+    """Return the time until which no pod may be moved; None if a pod may be moved now."""
     last = max((r.time for r in _within(view) if r.reason == Cause.SLOW_RANK), default=None)
     return last + APART if last is not None and last + APART > view.now else None

@@ -38,8 +38,8 @@ from ddpjob.core.view import View
 from ddpjob.core.world import Role
 
 CAUSE_WAIT = timedelta(seconds=5)
-"""How long to wait for the cause after an end that looks like a consequence, because torchrun takes
-a while to exit."""
+"""How long to wait for the cause after an end that looks like a consequence. The cause may be
+observed later than its consequence, because torchrun takes a while to exit."""
 _LOSSES = frozenset({IncidentKind.PEER_LOST, IncidentKind.LEFT})
 """Incidents with which the coordinator reports the end of a training pod."""
 
@@ -78,7 +78,7 @@ class Attribution:
 
 
 def attribute_ends(ends: Ends) -> Attribution:
-    """Merge the ends of pods and new incidents into breaks."""
+    """Merge the ends of pods and the new incidents into breaks, each with one cause."""
     view = ends.view
     incidents = find_new_incidents(view)
     findings = [_finding_of_end(view, index, ended, incidents) for index, ended in ends.slots.items()]

@@ -90,7 +90,7 @@ class Ends:
 
 
 def find_ends(view: View) -> Ends:
-    """Return the pods of the current generation's slots and coordinator that have ended."""
+    """Return the pods that have ended, from the current generation's slots and its coordinator."""
     view, slots = _follow_slots(view)
     view, coordinator = _follow_coordinator(view)
     ends = Ends(view, slots, _suspect_host(view, coordinator))
@@ -117,9 +117,10 @@ def _follow_slots(view: View) -> tuple[View, dict[int, Ended]]:
 
 
 def _silent_since(view: View, slot: Slot, pod: PodView | None) -> datetime | None:
-    """Return when a slot's pod fell silent; None if it is not silent.
+    """Return the time at which a slot's pod fell silent; None if it is not silent.
 
-    If the exact time is unknown, the slot remembers the first reconcile that saw the silence.
+    If the exact time is unknown, the slot remembers the time of the first reconcile that saw the
+    silence.
     """
     since = lost_since(pod, view.world, view.now) if pod is not None else None
     return min(since, slot.lost_since) if since is not None and slot.lost_since is not None else since
@@ -211,9 +212,9 @@ def _follow_coordinator(view: View) -> tuple[View, Ended | None]:
 def _judge_start_errors(ends: Ends) -> Ends:
     """Return the ends, with start errors that are the job's own fault changed to InitFailure.
 
-    A start error is the job's fault if its own program is missing or, before the first step, if
-    containers could not start on two hosts. An image for a different platform is the hosts' fault
-    if the cluster has a ready host of another platform.
+    A start error is the job's fault if the job's own program is missing in the image. Before the
+    first step, it is also the job's fault if containers could not start on two hosts. An image for
+    a different platform is the hosts' fault if the cluster has a ready host of another platform.
     """
     view = ends.view
     hosts = {e.pod.host for e in ends.all if e.pod is not None and e.end.cause is Cause.START_ERROR}
@@ -235,19 +236,19 @@ def _judge_start_errors(ends: Ends) -> Ends:
 
 
 def _has_other_platform(view: View, hosts: set[str]) -> bool:
-    """Whether any ready Kubernetes node has a different platform from `hosts`."""
+    """Whether any ready Kubernetes node has a platform that none of these `hosts` has."""
     known = view.world.hosts or {}
     failed = {platform_of(known[name]) for name in hosts if name in known}
     return any(host.ready and platform_of(host) not in failed for host in known.values())
 
 
 def _suspect_host(view: View, ended: Ended | None) -> Ended | None:
-    """Return the coordinator's end.
+    """Return the coordinator's end, and blame its host if the operator never reached it.
 
-    If the operator never reached the coordinator, the end is blamed on the host. Such an end does
-    not count, and the next coordinator starts on a different host. If the job already avoids a host
-    because of a start error, no second host is suspected, because the fault is more likely in the
-    program. If the image is for a different platform, this is the cause in any case.
+    An end that is blamed on the host does not count, and the next coordinator starts on a different
+    host. If the job already avoids a host because of a start error, no second host is suspected,
+    because the fault is more likely in the program. If the image does not fit the host's platform,
+    this fault is the cause in any case.
     """
     pod, report, rendezvous = view.coordinator, view.report, view.status.rendezvous
     if pod is None or pod.role is not Role.COORDINATOR or not pod.host or pod.deleted_at is not None:
@@ -275,7 +276,7 @@ def _ended_soon(view: View, pod: PodView) -> bool:
 
 
 def _judge_preflights(ends: Ends) -> Ends:
-    """Return the ends, with a preflight that no pod passes changed to InitFailure.
+    """Return the ends, with failed preflights changed to InitFailure if no pod can pass them.
 
     The reason may be a folder that the job cannot write to, or a wrong gpusPerNode. This is judged
     only before the first step. There must be more than two failed preflights per slot, or more than

@@ -84,7 +84,7 @@ def is_let_go(ends: Ends) -> bool:
 
 
 def settle(view: View) -> View | None:
-    """Return the view of a group that has completed its last step; None if it has not."""
+    """Return the final view of a group that has completed its last step; None if it has not."""
     ends = find_ends(view)
     if is_finished(ends):
         return ends.view
@@ -92,7 +92,10 @@ def settle(view: View) -> View | None:
 
 
 def give_up_lost(attribution: Attribution) -> View:
-    """Return the view of a finished group, with pods that have ended marked as lost for good."""
+    """Return the view of a finished group, in which slots whose pods have ended are marked as lost.
+
+    A lost slot gets no new pod, because the group has nothing left to do.
+    """
     ends = attribution.ends.slots
     slots = enumerate(attribution.ends.view.status.slots)
     view = attribution.ends.view.with_slots([replace(s, state=SlotState.LOST) if i in ends else s for i, s in slots])
@@ -139,7 +142,7 @@ def _program_error(view: View) -> Failure | None:
 
 
 def _cannot_start(view: View) -> Failure | None:
-    """Return the failure of a new job whose image does not exist."""
+    """Return the failure of a job that has never run a pod and whose image does not exist."""
     if view.has_run:
         return None
     for pod in [view.coordinator, *view.pods]:

@@ -49,9 +49,9 @@ class Recorded:
 
 
 def record_restarts(attribution: Attribution) -> Recorded:
-    """Record and count the restarts of an attribution.
+    """Record and count the restarts that result from the attribution.
 
-    The pods that prove these restarts still exist at this point.
+    No pod is replaced before this, so the pods that prove these restarts still exist.
     """
     ends, merged = attribution.ends, attribution.merged
     view, coordinator = ends.view, ends.coordinator
@@ -76,9 +76,9 @@ def record_restarts(attribution: Attribution) -> Recorded:
 
 
 def _replace_failing(ends: Ends, restarts: list[Restart]) -> tuple[dict[int, Ended], list[Restart]]:
-    """Return ends and restarts, including those of living pods that have to be replaced.
+    """Return the ends and the restarts, and add those of living pods that have to be replaced.
 
-    If the restarts exceed the budget, the job fails, so no such pod is added.
+    If the restarts exceed the budget, the job fails, so no living pod is added.
     """
     view = ends.view
     failing = {f.number: f for f in judge_failing(view, restarts) if f.index not in ends.slots}
@@ -121,7 +121,7 @@ def _coordinator_restart(view: View, ended: Ended) -> Restart:
 
 
 def without_restart(view: View, before: JobStatus) -> View:
-    """Return the view of a job whose newest failures are final, so no restart follows them.
+    """Return the view of a job that has failed, so that no restart follows its newest failures.
 
     The failures stay listed, and counted failures stay counted. Only the round and the totals of
     restarts exclude them.

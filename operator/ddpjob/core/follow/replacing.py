@@ -61,7 +61,7 @@ def replace_ended(recorded: Recorded) -> View:
 
 
 def _must_regroup(recorded: Recorded, view: View) -> bool:
-    """Whether the group cannot be repaired pod by pod."""
+    """Whether the whole group must be replaced, because replacing the ended pods would not help."""
     spec, ends, lost = view.job.spec, recorded.slots, recorded.coordinator is not None
     causes = {ended.end.cause for ended in ends.values()}
     return (
@@ -78,7 +78,7 @@ def _must_regroup(recorded: Recorded, view: View) -> bool:
 
 
 def _all_wait(view: View, ends: dict[int, Ended]) -> View:
-    """Return the view in which all pods wait as long as the failed pod does.
+    """Return the view in which all pods get the back-off of the failed pod.
 
     The other pods cannot train without the failed pod, and may fail as well.
     """
@@ -95,8 +95,8 @@ def _with_backoff(recorded: Recorded) -> JobStatus:
     """Return the status with updated back-offs of the slots and the coordinator.
 
     A pod that ended as a consequence does not back off, unless another pod failed for the same
-    cause in the program. All such pods then wait equally long. Each preempted pod waits, so that
-    its room stays free for the pods that preempted it.
+    cause in the program. All pods that failed for this cause then wait equally long. Each preempted
+    pod waits, so that its room stays free for the pods that preempted it.
     """
     view, coordinator = recorded.view, recorded.coordinator
     causes = {finding.restart.pod for finding in recorded.attribution.merged.causes}

@@ -38,7 +38,7 @@ from ddpjob.core.view import View
 
 @dataclass(frozen=True)
 class Followed:
-    """The result of all stages, or of the stages up to the one that ended early."""
+    """The result of all stages or, if one of them ended the evaluation early, up to that stage."""
 
     ends: Ends
     view: View
@@ -58,7 +58,7 @@ class Followed:
 
     @property
     def lost(self) -> frozenset[str]:
-        """Names of pods to delete immediately (grace period 0)."""
+        """Names of the pods that were lost with their hosts, to be deleted with grace period 0."""
         return frozenset(e.name for e in self.ends.all if e.end.cause is Cause.NODE_LOST)
 
 

@@ -9,8 +9,8 @@ rejected one is simply planned again.
 - A pod that no slot names is deleted. The old coordinator is deleted after its nodes. Failed pods
   stay for their logs, up to runPolicy.failedPodsKept.
 - Role labels follow the coordinator's choice of training pods.
-- Messages tell the coordinator which pods are gone. They also repeat settings until its report
-  shows them.
+- Messages tell the coordinator which pods are gone. Changed settings are sent again at each
+  reconcile until the coordinator's report shows them.
 
 Example: pod train-1-0 has failed, and slot 1 is planned at attempt 1 from 10:00:10.
 
@@ -54,7 +54,10 @@ from ddpjob.core.world import PodView, Role, coordinator_pod_name, gang_name
 
 @dataclass(frozen=True)
 class PlannedActions:
-    """The planned actions, and a view in which slots without a pod have the current round."""
+    """The planned actions, and the view to continue with.
+
+    In this view's status, the slots whose pods are about to be created have the current round.
+    """
 
     view: View
     actions: tuple[Action, ...]
@@ -68,7 +71,7 @@ class PlannedActions:
 
 
 def plan_actions(view: View, lost: frozenset[str]) -> PlannedActions:
-    """Return the objects to create and delete, and the labels to change.
+    """Return actions that create and delete the job's objects, and change the labels of its pods.
 
     `lost` names pods to delete immediately (grace period 0). A job with a faulty podTemplate gets
     no pods. A job with an unusable claim gets no objects at all, but deletions of its pods are
@@ -95,7 +98,7 @@ def plan_actions(view: View, lost: frozenset[str]) -> PlannedActions:
     buildable = not world.problems and not is_unserved(view)
     if buildable and held[0] is None:
         planned = [(i, s) for i, s in enumerate(status.slots) if s.state is SlotState.PLANNED and view.pods[i] is None]
-        surplus = max(0, len(status.slots) - job.spec.pods)  # See `keep_training`.
+        surplus = max(0, len(status.slots) - job.spec.pods)  # Some slots get no pods for now, see `keep_training`.
         planned = planned[: max(0, len(planned) - surplus)]
         members = status.gang.nodes if status.gang is not None and status.gang_waits else len(status.slots)
         pods += [CreateNode(i, s.attempt) for i, s in planned if i < members and _due(view, s.not_before, held)]
@@ -105,7 +108,7 @@ def plan_actions(view: View, lost: frozenset[str]) -> PlannedActions:
         pods.insert(1, CreateCoordinator())
     isolated = view.status.condition(ConditionType.ISOLATED)
     if world.policy and not world.has_policy and (pods or isolated is None or isolated.status):
-        # A policy that was rejected is retried with the next pod, not at every reconcile.
+        # Retry a rejected NetworkPolicy only when pods are created, not at every reconcile.
         actions.append(Preparation.POLICY)
     if pods and status.gang_waits and gang_name(job, status.rendezvous.generation) not in world.gangs:
         actions.append(Preparation.GANG)
@@ -122,10 +125,10 @@ def plan_actions(view: View, lost: frozenset[str]) -> PlannedActions:
 
 
 def _due(view: View, not_before: datetime | None, held: list[datetime | None]) -> bool:
-    """Whether the back-off of a creation is over.
+    """Whether an object may be created now, because its back-off (`not_before`) is over.
 
-    If it is not over, add the time when it ends to `held`. If more than the maximum remains, the
-    clock was set back. The back-off then counts as over.
+    If it is not over, add the time when it ends to `held`. If more time remains than the longest
+    back-off takes, the clock was set back, and the back-off counts as over.
     """
     longest = max(timedelta(seconds=view.job.spec.recovery.backoff.maximum), ROOM) + timedelta(seconds=1)
     if not_before is None or not timedelta(0) < not_before - view.now <= longest:
@@ -135,10 +138,10 @@ def _due(view: View, not_before: datetime | None, held: list[datetime | None]) -
 
 
 def _held_until(view: View) -> datetime | None:
-    """Return when nodes of a new generation no longer have to wait for nodes of the old generation.
+    """Return the time until which a new generation's nodes wait for nodes of the old generation.
 
-    The old nodes may be saving a checkpoint. The wait ends with their grace period, because their
-    host may be dead.
+    The old nodes may be saving a checkpoint. They are awaited only until their grace period is
+    over, because their host may be dead. Return None if there are no old nodes to wait for.
     """
     latest = None
     for pod in view.world.nodes():
@@ -165,7 +168,7 @@ def _lacks_token(view: View) -> bool:
 
 
 def _removals(view: View, lost: frozenset[str]) -> list[Action]:
-    """Return actions that delete unplanned running pods and the oldest failed pods.
+    """Return actions that delete running pods outside the plan, and the oldest failed pods.
 
     For each index, runPolicy.failedPodsKept failed pods are kept.
     """
@@ -219,7 +222,7 @@ def _labels(view: View) -> list[Action]:
 
 
 def plan_notifications(view: View, restarts: tuple[Restart, ...], lost: frozenset[str]) -> tuple[Action, ...]:
-    """Return messages to the coordinator.
+    """Return the messages that the coordinator must get now.
 
     They contain settings that its report does not show yet, and names of pods that are gone. A pod
     on a dead host cannot close its connections, so without a message its peers would wait for it.
@@ -247,8 +250,8 @@ def plan_notifications(view: View, restarts: tuple[Restart, ...], lost: frozense
         gone += [pod for pod in known if pod not in view.current_names and pod not in present]
         waits = report.state in (CoordinatorState.FORMING, CoordinatorState.RESTARTING)
         if waits and report.attempt and report.round <= report.attempt * NUMBERS_PER_ATTEMPT:
-            # The coordinator has taken over and waits for the members of its predecessor's round.
-            # It does not know which of them are lost.
+            # This coordinator has replaced a lost one, and waits for the members of the last round.
+            # It does not know which of these members are lost, so name them.
             status = view.status
             lately = [r for r in status.restarts.recent if r.seconds is None and not status.ended_without_recovery(r)]
             gone += [r.pod for r in lately if r.index is not None and r.pod not in present]
@@ -258,15 +261,17 @@ def plan_notifications(view: View, restarts: tuple[Restart, ...], lost: frozense
 
 
 DEAF = timedelta(seconds=4)
-"""How long the launcher of a deleted pod may take to announce that it is leaving."""
+"""How long the launcher of a deleted pod may take to announce that it is leaving. If it takes
+longer, it has probably not noticed the deletion."""
 
 
 def send_away_deaf(view: View, endpoint: str) -> list[Action]:
     """Return the message that stops launchers that have not noticed the deletion of their pods.
 
-    SIGTERM is lost if it arrives while a container's first process starts. The launcher would then
-    wait for a group until the kubelet kills it at the end of the grace period. The coordinator
-    ignores the message for training pods, because they may be saving.
+    SIGTERM is lost if it arrives while a container's first process starts. Without the message,
+    such a launcher would wait for a group until the kubelet kills it at the end of the grace
+    period. The coordinator does not pass the message on to training pods, because they may be
+    saving.
     """
     deaf = [pod.name for pod in view.world.nodes() if pod.main.running and _has_been_deleted_for(pod, DEAF, view.now)]
     body = {"pods": deaf, "why": "the pod was deleted, and its launcher has not noticed"}
@@ -279,23 +284,24 @@ def _has_been_deleted_for(pod: PodView, time: timedelta, now: datetime) -> bool:
 
 
 LONGEST_DEAF = timedelta(seconds=20)
-"""How long after a pod's deletion was requested the coordinator is asked to stop its launcher."""
+"""The operator asks the coordinator to stop the launcher of a deleted pod until this much time has
+passed since the deletion was requested."""
 
 
 def _dismissal(view: View, lost: frozenset[str]) -> list[Action]:
     """Return the message that stops a replaced coordinator, which may still run on a lost host.
 
-    If the generation continues, its members look for the next coordinator. Otherwise they exit. A
-    coordinator of an old generation whose host is not lost gets no message, because its pods may be
-    saving. It is deleted after its pods.
+    If the generation continues, the members of the replaced coordinator look for the next one. If a
+    new generation begins, they exit. A coordinator of an old generation whose host is not lost gets
+    no message, because its pods may be saving. It is deleted after its pods.
     """
     before, after = view.job.status.rendezvous, view.status.rendezvous
     name = coordinator_pod_name(view.job, before.generation, before.attempt)
     if not before.endpoint or (before.generation, before.attempt) == (after.generation, after.attempt):
         return []
     if before.generation == after.generation:
-        # The next coordinator may have the same address, as in the process backend, so `before`
-        # limits the message to earlier attempts.
+        # The next coordinator may have the same address, as in the process backend. The field
+        # `before` makes it ignore the message, which is only for earlier attempts.
         return [
             NotifyCoordinator(
                 before.endpoint, Command.EXIT, {"why": f"{name} has been replaced", "before": after.attempt}

@@ -74,7 +74,8 @@ def with_class_applied(view: View) -> JobStatus:
         return status
     exceeded = violations(job, taken)
     if exceeded:
-        # The job runs with the values of the class and with as many nodes as the class allows.
+        # The job runs with the values of the class, and only with as many nodes as the class
+        # allows.
         message = "not applied: " + "; ".join(exceeded)
         return with_condition(status, ConditionType.CLASS_APPLIED, False, CLASS_EXCEEDED, message, view.now)
     message = f"the job keeps the values that class {taken.name} had when the job started (status.jobClass)"

@@ -50,19 +50,19 @@ from ddpjob.core.view import View
 from ddpjob.core.world import ANNOTATION_WORKLOAD, WorkloadView
 
 REPLACED = "WorkloadSliceReplaced"
-"""Kueue's reason for a finished Workload whose quota goes to its successor. Such a Workload
-finishes a moment before the successor is admitted."""
+"""The reason that Kueue gives when it finishes a Workload because a newer Workload takes over its
+quota. The old Workload finishes a moment before the newer one is admitted."""
 _NOT_SERVED = (
     "the job's label names queue {}, but this cluster does not serve Workloads (kueue.x-k8s.io/v1beta2, in Kueue 0.15 "
     "or later); install Kueue, or remove the label kueue.x-k8s.io/queue-name to run the job without a queue"
 )
 MOST_PARTS = 16
-"""Maximum number of additional Workloads that may be admitted in part. It limits the size of the
-status."""
+"""Maximum number of additional Workloads that Kueue may admit in part. Each of them has an entry in
+the status, so this number limits the size of the status."""
 ONE_DOMAIN = "kueue.x-k8s.io/podset-required-topology"
 """The annotation of podTemplate that requires one topology domain for all pods of a Workload."""
 _OFFSET = "kueue.x-k8s.io/pod-index-offset"
-"""The annotation with the index of the first slot of a Workload."""
+"""The annotation on pods that states the slot index at which the pods of their Workload begin."""
 _STAYS = "the job does not grow, because spec.podTemplate requires one topology domain for all of its pods"
 _NO_LABEL = "the job's label kueue.x-k8s.io/queue-name was removed, so the job does not request a different quota"
 
@@ -76,11 +76,12 @@ def shape_of(job: DDPJob) -> str:
 
 
 def find_request(job: DDPJob, queue: QueueStatus | None) -> CreateWorkload | None:
-    """Return the Workload for the quota that the spec needs; `queue` is the job's current quota.
+    """Return the Workload that requests the job's quota, whether or not it exists already.
 
-    The Workload requests all of the job's pods or, if an elastic job has quota already, only the
-    missing pods. Return None if an elastic job lacks no pods or cannot grow. The name is a hash of
-    the request, so an unchanged request has the name of the existing Workload.
+    `queue` is the job's current quota. The Workload requests all of the job's pods or, if an
+    elastic job has quota already, only the missing pods. The result is None if an elastic job lacks
+    no pods or cannot grow. The name is a hash of the request, so an unchanged request has the name
+    of the existing Workload.
     """
     pods, held = job.spec.pods, queue.workload if queue is not None else ""
     if job.spec.elastic is None and not (queue is not None and queue.more):
@@ -123,7 +124,10 @@ def is_queued(view: View) -> bool:
 
 
 def _holding(view: View) -> WorkloadView | None:
-    """Return the Workload that holds the job's first quota, preferring one of the spec's size."""
+    """Return the Workload that holds the job's first quota; None if the job has no quota.
+
+    If there are several, prefer the Workload whose size is the spec's.
+    """
     job, shape = view.job, shape_of(view.job)
     request = find_request(job, None)
     name = request.name if request is not None else ""
@@ -143,8 +147,9 @@ def _holding(view: View) -> WorkloadView | None:
 def _with_more(view: View, first: QueueStatus) -> QueueStatus:
     """Return the first quota together with the additional quota that the job may use.
 
-    Slots are dropped only at the end, so all additional quota listed after a withdrawn or unneeded
-    grant is released too.
+    The additional grants are in the order of their slots, and slots are dropped only at the end. If
+    one grant was withdrawn or is no longer needed, the job therefore gives up all grants after it
+    too.
     """
     job, shape, queue, before = view.job, shape_of(view.job), first, view.status.queue
     usable = {
@@ -240,15 +245,15 @@ def with_admitted(view: View) -> JobStatus:
 
 
 def plan_queue_actions(view: View) -> list[Action]:
-    """Return the quota requests to create, release and delete.
+    """Return actions that create, release, delete and mark the job's quota requests.
 
     The quota of terminating pods must not be released. A job that has left its queue therefore
     keeps its Workloads until its old pods have ended. For a job in a queue, the caller ensures that
-    it either has quota or has no pods left.
+    the job either has quota or has no pods left.
     """
     job, world, queue = view.job, view.world, view.status.queue
     if not is_queued(view):
-        # The remaining Workloads were created while the job was in a queue.
+        # The job is not in a queue, so all of its Workloads were created when it still was.
         old = [pod for pod in world.pods if pod.name not in view.current_names]
         return [] if any(may_run(pod, view.now) for pod in old) else drop_workloads(view)
     if not world.serves_queues:
@@ -279,7 +284,7 @@ def plan_queue_actions(view: View) -> list[Action]:
 
 
 def _uses_more(view: View) -> bool:
-    """Whether pods of dropped slots may still run, on quota that the job no longer has."""
+    """Whether pods of dropped slots may still run, and so use quota that the job no longer has."""
     status, now = view.status, view.now
     running = [pod for pod in view.world.nodes() if may_run(pod, now)]
     granted = status.queue.pods if status.queue is not None else 0

@@ -55,17 +55,19 @@ _REPEATING = frozenset(
         *(Cause.NODE_FAULT, Cause.START_ERROR, Cause.PREFLIGHT_FAILED, Cause.NODE_LOST, Cause.WORKER_FAILED),
     }
 )
-"""Causes for which a delay may help. Other causes predict nothing about the next pod. NodeLost is
-included because a pod that tolerates every taint may be placed on a dead host repeatedly."""
+"""Causes after which the next pod backs off if they repeat, because a delay may help. Other causes
+predict nothing about the next pod. NodeLost is included because a pod that tolerates every taint
+may be placed on a dead host repeatedly."""
 _PROGRAM = frozenset(
     {Cause.EXIT_CODE, Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED, Cause.INIT_FAILURE, Cause.WORKER_FAILED}
 )
-"""Causes in the program, which is the same in every pod, so any pod may be the first to end."""
+"""Causes that lie in the program. Every pod runs the same program, so a different pod may be the
+first to end each time."""
 
 
 @dataclass(frozen=True)
 class Repeated:
-    """A cause, how many times in a row it has occurred, and the end of the next pod's back-off."""
+    """A cause, the number of times in a row it has occurred, and the end of the next back-off."""
 
     reason: str = ""
     failures: int = 0
@@ -75,7 +77,8 @@ class Repeated:
 _MOST_FORMER_KEYS = 8
 """Maximum number of replaced keys in the status. The oldest are forgotten."""
 SUPPORTED_PROTOCOLS = frozenset({protocol.VERSION})
-"""Protocol versions of other releases' runtimes for which this operator can build pods."""
+"""The protocol versions of runtimes for which this operator can build pods, whichever release they
+come from."""
 
 
 def template_mark(view: View) -> str:
@@ -121,7 +124,7 @@ def is_superseded(view: View) -> bool:
 
 
 def _former_keys(view: View) -> tuple[str, ...]:
-    """Return the replaced keys to record for a new generation with this operator's key."""
+    """Return the keys to record as replaced when a new generation uses this operator's key."""
     keys = dict.fromkeys((*view.status.former_keys, key_of(view.status)))
     return tuple(key for key in keys if key and key != view.world.key_mark)[-_MOST_FORMER_KEYS:]
 
@@ -133,7 +136,7 @@ def protocol_of(status: JobStatus) -> int:
 
 
 def fits(view: View) -> bool:
-    """Whether the current generation still fits the job.
+    """Whether the current generation still fits the job, so that no new generation is needed.
 
     An upgrade or rollback of the operator must not end training, so pods with the runtime of a
     different release stay until one of them must be replaced.
@@ -217,17 +220,17 @@ def resize(view: View) -> JobStatus:
 
 
 def keep_training(view: View) -> list[Slot] | None:
-    """Return the slots for a smaller spec.spares, if the last slots' pods train and can be kept.
+    """Return the slots after a reduction of spec.spares, if pods in the last slots must be kept.
 
     A smaller spec.spares normally drops the last slots. If their pods train, idle slots lose their
-    pods instead, and get no new ones until a later loss frees the last slots. Return None if no
+    pods instead, and get no new pods until a later loss frees the last slots. Return None if no
     such pod trains, or if there are too few idle slots.
 
     Example: the job has 2 nodes and 1 spare. Pod 0 was lost, and the spare, pod 2, trains. If
     spares becomes 0, the idle replacement of pod 0 is deleted, and pods 1 and 2 continue to train.
     """
     spec, status, report = view.job.spec, view.status, view.report
-    dedicated = spec.rendezvous.placement is Placement.DEDICATED  # Otherwise slot 0 has the coordinator.
+    dedicated = spec.rendezvous.placement is Placement.DEDICATED  # With Master, slot 0 holds the coordinator.
     if not dedicated or spec.nodes != status.rendezvous.nodes or report is None:
         return None
     last = zip(status.slots[spec.pods :], view.pods[spec.pods :], strict=True)
@@ -264,10 +267,10 @@ def plan_next_coordinator(status: JobStatus) -> JobStatus:
 
 
 def count_repetition(view: View, before: Repeated, end: End, pod: PodView | None) -> Repeated:
-    """Return the back-off after `pod` has ended.
+    """Return the count of similar ends after the end of `pod`, and the next pod's back-off.
 
     The count rises if the pod ended quickly for the same cause, and a delay may help against this
-    cause. Otherwise it is reset. After a preemption, the next pod waits for ROOM instead.
+    cause. In all other cases it is reset. After a preemption, the next pod waits for ROOM instead.
     """
     if end.cause is Cause.PREEMPTED and view.world.serves_gangs:
         return Repeated(end.cause, 0, _whole(view.now + ROOM))
@@ -283,7 +286,7 @@ def count_repetition(view: View, before: Repeated, end: End, pod: PodView | None
 def count_in_a_row(view: View, cause: Cause) -> int:
     """Return how many times in a row pods of the job have ended quickly for the same cause.
 
-    The result is 0 for causes outside the program, because they differ from pod to pod.
+    The result is 0 for causes that do not lie in the program, because they differ from pod to pod.
     """
     if cause not in _PROGRAM:
         return 0

@@ -58,8 +58,8 @@ from ddpjob.core.world import COORDINATOR_CONTAINER, PodView, Role, host_port
 STOP_SECONDS = 15
 """How long running nodes may take to stop on their own before they are deleted."""
 EXIT_SECONDS = 15
-"""How long a coordinator in a node's pod may take to exit before the pod is deleted together with
-its log."""
+"""How long a coordinator that is a container in a node's pod may take to exit. After this time, the
+pod is deleted, and its log with it."""
 
 
 # --- the end ----------------------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ its log."""
 def fail(view: View, failure: Failure, events: list[Event] | None = None) -> Decision:
     """Return the decision for a job that has failed for good.
 
-    The event for the failure follows `events`.
+    The decision's events are `events`, followed by the event for the failure.
     """
     recent = view.status.restarts.recent
     if recent:  # The last restart will not happen, so its message must not name a back-off.
@@ -84,7 +84,8 @@ def complete(view: View, events: list[Event]) -> Decision:
     nodes, least = view.job.spec.nodes, view.job.spec.min_nodes
     if least == nodes:
         # A finished pod may have been removed before the operator saw that it finished. Without
-        # elastic nodes, one finished node proves that all nodes have finished.
+        # elastic nodes, one finished node proves that all nodes have finished, so lost slots count
+        # as finished too.
         view = view.with_slots(
             [
                 replace(slot, state=SlotState.SUCCEEDED) if slot.state is SlotState.LOST else slot
@@ -95,8 +96,8 @@ def complete(view: View, events: list[Event]) -> Decision:
     done = view.status.rendezvous.nodes or nodes if least == nodes else min(finished, nodes) or nodes
     message = f"all {done} nodes have finished" if done > 1 else "the node has finished"
     if not finished and least < nodes:
-        # The number is unknown, because the group may have been smaller, or a suspension has
-        # removed its pods.
+        # The number of finished nodes is unknown, because the group may have been smaller, or a
+        # suspension has removed its pods.
         message = "all nodes have finished"
     if _trained_apart(view):
         message += (
@@ -197,7 +198,11 @@ def _stop(view: View, training: list[PodView], *, overdue: bool) -> list[Action]
 
 
 def _clean(view: View) -> list[Action]:
-    """Return actions that delete pods per runPolicy.cleanPodPolicy and stop leftover containers."""
+    """Return actions that clean up after the job's nodes have ended.
+
+    Pods are deleted as runPolicy.cleanPodPolicy requires. In pods that stay, containers that are
+    still running are stopped.
+    """
     policy = view.job.spec.run_policy.clean_pod_policy
     actions: list[Action] = []
     for pod in view.world.pods:
@@ -217,8 +222,8 @@ def _clean(view: View) -> list[Action]:
 def has_leftovers(pod: PodView) -> bool:
     """Whether the pod's main container has ended while another container is still running.
 
-    A pod in phase Succeeded or Failed has no leftovers. A container of such a pod that has no end
-    time never started, for example because an init container failed.
+    A pod in phase Succeeded or Failed has no leftovers. If a container of such a pod has no exit
+    code, it never started, for example because an init container failed.
     """
     return pod.ended and pod.phase not in ("Succeeded", "Failed") and not all(c.ended for c in pod.containers.values())
 

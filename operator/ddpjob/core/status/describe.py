@@ -149,7 +149,7 @@ def _isolated(view: View) -> JobStatus:
 def _nodes_healthy(view: View) -> JobStatus:
     """Set NodesHealthy, which explains why a pod stays on an unhealthy Kubernetes node.
 
-    The condition is absent until this first happens.
+    The condition is absent until a pod first stays on such a node.
     """
     status = view.status
     staying = [verdict for verdict in judge_nodes(view) if verdict.reason]
@@ -187,7 +187,10 @@ def _and_more(verdicts: Sequence[object], noun: str) -> str:
 
 
 def _ranks_ordered(view: View, training: int | None) -> JobStatus:
-    """Set RanksOrdered: whether ranks follow spec.rankOrder. Also record the group's rank order."""
+    """Set RanksOrdered, which shows whether ranks follow spec.rankOrder.
+
+    The order of the group's ranks is also recorded in the status.
+    """
     status, report, wanted = view.status, view.report, view.job.spec.rank_order
     if not wanted:
         status = without_condition(status, ConditionType.RANKS_ORDERED)
@@ -206,8 +209,8 @@ def _ranks_ordered(view: View, training: int | None) -> JobStatus:
 COPIES_BEHIND, NO_COPIES = "CopiesBehind", "NoCopies"
 BEHIND_SECONDS = 600
 FIRST_COPY = timedelta(minutes=30)
-"""How long a job with a bucket may run without a restart before it must have copied a
-checkpoint."""
+"""How long the group of a job with a bucket may run without reporting a copy of a checkpoint. After
+this time, CheckpointsCopied becomes false."""
 
 
 def _checkpoints_copied(view: View) -> JobStatus:

@@ -73,8 +73,8 @@ def _summary(several: list[Restart], meaning: str) -> Event:
 def _restart_event(view: View, restart: Restart, meaning: str, *, failed: bool, broken: bool) -> Event:
     """Return the event for a new restart or the end of a spare.
 
-    `meaning` states whether it counts. If the job has `failed`, no restart follows. `broken` is
-    true if one of the new restarts broke the group.
+    `meaning` states whether the restart counts. If the job has `failed`, no restart follows.
+    `broken` is true if one of the new restarts broke the group.
     """
     if restart.reason == Cause.JOINED:
         return Event(False, restart.reason, event_text(restart.message))
@@ -160,7 +160,10 @@ def _where(entry: Json) -> str:
 
 
 def _begun(old: JobStatus, new: JobStatus) -> str:
-    """Return the message of the Running event, with the last break and its duration."""
+    """Return the message of the Running event.
+
+    After a restart, it describes the last break and the pause that followed.
+    """
     running = new.condition(ConditionType.RUNNING)
     verb = "run" if running is not None and running.reason == NODES_RUN else "train"
     text = f"{count(new.ready, 'node')} {verb}{'s' if new.ready == 1 else ''}"
@@ -182,8 +185,9 @@ def _after(restart: Restart) -> str:
 
 
 def _recovered(old: JobStatus, new: JobStatus) -> list[Event]:
-    """Return an event for a restart whose pause or repeated steps were still unknown when the group
-    ran again, because no step was complete.
+    """Return an event for a restart whose effects were still unknown when the group ran again.
+
+    The pause and the number of repeated steps are known only once the first step is complete.
     """
     before, restart = current_restart(old), current_restart(new)
     if before is None or restart is None or before.round != restart.round or not old.holds(ConditionType.RUNNING):

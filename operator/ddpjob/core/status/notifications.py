@@ -50,8 +50,8 @@ def with_notifications(job: DDPJob, world: World, now: datetime, decision: Decis
         if event in notify.events:
             id = f"{job.uid}.{event}.{status.round}"
             if event is NotifyEvent.BUDGET_NEARLY_SPENT:
-                # Add the spec's generation, because a budget that the user changes may be nearly
-                # spent again in the same round.
+                # Add the spec's generation to the id. If the user changes the budget, the new
+                # budget may be nearly spent again in the same round.
                 id += f".{job.generation}"
             entries[event] = Notification(event=event, id=id, time=now.replace(microsecond=0))
     unusable = _unusable(job, world)
@@ -115,9 +115,10 @@ def _unusable(job: DDPJob, world: World) -> str:
 
 
 def _usable(status: JobStatus, unusable: str, now: datetime) -> tuple[JobStatus, list[Event]]:
-    """Return the status with the Notifies condition, and an event when it first appears.
+    """Return the status with the Notifies condition if the receiver is unusable.
 
-    Without the condition, users would notice an unusable receiver only at the job's end.
+    An event is added when the condition first appears. Without the condition, users would notice an
+    unusable receiver only at the job's end.
     """
     if status.terminal:
         return status, []
@@ -132,7 +133,7 @@ def _usable(status: JobStatus, unusable: str, now: datetime) -> tuple[JobStatus,
 
 
 def _body(job: DDPJob, status: JobStatus, entry: Notification, link: str) -> Json:
-    """Return the JSON that is posted.
+    """Return the JSON that is posted to the receiver.
 
     It contains fields for programs, and `text` for receivers that use Slack's format.
     """

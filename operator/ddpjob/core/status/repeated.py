@@ -32,11 +32,11 @@ from ddpjob.core.status.messages import count
 from ddpjob.core.view import View, is_number
 
 UNKNOWN = "unknown"
-"""Value for the source of a restart's state if the script has not reported it."""
+"""The source of the state with which a restart continued, if the script has not reported it."""
 
 
 def count_repeats(view: View) -> JobStatus:
-    """Return the status with the repeated steps of the round that the coordinator reports."""
+    """Return the status with the number of steps that the reported round has repeated."""
     status, report = view.status, view.report
     if report is None:
         return status
@@ -64,9 +64,10 @@ def current_restart(status: JobStatus) -> Restart | None:
 
 
 def makes_new_steps(status: JobStatus) -> bool:
-    """Whether a running group is taking steps that no earlier round took, as far as is known.
+    """Whether a running group is taking steps that no earlier round has taken.
 
-    The result is False before the group's first step, and while it repeats steps.
+    The result is False before the group's first step, and while it repeats steps. It is True if the
+    number of repeated steps is unknown.
     """
     restart = current_restart(status)
     if restart is None:
@@ -89,7 +90,10 @@ def _with_repeats(counts: Restarts, restart: Restart | None, start: dict[str, An
 
 
 def count_steps(start: Mapping[str, Any]) -> int | None:
-    """Return how many steps a start repeats, according to its report; None if unknown."""
+    """Return the number of steps that a round repeats, from the report of its start.
+
+    The result is None if the number is unknown.
+    """
     return start["made"] - start["step"] if "made" in start else None
 
 
@@ -106,7 +110,7 @@ def _with_seconds(counts: Restarts, restart: Restart | None, seconds: float) -> 
 
 
 def judge_snapshots(view: View) -> JobStatus:
-    """Return the status with the SnapshotsHeld condition.
+    """Return the status with SnapshotsHeld, which shows whether pods can hold the training state.
 
     The condition is absent until a state does not fit into a pod's memory.
     """

@@ -38,8 +38,8 @@ from ddpjob.core.view import View, is_number
 _BEFORE_THE_REPORT = frozenset(
     {Cause.SCALED, Cause.SPEC_CHANGED, Cause.KEY_CHANGED, Cause.RUNTIME_CHANGED, Cause.COORDINATOR_LOST}
 )
-"""Causes that are the operator's own decisions. A report from before the decision may still show a
-running group."""
+"""Causes of breaks that the operator may know before the coordinator does. A report that is older
+than such a break still shows a running group."""
 
 
 def judge_restarting(view: View, running: bool, broke: list[Restart]) -> JobStatus:
@@ -64,7 +64,7 @@ def judge_restarting(view: View, running: bool, broke: list[Restart]) -> JobStat
         known = view.job.spec.under_torchrun or _steps(reported_figures(view))
         known = known or (not broke and before is not None and before.reason == RECOVERED)
         reason, message = (RECOVERED, "the group runs again") if known else (PODS_RUN, _PODS_RUN)
-        message += and_repeats(current_restart(status))  # The count arrives a little later and is added then.
+        message += and_repeats(current_restart(status))  # The steps are added when their count arrives.
         return with_condition(status, ConditionType.RESTARTING, False, reason, message, now)
     return status
 
@@ -112,11 +112,12 @@ def _timed(view: View) -> tuple[Restart, ...]:
 
 
 def judge_fast_recovery(view: View) -> JobStatus:
-    """Return the status with FastRecovery: whether every pod can recover as Fast mode promises.
+    """Return the status with FastRecovery, which shows whether every pod can recover quickly.
 
-    The condition is absent until the group runs, or until a pod reports that it cannot recover that
-    way. The pods report to a new coordinator one after another, so the condition stays unchanged
-    until one of them reports a problem or the group has formed.
+    Quick recovery is what Fast mode promises. The condition is absent until the group runs, or
+    until a pod reports that it cannot recover quickly. The pods report to a new coordinator one
+    after another, so the condition stays unchanged until one of them reports a problem or the group
+    has formed.
     """
     status, report = view.status, view.report
     if not view.job.spec.fast:
@@ -136,8 +137,9 @@ def judge_fast_recovery(view: View) -> JobStatus:
 
 
 def judge_preflight(view: View, restarts: tuple[Restart, ...], *, formed: bool) -> JobStatus:
-    """Return the status with PreflightPassed, after a pod failed or once the group has `formed`.
+    """Return the status with PreflightPassed, which shows whether the pods pass their preflight.
 
+    The condition is set after a pod has failed its preflight, or once the group has `formed`.
     `restarts` are the restarts of this reconcile. A coordinator that has just taken over has no
     notes from its pods yet. The condition stays unchanged until they reconnect.
     """

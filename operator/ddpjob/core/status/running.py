@@ -163,7 +163,10 @@ UNREACHABLE_LONG = "failures of workers are neither counted nor shown for now"
 
 
 def _unreachable(view: View) -> str:
-    """Describe an unreachable coordinator, with the time stored in an earlier message."""
+    """Describe an unreachable coordinator, and the time since which it has been unreachable.
+
+    The condition's previous message contains this time.
+    """
     status = view.status
     where = f" at {status.rendezvous.endpoint}" if status.rendezvous.endpoint else ", whose pod has no address yet,"
     known = status.condition(ConditionType.RUNNING)
@@ -206,7 +209,7 @@ def _group_runs(view: View, training: int) -> tuple[bool, str, str]:
 def _without_steps(view: View, overdue: Overdue, training: int) -> str:
     """Describe a group whose next step is overdue, with the stacks of its ranks.
 
-    The text stays the same from report to report.
+    Until the step is complete, the text stays the same from report to report.
     """
     known = last_step(view.status.condition(ConditionType.RUNNING))
     since = known if known is not None and abs(known - overdue.since) < _SAME_STEP else overdue.since
@@ -221,14 +224,14 @@ def _without_steps(view: View, overdue: Overdue, training: int) -> str:
 
 
 _SAME_STEP = timedelta(minutes=1)
-"""Maximum difference between two reported times of the same step. The two times differ slightly,
-because each report compares the clocks again."""
+"""Two reported times that differ by less than this belong to the same step. They differ slightly,
+because the clocks of coordinator and operator are compared again for each report."""
 _NO_STEP = "completed no step since"
 _LAST_STEP = re.compile(rf"{_NO_STEP} (\S+Z)")
 
 
 def last_step(running: Condition | None) -> datetime | None:
-    """Return the last step's time from the condition's message; None if no step is overdue."""
+    """Return the time of the last step from the condition's message; None if no step is overdue."""
     said = _LAST_STEP.search(running.message) if running is not None else None
     return known_time(said[1]) if said else None
 
@@ -238,7 +241,10 @@ def _train(view: View, nodes: int) -> str:
 
 
 def _verb(view: View, nodes: int) -> str:
-    """Return the verb for running nodes. Only ranks that exchange data train as one group."""
+    """Return the verb that describes what the running nodes do.
+
+    Nodes train as one group only if their ranks exchange data.
+    """
     if nodes == 1:
         return "trains"
     exchange = view.report is not None and view.report.progress.get(EXCHANGING)
@@ -246,9 +252,9 @@ def _verb(view: View, nodes: int) -> str:
 
 
 def _finished_early(view: View) -> str:
-    """Describe the first node that exited with 0 while others still train; empty if there is none.
+    """Describe the first node that has exited with 0 while other nodes are still training.
 
-    The other nodes may wait for it forever.
+    The other nodes may wait for it forever. The result is empty if there is no such node.
     """
     report = view.report
     members = () if report is None or report.state is not CoordinatorState.RUNNING else report.members

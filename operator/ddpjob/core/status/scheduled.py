@@ -15,8 +15,9 @@ Example of a job with 2 nodes in a full cluster:
     Unschedulable   pod train-1-0: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu
     AllPlaced       2 of 2 pods are scheduled
 
-While the next attempt is being made, the condition keeps its message. A different message would be
-written, each write wakes the job, and the job would try again in an endless loop without pauses.
+While a rejected object is being created again, the condition keeps its message. A different message
+would cause a write of the status, each write wakes the job, and the awakened job would try again in
+an endless loop without pauses.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def judge_scheduled(view: View, alive: list[PodView], *, creating: bool) -> JobS
         return condition(False, *_refused(view, alive, blocking[0]))
     before = status.condition(ConditionType.SCHEDULED)
     if creating and not world.rejections and before is not None and before.reason in (CREATION_REFUSED, NAME_IS_TAKEN):
-        return status  # The outcome of the next attempt is not known yet.
+        return status  # It is not known yet whether the next attempt succeeds.
     coordinator = view.coordinator
     dedicated = [coordinator] if coordinator is not None and coordinator.role is Role.COORDINATOR else []
     waiting = next((p for p in [*alive, *dedicated] if p.unschedulable and not p.host), None)
@@ -84,7 +85,7 @@ def judge_scheduled(view: View, alive: list[PodView], *, creating: bool) -> JobS
     if placed >= spec.pods:
         budget = next((rejection for rejection in world.rejections if rejection.of_budget), None)
         if budget is None and creating and before is not None and before.status and _NO_BUDGET in before.message:
-            return status  # The outcome of the next attempt is not known yet.
+            return status  # It is not known yet whether the next attempt succeeds.
         refused = f"; {budget.object} {_NO_BUDGET}: {budget.message}" if budget is not None else ""
         return condition(True, "AllPlaced", f"{_are_scheduled(spec.pods, spec.pods)}{refused}{_kept(view)}")
     message = f"{_are_scheduled(placed, spec.pods)}{_backing_off(status, view.now)}"
@@ -126,9 +127,11 @@ def _refused(view: View, alive: list[PodView], rejected: Rejection) -> tuple[str
 
 
 _OF_A_CONTAINER = re.compile(r"usage per (Container|Pod) is|request ratio per (Container|Pod) is")
-"""Matches rejections by a LimitRange, which do not name the container."""
+"""Matches messages about objects that a LimitRange rejects. These messages do not name the
+container."""
 _NO_CLASS = re.compile(r"no PriorityClass with name \S+ was found")
-"""Matches the rejection for a missing PriorityClass, for which disabling gangs would not help."""
+"""Matches messages about objects that name a missing PriorityClass. Running without a gang would
+not help against this."""
 _NO_BUDGET = (
     "is refused, so a drain may end several pods at once (to run without it, set scheduling.disruptionBudget to false)"
 )
@@ -156,7 +159,8 @@ def _gang_waits(view: View, alive: list[PodView]) -> str:
 
 
 _FITS = "waiting for minCount pods from a gang"
-"""kube-scheduler's message (1.36) for a pod that would fit while other pods of its group do not."""
+"""The message of kube-scheduler 1.36 about a pod that has room, although other pods of its group do
+not."""
 GANG_NOT_SERVED = "GangNotServed"
 
 
@@ -174,7 +178,10 @@ def _gang_not_served(*, volcano: bool) -> str:
 
 
 def _idle(view: View, alive: list[PodView]) -> str:
-    """Describe what existing pods hold while others are rejected, and how to release it."""
+    """Describe the pods that wait in vain while others are rejected, and how to release them.
+
+    The result is empty if no pod exists, or if the group may be training.
+    """
     spec, unknown = view.job.spec, view.report is None and view.status.holds(ConditionType.RUNNING)
     if not alive or unknown or count_training_nodes(view) is not None:
         return ""

@@ -28,10 +28,10 @@ from ddpjob.api.job_status import format_time, known_time
 from ddpjob.core.view import View, is_number
 
 REFRESH = timedelta(seconds=2)
-"""Minimum time between status writes that only update progress."""
+"""Minimum time between two writes of the status that only update the progress."""
 
 SHOWN = timedelta(minutes=1)
-"""Minimum time for which a lagging rank is shown."""
+"""A lagging rank stays in the status for at least this long after it first appeared there."""
 MOST_SLOWDOWN = 1000.0
 _INTEGERS = ("epoch", "epochs", "step", "steps", protocol.AT_RISK, protocol.SNAPSHOT_BYTES)
 _OF_MEMORY = (protocol.AT_RISK, protocol.SNAPSHOT_BYTES)
@@ -39,16 +39,18 @@ _OF_A_GROUP = ("eta", "samplesPerSecond", "speedDisplay", *_OF_MEMORY)
 _LARGEST = 2**53
 """The largest integer that every JSON reader parses exactly."""
 _METRICS = 100
-"""Maximum number of metrics, in case a script reports a new one at every step."""
+"""Maximum number of metrics in the status, because a script may report a new metric at every
+step."""
 
 
 def show_progress(
     shown: Json, reported: Json, now: datetime, *, at_once: bool, stragglers: Sequence[Json] = ()
 ) -> Json:
-    """Return the progress to write.
+    """Return the progress that the status is to show.
 
     The result is `reported` in the form of the status. It is `shown` instead if nothing has
-    changed, or if `shown` is newer than REFRESH and `at_once` is false. `stragglers` comes from
+    changed, or if `shown` is newer than REFRESH and `at_once` is false. A first loss or speed, and
+    a script that begins again at step 0, do not wait for REFRESH. `stragglers` comes from
     `show_stragglers`.
     """
     if not reported:
@@ -58,8 +60,9 @@ def show_progress(
     again = _begins_at_zero(shown, reported)
     if last is not None and not (at_once or first or again) and timedelta(0) <= now - last < REFRESH:
         return shown
-    # A replacement coordinator has no figures until the ranks report again, which a group that is
-    # ending may never do. Until then, its predecessor's figures remain.
+    # A coordinator that replaces a lost one has no figures until the ranks report again. A group
+    # that is ending may never report again. Until then, the last figures of the lost coordinator
+    # stay.
     kept = {} if reported.keys() & {"epoch", "step"} else without_speed(shown)
     fresh: Json = {key: value for key, value in kept.items() if key not in ("stragglers", "updatedAt")}
     fresh |= {
@@ -78,15 +81,15 @@ def show_progress(
     if eta is not None:
         fresh["eta"] = duration(eta) if is_number(eta) else protocol.escaped(str(eta))
     if isinstance(reported.get("metrics"), dict):
-        # The API server would replace half of a surrogate pair, so the next report would always
-        # differ from the stored one.
+        # Escape the names of metrics. The API server would replace half of a surrogate pair, so the
+        # next report would always differ from the stored one.
         numbers = [(protocol.escaped(str(k)), v) for k, v in reported["metrics"].items() if is_number(v)]
         fresh["metrics"] = dict(numbers[:_METRICS])
         if "speedDisplay" not in fresh and protocol.COUNTED_SPEED in fresh["metrics"]:
             fresh["speedDisplay"] = f"{fresh['metrics'][protocol.COUNTED_SPEED]:.3g} steps/s"
     if stragglers:
         fresh["stragglers"] = list(stragglers)
-    # A replacement coordinator learns the environment only from the next start of rank 0.
+    # A coordinator that replaces a lost one learns the environment only when rank 0 starts again.
     known = protocol.read_environment(reported.get(protocol.ENVIRONMENT)) or shown.get(protocol.ENVIRONMENT)
     fresh |= {protocol.ENVIRONMENT: known} if known else {}
     fresh |= _start(shown, reported, fresh)
@@ -105,7 +108,7 @@ def _begins_at_zero(shown: Json, reported: Json) -> bool:
 def _start(shown: Json, reported: Json, fresh: Json) -> Json:
     """Return the fields that show the last step before a restart, and whether the script continued.
 
-    They are known only for steps that are counted automatically.
+    Both are known only if the script's steps are counted automatically.
     """
     if protocol.RESUMED not in reported or "step" not in fresh:
         return {}
@@ -132,7 +135,7 @@ def began_again(progress: Json) -> str:
 
 
 def without_speed(progress: Json) -> Json:
-    """Return the progress of a job that does not train, without speed and remaining time."""
+    """Return the progress of a job that does not train: it has no speed and no remaining time."""
     kept = {name: value for name, value in progress.items() if name not in _OF_A_GROUP}
     if isinstance(kept.get("metrics"), dict):
         kept["metrics"] = {name: value for name, value in kept["metrics"].items() if name != protocol.COUNTED_SPEED}
@@ -184,7 +187,7 @@ def _is_fresh(entry: Json, now: datetime) -> bool:
 
 
 def _summary(fresh: Json) -> Json:
-    """Return `percent` and the column `display`, as far as the counts allow."""
+    """Return `percent` and the text of the column `display`, as far as the counts allow."""
     step, steps, epoch, epochs = (fresh.get(name) for name in ("step", "steps", "epoch", "epochs"))
     parts = []
     if epoch is not None:

@@ -63,8 +63,8 @@ def find_not_started(pods: Iterable[PodView], now: datetime) -> tuple[str, str] 
         if pod.ended or pod.main.running or pod.scheduled is None or now - pod.scheduled < LONG:
             continue
         where = f"pod {pod.name} on Kubernetes node {pod.host}"
-        # Of the init containers of an initialized pod, only sidecars are still running, and the
-        # program does not wait for them.
+        # Once a pod is initialized, its sidecars are the only init containers that still run, and
+        # the program does not wait for them.
         preparing = {} if pod.initialized else pod.init_containers
         running = [name for name, container in preparing.items() if container.running]
         if running:
