@@ -86,13 +86,13 @@ class Platform:
     def key_mark(self) -> str:
         """A short hash of the operator's key.
 
-        It tells keys apart without revealing anything about them.
+        It distinguishes keys without revealing anything about them.
         """
         return hmac.new(self.operator_key, b"mark", hashlib.sha256).hexdigest()[:6]
 
     @property
     def cluster(self) -> str:
-        """A short hash that tells clusters apart.
+        """A short hash of the operator's key, which differs between clusters.
 
         It distinguishes this operator's jobs from jobs with the same names in other clusters.
         """
