@@ -13,9 +13,9 @@
             ddpjob_report.copy_checkpoint(folder / "snapshot.pt", step + 1)  # to the job's bucket
             ddpjob_report.saved_and_leave()
 
-In job pods it comes with the runtime; elsewhere, with the package `ddpjob`.
-`ddpjob_report.huggingface`, `.lightning` and `.accelerate` do the same for those frameworks. If all
-ranks import `ddpjob_report`, slow ranks are found (`ddpjob_pod/own_work.py`).
+In the pods of a job, the runtime provides this package. Elsewhere, the package `ddpjob` provides
+it. `ddpjob_report.huggingface`, `.lightning` and `.accelerate` connect scripts that use those
+frameworks. If all ranks import `ddpjob_report`, slow ranks are found (`ddpjob_pod/own_work.py`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ __all__ = [
 
 
 def begin() -> None:
-    """Find slow ranks from now on, in a job. This is called when the module is imported."""
+    """Start to look for slow ranks, if this process belongs to a job. Importing the module calls
+    this.
+    """
     if JobEnvironment.read().coordinator:
         own_work.begin(lambda stragglers: link.post({protocol.STRAGGLERS: stragglers}))
 
@@ -56,7 +58,7 @@ def begin() -> None:
 begin()
 
 _NUMBERS = {"samples_per_second": "samplesPerSecond"}
-"""Figures that the protocol spells differently from Python."""
+"""Names of figures that are spelled differently in the protocol."""
 
 
 def report(
@@ -77,25 +79,28 @@ def report(
 
     Args:
         epoch: the current epoch, from 1 to `epochs`.
-        step: number of steps, out of `steps`, since training began, including steps before a
-            restart. Without it, DDPJob counts the optimizer's steps since the restart.
+        epochs: the planned number of epochs.
+        step: number of steps completed since training began, including steps before a restart. If
+            you do not pass it, DDPJob counts the optimizer's steps since the restart.
+        steps: the planned number of steps.
         loss: the training loss.
         accuracy: the accuracy on the test set, from 0 to 1.
         samples_per_second: the speed of all ranks together.
-        eta: seconds left.
+        eta: number of seconds until training is done.
         metrics: any other figures, by name.
 
     A figure is a number, or anything that `float()` converts, such as a tensor or an array of one
     element. A loss that is infinite or undefined is shown as nan. Other such figures are not shown.
     For a tensor on a GPU, the call waits for the GPU, as `item()` does, so report only every few
     steps. Without such tensors, `report` returns immediately. The newest figures are sent in the
-    background, at most twice a second. If the coordinator is unreachable, only figures are lost.
-    Figures with a `step` are also kept in the checkpoint folder as curves for `ddpjob plot` and the
-    dashboard (run/metrics.jsonl, initially two lines per second, later fewer).
+    background, at most twice a second. If the coordinator is unreachable, figures are lost, but
+    training continues. Figures with a `step` are also kept in the checkpoint folder as curves for
+    `ddpjob plot` and the dashboard. The file, run/metrics.jsonl, gets two lines per second at
+    first, and fewer later.
 
     Raises:
         TypeError: an argument is not a number; the message names it.
-        ValueError: too many metrics, or a name that is too long.
+        ValueError: there are too many metrics, or the name of one is too long.
     """
     given = {
         "epoch": epoch, "epochs": epochs, "step": step, "steps": steps, "loss": loss,
@@ -110,7 +115,7 @@ def report(
     known = {name: value for name, value in read.items() if value is not None}
     if known:
         figures["metrics"] = known
-    begin()  # The module may have been imported before the worker was forked.
+    begin()  # Call it again, because the module may have been imported before this worker was forked.
     if figures:
         link.post(figures)
         curve_file.add(figures)
@@ -120,22 +125,25 @@ def checkpoint_dir(default: str | Path = "checkpoints") -> Path:
     """Return the job's checkpoint folder. Outside a job, create and return `default`."""
     folder = JobEnvironment.read().checkpoint_dir
     if folder:
-        return Path(folder)  # Not created: if the volume were not mounted, the folder would be on the node's own disk.
+        # The folder is not created here. If its volume were not mounted, it would be on the node's
+        # own disk.
+        return Path(folder)
     made = Path(default)
     made.mkdir(parents=True, exist_ok=True)
     return made
 
 
 def restore_checkpoint() -> Path | None:
-    """Return the newest complete checkpoint given to `copy_checkpoint`; None if there is none.
+    """Return the newest complete checkpoint that was given to `copy_checkpoint`; None if there is
+    none.
 
     In a job with storage.checkpoints.url, the checkpoint is fetched from the bucket into
-    `checkpoint_dir()` under its old name, once per pod. Otherwise it is already in the folder. All
-    ranks must call this before training, and all get the same checkpoint.
+    `checkpoint_dir()` under its original name, once per pod. In all other cases, it is already in
+    that folder. All ranks must call this before training, and all get the same checkpoint.
 
     Raises:
         ddpjob_bucket.BucketError: the bucket cannot be read, or the image lacks obstore. Training
-            must not start from scratch if it is unknown which checkpoints exist.
+            must not start from scratch while it is unknown whether there is a checkpoint.
         OSError, ValueError: the folder cannot be read or written, or its record of the newest
             checkpoint is damaged.
     """
@@ -148,35 +156,35 @@ def restore_checkpoint() -> Path | None:
 
     job = JobEnvironment.read()
     if job.shares_checkpoints is False and job.has_several_nodes:
-        return None  # Each node has its own folder, so ranks would continue from different steps.
+        return None  # Each node has its own folder, so the ranks would continue from different steps.
     return recorded(folder)
 
 
 def copy_checkpoint(path: str | Path, step: int, *, keep: int = 3, wait: bool = False) -> None:
     """Copy a checkpoint (a file or a folder of files) to the job's bucket while training continues.
 
-    Every rank may call it, but only rank 0's checkpoint is copied. A folder written by
-    torch.distributed.checkpoint must have all parts.
+    Every rank may call it, but only rank 0's checkpoint is copied. If torch.distributed.checkpoint
+    wrote the folder, it must contain the parts of all ranks.
 
     Args:
-        path: a complete checkpoint, which is a file or folder in `checkpoint_dir()`. It may be
-            replaced or removed afterwards, but not modified in place: write to a different name,
-            then use os.replace.
-        step: number of steps done, which orders the checkpoints. Within one start of the job, the
-            checkpoint with the highest step is the newest.
-        keep: number of newest checkpoints to keep in the bucket.
-        wait: return only when the checkpoint is in the bucket. Otherwise the script waits for the
-            last copy when it ends.
+        path: a complete checkpoint, which is a file or folder in `checkpoint_dir()`. After the
+            call, you may replace or remove it, but not modify it in place: write to a different
+            name, then use os.replace.
+        step: number of steps completed, by which checkpoints are ordered. Of all checkpoints since
+            the last start of the job, the one with the highest step is the newest.
+        keep: how many of the newest checkpoints stay in the bucket.
+        wait: return only when the checkpoint is in the bucket. If this is False, the script waits
+            for the last copy when it ends.
 
-    One checkpoint is uploaded at a time, and the newest waiting checkpoint is next. A failed upload
-    is retried after 1, 2, 4, ... 60 s. Readers see either a whole checkpoint or none. Without
-    storage.checkpoints.url, and outside a job, nothing is copied: the checkpoint stays in the
-    folder, where `restore_checkpoint` finds it.
+    One checkpoint is uploaded at a time. If several are waiting, the newest one is next. A failed
+    upload is retried after 1, 2, 4, ... 60 s. Readers see either a whole checkpoint or none.
+    Without storage.checkpoints.url, and outside a job, nothing is copied: the checkpoint stays in
+    the folder, where `restore_checkpoint` finds it.
 
     Raises:
         TypeError, ValueError: an argument is invalid; the message names it.
         ddpjob_bucket.BucketError: the bucket cannot be read, the image lacks obstore, or a name has
-        characters that are not allowed in a bucket.
+            characters that are not allowed in a bucket.
         OSError: the checkpoint cannot be read.
     """
     if not isinstance(path, (str, os.PathLike)):
@@ -193,7 +201,8 @@ def copy_checkpoint(path: str | Path, step: int, *, keep: int = 3, wait: bool = 
     saved, copies = Path(path), _copies()
     if not saved.exists():
         raise ValueError(f"ddpjob_report.copy_checkpoint: path {saved} does not exist")
-    # A copy of the whole folder would include checkpoints that were restored from earlier copies.
+    # The folder of all checkpoints is refused, because a copy of it would include checkpoints that
+    # were restored from earlier copies.
     if checkpoint_dir().resolve().is_relative_to(saved.resolve()):
         raise ValueError(
             f"ddpjob_report.copy_checkpoint: path {saved} contains all checkpoints; pass one file or folder in it"
@@ -219,17 +228,17 @@ def _copies() -> Any:
 
 
 def _copied() -> dict[str, float]:
-    """Return the figures about copies to a bucket; empty if there are none."""
+    """Return the figures about copies to a bucket; empty if this process has not made any copy."""
     copies = sys.modules.get("ddpjob_report.copies")
     return {} if copies is None else copies.figures()
 
 
 def should_stop() -> bool:
-    """Whether to save and exit now, because any rank's pod was asked to stop.
+    """Whether to save and exit now, because the pod of any rank was asked to stop.
 
     All ranks must call this at the same steps. If torch.distributed is initialized, every rank gets
-    the same result: the ranks exchange one number over gloo, which does not wait for the GPU. After
-    the first call, SIGTERM no longer ends the process.
+    the same result, because the ranks exchange one number. They do so over gloo, which does not
+    wait for the GPU. After the first call, SIGTERM no longer ends the process.
 
     Raises:
         RuntimeError: another rank is gone, as in any collective.
@@ -238,10 +247,11 @@ def should_stop() -> bool:
 
 
 def saved_and_leave() -> NoReturn:
-    """End this process after `should_stop()` and a save. This does not count as a failure.
+    """End this process, after `should_stop()` was true and the state was saved. This does not count
+    as a failure.
 
-    All ranks must call this. It waits for ranks that are still saving and, as long as the pod's
-    grace period allows, for the last copy to the job's bucket.
+    All ranks must call this. It waits for ranks that are still saving. It also waits for the last
+    copy to the job's bucket, for as long as the pod's grace period allows.
 
     Raises:
         RuntimeError: it was called outside the main thread, where it would end only that thread.
@@ -260,10 +270,13 @@ def saved_and_leave() -> NoReturn:
 
 
 def as_number(value: Any) -> int | float | None:
-    """Return a number, or the only element of a tensor or an array; None for anything else."""
+    """Return `value` as a number if it is one, or a tensor or an array of one element; otherwise
+    None.
+    """
     if isinstance(value, (bool, str, bytes, bytearray)):
         return None
-    detach = getattr(value, "detach", None)  # torch warns if float() is called on a tensor that requires gradients
+    # Detach a tensor, because torch warns if float() is called on a tensor that requires gradients.
+    detach = getattr(value, "detach", None)
     try:
         return _plain(detach() if callable(detach) else value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
@@ -271,9 +284,10 @@ def as_number(value: Any) -> int | float | None:
 
 
 def _number(name: str, value: Any) -> int | float | None:
-    """Return the figure; None if it is infinite, undefined, or too large for a status.
+    """Return the value of a figure as a number; None if it is infinite, undefined, or too large for
+    a status.
 
-    Raises TypeError.
+    Raises TypeError if the value is not a number.
     """
     number = as_number(value)
     if number is None:
@@ -284,7 +298,8 @@ def _number(name: str, value: Any) -> int | float | None:
 
 def _plain(value: Any) -> int | float:
     item = getattr(value, "item", None)
-    value = item() if callable(item) else value  # since numpy 2.4, float() refuses a one-element array
+    # Since numpy 2.4, float() refuses an array of one element, so use item().
+    value = item() if callable(item) else value
     try:
         return operator.index(value)
     except TypeError:

@@ -18,9 +18,9 @@ for step in range(first, steps):
 checkpoint, whichever has more steps. The state includes everything passed to `accelerator.prepare`
 and `register_for_checkpointing`, the scaler, the count of accumulated batches, and each rank's
 random generators. A loader's position is included only with
-`DataLoaderConfiguration(use_stateful_dataloader=True)`. Otherwise use
+`DataLoaderConfiguration(use_stateful_dataloader=True)`. Without that setting, call
 `accelerator.skip_first_batches`, as after `load_state`. Models sharded by FSDP, DeepSpeed or
-Megatron-LM continue from checkpoints.
+Megatron-LM are not kept in memory, so they continue from checkpoints.
 """
 
 from __future__ import annotations
@@ -43,11 +43,13 @@ _SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "TP", "XLA")
 
 
 _kept: list[Snapshots | None] = []
-"""The memory that `resume` has opened; None if this model is not kept in memory."""
+"""The object by which `resume` keeps states in memory, as the only element. The element is None if
+this model's states are not kept, and the list is empty before `resume`.
+"""
 
 
 class DDPJobTracker(GeneralTracker):  # type: ignore[misc]
-    """Reports the values that `accelerator.log` logs."""
+    """Reports the values that a script passes to `accelerator.log`."""
 
     name = "ddpjob"
     requires_logging_directory = False
@@ -57,23 +59,25 @@ class DDPJobTracker(GeneralTracker):  # type: ignore[misc]
 
     @property
     def tracker(self) -> Any:
-        """Return this tracker itself, because it does not wrap another library."""
+        """Return this tracker itself. Accelerate asks for a wrapped library here, but there is
+        none.
+        """
         return self
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Do nothing, because hyperparameters are not shown."""
+        """Do nothing, because DDPJob does not show hyperparameters."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
-        """Report the values passed to `accelerator.log`."""
+        """Report those values that are numbers. Accelerate calls this in `accelerator.log`."""
         report(**{**figures(values), **({} if step is None else {"step": step})})
 
 
 def save(accelerator: Any, step: int, folder: str | Path | None = None, keep: int = 2) -> None:
     """Save everything passed to `accelerator.prepare`, as the state after `step` steps.
 
-    All ranks must call this. The state is first written under a different name, so that any state
-    found after a crash is complete. The newest `keep` states are kept. In a job with a bucket, the
-    state is copied as well.
+    All ranks must call this. The state is first written under a different name and then renamed, so
+    any state that is found after a crash is complete. The newest `keep` states are kept. In a job
+    with a bucket, the state is also copied to the bucket.
 
     Raises:
         ValueError: Accelerate is set to name its checkpoints itself.
@@ -94,15 +98,16 @@ def save(accelerator: Any, step: int, folder: str | Path | None = None, keep: in
         unfinished.rename(made)
         if JobEnvironment.read().checkpoint_url:
             copy_checkpoint(made, step, keep=keep)
-        # Now that there is a newer state, also delete leftovers of saves during which pods were
-        # killed.
+        # A newer state exists now, so also delete what was left behind when pods were killed while
+        # they saved.
         for old in [*sorted(_all(home), key=_step, reverse=True)[keep:], *home.glob(f"{_NAME}*{_UNFINISHED}")]:
             shutil.rmtree(old, ignore_errors=True)
     accelerator.wait_for_everyone()
 
 
 def resume(accelerator: Any, folder: str | Path | None = None) -> int:
-    """Load the newest state from `save` or `take`, and return its step; 0 if there is none.
+    """Load the newest state that `save` or `take` has kept, and return its step; 0 if there is
+    none.
 
     Call it once, on all ranks, after `accelerator.prepare` and `register_for_checkpointing`.
 
@@ -113,7 +118,8 @@ def resume(accelerator: Any, folder: str | Path | None = None) -> int:
             Accelerator(cpu=True) is not used.
     """
     found = newest(_all(_home(accelerator, folder)), Path.is_dir)
-    accelerator.wait_for_everyone()  # No rank may save (which removes old states) before all ranks have searched.
+    # Wait until all ranks have searched, because a rank that saves also removes old states.
+    accelerator.wait_for_everyone()
     snapshots, step = _snapshots(accelerator), step_of(found)
     _kept[:] = [snapshots]
     if snapshots is not None and snapshots.restored and snapshots.step > step:
@@ -126,7 +132,7 @@ def resume(accelerator: Any, folder: str | Path | None = None) -> int:
 
 
 def take(accelerator: Any, step: int) -> None:
-    """Keep the state after `step` steps in memory, if that is due.
+    """Keep the state after `step` steps in memory, if a copy is due.
 
     All ranks must call this after each step, like `ddpjob_report.Snapshots.take`.
 
@@ -144,9 +150,10 @@ def take(accelerator: Any, step: int) -> None:
 
 
 def _snapshots(accelerator: Any) -> Snapshots | None:
-    """Restore the state in memory, if any.
+    """Return a new object that keeps the states in memory. Creating it restores the state in
+    memory, if there is one.
 
-    Return None if the job does not keep states, or cannot keep the states of this model.
+    Return None if the job does not keep states, or if this model's states cannot be kept.
     """
     job = JobEnvironment.read()
     if not job.may_have_snapshots:
@@ -175,7 +182,9 @@ def _snapshots(accelerator: Any) -> Snapshots | None:
 
 
 class _Batches:
-    """Accelerate's count of batches, which determines when accumulated gradients are complete."""
+    """The number of batches that Accelerate has counted, as an object with a state. Accelerate uses
+    it to decide when accumulated gradients are complete.
+    """
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
@@ -199,7 +208,9 @@ def _home(accelerator: Any, folder: str | Path | None) -> Path:
 
 
 def _all(folder: Path) -> list[Path]:
-    """Return the states that `save` has completed, without unfinished states or other files."""
+    """Return the folders of the states that `save` has completed. Unfinished states and other files
+    are left out.
+    """
     return [path for path in folder.glob(f"{_NAME}*") if re.fullmatch(r"[0-9]+", path.name[len(_NAME) :])]
 
 

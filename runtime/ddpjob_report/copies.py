@@ -4,15 +4,15 @@ All ranks must continue from the same checkpoint, an upload must not stop traini
 incomplete copy must not be read. So:
 
 - When the job starts, the ranks agree on the newest checkpoint in the bucket (`Bucket.join`). One
-  rank of each node downloads it, under a lock, and the others find it in the folder.
+  rank of each node downloads it, under a lock, and the node's other ranks find it in the folder.
 - `copy` links the files under a hidden name, because the script may replace them, and uploads them
   in the background (`ddpjob_bucket.uploads`). The newest `keep` copies stay in the bucket.
-- At its end, the script waits up to LAST_SECONDS for the last copy, and fails if that copy is not
-  complete by then. `saved_and_leave` waits for as long as the grace period allows.
-- Without a bucket, a file in the folder names the newest checkpoint (`record`).
+- When the script ends, it waits up to LAST_SECONDS for the last copy, and fails if that copy is not
+  complete by then. `saved_and_leave` waits for as long as the pod's grace period allows.
+- Without a bucket, a file in the checkpoint folder names the newest checkpoint (`record`).
 
-Example: rank 0 copies steps 100 and 200, and is killed while 200 is being uploaded. Its successors
-on new nodes all continue from step 100.
+Example: rank 0 copies the checkpoints of steps 100 and 200, and is killed while the second one is
+being uploaded. Its successors on new nodes all continue from step 100.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from ddpjob_pod.job_environment import JobEnvironment, VariableError
 from ddpjob_report import link
 
 RECORD = ".ddpjob-newest.json"
-"""File that names the newest checkpoint in the folder if the job has no bucket."""
+"""Name of the file that names the newest checkpoint in the folder, if the job has no bucket."""
 _FETCHED, _LOCK, _LINKS = ".ddpjob-fetched.json", ".ddpjob-fetch.lock", ".ddpjob-copy-"
 LAST_SECONDS = 600.0
-"""Maximum number of seconds that the script waits at its end for the last copy."""
+"""Maximum number of seconds for which the script waits for its last copy when it ends."""
 
 
 class _CopyState:
@@ -49,14 +49,18 @@ class _CopyState:
     uploads: Uploads | None = None
     keep = 3
     restored: Stored | None = None
-    """The checkpoint from which all ranks continue; None if there is none."""
+    """The checkpoint in the bucket from which all ranks continue; None if there is none."""
     process = 0
     leaves = False
-    """Whether this process exits without waiting for copies, because the grace period is over."""
+    """Whether this process exits without waiting for copies any longer, because its pod is being
+    stopped.
+    """
 
 
 def url() -> str:
-    """Return the job's folder in the bucket; empty if checkpoints are not copied."""
+    """Return the URL of the job's folder in the bucket; empty if the job has no bucket for
+    checkpoints.
+    """
     return JobEnvironment.read().checkpoint_url
 
 
@@ -64,20 +68,23 @@ def url() -> str:
 
 
 def restore(folder: Path) -> Path | None:
-    """Fetch the bucket's newest checkpoint into the folder, and return it; None if there is none.
+    """Fetch the newest checkpoint in the bucket into the folder, and return its path; None if there
+    is none.
 
     All ranks get the same checkpoint. Raises BucketError, OSError, ValueError.
     """
     bucket = _joined()
     entry = _CopyState.restored
-    if entry is None:  # A persistent folder may hold a checkpoint from before the job had a bucket.
+    # The bucket is empty, but a persistent folder may hold a checkpoint from before the job had a
+    # bucket.
+    if entry is None:
         return recorded(folder) if JobEnvironment.read().shares_checkpoints else None
     folder.mkdir(parents=True, exist_ok=True)
     with alone(folder / _LOCK, strict=True):
         found = _fetched(folder, entry)
         if found is None:
             for leftover in [*folder.glob(".*.fetch.tmp"), *folder.glob(".*.old.tmp")]:
-                discard(leftover)  # A killed process left it, because this one holds the lock.
+                discard(leftover)  # This process holds the lock, so a leftover must be from a process that was killed.
             found = _fetch(bucket, entry, folder)
             _note_fetched(folder, entry, found)
             sys.stdout.write(f"ddpjob_report: checkpoint {found.name} of step {entry.step} is from {bucket.url}\n")
@@ -92,7 +99,9 @@ def _fetch(bucket: Bucket, entry: Stored, folder: Path) -> Path:
 
 
 def _joined() -> Bucket:
-    """Return the bucket, after agreeing with the other ranks on the checkpoint to continue from."""
+    """Return the bucket. The first call agrees with the other ranks on the checkpoint to continue
+    from.
+    """
     if _CopyState.bucket is not None and _CopyState.process != os.getpid():
         raise BucketError(
             f"{url()} cannot be used in a forked process, because obstore's threads are not forked; copy checkpoints in"
@@ -106,10 +115,10 @@ def _joined() -> Bucket:
 
 
 def _order() -> tuple[int, ...]:
-    """Return this start's position among the job's starts, which the launcher gives to all ranks.
+    """Return a position that orders the starts of the job's ranks. It is the same on all ranks.
 
-    The position begins with the generation and the round. torchrun's restart count is added,
-    because a `command` program starts its ranks itself.
+    It consists of the generation and the round, which the launcher sets, and of torchrun's restart
+    count. The count is needed because a `command` program may start its ranks itself.
     """
     job = JobEnvironment.read()
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -125,8 +134,10 @@ def _order() -> tuple[int, ...]:
 
 
 def _fetched(folder: Path, entry: Stored) -> Path | None:
-    """Return the checkpoint that an earlier process fetched, if the file has not changed since
-    then.
+    """Return the path of the checkpoint `entry` if an earlier process has fetched it into the
+    folder.
+
+    Return None if its files have changed since then.
     """
     try:
         known = json.loads((folder / _FETCHED).read_text())
@@ -151,7 +162,7 @@ def _signatures(path: Path) -> dict[str, list[int]]:
 
 
 def copy(path: Path, step: int, keep: int) -> None:
-    """Upload a checkpoint as it is now, in the background.
+    """Upload a checkpoint in the background, with the content that it has now.
 
     Raises BucketError, OSError, ValueError.
     """
@@ -161,14 +172,17 @@ def copy(path: Path, step: int, keep: int) -> None:
     if _CopyState.uploads is None:
         for leftover in path.parent.glob(f"{_LINKS}*"):
             shutil.rmtree(leftover, ignore_errors=True)
-        link.prepare()  # Its exit handler is registered first, so that it runs last and posts the last copy too.
+        # Register the exit handler of `link` before ours. It then runs last, so it also posts the
+        # last copy.
+        link.prepare()
         _CopyState.uploads = Uploads(bucket, lambda: _tidy(bucket), _say, _release, done=_post)
         atexit.register(_at_exit)
     _CopyState.uploads.offer(Waiting(_linked(path), step, None, time.time()))
 
 
 class _FilesOfIndex(pickle._Unpickler):
-    """Finds the file names in a torch.distributed.checkpoint index without running its code.
+    """Finds the file names in the index of a torch.distributed.checkpoint folder, without running
+    the code that the index contains.
 
     The class does not need torch. It uses Python's slow unpickler, because nine bytes of a pickle
     can make the fast unpickler allocate a memo of any size. The opcode that allocates a bytearray
@@ -191,7 +205,7 @@ class _FilesOfIndex(pickle._Unpickler):
                 return super().__new__(cls)
 
             def __init__(self, *args: Any) -> None:
-                """Accept any arguments."""
+                """Accept any arguments, because the real class is unknown."""
 
             def __setstate__(self, state: Any) -> None:
                 if name == "_StorageInfo" and isinstance(state, dict) and isinstance(state.get("relative_path"), str):
@@ -201,14 +215,18 @@ class _FilesOfIndex(pickle._Unpickler):
 
 
 def _check_parts(path: Path) -> None:
-    """Raise ValueError if a torch.distributed.checkpoint folder lacks other nodes' parts."""
+    """Raise ValueError if a torch.distributed.checkpoint folder lacks parts, because other nodes
+    wrote them to their own disks.
+    """
     for index in path.rglob(".metadata") if path.is_dir() else ():
         with index.open("rb") as file:
             found = _FilesOfIndex(file)
             try:
                 found.load()
             except Exception:
-                continue  # The format is unknown, perhaps from a later torch, so the parts are not checked.
+                # The format of the index is unknown, perhaps because torch is newer, so the parts
+                # cannot be checked.
+                continue
         lacking = sorted(name for name in found.names if not (index.parent / name).exists())
         if lacking:
             raise ValueError(
@@ -220,9 +238,12 @@ def _check_parts(path: Path) -> None:
 
 
 def _linked(path: Path) -> Path:
-    """Link the checkpoint under a different name, because the script may replace the original."""
+    """Link the files of a checkpoint into a hidden folder, because the script may replace the
+    originals. Return the new path.
+    """
     files = files_of(path)
-    folder = path.parent.absolute() / f"{_LINKS}{secrets.token_hex(4)}"  # The script may change its working directory.
+    # The path is absolute, because the script may change its working directory.
+    folder = path.parent.absolute() / f"{_LINKS}{secrets.token_hex(4)}"
     try:
         for file in files:
             to = folder / file.relative_to(path.parent)
@@ -247,7 +268,7 @@ def _tidy(bucket: Bucket) -> None:
 
 
 def _post() -> None:
-    """Report that a copy is in the bucket.
+    """Post the figures about copies now, because a copy has reached the bucket.
 
     The script's next report may come much later, or never.
     """
@@ -255,7 +276,7 @@ def _post() -> None:
 
 
 def finish(seconds: float | None) -> bool:
-    """Wait until the last copy is in the bucket, and return whether it is.
+    """Wait until the last copy is in the bucket, and return whether it is there.
 
     Waits at most `seconds`; None means no limit.
     """
@@ -264,9 +285,9 @@ def finish(seconds: float | None) -> bool:
 
 
 def leave(seconds: float) -> None:
-    """Wait at most `seconds` for the last copy.
+    """Wait at most `seconds` for the last copy, because the process is about to exit.
 
-    Afterwards, the process exits without waiting again.
+    At exit, the process does not wait again.
     """
     _CopyState.leaves = True
     if not finish(seconds):
@@ -274,7 +295,7 @@ def leave(seconds: float) -> None:
 
 
 def figures() -> dict[str, float]:
-    """Return the figures to report about the copies; empty if this process does not make copies."""
+    """Return the figures to report about copies; empty if this process has not made any copy."""
     if _CopyState.process != os.getpid():
         return {}
     found = _CopyState.uploads.figures() if _CopyState.uploads is not None else {}
@@ -282,8 +303,8 @@ def figures() -> dict[str, float]:
 
 
 def _at_exit() -> None:
-    """Wait for the last copy. If that copy fails, end with an error, because the result would be
-    lost.
+    """Wait for the last copy when the script ends. If the copy fails, end with exit code 1, because
+    the job's result would be lost.
     """
     if _CopyState.process != os.getpid() or _CopyState.leaves or finish(0) or _has_failed():
         return
@@ -295,7 +316,9 @@ def _at_exit() -> None:
 
 
 def _has_failed() -> bool:
-    """Whether an exception is ending the script. The job then restarts from the previous copy."""
+    """Whether the script is ending because of an exception. In that case the last copy matters
+    less, because the job restarts from an earlier one.
+    """
     written = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     return hasattr(sys, "last_type") or (bool(written) and Path(written).exists())
 
@@ -304,7 +327,7 @@ def _has_failed() -> bool:
 
 
 def record(folder: Path, path: Path, step: int) -> None:
-    """Record a checkpoint in the folder as the newest.
+    """Record that a checkpoint in the folder is the newest one.
 
     Raises OSError, and ValueError if the checkpoint is not in the folder.
     """
@@ -317,7 +340,7 @@ def record(folder: Path, path: Path, step: int) -> None:
         with temporary.open("w") as file:
             json.dump({"name": name, "step": step}, file)
             file.flush()
-            os.fsync(file.fileno())  # Otherwise a power failure may leave an empty file.
+            os.fsync(file.fileno())  # Without this, the file may be empty after a power failure.
         temporary.replace(folder / RECORD)
     except OSError:
         discard(temporary)
@@ -325,10 +348,10 @@ def record(folder: Path, path: Path, step: int) -> None:
 
 
 def recorded(folder: Path) -> Path | None:
-    """Return the checkpoint that was recorded last, if it still exists.
+    """Return the checkpoint that was recorded last; None if there is none or it has been deleted.
 
-    Raises OSError or ValueError if the record cannot be read, because training must not begin from
-    scratch if the newest checkpoint is unknown.
+    Raises OSError or ValueError if the record cannot be read. Training must not begin from scratch
+    while it is unknown whether there is a checkpoint.
     """
     try:
         text = (folder / RECORD).read_text()

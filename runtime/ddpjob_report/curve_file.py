@@ -15,18 +15,19 @@ from ddpjob_pod.outbox import Outbox
 from ddpjob_report import link
 
 FOLDER = "run"
-"""Subfolder of the checkpoint folder that holds the curves."""
+"""Name of the subfolder of the checkpoint folder that holds the curves."""
 SHORTEST_PAUSE = 0.5
-"""Initial number of seconds between two lines."""
+"""Minimum number of seconds between two lines. It applies at first."""
 LINES_PER_LIFE = 2000
-"""The pause between lines is the script's running time divided by this number, and at least
-SHORTEST_PAUSE. A week produces about 15,000 lines."""
+"""The pause between two lines is the time since the script began, divided by this number, but at
+least SHORTEST_PAUSE. A week of training writes about 15,000 lines.
+"""
 _NOT_OF_A_STEP = ("epochs", "steps", "eta", "metrics", "accuracy")
 
 
 class CurveFile(Outbox):
-    """Writes the curves independently of posts, so that a hung folder costs only lines in this
-    file.
+    """Writes the curves in a thread of its own. If the folder hangs, only lines of this file are
+    lost, and posts to the coordinator continue.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -63,7 +64,9 @@ class CurveFile(Outbox):
 
 
 def _write_step(log: MetricsLog, step: int, figures: dict[str, Any]) -> None:
-    """Write a step's line, and its accuracy as an evaluation line."""
+    """Write the line of a step. If the figures contain an accuracy, also write a line with the
+    result of an evaluation.
+    """
     metrics = figures.get("metrics", {})
     known = {name: value for name, value in {**metrics, **figures}.items() if name not in _NOT_OF_A_STEP}
     log.write("step", **{**known, "step": step})
@@ -75,11 +78,12 @@ _file: CurveFile | None = None
 
 
 def add(figures: dict[str, Any]) -> None:
-    """Record the figures, if this is rank 0 of a job with a checkpoint folder."""
+    """Queue the figures for the curves, if this is rank 0 of a job with a checkpoint folder."""
     global _file
     if _file is None:
         folder = JobEnvironment.read().checkpoint_dir
-        # Not created: if the volume were not mounted, the folder would be on the node's own disk.
+        # The folder is not created here. If its volume were not mounted, it would be on the node's
+        # own disk.
         if not folder or not Path(folder).is_dir() or not link.is_reporting():
             return
         _file = CurveFile(Path(folder))
@@ -87,6 +91,6 @@ def add(figures: dict[str, Any]) -> None:
 
 
 def close() -> None:
-    """Write the remaining figures. Nothing is written afterwards."""
+    """Write the figures that are still queued. Later figures are not written."""
     if _file is not None:
         _file.close()

@@ -8,13 +8,13 @@ trainer.train(resume_from_checkpoint=last_checkpoint(folder))
 The callback keeps the newest state in the memory of the nodes, and `last_checkpoint` returns it if
 it is newer than the folder's checkpoints. The state consists of weights, optimizer, scheduler,
 scaler, the Trainer's own state, and each rank's random generators. As with any checkpoint, the
-Trainer finds its position in the data by counting steps. A state is taken when the next step or
-epoch begins, so it includes the log and the evaluation that followed the step.
+Trainer finds its position in the data by counting steps. The state after a step is taken only when
+the next step or epoch begins, so it includes the log and the evaluation that followed the step.
 
 The state does not include changes to other callbacks' states since the last checkpoint
 (`restore_callback_states_from_checkpoint`, such as EarlyStoppingCallback's patience), random
 generators in data-loader processes, or rank-specific buffers. Models sharded by FSDP or DeepSpeed
-continue from checkpoints.
+are not kept in memory, so they continue from checkpoints.
 """
 
 from __future__ import annotations
@@ -42,19 +42,23 @@ from ddpjob_report.snapshots import bare, sharding_of
 class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
     """Reports steps and the Trainer's logs, and keeps the newest state in memory.
 
-    When a pod is asked to stop, the callback saves and exits.
+    When a pod is asked to stop, the callback makes the Trainer save a checkpoint, and then exits.
     """
 
     def __init__(self) -> None:
         self._leaving = False
         self._memory: FrameworkMemory | None = None
         self._taken = 0
-        """The step whose state was taken last, or from which training continued."""
+        """The last step whose state was taken or, before that, the step from which training
+        continued.
+        """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Check the group before the first step, on all ranks, and note where training continues.
+        """Check that the ranks form a group, and record from which step training continues. Runs on
+        all ranks.
 
-        Warns if the Trainer does not resume in its checkpoint's epoch.
+        Warns if the Trainer would continue in a different epoch than the one in which its
+        checkpoint was saved.
 
         Raises:
             RuntimeError: each rank trains its own model, for example without a GPU if
@@ -71,7 +75,8 @@ class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
             return
         left_at, per_step = state.epoch or 0, args.num_train_epochs / state.max_steps
         begun_at = min(state.global_step * per_step, args.num_train_epochs)
-        if abs(begun_at - left_at) > (left_at + 2) * per_step:  # an epoch may be one step longer or shorter
+        # Between runs, an epoch may become one step longer or shorter, so allow for that.
+        if abs(begun_at - left_at) > (left_at + 2) * per_step:
             sys.stderr.write(
                 f"ddpjob_report: warning: the checkpoint was saved at epoch {left_at:.2f}, but training continues at "
                 f"epoch {begun_at:.2f} of {args.num_train_epochs:g}, because the number of steps per epoch has "
@@ -80,24 +85,26 @@ class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
             )
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Keep the state after an epoch, on all ranks."""
+        """Take the state after the last step of the previous epoch, on all ranks."""
         self._take(args, state, given)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Keep the state after the previous step, on all ranks.
+        """Take the state after the previous step, on all ranks.
 
-        The Trainer restores a checkpoint's random generators after it has fetched the first batch.
-        This method is called at the same point, so the saved generators fit.
+        When the Trainer resumes, it restores a checkpoint's random generators after it has fetched
+        the first batch. Their states are therefore taken at the same point, which is when this
+        method is called.
         """
         self._take(args, state, given)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-        """Report an optimizer step and check whether to stop, on all ranks."""
+        """Report an optimizer step, and check whether to stop. Runs on all ranks."""
         if self._memory is not None:
             self._memory.forget()
             self._memory.note(state.global_step)
         epochs = -(-args.num_train_epochs // 1) if args.max_steps <= 0 else None
-        epoch = min(max(1, math.ceil(state.epoch or 0)), epochs or 2**53)  # 1.0 means the first epoch has just ended
+        # An epoch of 1.0 means that the first epoch has just ended.
+        epoch = min(max(1, math.ceil(state.epoch or 0)), epochs or 2**53)
         report(epoch=epoch, epochs=epochs, step=state.global_step, steps=state.max_steps)
         if should_stop():
             self._leaving = True
@@ -105,17 +112,22 @@ class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
         return control
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        """Report the Trainer's logged figures: `loss`, and `eval_accuracy` after an evaluation."""
+        """Report the figures that the Trainer logs, such as `loss`, and `eval_accuracy` after an
+        evaluation.
+        """
         values = figures(logs or {})
         values.pop("epoch", None)
         if "eval_accuracy" in values:
             values["accuracy"] = values.pop("eval_accuracy")
-        if state.global_step:  # Curves are indexed by step, and the final figures have no step of their own.
+        # Curves are indexed by step. The final figures have no step of their own, so give them the
+        # last one.
+        if state.global_step:
             values["step"] = state.global_step
         report(**values)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Copy a new checkpoint in a job with a bucket, and exit if asked to.
+        """Copy a new checkpoint to the bucket, if the job has one. Exit if the pod was asked to
+        stop.
 
         This runs on all ranks.
         """
@@ -133,10 +145,11 @@ class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def last_checkpoint(folder: str | Path) -> str | None:
-    """Return the newest state's path, for `resume_from_checkpoint`; None if there is none.
+    """Return the path of the newest state, for `resume_from_checkpoint`; None if there is no state.
 
-    This is the newest complete checkpoint in the Trainer's output folder, or a newer checkpoint
-    made from the state in the nodes' memory. All ranks must call this.
+    This is the newest complete checkpoint in the Trainer's output folder or, if that has more
+    steps, a checkpoint that is made here from the state in the nodes' memory. All ranks must call
+    this.
 
     Raises OSError if the state in memory cannot be written to a file.
     """
@@ -147,7 +160,9 @@ def last_checkpoint(folder: str | Path) -> str | None:
 
 
 def _sharding(args: Any, given: dict[str, Any]) -> str:
-    """Return the library that shards the model; empty if every rank has the whole model."""
+    """Return the name of the library or method that shards the model; empty if every rank has the
+    whole model.
+    """
     if not JobEnvironment.read().snapshot_folder:
         return ""
     if getattr(args, "deepspeed", None):
@@ -156,7 +171,9 @@ def _sharding(args: Any, given: dict[str, Any]) -> str:
 
 
 def _state(state: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the state that the Trainer would save."""
+    """Return the state that the Trainer would save in a checkpoint, except for
+    random generators.
+    """
     scaler = getattr(given["optimizer"], "scaler", None)
     return {
         "model": bare(given["model"]).state_dict(),
@@ -168,7 +185,9 @@ def _state(state: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _generators(args: Any) -> dict[str, Any]:
-    """Return this rank's random generators, as the Trainer saves them."""
+    """Return the states of this rank's random generators, in the form in which the Trainer saves
+    them.
+    """
     import numpy as np
     import torch
 
@@ -180,7 +199,10 @@ def _generators(args: Any) -> dict[str, Any]:
 
 
 def _write(checkpoint: Path, found: Restored) -> None:
-    """Write a state to files as the Trainer would, with the Trainer's own state last."""
+    """Write a state as the files of a Trainer's checkpoint.
+
+    The Trainer's own state is written last, so a checkpoint that has it is complete.
+    """
     import torch
     from safetensors.torch import save_file
 
@@ -198,7 +220,9 @@ def _write(checkpoint: Path, found: Restored) -> None:
 
 
 def _is_whole(checkpoint: Path) -> bool:
-    """Whether a checkpoint is whole. Its last file is the Trainer's own state."""
+    """Whether a checkpoint is complete. The file with the Trainer's own state is written last, so
+    it must be readable.
+    """
     try:
         return isinstance(json.loads((checkpoint / "trainer_state.json").read_text()), dict)
     except (OSError, ValueError):

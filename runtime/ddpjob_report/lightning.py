@@ -10,16 +10,17 @@ it is newer than the folder's checkpoints. The state consists of everything that
 `trainer.save_checkpoint` would write (model, optimizers, schedulers, scaler, loops, callbacks, data
 module), and each rank's random generators.
 
-If a state is from within an epoch, Lightning itself would repeat the epoch's first batches. The
-callback skips them if the loader has a sampler and does not restore a state itself. It also does so
-after a restart from a checkpoint. The order of the samples stays the same if it depends only on the
-epoch, as with DistributedSampler. The state after an epoch's last step is taken at the epoch's end,
-because Lightning cannot continue a second time from a state between that step and the end.
+If a state was taken within an epoch, Lightning itself would repeat the epoch's first batches. The
+callback makes the data loader skip these batches, if the loader has a sampler and does not restore
+a state itself. The callback also does so after a restart from a checkpoint. The order of the
+samples stays the same if it depends only on the epoch, as with DistributedSampler. The state after
+an epoch's last step is taken at the end of the epoch, because Lightning cannot continue a second
+time from a state between that step and the end.
 
 The state does not include gradients that are being accumulated, changes made in the model's
 `on_train_epoch_end`, random generators in data-loader processes, or steps of optimizers that
-Lightning does not count (`trainer.global_step` stays 0). Models sharded by FSDP or DeepSpeed
-continue from checkpoints.
+Lightning does not count (`trainer.global_step` stays 0). Models sharded by FSDP or DeepSpeed are
+not kept in memory, so they continue from checkpoints.
 """
 
 from __future__ import annotations
@@ -55,23 +56,28 @@ _STOPPED = "stopped-step="
 class DDPJobCallback(Callback):  # type: ignore[misc]
     """Reports steps, the loss and the model's logged values, and keeps the newest state in memory.
 
-    When a pod is asked to stop, the callback saves a checkpoint (which is copied in a job with a
-    bucket) and exits. `folder` is the folder for that checkpoint; None means the job's checkpoint
-    folder.
+    When a pod is asked to stop, the callback saves a checkpoint and exits. In a job with a bucket,
+    the checkpoint is also copied to the bucket. `folder` is the folder for this checkpoint; None
+    means the job's checkpoint folder.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
         self._folder = folder
         self._step = 0
-        """The number of optimizer steps when the ranks last checked whether to stop."""
+        """The number of optimizer steps when the ranks last checked whether they should stop."""
         self._memory: FrameworkMemory | None = None
         self._taken = 0
-        """The step whose state was taken last, or from which training continued."""
+        """The last step whose state was taken or, before that, the step from which training
+        continued.
+        """
         self._generators: bytes = b""
-        """The random generators to set once the first batch has been fetched."""
+        """States of the random generators, pickled, which are set once the first batch has been
+        fetched; empty if there are none.
+        """
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Check the group before the first batch, on all ranks, and note where training continues.
+        """Check that the ranks form a group, and record from which step training continues. Runs on
+        all ranks.
 
         Raises:
             RuntimeError: each rank trains its own model, for example without `strategy="ddp"` and
@@ -91,18 +97,21 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
         self._continue_data(trainer)
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        """Set the random generators to their state before the first batch was computed."""
+        """Restore the random generators before the first batch after a restart is computed. Later
+        calls do nothing.
+        """
         self._set_generators()
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        """Keep the state after an epoch, on all ranks."""
+        """Take the state after the last step of an epoch, on all ranks."""
         self._take(trainer)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Report a batch, on all ranks. The loss is read only as often as Lightning logs it.
+        """Report the step after a batch, take its state, and check whether to stop. Runs on all
+        ranks.
 
-        The loss is also read after the first and the last batch of an epoch, because an epoch may
-        be shorter than the interval between two logs.
+        The loss is read only as often as Lightning logs it, and after the first and the last batch
+        of an epoch, because an epoch may be shorter than the interval between two logs.
         """
         values: dict[str, Any] = {}
         every = trainer.log_every_n_steps
@@ -113,7 +122,9 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
                 values.update(figures({"loss": loss * trainer.accumulate_grad_batches}))
         report(**{**values, **_counts(trainer)})
         if module.automatic_optimization and trainer.global_step == self._step:
-            return  # A checkpoint lacks accumulated gradients, so do not stop before they are used.
+            # No optimizer step was made. Do not stop now, because a checkpoint would lack the
+            # accumulated gradients.
+            return
         self._step = trainer.global_step
         if self._memory is not None:
             self._memory.note(self._step)
@@ -127,7 +138,9 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
                 for old in folder.glob(f"{_STOPPED}*.ckpt"):
                     if old != made:
                         old.unlink()
-                if JobEnvironment.read().checkpoint_url:  # Keep all copies: the script decides how many to keep.
+                # `keep` has no limit here, because the script decides how many copies stay in the
+                # bucket.
+                if JobEnvironment.read().checkpoint_url:
                     copy_checkpoint(made, trainer.global_step, keep=sys.maxsize)
             saved_and_leave()
 
@@ -142,27 +155,33 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
             self._generators = b""
 
     def _continue_data(self, trainer: Any) -> None:
-        """Make the loaders continue their epoch, or begin the next epoch in the same order."""
+        """Make the data loaders continue where the state was taken.
+
+        Within an epoch, they skip its first batches. At the end of an epoch, they begin the next
+        epoch in the same order of samples as without a restart.
+        """
         loaders, fetcher = _leaves(trainer.train_dataloader), getattr(trainer.fit_loop, "_data_fetcher", None)
         if not trainer.global_step or fetcher is None or any(hasattr(each, "load_state_dict") for each in loaders):
-            return  # Lightning restores loaders that have a state.
+            return  # Lightning itself restores loaders that have a state.
         done = trainer.fit_loop.epoch_loop.batch_progress.current.processed
         is_within = 0 < done < trainer.num_training_batches
         for batches in filter(None, (getattr(each, "batch_sampler", None) for each in loaders)):
             if not hasattr(batches, "sampler"):
                 continue
-            if hasattr(batches.sampler, "set_epoch"):  # now, because a loader's processes draw samples immediately
+            # This must happen now, because the processes of a loader draw samples as soon as it is
+            # iterated.
+            if hasattr(batches.sampler, "set_epoch"):
                 batches.sampler.set_epoch(trainer.current_epoch)
             if is_within:
                 batches.sampler = _Rest(batches.sampler, done * batches.batch_size)
         if not is_within:
             self._set_generators()
-        iter(fetcher)  # Begin the epoch again, because Lightning began it before it called any callback.
+        iter(fetcher)  # Iterate again from the beginning, because Lightning did so before it called any callback.
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
-        """Report an evaluation. `val_accuracy` and `val_acc` are shown as accuracy."""
+        """Report the results of an evaluation. `val_accuracy` or `val_acc` is shown as accuracy."""
         if trainer.sanity_checking or trainer.state.fn != "fit":
-            return  # `trainer.validate` is not part of training, so its trainer has no steps.
+            return  # `trainer.validate` is not a part of training, so its trainer has not made any steps.
         values = figures(trainer.callback_metrics)
         for name in ("val_acc", "val_accuracy"):
             if name in values:
@@ -171,7 +190,7 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
 
 
 class _Rest:
-    """A sampler that skips the first samples once."""
+    """A sampler that skips the first `done` samples, but only the first time it is iterated."""
 
     def __init__(self, sampler: Any, done: int) -> None:
         self._sampler, self._done = sampler, done
@@ -188,7 +207,9 @@ class _Rest:
 
 
 def _leaves(loaders: Any) -> list[Any]:
-    """Return the loaders of a model, which may be given as one loader or in lists and dicts."""
+    """Return a flat list of a model's loaders, which may be given as one loader or in nested lists
+    and dicts.
+    """
     if isinstance(loaders, dict):
         loaders = list(loaders.values())
     if isinstance(loaders, (list, tuple)):
@@ -197,11 +218,12 @@ def _leaves(loaders: Any) -> list[Any]:
 
 
 def last_checkpoint(folder: str | Path) -> str | None:
-    """Return the newest state for `ckpt_path`; None if there is none.
+    """Return the path of the newest state, for `ckpt_path`; None if there is no state.
 
-    This is the folder's newest whole checkpoint, or a newer checkpoint made from the state in the
-    nodes' memory. The newest checkpoint has the highest number at the end of its name, as in
-    ModelCheckpoint's `{epoch}-{step}`. All ranks must call this.
+    This is the newest whole checkpoint in the folder or, if that has more steps, a checkpoint that
+    is made here from the state in the nodes' memory. In the folder, the newest checkpoint has the
+    highest number at the end of its name, as in ModelCheckpoint's `{epoch}-{step}`. All ranks must
+    call this.
 
     Raises OSError if the state in memory cannot be written to a file.
     """
@@ -212,7 +234,9 @@ def last_checkpoint(folder: str | Path) -> str | None:
 
 
 def _sharding(trainer: Any) -> str:
-    """Return the strategy that shards the model; empty if every rank has the whole model."""
+    """Return the name of the strategy or library that shards the model; empty if every rank has the
+    whole model.
+    """
     if not JobEnvironment.read().snapshot_folder:
         return ""
     strategy = type(trainer.strategy).__name__
@@ -224,7 +248,7 @@ def _sharding(trainer: Any) -> str:
 def _state(trainer: Any) -> dict[str, Any]:
     """Return the state that `trainer.save_checkpoint` would write.
 
-    Lightning's public function for that writes a file.
+    It comes from a private function, because Lightning's public one writes a file.
     """
     made: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     return made
@@ -237,7 +261,7 @@ def _write(checkpoint: Path, found: Restored) -> None:
 
 
 def _counts(trainer: Any) -> dict[str, Any]:
-    steps = trainer.estimated_stepping_batches  # infinite or -1 if the length of the data is unknown
+    steps = trainer.estimated_stepping_batches  # This is infinite or -1 if the length of the data is unknown.
     endless = trainer.max_epochs is None or trainer.max_epochs < 0
     return {
         "epoch": trainer.current_epoch + 1,

@@ -15,9 +15,9 @@ from ddpjob_runtime import protocol
 
 
 class Link(Outbox):
-    """Posts figures, with a proof that this process knows the job's token.
+    """Posts figures to the coordinator, with a proof that this process knows the job's token.
 
-    Figures whose post has failed are added to the next post.
+    If a post fails, its figures are added to the next post.
     """
 
     def __init__(self, address: str, token: str) -> None:
@@ -27,7 +27,10 @@ class Link(Outbox):
         super().__init__("ddpjob-report")
 
     def add(self, figures: dict[str, Any]) -> None:
-        """Queue figures, and record when their step ended, because figures are posted later."""
+        """Queue figures for the next post.
+
+        The time of their step is recorded now, because the post may happen later.
+        """
         self._note_step(figures)
         super().add(figures)
 
@@ -54,23 +57,27 @@ class Link(Outbox):
                 self._changed.wait_for(lambda: self._closing, timeout=pause)
 
     def _send(self, figures: dict[str, Any]) -> bool:
-        """Send the figures.
+        """Send the figures to the coordinator.
 
-        Return True if the coordinator has accepted them, or will never accept them.
+        Return False if they should be sent again. Return True if the coordinator has accepted them,
+        or has rejected them as invalid.
         """
         status, answer = self._poster.post(self._with_speed(figures))
         if not status:
             return False
         if status == 400 and not self._refused:
             self._refused = True
-            with contextlib.suppress(OSError):  # The disk may be full; the next report may be accepted.
+            # Writing fails if the disk is full. The script should continue, because its next report
+            # may be valid.
+            with contextlib.suppress(OSError):
                 sys.stderr.write(f"ddpjob_report: the coordinator rejected a report: {answer:.200}\n")
         return status in (200, 400)
 
     def _with_speed(self, figures: dict[str, Any]) -> dict[str, Any]:
-        """Add speed and remaining time, computed from the steps, unless the script reports them.
+        """Return the figures with speed and remaining time, which are computed from the steps,
+        unless the script reports them itself.
 
-        The last report gets neither of the two, because it is posted some time after its step.
+        Neither of the two is added to the last post, because it happens some time after its step.
         """
         step, speed = figures.get("step"), self._pace.per_second
         if step is None or not speed or self._closing:
@@ -78,7 +85,8 @@ class Link(Outbox):
         more = dict(figures)
         if "samplesPerSecond" not in figures:
             metrics = [(protocol.COUNTED_SPEED, round(speed, 3)), *figures.get("metrics", {}).items()]
-            more["metrics"] = dict(metrics[-protocol.MAX_FIGURES :])  # if there are too many, keep the script's
+            # If there are too many figures, keep those of the script.
+            more["metrics"] = dict(metrics[-protocol.MAX_FIGURES :])
         if (figures.get("steps") or 0) > 0 and "eta" not in figures:
             more["eta"] = max(0.0, round((figures["steps"] - step) / speed, 1))
         return more
@@ -88,14 +96,15 @@ _link: Link | None = None
 
 
 def post(figures: dict[str, Any]) -> None:
-    """Post the figures, if this is rank 0 of a job."""
+    """Queue the figures for the coordinator, if this is rank 0 of a job."""
     if prepare() and figures:
         assert _link is not None
         _link.add(figures)
 
 
 def prepare() -> bool:
-    """Start sending posted figures until this process ends.
+    """Start the thread that posts figures, if this is rank 0 of a job. Later calls do not start a
+    second one.
 
     Return whether this is rank 0 of a job.
     """
@@ -109,11 +118,11 @@ def prepare() -> bool:
 
 
 def is_reporting() -> bool:
-    """Whether figures are posted here, because this is rank 0 of a job."""
+    """Whether this process posts figures, because it is rank 0 of a job and has begun to do so."""
     return _link is not None
 
 
 def close() -> None:
-    """Post the remaining figures. Nothing is posted afterwards."""
+    """Post the figures that are still queued. Later figures are not posted."""
     if _link is not None:
         _link.close()

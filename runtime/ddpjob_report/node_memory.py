@@ -1,16 +1,17 @@
 """Keeps a framework's newest state in the nodes' memory, and returns it as a checkpoint.
 
 Problem: a framework restores its state from a checkpoint in its own format and order (model,
-optimizers, loops, position in the data). Code that restores the parts from outside would have to
-repeat that order, which changes from version to version.
+optimizers, loops, position in the data). If our code restored the parts from outside, it would have
+to follow that order, which changes from version to version.
 
 Rule: a state in memory has the content that the framework would save. At startup, `as_checkpoint`
 writes the newest state as a checkpoint in the framework's format, once per node, and the framework
-resumes from that file. The file is removed once training has begun. It is written to the node's
-memory if that has room for it in addition to the two states; otherwise, to the temporary folder.
+resumes from that checkpoint. It is removed once training has begun. It is written to the node's
+memory if that has room for it in addition to two states. If there is not enough room, it is written
+to the folder for temporary files.
 
 A script asks for its checkpoint before the framework has formed its process group. The ranks then
-meet in a temporary group over gloo, which ends before the framework forms its own.
+form a temporary group over gloo, which ends before the framework forms its own group.
 """
 
 from __future__ import annotations
@@ -33,14 +34,19 @@ from ddpjob_report.snapshots import current_exchange, open_memory, tensors_of
 
 _FOLDER = "restored"
 _store: list[Any] = []
-"""The temporary group's store. It is kept alive because the framework's group shares its server."""
+"""The store through which the temporary group was formed. It is kept alive because the framework's
+group uses the same server.
+"""
 
 
 class FrameworkMemory:
-    """One rank's access to its node's memory. All ranks make the same calls."""
+    """One rank's access to the states in its node's memory.
+
+    All ranks must call the methods in the same order.
+    """
 
     _at_start: FrameworkMemory | None = None
-    """The memory that `as_checkpoint` has opened."""
+    """The object that `as_checkpoint` has created, until `begin` takes it."""
 
     def __init__(self, snapshots: RankSnapshots, found: Restored | None = None, folder: Path | None = None) -> None:
         self._snapshots = snapshots
@@ -48,7 +54,8 @@ class FrameworkMemory:
 
     @classmethod
     def begin(cls, step: int) -> FrameworkMemory | None:
-        """Record that training begins after `step` steps. All ranks of the group must call this.
+        """Record that training begins after `step` steps, and return this rank's access to the
+        memory. All ranks of the group must call this.
 
         Return None if the job does not keep states in memory.
         """
@@ -73,17 +80,19 @@ class FrameworkMemory:
 
     @property
     def own(self) -> bytes:
-        """This rank's private part of the restored state; empty if it has none."""
+        """This rank's private part of the restored state; empty if no state was restored or it has
+        no such part.
+        """
         return b"" if self._found is None else self._found.owns.get(int(os.environ.get("RANK", "0")), b"")
 
     def note(self, step: int) -> None:
-        """Record a step whose state will be taken later."""
+        """Record that a step is complete. Its state will be taken later, during the next step."""
         self._snapshots.note(step)
 
     def take(self, step: int, make: Callable[[], Any], own: Callable[[], bytes]) -> None:
-        """Keep the result of `make` as the state after `step` steps, if that is due.
+        """Keep the result of `make` as the state after `step` steps, if a copy is due.
 
-        `own` returns this rank's private part.
+        `own` returns this rank's private part of the state.
 
         Raises RuntimeError if a rank is gone, as in any collective.
         """
@@ -91,20 +100,23 @@ class FrameworkMemory:
         link.post(self._snapshots.news())
 
     def forget(self) -> None:
-        """Remove the checkpoint that `as_checkpoint` wrote, after all ranks have loaded it."""
+        """Remove the checkpoint that `as_checkpoint` wrote. Call this after all ranks have loaded
+        it.
+        """
         folder, self._folder, self._found = self._folder, None, None
         if folder is not None and os.environ.get("LOCAL_RANK", "0") == "0":
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def as_checkpoint(newest: int, name: str, write: Callable[[Path, Restored], None]) -> Path | None:
-    """Return a checkpoint of the newest state in memory; None if its step is at most `newest`.
+    """Write the newest state in memory as a checkpoint, and return its path.
 
-    All ranks must call this at the start.
+    Return None if no state in memory has more than `newest` steps. All ranks must call this at the
+    start.
 
     Args:
         newest: number of steps in the newest checkpoint; 0 if there is none.
-        name: name for the checkpoint, which contains `{step}`.
+        name: name for the checkpoint. It contains `{step}`, which is replaced.
         write: function that writes the checkpoint to a new path, on one rank of each node.
 
     Raises:
@@ -114,13 +126,14 @@ def as_checkpoint(newest: int, name: str, write: Callable[[Path, Restored], None
     if not job.may_have_snapshots:
         return None
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        for leftover in _folders(job):  # left behind by a process that was killed at startup
+        for leftover in _folders(job):  # A leftover is from a process that was killed at startup.
             shutil.rmtree(leftover, ignore_errors=True)
     with _early_exchange() as exchange:
         snapshots = open_memory(job, exchange, together=True)
         found = snapshots.restore(views=True)
         snapshots.use(TorchExchange(0, 1))  # The temporary group ends here.
-        # All ranks must make the same decision, although they may see different checkpoints.
+        # All ranks must make the same decision, although each may see a different newest
+        # checkpoint. So they use the highest step that any of them sees.
         highest = max(int(said) for said in exchange.gather_bytes(str(newest).encode()))
         if found is None or found.moment.step <= highest:
             FrameworkMemory._at_start = FrameworkMemory(snapshots)
@@ -139,7 +152,7 @@ def as_checkpoint(newest: int, name: str, write: Callable[[Path, Restored], None
 
 
 def _folder_for(job: JobEnvironment, found: Restored) -> Path:
-    """Return an empty folder with room for a checkpoint."""
+    """Create an empty folder that has room for a checkpoint of this state, and return it."""
     needed = sum(tensor.nbytes for tensor in tensors_of(found.tree))
     *in_memory, folder = _folders(job)
     if in_memory and shutil.disk_usage(in_memory[0].parent).free > needed * 1.1 + (1 << 20):
@@ -149,14 +162,18 @@ def _folder_for(job: JobEnvironment, found: Restored) -> Path:
 
 
 def _folders(job: JobEnvironment) -> list[Path]:
-    """Return the folders for a checkpoint on this node: in memory, if there is one, and on disk."""
+    """Return the folders in which this node can hold a checkpoint: first in memory, if the node
+    keeps states there, then on disk.
+    """
     in_memory = [Path(job.snapshot_folder, _FOLDER)] if job.snapshot_folder else []
     return [*in_memory, Path(tempfile.gettempdir(), f"ddpjob-{job.uid or os.getuid()}-{job.index or 0}")]
 
 
 @contextlib.contextmanager
 def _early_exchange() -> Iterator[TorchExchange]:
-    """Yield the ranks' exchange, over a temporary group if the framework has not formed one yet."""
+    """Yield the exchange between the ranks. If the framework has not formed a process group yet,
+    form a temporary one.
+    """
     if os.environ.get("WORLD_SIZE", "1") == "1" or stop.torch_distributed() is not None:
         yield current_exchange()
         return
@@ -173,6 +190,6 @@ def _early_exchange() -> Iterator[TorchExchange]:
 
 
 def say(what: str) -> None:
-    """Print a callback's message on rank 0 only."""
+    """Print a message of a callback to stderr, on rank 0 only."""
     if os.environ.get("RANK", "0") == "0":
         sys.stderr.write(f"ddpjob_report: {what}\n")

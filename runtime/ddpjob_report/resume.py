@@ -18,12 +18,14 @@ _NAMED = re.compile(r"(\d+)(?:-v(\d+))?(?:\.\w+)?$")
 
 
 def newest(paths: Iterable[Path], is_whole: Callable[[Path], bool]) -> Path | None:
-    """Return the whole checkpoint with the highest number at the end of its name.
+    """Return the checkpoint to resume from: of those that are whole, the one with the highest
+    number at the end of its name.
 
-    The number precedes the file's extension. If numbers are equal, the highest version counts,
+    The number precedes the file's extension. If two numbers are equal, the higher version counts,
     because Lightning appends -v1, -v2, ... if a file with that name exists. In a job with a bucket,
-    all ranks get the bucket's newest checkpoint. Otherwise, or while the bucket is empty, return
-    None if each node has its own folder, because ranks would resume from different steps.
+    all ranks get the newest checkpoint in the bucket instead. Without a bucket, or while it is
+    empty, return None if each node has its own folder, because ranks would resume from different
+    steps.
     """
     if JobEnvironment.read().checkpoint_url:
         found = restore_checkpoint()
@@ -42,26 +44,28 @@ def newest(paths: Iterable[Path], is_whole: Callable[[Path], bool]) -> Path | No
 
 
 def step_of(checkpoint: Path | None) -> int:
-    """Return the number at the end of a checkpoint's name; 0 without a checkpoint or a number."""
+    """Return the number at the end of a checkpoint's name; 0 if there is no checkpoint or no
+    number.
+    """
     named = None if checkpoint is None else _NAMED.search(checkpoint.name)
     return int(named[1]) if named else 0
 
 
 class Refusal(RuntimeError):
-    """A mistake that no restart can fix.
+    """An error that a restart cannot fix.
 
-    The worker exits with the code of a refused configuration.
+    The worker exits with the exit code for invalid configurations, so the job fails without a
+    restart.
     """
 
     ddpjob_refusal = True
 
 
 def check_group(framework: str, processes: int, remedy: str) -> None:
-    """Refuse a framework that trains in a single process although the job has several.
+    """Raise Refusal, a RuntimeError, if the framework trains in a single process although the job
+    has several.
 
-    Otherwise, the ranks would overwrite each other's models.
-
-    Raises Refusal, which is a RuntimeError.
+    In this case, the ranks would overwrite each other's models.
     """
     world = os.environ.get("WORLD_SIZE", "1")
     if processes == 1 and world != "1" and JobEnvironment.read().coordinator:
@@ -70,9 +74,11 @@ def check_group(framework: str, processes: int, remedy: str) -> None:
 
 
 def figures(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the logged values that are figures, at most half as many as a report can hold.
+    """Return those of the logged values that are numbers, but at most half as many as a report can
+    hold.
 
-    Loggers accept any value under any name, so other values are dropped and long names are cut.
+    Loggers accept any value under any name. So other values are dropped, and long names are
+    shortened.
     """
     read = {str(name)[: protocol.MAX_FIGURES]: as_number(value) for name, value in values.items()}
     known = {name: number for name, number in read.items() if number is not None}

@@ -6,11 +6,11 @@
         optimizer.step()
         snapshots.take(step + 1)
 
-A restart continues after the newest step that any node has in memory, instead of from the newest
-checkpoint. Each node copies weights and optimizer state into its memory, as often as is possible
-in a hundredth of the time (`recovery.snapshots`). Each rank's private state goes to all nodes
-with each copy. It consists of random generators, the states of schedulers, scalers and loaders, and
-buffers that DDP does not synchronize.
+A restart continues after the newest step whose state any node has in memory, instead of from the
+newest checkpoint. Each node copies weights and optimizer state into its memory. It does so as often
+as is possible if copying takes at most a hundredth of the time (`recovery.snapshots`). With each
+copy, the private state of each rank is sent to all nodes. It consists of random generators, the
+states of schedulers, scalers and loaders, and buffers that DDP does not synchronize.
 """
 
 from __future__ import annotations
@@ -35,41 +35,45 @@ from ddpjob_runtime import protocol
 from ddpjob_report import link, stop
 
 _OWN_BYTES = 1 << 16
-"""An object whose tensors take more bytes belongs to the state that all ranks share."""
+"""Maximum number of bytes of the tensors in a private state. An object with larger tensors belongs
+to the state that all ranks share.
+"""
 _SHARDING = {"FullyShardedDataParallel": "FSDP", "ZeroRedundancyOptimizer": "ZeRO", "ShardedTensor": "FSDP"}
 
 
 class Snapshots:
-    """Keeps the newest states in memory, and restores the newest one when it is created.
+    """Keeps the newest states in memory. When the object is created, it restores the newest one.
 
     All ranks must create one.
 
     Attributes:
-        step: steps completed before the restored state; 0 if there was none. If you then load a
-            checkpoint of your own, set `step` to the checkpoint's step, and begin there.
-        restored: whether there was a state in memory.
+        step: number of steps that were completed in the restored state; 0 if no state was restored.
+            If you then load a checkpoint of your own, set `step` to the checkpoint's step, and
+            begin your loop there.
+        restored: whether a state in memory was restored.
 
     Outside a job, and with `recovery.snapshots: none`, it neither restores nor keeps anything.
     """
 
     _current: weakref.ref[Snapshots] | None = None
-    """The object that writes to the node's memory."""
+    """The object that currently keeps states in the node's memory; None before the first one."""
 
     def __init__(self, *unnamed: Any, **objects: Any) -> None:
-        """Restore the objects in place, if any node has their state in memory.
+        """Restore the state of these objects in place, if any node has it in memory.
 
-        Create it after the process group exists and the model is on its device. The model may be
-        wrapped (DistributedDataParallel, torch.compile) before or afterwards.
+        Create this object after the process group exists and the model is on its device. The model
+        may be wrapped (DistributedDataParallel, torch.compile) before or afterwards.
 
         Args:
-            unnamed: nothing; every object needs a name.
+            unnamed: must be empty, because every object needs a name.
             objects: all objects with `state_dict()` and `load_state_dict()`, by name: model,
                 optimizer, scheduler, scaler, loader. All ranks must use the same names. Models,
                 optimizers and objects with more than 64 KiB of tensors must have the same state on
                 all ranks. Other objects may have different states.
 
         Raises:
-            TypeError: an object has no name or no such methods, or is sharded (FSDP, ZeRO).
+            TypeError: an object has no name, lacks one of these methods, or is sharded (FSDP,
+                ZeRO).
             ValueError: the state in memory does not fit an object, or ranks use different names;
                 the message lists them.
             RuntimeError: the job has several ranks but no process group yet, a `Snapshots` object
@@ -106,11 +110,12 @@ class Snapshots:
         Snapshots._current = weakref.ref(self)
 
     def take(self, step: int) -> None:
-        """Keep the state after `step` steps, if that is due. All ranks must call this.
+        """Keep the state after `step` steps in memory, if a copy is due. All ranks must call this.
 
-        Call it after each step of the optimizer, the scheduler and the scaler. A second call with
-        the same step does nothing, so `take` may be called after each batch while gradients
-        accumulate. It then keeps the state directly after each step of the optimizer.
+        Call it after each step of the optimizer, the scheduler and the scaler. If it is called
+        again with the same step, it does nothing. So you can call it after each batch even if
+        gradients accumulate over several batches. The state is then kept directly after each step
+        of the optimizer.
 
         Args:
             step: number of optimizer steps since training began, including steps before a restart.
@@ -128,7 +133,7 @@ class Snapshots:
         if self._snapshots is None:
             return
         if is_first:
-            self._refuse_shards()  # The model may have been wrapped since the last call.
+            self._refuse_shards()  # The model may have been wrapped since this object was created, so check again.
             at = self.step or number - 1
             if self._snapshots.start.get("step") != at:
                 self._begin(at, protocol.STORAGE if at else protocol.SCRATCH)
@@ -137,13 +142,15 @@ class Snapshots:
         link.post(self._snapshots.news())
 
     def _settle_early(self) -> None:
-        """Make optimizers complete the last copy before each step, so that `take` need not wait."""
+        """Let each optimizer complete the last copy before it makes a step, so that `take` need not
+        wait for the copy.
+        """
         import torch
 
         assert self._snapshots is not None
         settle = self._snapshots.settle
         for thing in self._objects.values():
-            # An optimizer's wrapper may lack hooks.
+            # A wrapper around an optimizer may lack such hooks.
             if isinstance(thing, torch.optim.Optimizer) and hasattr(thing, "_optimizer_step_pre_hooks"):
                 thing.register_step_pre_hook(lambda *_: settle())
                 self._snapshots.settles_early = True
@@ -172,14 +179,16 @@ class Snapshots:
         return number
 
     def _shared(self) -> dict[str, Any]:
-        """Return the state that is the same on all ranks. Only ranks that write states need it."""
+        """Return the state that is the same on all ranks. It is needed only on ranks that keep
+        states.
+        """
         alike = {name: bare(thing).state_dict() for name, thing in self._objects.items() if _is_alike(thing)}
         return {**alike, **self._large}
 
     def _own(self) -> bytes:
-        """Return this rank's private state.
+        """Return this rank's private state, pickled.
 
-        Large states are shared, so they go to `_large` instead.
+        A state with large tensors is left out and added to `_large`, because it counts as shared.
         """
         import torch
 
@@ -202,9 +211,10 @@ class Snapshots:
             ) from error
 
     def _keeps_buffers_of(self, module: Any) -> bool:
-        """Whether this rank keeps its own buffers.
+        """Whether this rank keeps its own copy of the module's buffers.
 
-        Rank 0 does. The other ranks do unless DDP broadcasts rank 0's buffers before each step.
+        Rank 0 always does. The other ranks need not if DDP broadcasts rank 0's buffers before each
+        step.
         """
         return self._exchange.world > 1 and (
             self._exchange.rank == 0 or not getattr(module, "broadcast_buffers", False)
@@ -213,8 +223,8 @@ class Snapshots:
     def _load(self, found: Restored) -> None:
         own = _read(found, self._exchange.rank)
         first = own if self._exchange.rank == 0 else _read(found, 0)
-        # A rank that has joined since then gets rank 0's states, but keeps its own random
-        # generators.
+        # A rank that did not exist when the state was kept gets the states of rank 0, but keeps its
+        # own random generators.
         states = {**first.get("objects", {}), **own.get("objects", {}), **found.tree}
         for name, thing in self._objects.items():
             inner = bare(thing)
@@ -241,9 +251,10 @@ class Snapshots:
 
 
 def open_memory(job: JobEnvironment, exchange: TorchExchange, *, together: bool = False) -> RankSnapshots:
-    """Return this rank's access to its node's memory.
+    """Open the node's memory for this rank.
 
-    With `together`, all ranks make the state together.
+    With `together`, all ranks must call the function that makes the state, even if only some of
+    them keep it.
     """
     folder = Path(job.snapshot_folder) if job.snapshot_folder else None
     every = job.snapshot_interval if folder else NONE
@@ -252,7 +263,9 @@ def open_memory(job: JobEnvironment, exchange: TorchExchange, *, together: bool 
 
 
 def sharding_of(thing: Any) -> str:
-    """Return how a model or an optimizer is sharded over the ranks; empty if it is not."""
+    """Return the name of the method that shards a model or an optimizer over the ranks; empty if it
+    is not sharded.
+    """
     import torch
 
     parts: list[Any] = [thing]
@@ -270,10 +283,10 @@ def sharding_of(thing: Any) -> str:
 
 
 def generators() -> dict[str, Any]:
-    """Return the states of this rank's random generators, for `set_generators`.
+    """Return the states of this rank's random generators, in the form that `set_generators` takes.
 
-    States are bytes, because pickling a tensor and 625 numbers takes longer than the rest of a
-    copy.
+    The states are bytes. If they were tensors and lists of numbers, pickling them would take longer
+    than the rest of a copy.
     """
     import torch
 
@@ -289,7 +302,9 @@ def generators() -> dict[str, Any]:
 
 
 def set_generators(states: dict[str, Any]) -> None:
-    """Set the random generators: `random`, `torch`, and `cuda` and `numpy` if they are used."""
+    """Set the random generators to these states: `random` and `torch`, and also `cuda` and `numpy`
+    if the process uses them.
+    """
     import torch
 
     version, words, gauss = states["random"]
@@ -302,7 +317,7 @@ def set_generators(states: dict[str, Any]) -> None:
 
 
 def _check(unnamed: tuple[Any, ...], objects: dict[str, Any]) -> None:
-    """Reject objects without a name, and objects without a state dict. Raises TypeError."""
+    """Raise TypeError if an object has no name, or if it cannot return and load a state dict."""
     if unnamed or not objects:
         what = "pass objects by name, as in Snapshots(model=model, optimizer=optimizer)"
         raise TypeError(f"ddpjob_report.Snapshots: {what}")
@@ -315,16 +330,19 @@ def _check(unnamed: tuple[Any, ...], objects: dict[str, Any]) -> None:
 
 
 def _is_alike(thing: Any) -> bool:
-    """Whether this object's state is equal on all ranks, as with models and optimizers."""
+    """Whether this object is of a kind whose state is the same on all ranks: a model or an
+    optimizer.
+    """
     import torch
 
     return isinstance(thing, (torch.nn.Module, torch.optim.Optimizer))
 
 
 def bare(thing: Any) -> Any:
-    """Return the module without wrappers (DDP, torch.compile), so that names do not depend on them.
+    """Return the module without its wrappers (DDP, torch.compile). Then the names in its state do
+    not depend on them.
 
-    A job with one rank does not use DDP, but may have two ranks after a restart.
+    For example, a job with one rank does not use DDP, but may have two ranks after a restart.
     """
     import torch
 
@@ -339,10 +357,11 @@ def bare(thing: Any) -> Any:
 
 
 def _for_loading(thing: Any, state: Any) -> Any:
-    """Return a state that an object can keep, from views that are valid only until the next copy.
+    """Return a state that an object can keep. `state` consists of views that are valid only until
+    the next copy.
 
     A module copies its own parameters and buffers from the state, so these views are returned as
-    they are. Anything else is copied here, because an object may keep it, as optimizers do.
+    they are. All other tensors are cloned here, because an object may keep them, as optimizers do.
     """
     import torch
 
@@ -375,7 +394,7 @@ def _read(found: Restored, rank: int) -> dict[str, Any]:
 
 
 def tensors_of(tree: Any) -> Iterator[Any]:
-    """Yield the tensors and arrays in a state dict."""
+    """Yield all tensors and arrays in a state dict, which may be nested."""
     if isinstance(tree, dict):
         for value in tree.values():
             yield from tensors_of(value)
@@ -387,9 +406,9 @@ def tensors_of(tree: Any) -> Iterator[Any]:
 
 
 def current_exchange() -> TorchExchange:
-    """Return the exchange of the process group's ranks, or of this process alone.
+    """Return the exchange between the ranks of the process group, or one for this process alone.
 
-    Raises RuntimeError if the job has several ranks and no group yet.
+    Raises RuntimeError if the job has several ranks but no process group yet.
     """
     local, locals_ = (
         int(os.environ.get(name, default)) for name, default in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))

@@ -2,8 +2,8 @@
 
 Only the ranks of a deleted pod get SIGTERM, but all ranks must save after the same step. So they
 exchange the flag whenever the script calls `should_stop`. The flag is one number, sent over gloo in
-a separate group, which neither waits for the GPU nor mixes with the script's collectives. The pod's
-grace period limits the save.
+a separate group, which neither waits for the GPU nor mixes with the script's collectives. The save
+must be complete before the pod's grace period is over.
 
 Example: node 1 gets SIGTERM during step 41. After step 41, `should_stop()` is true on every rank.
 All save, wait for each other, and exit with EXIT_STEPPED_ASIDE, which does not count as a failure.
@@ -25,7 +25,7 @@ from ddpjob_pod.job_environment import GRACE_SECONDS, JobEnvironment
 from ddpjob_pod.sigterm import SigtermFlag
 
 _MARGIN = 5.0
-"""Seconds of the grace period to reserve for work after saving."""
+"""Number of seconds of the grace period that are reserved for what happens after the save."""
 _GLOO_DEFAULT = datetime.timedelta(minutes=30)
 """torch's default timeout for a collective over gloo."""
 
@@ -33,29 +33,31 @@ _GLOO_DEFAULT = datetime.timedelta(minutes=30)
 def _say_asked() -> None:
     rank = os.environ.get("RANK", "0")
     what = "was asked to stop; it will save at its next call of should_stop(), if there is time"
-    with contextlib.suppress(OSError):  # Do not use sys.stderr, which the signal may have interrupted.
+    # Write to the descriptor instead of sys.stderr, because the signal may have interrupted a write
+    # to sys.stderr.
+    with contextlib.suppress(OSError):
         os.write(2, f"ddpjob_report: SIGTERM: rank {rank} {what}\n".encode())
 
 
 class _State:
     flag = SigtermFlag(_say_asked)
-    """Whether this process was asked to stop."""
+    """The flag that is set if this process was asked to stop."""
     since: float | None = None
     """When this process learned that a rank was asked to stop, by time.monotonic()."""
     agreed = False
-    """Whether all ranks know that one of them was asked to stop."""
+    """Whether the ranks have agreed that one of them was asked to stop."""
     warned = False
     world: Callable[[], Any] = staticmethod(lambda: None)
     group: Callable[[], Any] = staticmethod(lambda: None)
-    """The ranks' own group, created within the process group `world`. torch owns both. They end
-    when the script destroys them.
+    """The separate group over gloo. It was created when `world` was the script's process group.
+    torch owns both groups. They end when the script destroys them.
     """
 
 
 def agreed() -> bool:
     """Whether any rank was asked to stop.
 
-    All ranks that call this equally often get the same result.
+    All ranks must call this equally often. Then they all get the same result.
     """
     _listen()
     if not _State.agreed:
@@ -68,9 +70,9 @@ def agreed() -> bool:
 
 
 def seconds_left() -> float:
-    """Return the remaining grace period of the pod, minus a margin.
+    """Return how many seconds of the pod's grace period remain, minus a margin.
 
-    This is the whole grace period if no rank was asked to stop.
+    If no rank was asked to stop, this is the whole grace period minus the margin.
     """
     since = _State.flag.asked_at if _State.since is None else _State.since
     spent = 0.0 if since is None else time.monotonic() - since
@@ -79,18 +81,19 @@ def seconds_left() -> float:
 
 
 def wait_for_others() -> None:
-    """Wait until all ranks have called this, if they have agreed to stop."""
+    """Wait until all ranks have called this. Do nothing unless the ranks have agreed to stop."""
     distributed = torch_distributed()
     if _State.agreed and distributed is not None:
-        with contextlib.suppress(RuntimeError):  # There is no need to wait for a rank that is gone.
+        # A RuntimeError means that a rank is gone. There is no need to wait for it.
+        with contextlib.suppress(RuntimeError):
             distributed.barrier(gloo_group(distributed))
 
 
 def _listen() -> None:
     """Make SIGTERM set the flag.
 
-    This is repeated at each check, because frameworks set their own handlers (Lightning does so
-    when training begins).
+    This is repeated at each check, because a framework may have set its own handler in the
+    meantime. Lightning does so when training begins.
     """
     if _State.flag.is_listening:
         return
@@ -105,7 +108,7 @@ def _listen() -> None:
 
 
 def torch_distributed() -> Any:
-    """Return torch.distributed if several ranks have formed a group, else None."""
+    """Return torch.distributed if a process group of several ranks exists, otherwise None."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
@@ -113,9 +116,10 @@ def torch_distributed() -> Any:
 
 
 def gloo_group(distributed: Any) -> Any:
-    """Return a group over gloo.
+    """Return a separate group over gloo, or the script's own group if torch lacks gloo.
 
-    The group does not wait for a GPU, and does not interfere with the script's collectives.
+    Collectives in the separate group do not wait for a GPU, and do not mix with those of the
+    script.
     """
     world = distributed.group.WORLD
     if _State.world() is not world:
@@ -126,10 +130,13 @@ def gloo_group(distributed: Any) -> Any:
 
 
 def _timeout(world: Any) -> Any:
-    """Return the script's timeout between ranks, or None if torch's default for gloo is longer."""
+    """Return the timeout that the script has set for its group; None if gloo's default is at least
+    as long.
+    """
     given = []
     for device in getattr(world, "_device_types", ()):
-        with contextlib.suppress(AttributeError, RuntimeError):  # This backend or version of torch does not provide it.
+        # This backend or version of torch does not reveal its timeout.
+        with contextlib.suppress(AttributeError, RuntimeError):
             given.append(world._get_backend(device).options._timeout)
     longest = max(given, default=_GLOO_DEFAULT)
     return longest if longest > _GLOO_DEFAULT else None

@@ -69,7 +69,7 @@ class Begun:
 
 
 def begin(view: View) -> Begun:
-    """Begin a generation for a new, changed or resumed job, or resize its slots."""
+    """Begin a new generation or resize the slots, if a new, changed or resumed job needs it."""
     world, now = view.world, view.now
     status, events = _lay_out(view)
     if status.holds(ConditionType.SUSPENDED):

@@ -127,7 +127,10 @@ def _run(view: View) -> Decision:
 
 
 def _end_from_outside(begun: Begun, followed: Followed) -> Decision | None:
-    """Return the decision to fail a job that is past its deadline or has an invalid object."""
+    """Return the decision to fail a job that is past its deadline or has an invalid object.
+
+    An invalid object fails only a job that has never run. Return None if the job continues.
+    """
     view = begun.view
     if _is_too_late(view) and not is_done(followed.ends):
         return fail(view, _deadline_exceeded(view.job))
@@ -140,7 +143,10 @@ def _end_from_outside(begun: Begun, followed: Followed) -> Decision | None:
 
 
 def _end_of_group(followed: Followed, events: list[Event]) -> Decision | None:
-    """Return the final decision on a job whose group has failed for good or finished its work."""
+    """Return the final decision on a job whose group has failed for good or finished its work.
+
+    Return None if neither is the case, so that the job continues.
+    """
     view = followed.view
     if followed.failure is not None:
         return fail(view, followed.failure, events)
@@ -161,7 +167,8 @@ def _restart_events(followed: Followed) -> list[Event]:
 def _wake(view: View, followed: Followed, *, quiet: bool, held: datetime | None) -> float:
     """Return the seconds until the next reconcile.
 
-    `quiet` is true if this reconcile had no actions.
+    `quiet` is true if this reconcile had no actions. `held` is the time when the next delayed
+    creation is due.
     """
     world = view.world
     blocked = bool(world.rejections or world.problems) or view.claim_problem is not None

@@ -128,7 +128,7 @@ class LabelPod:
 
 @dataclass(frozen=True)
 class DeleteJob:
-    """Deletes the job itself, because its runPolicy.ttlSecondsAfterFinished is over."""
+    """Deletes the job itself, once runPolicy.ttlSecondsAfterFinished is over."""
 
 
 @dataclass(frozen=True)

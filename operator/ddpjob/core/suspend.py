@@ -130,7 +130,8 @@ def _send_away(view: View, leaving: list[PodView]) -> list[Action]:
 def is_left(pod: PodView, world: World) -> bool:
     """Whether the pod still has to terminate.
 
-    A sidecar that runs on after the pod's program has ended counts too, except on a dead host.
+    A pod whose program has ended still has to terminate if one of its sidecars runs on, except on a
+    dead host.
     """
     return not pod.ended or (has_leftovers(pod) and not is_down(pod.host, world.hosts))
 

@@ -373,7 +373,8 @@ class WorkloadView:
     shape: str = ""
     """The hash of what each pod needs (see `core.plan.queue`)."""
     additional: bool = False
-    """Whether it requests only additional pods for an elastic job that already has quota."""
+    """Whether the Workload requests only additional pods for an elastic job that already has
+    quota."""
     reserved: bool = False
     admitted: bool = False
     """Whether quota is reserved and every admission check has passed."""
@@ -415,8 +416,8 @@ class World:
     """Whether this operator holds the Lease for the job's namespace, so that no other operator
     acts there."""
     has_token: bool = False
-    """Whether the operator has created the Secret with the token. The operator cannot read that
-    Secret, which may have been deleted since."""
+    """Whether the operator has created the Secret with the token. The operator is not permitted to
+    read the Secret, so it does not see here if somebody has deleted the Secret since then."""
     report: Report | None = None
     report_refused: str = ""
     """Why the coordinator's last response could not be used. Empty if it could be used, or if the
@@ -455,7 +456,7 @@ class World:
     policy: str = ""
     """Name of the NetworkPolicy that the operator creates for the job; empty if it creates none."""
     has_policy: bool = False
-    """Whether the NetworkPolicy exists."""
+    """Whether the NetworkPolicy that `policy` names exists."""
     policy_refused: str = ""
     """Why the API server rejected the NetworkPolicy when the job's last decision was applied."""
     receivers: frozenset[str] = frozenset()
@@ -465,7 +466,8 @@ class World:
     link: str = ""
     """URL of a page about the job, for links in notifications; empty if unknown."""
     offer: Offer = field(default_factory=Offer)
-    """The class that the job would get if it started now."""
+    """The class whose values the job gets now, because it is about to start or resume; empty for
+    all other jobs."""
     others_wait: bool = False
     """Whether another job waits for room in the cluster."""
     one_host: bool = False

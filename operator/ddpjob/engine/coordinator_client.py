@@ -35,9 +35,10 @@ CONNECT_SECONDS = 1.5
 """Timeout for opening a connection, in seconds. Linux repeats a lost first packet (SYN) after 1 s,
 so the timeout is longer than that."""
 SMALL = 64 * 1024
-"""Maximum size in bytes of a response that does not count against LARGE_ANSWERS."""
+"""Responses of up to this many bytes are always read immediately. For larger ones, see
+LARGE_ANSWERS."""
 LARGE_ANSWERS = 64
-"""Maximum number of responses larger than SMALL that are read at the same time."""
+"""Maximum number of responses with more than SMALL bytes that are read at the same time."""
 SAME_CLOCK = timedelta(seconds=1)
 """Differences between two clocks are ignored if they are smaller than this, because the measured
 difference includes the time that the response took."""
@@ -50,7 +51,7 @@ class Target:
 
     endpoint: str
     token: str
-    """The job's token. Both sides prove that they know it."""
+    """The job's token. Both sides prove that they know it, without sending it."""
     pods: int = protocol.MAX_PODS
     """The job's number of pods, which limits how much of a report is read and kept."""
 
@@ -62,9 +63,10 @@ def target_of(job: DDPJob, platform: Platform, endpoint: str) -> Target:
 
 
 class CoordinatorClient:
-    """One HTTP session for all jobs, opened at the first request.
+    """Sends requests to the coordinators of all jobs, over one HTTP session.
 
-    An unreachable coordinator is an observation, not an error.
+    The session is opened at the first request. An unreachable coordinator is an observation, not an
+    error.
     """
 
     def __init__(self, clock: Callable[[], datetime] = utc_now) -> None:
@@ -114,7 +116,7 @@ class CoordinatorClient:
             return None
 
     async def notify(self, target: Target, verb: str, body: Json) -> None:
-        """Send `POST /v1/VERB`.
+        """Send `POST /v1/VERB` to the coordinator.
 
         If the message is lost and its reason still holds, the next reconcile sends it again.
         """
@@ -141,7 +143,7 @@ UNREACHABLE = (TimeoutError, aiohttp.ClientError, OSError)
 
 
 class CoordinatorLink:
-    """Requests to one coordinator."""
+    """Sends requests to one coordinator, and checks that its responses come from it."""
 
     def __init__(self, client: CoordinatorClient, target: Target) -> None:
         self.target = target

@@ -27,7 +27,7 @@ class JobKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Observation:
-    """A job and everything that belongs to it, observed after reading the job."""
+    """A job, and everything that belongs to it as observed after the job was read."""
 
     job: DDPJob
     world: World
@@ -82,9 +82,10 @@ class Cluster(Protocol):
         """Return the job and everything that belongs to it; None if it does not exist."""
 
     async def write_status(self, job: DDPJob, status: Json) -> DDPJob:
-        """Replace the status and return the job as written.
+        """Replace the job's status and return the job as written.
 
-        The job must still have `job.resource_version`. Raises Conflict, Refused.
+        Raises Conflict if the job no longer has `job.resource_version`, and Refused if the API
+        server rejects the status.
         """
 
     async def create(self, job: DDPJob, manifest: Json) -> None:

@@ -18,10 +18,10 @@ _NAME, _LINK = "best.json", "best"
 
 
 def read_scores(folder: Path, metric: Metric) -> dict[int, float]:
-    """Return the values of `metric` by step.
+    """Return the values of `metric` in best.json, by the step of the evaluated checkpoint.
 
-    A file that is damaged or holds a different metric is treated as empty, with a warning. Raises
-    OSError.
+    If the file is damaged or holds the values of a different metric, print a warning and return an
+    empty dict. Raises OSError.
     """
     path = folder / _NAME
     try:
@@ -43,9 +43,9 @@ def read_scores(folder: Path, metric: Metric) -> dict[int, float]:
 
 
 def mark_best(folder: Path, metric: Metric, scores: dict[int, float], best: Path | None) -> None:
-    """Write the scores, and link to the best checkpoint. Raises OSError.
+    """Write the scores to best.json, and link to the best checkpoint. Raises OSError.
 
-    A score that is not finite becomes null, because JSON has no NaN.
+    A score that is not finite is written as null, because JSON has no NaN.
     """
     content = {
         "best": best and best.name,
@@ -61,7 +61,8 @@ def mark_best(folder: Path, metric: Metric, scores: dict[int, float], best: Path
     temporary.unlink(missing_ok=True)
     try:
         temporary.symlink_to(best.name)
-    except OSError:  # Not every file system supports links; best.json names the checkpoint too.
+    # Not every file system supports links. best.json also names the best checkpoint.
+    except OSError:
         return
     # A tool such as rsync --copy-links may have replaced the link with a copy of the checkpoint.
     if link.is_dir() and not link.is_symlink():
@@ -77,7 +78,7 @@ def mark_best(folder: Path, metric: Metric, scores: dict[int, float], best: Path
 
 
 def unmark(folder: Path) -> None:
-    """Remove the mark of the best checkpoint. Raises OSError."""
+    """Remove best.json and the link to the best checkpoint. Raises OSError."""
     _unlink(folder)
     (folder / _NAME).unlink(missing_ok=True)
 
@@ -89,7 +90,7 @@ def _unlink(folder: Path, but: Path | None = None) -> None:
 
 
 def find_marked(folder: Path) -> Path | None:
-    """Return the best checkpoint in a folder, or None if none is marked."""
+    """Return the checkpoint that a folder marks as the best one, or None if none is marked."""
     try:
         name = json.loads((folder / _NAME).read_text())["best"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -39,15 +39,17 @@ from ddpjob_trainer.config.sections import CheckpointConfig
 from ddpjob_trainer.errors import CheckpointError, ConfigError
 
 LOOK_SECONDS = 0.1, 2.0
-"""First and longest pause in seconds between rank 0's checks for other ranks' uploads."""
+"""Shortest and longest pause, in seconds, between two checks by which rank 0 finds out whether the
+other ranks have uploaded their files.
+"""
 T = TypeVar("T")
 
 
 class FetchError(CheckpointError):
-    """An intact copy could not be fetched: the bucket is unreachable or the disk is full.
+    """An intact checkpoint cannot be fetched: the bucket is unreachable, or the local disk fails.
 
-    Continuing from an older checkpoint would lose the newer one, because the bucket keeps only the
-    history that the newest incarnation continues.
+    Training must not continue from an older checkpoint instead. It would lose the newer one,
+    because the bucket keeps only the history that the newest incarnation continues.
     """
 
 
@@ -64,7 +66,7 @@ def open_bucket(config: CheckpointConfig) -> Bucket:
 
 
 class Share:
-    """Uploads this rank's files of multi-part checkpoints. Rank 0 uses `Copies` instead."""
+    """Uploads this rank's files of multi-part checkpoints. Rank 0 has `Copies` for this."""
 
     def __init__(self, bucket: Bucket, term: int, mark: str) -> None:
         """Prepare to upload with the `term` and `mark` of rank 0's `Copies`."""
@@ -72,15 +74,14 @@ class Share:
         self._uploads = Uploads(bucket, lambda: None, _warn, publish=self._publish, in_turn=True)
 
     def offer(self, path: Path, step: int, names: Iterable[str]) -> None:
-        """Upload a checkpoint's files from disk in the background, after those offered earlier."""
+        """Upload this rank's files `names` of a checkpoint, in the background and in the order of
+        calls.
+        """
         if names := tuple(names):
             self._uploads.offer(Waiting(path, step, names=names))
 
     def wait(self, seconds: float) -> bool:
-        """Wait up to `seconds` until everything is uploaded.
-
-        Return whether all uploads are done.
-        """
+        """Wait up to `seconds` until all offered files are uploaded. Return whether they are."""
         return self._uploads.wait(seconds)
 
     def _publish(self, waiting: Waiting) -> None:
@@ -89,10 +90,10 @@ class Share:
 
 @dataclass(frozen=True)
 class Offered:
-    """A complete checkpoint that the bucket has.
+    """A complete checkpoint in the bucket, from which training may resume.
 
-    A single-file checkpoint is already fetched. Of a checkpoint in parts, each rank fetches the
-    files that it reads.
+    A checkpoint in a single file has already been downloaded. If it is in parts, each rank
+    downloads only the files that it reads.
     """
 
     entry: Stored
@@ -100,7 +101,7 @@ class Offered:
 
     @property
     def in_parts(self) -> bool:
-        """Whether the checkpoint is in parts; if so, it has not been fetched."""
+        """Whether the checkpoint is in parts. If so, its files have not been downloaded yet."""
         return self.manifest.name.endswith(dcp.SUFFIX)
 
     def written(self) -> bytes:
@@ -109,7 +110,7 @@ class Offered:
 
     @classmethod
     def read(cls, text: bytes, step: int) -> Offered:
-        """Parse the output of `written`."""
+        """Return the checkpoint of `step` that `written` has turned into `text`."""
         term, _, manifest = text.partition(b" ")
         entry = Stored(int(term), step)
         found = CopyManifest.read(manifest, entry)
@@ -117,10 +118,11 @@ class Offered:
         return cls(entry, found)
 
     def fetcher(self, bucket: Bucket, folder: Path, first: int) -> dcp.Fetch:
-        """Return a function that fetches this checkpoint's missing or damaged files into a folder.
+        """Return a function that, given names of files, downloads those that the folder lacks.
 
-        Processes that share a folder do not fetch a file twice. To work on different files, each
-        process begins at file number `first` (modulo their count). The function raises
+        Damaged files are downloaded again. If several processes share a folder, each file is
+        downloaded only once. Each process begins at a different file, number `first` (modulo the
+        number of files), so that the processes work in parallel. The function raises
         CheckpointError and FetchError.
         """
         files = {file.path.partition("/")[2]: file for file in self.manifest.files}
@@ -141,7 +143,7 @@ class Offered:
 
 
 class Copies:
-    """Copies of a folder's checkpoints in checkpoint.url, which rank 0 maintains."""
+    """The copies of a folder's checkpoints in the bucket checkpoint.url. Rank 0 maintains them."""
 
     def __init__(self, bucket: Bucket, config: CheckpointConfig) -> None:
         self._bucket, self._config = bucket, config
@@ -150,19 +152,23 @@ class Copies:
         self._mark = ""
         self._unreadable = set[Stored]()
         self._fetched: Stored | None = None
-        """The last result of `fetch_newer`."""
+        """The checkpoint that `fetch_newer` last returned."""
         self.on_copied: Callable[[], None] = lambda: None
-        """Called in the upload thread once the bucket and `figures` include a new checkpoint."""
+        """A function that is called in the upload thread after each upload, once the bucket and
+        `figures` include the new checkpoint.
+        """
         self._there = -1
-        """Step of the newest complete checkpoint in the bucket when this process began."""
+        """The step of the newest complete checkpoint that the bucket had at startup; -1 if it had
+        none.
+        """
 
     @property
     def term(self) -> int:
-        """The number that `begin` acquired for this incarnation."""
+        """This incarnation's number in the bucket, which `begin` has acquired."""
         return self._bucket.term
 
     def begin(self, mark: str, *, in_parts: bool) -> dict[int, float]:
-        """Become the newest incarnation that writes to the bucket, and return the scores in it.
+        """Become the newest incarnation that writes to the bucket. Return the scores stored there.
 
         `mark` is eight hexadecimal digits that identify this incarnation. Raises CheckpointError if
         the bucket is unreachable, because a starting job must know which checkpoints the bucket
@@ -176,11 +182,12 @@ class Copies:
         return _patiently(lambda: self._bucket.scores(self._config.best_by.value))
 
     def fetch_newer(self, folder: Path, step: int) -> Offered | None:
-        """Return the newest complete checkpoint if it is newer than `step`.
+        """Return the bucket's newest complete checkpoint if its step is later than `step`.
 
-        A single-file checkpoint is downloaded; a checkpoint in parts is not. If a checkpoint is
-        broken, a warning names it, and the next older one is tried. If all newer checkpoints are
-        broken, returns None, or raises CheckpointError if `step` is negative. Raises FetchError.
+        A checkpoint in a single file is downloaded; a checkpoint in parts is not. If a checkpoint
+        is broken, a warning names it, and the next older one is tried. If all checkpoints of later
+        steps are broken, return None, or raise CheckpointError if `step` is negative, which means
+        that there is no other checkpoint. Raises FetchError.
         """
         entries = _patiently(self._bucket.entries)
         newer = [entry for entry in entries if entry.step > step]
@@ -204,7 +211,8 @@ class Copies:
         return None
 
     def _fetch(self, entry: Stored, folder: Path) -> Offered:
-        """Return a checkpoint in the bucket, after downloading a single-file one into the folder.
+        """Return one of the bucket's checkpoints. If it is a single file, download it into
+        `folder`.
 
         Raises FetchError. Raises CheckpointError if the checkpoint is broken.
         """
@@ -218,13 +226,15 @@ class Copies:
         return offered
 
     def cannot_be_read(self, offered: Offered, problem: str) -> None:
-        """Skip a checkpoint from now on, with a warning that includes `problem`."""
+        """Print a warning that includes `problem`, and do not fetch this checkpoint again."""
         self._unreadable.add(offered.entry)
         name = f"{self._bucket.url}/{offered.entry.key}"
         _warn(f"warning: checkpoint {offered.manifest.name} of {name} is {problem}; trying the next older one")
 
     def pass_over(self, step: int) -> None:
-        """Do not fetch the file of this step again, because the fetched copy cannot be read."""
+        """Do not download the checkpoint of this step again, because its downloaded file is
+        unreadable.
+        """
         if self._fetched is not None and self._fetched.step == step:
             self._unreadable.add(self._fetched)
 
@@ -235,21 +245,21 @@ class Copies:
     def offer(self, entry: Entry, scores: dict[int, float], names: Iterable[str] = ()) -> None:
         """Upload a checkpoint that is on disk, in the background.
 
-        If other ranks upload their own files, `names` are the files that this rank has written.
+        If other ranks upload their own files of the checkpoint, `names` are the files that this
+        rank uploads. `scores` replace the scores in the bucket afterwards.
         """
         self._scores = scores
         if self._uploads is not None:
             self._uploads.offer(Waiting(entry.path, entry.step, entry.epoch, time.time(), tuple(names)))
 
     def wait(self, seconds: float) -> bool:
-        """Wait up to `seconds` until all offered checkpoints are in the bucket.
-
-        Return whether they are.
+        """Wait up to `seconds` until all offered checkpoints are in the bucket. Return whether they
+        are.
         """
         return self._uploads is None or self._uploads.wait(seconds)
 
     def holds(self, path: Path) -> bool:
-        """Return whether a file still has to be uploaded."""
+        """Return whether a checkpoint is waiting for its upload, or is being uploaded."""
         return self._uploads is not None and self._uploads.holds(path)
 
     def completed(self) -> list[int]:
@@ -258,19 +268,19 @@ class Copies:
         return [done.popleft() for _ in range(len(done))] if done is not None else []
 
     def figures(self) -> dict[str, float]:
-        """Return figures for the copies: copyStep, copyTime and copyBehind.
+        """Return figures about the uploads to report: copyStep, copyTime and copyBehind.
 
         copyStep and copyTime (Unix seconds) describe the newest checkpoint in the bucket.
-        copyBehind is how many seconds a checkpoint has existed only on this machine, without any
-        upload.
+        copyBehind is the time in seconds for which checkpoints have been waiting without any
+        upload; 0 if none is waiting.
         """
         found = self._uploads.figures() if self._uploads is not None else {}
         return {"copyStep": self._there, **found} if self._there >= 0 else found
 
     def finish(self, scores: dict[int, float], waited: float) -> bool:
-        """Return whether the bucket has the last checkpoint, and print a warning if not.
+        """Return whether the last checkpoint is in the bucket, and print a warning if it is not.
 
-        `waited` is the maximum number of seconds for which the caller waited for its upload.
+        `waited` is the maximum time in seconds that the caller has already waited for the upload.
         """
         if self._uploads is None:
             return True
@@ -289,7 +299,8 @@ class Copies:
     def _publish(self, waiting: Waiting) -> None:
         """Upload a checkpoint.
 
-        A multi-part checkpoint is complete once all ranks have uploaded their parts.
+        If other ranks upload parts of the checkpoint, wait for their files before writing the
+        manifest that makes it complete.
         """
         if not waiting.names:
             self._bucket.publish(waiting.path, waiting.step, waiting.epoch)
@@ -311,7 +322,9 @@ class Copies:
         self._bucket.commit(waiting.step, manifest)
 
     def _tidy(self) -> None:
-        """Apply the folder's retention to the bucket."""
+        """Write the scores to the bucket, and delete the checkpoints that the folder's retention
+        rules do not keep.
+        """
         scores = self._scores
         if scores:
             self._bucket.put_scores(scores, self._config.best_by.value)
@@ -327,9 +340,9 @@ class Copies:
 
 
 def _patiently(act: Callable[[], T]) -> T:
-    """Retry `act` for a while.
+    """Run `act`, and retry it for a while if the bucket fails.
 
-    Raises CheckpointError if the bucket's content is damaged, and FetchError for other errors.
+    Raises CheckpointError if the content of the bucket is damaged, and FetchError for other errors.
     """
     try:
         return patiently(act, lambda text: _warn(f"warning: {text}"))
@@ -340,8 +353,9 @@ def _patiently(act: Callable[[], T]) -> T:
 
 
 def _fetch_once(bucket: Bucket, manifest: CopyManifest, file: File, path: Path) -> None:
-    """Fetch a file unless it exists. Wait if another process on this machine is fetching it."""
-    # The files are next to the folder. A starting job removes leftovers there.
+    """Download a file unless it exists. Wait if another process on this machine downloads it."""
+    # The temporary file and the lock are next to the folder, where a starting job removes
+    # leftovers.
     start = f".{path.parent.name}.{path.name}"
     with _disk(path), alone(path.parent.parent / f"{start}.lock.tmp"):
         if path.is_file() and path.stat().st_size == file.size and sha256_of(path) == file.sha256:
@@ -357,7 +371,9 @@ def _fetch_once(bucket: Bucket, manifest: CopyManifest, file: File, path: Path) 
 
 @contextlib.contextmanager
 def _disk(path: Path) -> Iterator[None]:
-    """Turn an error of this disk into FetchError, because the bucket's copy is intact."""
+    """Replace OSError with FetchError: this machine's disk is at fault, and the bucket's copy is
+    intact.
+    """
     try:
         yield
     except OSError as error:

@@ -20,15 +20,16 @@ from ddpjob_trainer.errors import CheckpointError, first_line
 Tensors = Mapping[str, torch.Tensor]
 _SHOWN = 3
 _SHAPING = ("model.", "data.name", "data.shape", "data.classes", "optim.name", "amp.")
-"""Prefixes of keys that determine which tensors exist."""
+"""Prefixes of the configuration keys that determine which tensors a checkpoint contains."""
 _WHERE = ("model", "state_dict", "model_state_dict")
-"""Keys that may hold the state dict in torch.save files (this trainer, torchvision, timm, PyTorch's
-examples).
+"""Keys under which a torch.save file may hold the state dict: those of this trainer, torchvision,
+timm and PyTorch's examples.
 """
 _AVERAGES = ("state_dict_ema", "model_ema")
-"""Keys of the moving average in files from timm and torchvision's references."""
+"""Keys of the weights' moving average in files from timm and from torchvision's reference scripts.
+"""
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""Parts that torch.compile and other module wrappers add to tensor names."""
+"""Components of tensor names that torch.compile and other module wrappers insert."""
 
 
 def list_differences(saved: Tensors, wanted: Tensors) -> list[str]:
@@ -48,7 +49,10 @@ def list_differences(saved: Tensors, wanted: Tensors) -> list[str]:
 
 
 def check_resume(snapshot: Mapping[str, Any], wanted: Tensors, settings: Mapping[str, Any], folder: Path) -> None:
-    """Raise CheckpointError unless training with these settings and tensors can resume."""
+    """Raise CheckpointError if training with `settings` cannot resume from `snapshot`.
+
+    `wanted` are the tensors of the current model.
+    """
     if missing := {"step", "model", "optimizer", "config"} - snapshot.keys():
         raise CheckpointError(
             f"the newest checkpoint in {folder} has no {min(missing)}: it was saved by your own training loop,"
@@ -79,15 +83,18 @@ def check_resume(snapshot: Mapping[str, Any], wanted: Tensors, settings: Mapping
 
 
 def changed_keys(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the checkpoint's `key=value` for each changed key that determines its tensors."""
-    # Every data set except synthetic determines its own shape and classes.
+    """Return the settings that determine a checkpoint's tensors and have changed since.
+
+    They have the form `key=value`, with the value that the checkpoint was made with.
+    """
+    # Every data set except synthetic ignores data.shape and data.classes.
     fixed = () if was.get("data.name") == "synthetic" else ("data.shape", "data.classes")
     shaping = (key for key in was if key.startswith(_SHAPING) and key not in fixed)
     return [f"{key}={_written(was[key])}" for key in shaping if key in now and was[key] != now[key]]
 
 
 def describe_changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return the settings that differ from a checkpoint's: `optim.lr 0.1 -> 0.05, ...`."""
+    """Return the settings that have changed since a checkpoint: `optim.lr 0.1 -> 0.05, ...`."""
     changed = (key for key in now if key in was and was[key] != now[key])
     return ", ".join(f"{key} {_written(was[key])} -> {_written(now[key])}" for key in changed)
 
@@ -101,12 +108,13 @@ def load_weights(
     average: bool = True,
     alive: Callable[[], None] = lambda: None,
 ) -> dict[str, torch.Tensor]:
-    """Return the complete weights to start from, by name, on every rank.
+    """Return, on every rank, the complete weights with which training starts, by name.
 
-    The weights come from the checkpoint (with `average`, from its moving average, if any). Tensors
-    whose names match `keep` retain the model's own values. Rank 0 reads the file, and prints
-    whether it uses the average. In the meantime, `alive` is called repeatedly. Raises
-    CheckpointError on every rank if the weights cannot be read or do not fit.
+    The weights come from the checkpoint or, with `average`, from its moving average if it has one.
+    A tensor whose name matches a pattern in `keep` retains the value that it has in `model`. Only
+    rank 0 reads the file. If the file has a moving average, rank 0 prints whether it is used.
+    `alive` is called repeatedly while the ranks wait. Raises CheckpointError on every rank if
+    the weights cannot be read or do not fit.
     """
     return share_weights(lambda: _take_fitting(path, keep, model, average), model, group, alive)
 
@@ -114,10 +122,11 @@ def load_weights(
 def share_weights(
     take: Callable[[], dict[str, torch.Tensor]], model: Tensors, group: Group, alive: Callable[[], None]
 ) -> dict[str, torch.Tensor]:
-    """Return the complete weights by name: those that `take` returns on rank 0, plus the model's.
+    """Return, on every rank, all weights by name: rank 0's result of `take`, completed from
+    `model`.
 
-    In the meantime, `alive` is called repeatedly. Raises CheckpointError on every rank if `take`
-    does.
+    `alive` is called repeatedly while the ranks wait. If `take` raises CheckpointError on
+    rank 0, it is raised on every rank.
     """
     weights: dict[str, torch.Tensor] = {}
     problem = ""
@@ -179,12 +188,12 @@ def check_finite(key: str, path: Path | str, weights: Tensors) -> None:
 
 
 def read_whole(path: Path, key: str = "checkpoint.load") -> Any:
-    """Return everything in a checkpoint or a state dict.
+    """Return the whole content of a file or folder that holds a model's weights.
 
-    `path` may be one of this trainer's checkpoints: a file, a dcp folder, or the checkpoint folder,
-    whose best or newest checkpoint is then used. It may also be a safetensors file, or a torch.save
-    file with a state dict at the top level or under a key in `_WHERE`. Raises CheckpointError,
-    whose message names `key`.
+    `path` may be one of this trainer's checkpoints: a file, a dcp folder, or a checkpoint folder,
+    of which the best checkpoint is read or, if none is marked, the newest one. It may also be a
+    safetensors file, or a torch.save file with a state dict at the top level or under a key in
+    `_WHERE`. Raises CheckpointError with a message that names `key`.
     """
     try:
         path = _choose_checkpoint(path)
@@ -200,14 +209,14 @@ def read_whole(path: Path, key: str = "checkpoint.load") -> Any:
                 " that contains only the state dict, written by "
                 f"torch.save(model.state_dict(), FILE)"
             ) from error
-        # torch advises weights_only=False for a pickle, which does not help users who do not call
-        # torch.load themselves.
+        # For a pickle, torch's message advises weights_only=False. That does not help users who do
+        # not call torch.load themselves, so the message is left out.
         why = "" if isinstance(error, pickle.UnpicklingError) else f": {first_line(error)}"
         raise CheckpointError(f"{key}: {path} is damaged, or torch.save did not write it{why}") from error
 
 
 def has_average(found: Any) -> bool:
-    """Return whether a file's content also includes a moving average of the weights."""
+    """Return whether `found`, the content of a file, has a moving average of the weights."""
     if not isinstance(found, dict):
         return False
     own = found.get("average")
@@ -215,12 +224,12 @@ def has_average(found: Any) -> bool:
 
 
 def weights_in(found: Any, path: Path, *, average: bool, key: str = "checkpoint.load") -> dict[str, torch.Tensor]:
-    """Return the model's tensors, by name, from the content of `path`.
+    """Return the model's tensors, by name, from `found`, the content of the file `path`.
 
-    With `average`, return their moving average instead, if there is one. Tensors have the plain
-    model's names, as in this trainer's checkpoints. In other files, the parts added by
-    DistributedDataParallel (`module.`) and torch.compile (`_orig_mod.`) are removed from names.
-    Raises CheckpointError.
+    With `average`, return the moving average of the weights instead, if the file has one. Names are
+    those of the model without any wrapper, as in this trainer's checkpoints. In other files,
+    DistributedDataParallel (`module.`) and torch.compile (`_orig_mod.`) have added components to
+    the names, which are removed here. Raises CheckpointError.
     """
     ours = isinstance(found, dict) and "sampler" in found and "model" in found
     averages: dict[str, torch.Tensor] = {}
@@ -234,7 +243,8 @@ def weights_in(found: Any, path: Path, *, average: bool, key: str = "checkpoint.
         if isinstance(found, dict) and isinstance(found.get(place), dict):
             found = found[place]
             break
-    if isinstance(found, dict):  # torch's AveragedModel counts its updates among its tensors.
+    # torch's AveragedModel stores the number of its updates, `n_averaged`, among its tensors.
+    if isinstance(found, dict):
         found = {name: value for name, value in found.items() if name != "n_averaged"}
     if (
         not isinstance(found, dict)
@@ -258,7 +268,7 @@ def _plain_name(name: str) -> str:
 
 
 def _choose_checkpoint(path: Path) -> Path:
-    """Return a checkpoint folder's best or newest checkpoint, or any other path unchanged."""
+    """Return the best or newest checkpoint of a checkpoint folder, or any other path unchanged."""
     if not path.is_dir() or path.resolve().suffix == dcp.SUFFIX:
         return path
     if (marked := best.find_marked(path)) is not None and not marked.exists():

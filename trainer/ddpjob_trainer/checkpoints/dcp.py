@@ -56,15 +56,17 @@ def write(
     may_write: Check,
     heads: list[int] | None = None,
 ) -> list[str]:
-    """Put a checkpoint in place atomically. Collective over `group` (None: a single process).
+    """Write a checkpoint, and put it in place atomically. Return the files that this rank must
+    upload.
 
-    `heads` gives, for each rank, the first rank that sees the same folder; None means that all
-    ranks share one folder. If one rank fails, all ranks raise OSError, CheckpointError, or the
-    error that `may_write` raised. `may_write` is called only on these first ranks, before the first
-    byte is written and before the rename.
+    All ranks of `group` must call this together; None means that there is only one process. `heads`
+    gives, for each rank, the lowest rank that sees the same folder; None means that all ranks share
+    one folder. Only these lowest ranks call `may_write`: before the first byte is written, and
+    again before the rename. If one rank fails, all ranks raise OSError, CheckpointError, or the
+    error that `may_write` raised.
 
-    Return the names of the files that this rank has to copy. These are the files that it has
-    written and, on rank 0, the manifest.
+    The returned names are those of the files that this rank has written and, on rank 0, of the
+    manifest.
     """
     temporary = path.parent / f".{path.name}.{incarnation}.tmp"
     rank = 0 if group is None else dist.get_rank(group)
@@ -73,8 +75,8 @@ def write(
     try:
         begun = together(group, lambda: _begin(temporary, may_write) if rank == head else None)
         stored = _write_tensors(tensors, temporary, group)
-        # The structure comes from rank 0. Numbers in the structure may differ between ranks, but
-        # all ranks must write the same manifest.
+        # All ranks must write the same manifest, but the numbers in the structure around the
+        # tensors may differ between ranks. Therefore, rank 0's structure is used.
         mine = together(group, lambda: (_checksums(temporary, rank), stored, state if rank == 0 else None))
         files = [found for found, _, _ in mine]
         listed = {name: found.written() for name, found in _merge([found for _, found, _ in mine]).items()}
@@ -105,7 +107,7 @@ def check(path: Path) -> Metadata:
 
 
 def check_sizes(path: Path) -> Metadata:
-    """Return a folder's metadata after checking that its files exist with their listed sizes.
+    """Return a folder's metadata after checking that its files exist and have the recorded sizes.
 
     Raises OSError, or CheckpointError with the reason.
     """
@@ -121,7 +123,7 @@ def check_sizes(path: Path) -> Metadata:
 
 
 def check_share(path: Path, rank: int, world: int) -> None:
-    """Verify the checksums of this rank's share of the files. Shares are of about equal size.
+    """Verify the checksums of the files in part `rank` of `world` parts of about equal size.
 
     Raises OSError, or CheckpointError with the reason.
     """
@@ -132,7 +134,7 @@ def check_share(path: Path, rank: int, world: int) -> None:
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Return the metadata without checking shards. Raises CheckpointError, OSError."""
+    """Return a folder's metadata, without checking other files. Raises CheckpointError, OSError."""
     return read_manifest(path).metadata
 
 
@@ -140,16 +142,18 @@ def read_manifest(path: Path) -> CheckpointManifest:
     """Return the content of a folder's manifest. Raises CheckpointError, OSError."""
     try:
         with open_regular(path / MANIFEST) as file:
-            # If the manifest is too large, read only its beginning.
+            # If the manifest is too large, read only as much of it as `manifests.read` needs to
+            # refuse it.
             return manifests.read(file.read(min(os.fstat(file.fileno()).st_size, manifests.LARGEST) + 1))
     except FileNotFoundError:
         raise CheckpointError("incomplete (the manifest is missing)") from None
 
 
 def contents(path: Path) -> dict[str, tuple[int, str]]:
-    """Return the size and SHA-256 of each file by name, as recorded in the manifest.
+    """Return the size and SHA-256 of each file of the checkpoint, by name, including the manifest.
 
-    The manifest itself is included. Raises CheckpointError, OSError.
+    For the other files, the values recorded in the manifest are returned. Raises CheckpointError,
+    OSError.
     """
     listed = {name: (file.size, file.sha256) for name, file in read_manifest(path).files.items()}
     manifest = path / MANIFEST
@@ -157,7 +161,7 @@ def contents(path: Path) -> dict[str, tuple[int, str]]:
 
 
 def describe(path: Path) -> Snapshot:
-    """Return the snapshot with tensors that have a shape and dtype but no values.
+    """Return the snapshot in a folder, with tensors that have a shape and dtype but no values.
 
     Only the manifest is read. Raises CheckpointError, OSError.
     """
@@ -171,13 +175,13 @@ def describe(path: Path) -> Snapshot:
 
 
 def read(path: Path, layout: Layout | None = None, fetch: Fetch | None = None) -> Snapshot:
-    """Return the snapshot, on the CPU.
+    """Return the snapshot in a folder, with tensors on the CPU.
 
-    If `layout` gives a DTensor for a tensor, the result contains this rank's shard in that layout;
-    other tensors are complete. `fetch` is called with the names of files before they are read, and
-    makes sure that they exist. So a rank whose folder lacks files gets only the files that it
-    reads. Raises CheckpointError if this node does not see the folder or its content does not match
-    its manifest, and the errors that `fetch` raises.
+    If `layout` returns a DTensor for a tensor, the snapshot contains only this rank's shard in that
+    layout; all other tensors are complete. Before files are read, `fetch` is called with their
+    names, and makes sure that they exist. In this way, a rank whose folder lacks files downloads
+    only those that it reads. Raises CheckpointError if this node does not see the folder, or if its
+    content does not match its manifest. Also raises the errors of `fetch`.
     """
     if fetch is not None:
         fetch([MANIFEST])
@@ -210,9 +214,10 @@ def read(path: Path, layout: Layout | None = None, fetch: Fetch | None = None) -
 
 @dataclass(frozen=True)
 class _Target:
-    """The part of a tensor that this rank reads, which begins at `offsets`.
+    """The part of a tensor that this rank needs. It begins at `offsets` in the whole tensor.
 
-    `like` is the DTensor whose shard this is.
+    `tensor` is the memory for the values. `like` is the DTensor whose shard this part is, or None
+    if this rank needs the whole tensor.
     """
 
     tensor: torch.Tensor
@@ -221,7 +226,10 @@ class _Target:
 
     @classmethod
     def of(cls, stored: StoredTensor, like: Any) -> _Target:
-        """Return a target filled with zeros."""
+        """Return a target whose values are all zero.
+
+        It is the shard of `like` or, if `like` is None, the whole tensor.
+        """
         if like is None:
             return cls(torch.zeros(stored.shape, dtype=stored.dtype), [0] * len(stored.shape))
         [shard] = like.__create_chunk_list__()
@@ -233,16 +241,18 @@ class _Target:
         return self.tensor if self.like is None else with_local(self.like, self.tensor)
 
     def overlapping(self, stored: StoredTensor) -> list[TensorChunk]:
-        """Return the chunks that overlap this part."""
+        """Return the stored chunks that overlap this part of the tensor."""
         return [chunk for chunk in stored.chunks if all(low < high for low, high in self._intersect(chunk))]
 
     def _intersect(self, chunk: TensorChunk) -> list[tuple[int, int]]:
-        """Return (first, end) of the overlap in each dimension of the whole tensor."""
+        """Return, for each dimension of the whole tensor, where the overlap with a chunk begins and
+        ends.
+        """
         sides = zip(self.offsets, self.tensor.shape, chunk.offsets, chunk.sizes, strict=True)
         return [(max(own, at), min(own + length, at + size)) for own, length, at, size in sides]
 
     def fill(self, file: io.FileIO, chunk: TensorChunk) -> None:
-        """Copy this part's values from an overlapping chunk.
+        """Copy the values that this part and a chunk have in common from the chunk's file.
 
         Raises OSError, and CheckpointError if the file is too short.
         """
@@ -266,7 +276,7 @@ class _Target:
 
 
 def together(group: Any, act: Any) -> list[Any]:
-    """Return every rank's result of `act`, in rank order.
+    """Run `act` on all ranks, and return all of its results, in rank order.
 
     If `act` fails on one rank, that rank raises the original error, and the other ranks raise an
     error that names the rank.
@@ -293,9 +303,9 @@ def together(group: Any, act: Any) -> list[Any]:
 
 
 def _split(snapshot: Snapshot) -> tuple[dict[str, torch.Tensor], Any]:
-    """Return (tensors by flat name, the structure around them as JSON).
+    """Return (the tensors by name, the structure around them as JSON).
 
-    The number before each name distinguishes the key a.b from b inside a.
+    Each name begins with a number, which distinguishes the key "a.b" from the key "b" inside "a".
     """
     tensors: dict[str, torch.Tensor] = {}
 
@@ -308,7 +318,7 @@ def _split(snapshot: Snapshot) -> tuple[dict[str, torch.Tensor], Any]:
 
 
 def _begin(temporary: Path, may_write: Check) -> float:
-    """Create the temporary folder, and return the time in Unix seconds."""
+    """Create the temporary folder, and return the current time in Unix seconds."""
     may_write()
     if temporary.exists():
         shutil.rmtree(temporary)
@@ -319,7 +329,7 @@ def _begin(temporary: Path, may_write: Check) -> float:
 def _write_tensors(tensors: dict[str, Any], temporary: Path, group: Any) -> dict[str, StoredTensor]:
     """Write this rank's files.
 
-    Return this rank's own chunks of each tensor, by name.
+    Return the tensors by name, each with only those chunks that this rank has written.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -331,7 +341,7 @@ def _write_tensors(tensors: dict[str, Any], temporary: Path, group: Any) -> dict
     class Planner(DefaultSavePlanner):
         def resolve_data(self, write_item: Any) -> Any:
             data: Any = super().resolve_data(write_item)
-            return data.contiguous()  # The manifest specifies row-major order.
+            return data.contiguous()  # The manifest promises that values are in row-major order.
 
     class PartsWriter(FileSystemWriter):
         def write_data(self, plan: Any, planner: Any) -> Any:
@@ -341,19 +351,21 @@ def _write_tensors(tensors: dict[str, Any], temporary: Path, group: Any) -> dict
                 for item in plan.items:
                     written.update(_stored(temporary, item, places[item.index], written.get(item.index.fqn)))
             except Exception as error:
-                # After a failed write, torch closes its archive, which fails again with a different
-                # message.
+                # If a write fails, torch tries to close its archive, which also fails. That second
+                # error would hide the cause.
                 raise _disk_error(error) or error from None
             return results
 
-    if group is None:  # torch would warn, but a single process is intended.
+    # torch would warn about the missing process group, but a single process does not need one.
+    if group is None:
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-    # If some tensors are sharded, rank 0 writes the few tensors that all ranks have. If those few
-    # were spread over all files, each rank would have to fetch every file at startup. If no tensor
-    # is sharded, all ranks write and read in the same way.
+    # If some tensors are sharded, let rank 0 alone write the few tensors that every rank has. If
+    # these were spread over the files of all ranks, each rank would have to fetch all files at
+    # startup. If no tensor is sharded, let torch distribute the tensors, because every rank reads
+    # all files anyway.
     planner = Planner(dedup_save_to_lowest_rank=any(map(is_sharded, tensors.values())))
     writer = PartsWriter(temporary, overwrite=True)
-    # torch 2.6 lacks this argument, but detects that there is no group.
+    # torch 2.6 does not have this argument. It detects by itself that there is no group.
     alone = {"no_dist": True} if group is None and "no_dist" in inspect.signature(save).parameters else {}
     try:
         save(tensors, storage_writer=writer, planner=planner, process_group=group, **alone)
@@ -366,8 +378,10 @@ def _write_tensors(tensors: dict[str, Any], temporary: Path, group: Any) -> dict
 
 
 def _stored(folder: Path, item: Any, place: Any, before: StoredTensor | None) -> dict[str, StoredTensor]:
-    """Return the tensor of torch's `item`: its chunks so far (`before`), and the new one at
-    `place`.
+    """Return the tensor that torch's `item` is a part of, with the chunk at `place` added.
+
+    `before` has the chunks of the tensor that this rank has written earlier; None if there are
+    none.
     """
     data = item.tensor_data
     dtype, sizes = data.properties.dtype, tuple(data.chunk.sizes)
@@ -381,10 +395,10 @@ def _stored(folder: Path, item: Any, place: Any, before: StoredTensor | None) ->
 
 
 def _locate(file: IO[bytes], offset: int, length: int, size: int) -> int:
-    """Return where the values of a tensor written by torch.save begin in a file.
+    """Return the position in a file at which the values of a tensor written by torch.save begin.
 
-    `offset` and `length` delimit the bytes that torch.save has written, and `size` is the size of
-    the values in bytes. Raises CheckpointError.
+    torch.save has written `length` bytes at `offset`, and the values take `size` bytes. Raises
+    CheckpointError.
     """
     view = _FilePart(file, offset, length)
     with zipfile.ZipFile(view) as archive:
@@ -400,7 +414,7 @@ def _locate(file: IO[bytes], offset: int, length: int, size: int) -> int:
 
 
 class _FilePart(io.RawIOBase):
-    """A part of an open file, presented as a file for zipfile."""
+    """A part of an open file, presented to zipfile as a file of its own."""
 
     def __init__(self, file: IO[bytes], offset: int, length: int) -> None:
         self._file, self._offset, self._length, self._at = file, offset, length, 0
@@ -424,7 +438,7 @@ class _FilePart(io.RawIOBase):
 
 
 def _merge(parts: list[dict[str, StoredTensor]]) -> dict[str, StoredTensor]:
-    """Return the tensors that all ranks have written, by name."""
+    """Return all tensors by name, each with the chunks that all ranks have written."""
     merged: dict[str, StoredTensor] = {}
     for name, stored in (item for part in parts for item in part.items()):
         chunks = (*merged[name].chunks, *stored.chunks) if name in merged else stored.chunks
@@ -445,10 +459,9 @@ def _checksums(temporary: Path, rank: int) -> dict[str, dict[str, Any]]:
 
 
 def _finish(temporary: Path, path: Path, manifest: bytes, parts: dict[int, Any], may_write: Check) -> None:
-    """Check the folder, write the manifest, and rename the folder to its final name.
+    """Check the temporary folder, write the manifest, and rename the folder to its final name.
 
-    `parts` maps each rank that sees this folder to the size and checksum of the files that it
-    wrote.
+    `parts` maps each rank that sees this folder to the sizes and checksums of that rank's files.
     """
     for rank, files in parts.items():
         for name, entry in files.items():
@@ -460,11 +473,13 @@ def _finish(temporary: Path, path: Path, manifest: bytes, parts: dict[int, Any],
                     " checkpoint.url; or set checkpoint.format=torch"
                 )
     write_atomically(temporary / MANIFEST, manifest)
-    # An unreadable checkpoint must not replace a readable one, because older ones are deleted next.
+    # Check that the manifest can be read. Older checkpoints are deleted next, so an unreadable one
+    # must not take their place.
     read_manifest(temporary)
     sync_folder(temporary)
     may_write()
-    if path.exists():  # That folder must be broken, or training would have resumed from it.
+    # A folder with this name must be a broken checkpoint, or training would have resumed from it.
+    if path.exists():
         path.rename(temporary.with_suffix(".old.tmp"))
     temporary.rename(path)
     sync_folder(path.parent)
@@ -472,11 +487,11 @@ def _finish(temporary: Path, path: Path, manifest: bytes, parts: dict[int, Any],
 
 
 def sha256(path: Path) -> str:
-    """Return a file's hash in hexadecimal digits."""
+    """Return the SHA-256 of a file in hexadecimal digits."""
     with path.open("rb", buffering=0) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def size(path: Path) -> int:
-    """Return the total size of all files in bytes."""
+    """Return the total size of the files in a folder, in bytes."""
     return sum(entry.stat().st_size for entry in os.scandir(path) if entry.is_file())

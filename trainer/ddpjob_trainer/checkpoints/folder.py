@@ -36,7 +36,7 @@ from ddpjob_trainer.lifecycle.signals import Due, SaverState
 _T = TypeVar("_T")
 _LARGE_BYTES = 2**18
 _SHARE = 0.01
-"""Share of the time that saves may take with checkpoint.every_seconds=auto."""
+"""Share of the training time that saves may take if checkpoint.every_seconds is auto."""
 _LEAST_SECONDS, _MOST_SECONDS = 10.0, 300.0
 _ERROR_SECONDS, _LOST_PEER_SECONDS = 30.0, 2.0
 
@@ -44,15 +44,16 @@ _ERROR_SECONDS, _LOST_PEER_SECONDS = 30.0, 2.0
 class CheckpointFolder:
     """The checkpoints in one folder, as seen by one rank.
 
-    `writes` indicates whether this rank maintains the folder.
+    `writes` is True on the ranks that maintain the folder: they write single-file checkpoints,
+    record which checkpoints exist, and delete old ones.
     """
 
     def __init__(self, config: CheckpointConfig, path: Path, group: Group) -> None:
         config.check()
         self._config, self.path, self._group = config, path, group
         self._parts = config.format is Format.DCP
-        # With a bucket, parts may be on any disk; `claim` determines which rank maintains which
-        # folder.
+        # With a bucket, the parts of a checkpoint may be on different disks. In that case, `claim`
+        # replaces `writes`, once it has found out which ranks share a folder.
         one_folder = config.shared and not (self._parts and config.url)
         self.writes = group.rank == 0 if one_folder else group.local_rank == 0
         self._index, self._writer, self._staging = CheckpointIndex(path), Writer(config.failures), Staging()
@@ -62,32 +63,39 @@ class CheckpointFolder:
         self._parts_group: Any = None
         self._ownership = Ownership(path)
         self._heads: list[int] | None = None
-        """The first rank that sees the same folder, for each rank. None means that
-        checkpoint.shared decides which ranks maintain a folder.
+        """The lowest rank that sees the same folder, for each rank.
+
+        These lowest ranks maintain the folders. The list exists only if checkpoints are in parts
+        and are copied to a bucket. Otherwise, checkpoint.shared decides which ranks maintain a
+        folder.
         """
         self._bucket = open_bucket(config) if config.url and (group.rank == 0 or self._parts) else None
-        # Every writing rank has the same checkpoint, so one rank copies it. If it is in parts, each
-        # rank copies its own part.
+        # All ranks that write single-file checkpoints have the same one, so only rank 0 uploads it.
+        # If a checkpoint is in parts, each rank uploads its own files.
         self.copies = Copies(self._bucket, config) if self._bucket is not None and group.rank == 0 else None
         self.alive: Callable[[], None] = lambda: None
-        """Called repeatedly while the ranks wait for a disk or the bucket."""
+        """A function that is called repeatedly while the ranks wait for a disk or the bucket."""
         self._share: Share | None = None
         self._copied: Path | None = None
-        """The multi-part checkpoint last offered to the bucket."""
+        """The path of the multi-part checkpoint that was last offered to the bucket."""
         self._uncopied: tuple[Entry, list[str]] | None = None
-        """The newest checkpoint and this rank's files in it, if these have not been offered yet."""
+        """The newest multi-part checkpoint, with the names of this rank's files in it, if the
+        checkpoint has not been offered to the bucket yet.
+        """
         if self.writes or self._parts:
             prepare_folder(path, "checkpoint.dir or DDPJOB_CHECKPOINT_DIR")
 
     @classmethod
     def open(cls, group: Group, **settings: Any) -> CheckpointFolder:
-        """Open the folder for your own training loop, and claim it for this incarnation of the job.
+        """Open a checkpoint folder for your own training loop, and claim it for this incarnation.
 
         `settings` are keys of the configuration's section `checkpoint`, such as every_steps=100,
         keep=5. By default, `dir`, `shared` and `url` come from the job's environment; outside a
-        job, `dir` is ./checkpoints. Raises ConfigError for a setting that is unknown, invalid, or
-        only for the built-in trainer (load, load_average, load_except). Also raises the errors of
-        `claim`. All ranks must call this together.
+        job, `dir` is ./checkpoints.
+
+        All ranks must call this together. Raises ConfigError for a setting that is unknown or
+        invalid, and for `load`, `load_average` and `load_except`, which apply only to the built-in
+        trainer. Also raises the errors of `claim`.
         """
         if unused := sorted({"load", "load_average", "load_except"} & set(settings)):
             raise ConfigError(
@@ -101,17 +109,18 @@ class CheckpointFolder:
 
     @property
     def incarnation(self) -> Claim:
-        """This incarnation's claim, which is the same on all ranks."""
+        """The claim with which this incarnation owns the folder. It is the same on all ranks."""
         return self._claim
 
     def claim(self, claim: Claim) -> None:
-        """Make this incarnation of the job the only one that may write.
+        """Make this incarnation of the job the only one that may write to the folder.
 
         All ranks must call this together. Raises FencedError if a newer incarnation has claimed the
         folder, and FolderTakenError if another job uses the folder.
         """
         self._claim = claim
-        # The writers communicate while training continues.
+        # The ranks need a process group of their own, because the threads that write a checkpoint
+        # communicate while training continues.
         if self._parts and self._group.world > 1:
             self._parts_group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=10))
             if self._config.url:
@@ -135,10 +144,11 @@ class CheckpointFolder:
                 self._share = Share(self._bucket, term, mark)
 
     def _find_heads(self) -> list[int]:
-        """Find, for each rank, the first rank that sees its folder, by checking the disks.
+        """Return, for each rank, the lowest rank that sees the same folder.
 
-        All ranks must call this together. Each node may have its own disk, but pods on the same
-        machine may share one.
+        All ranks must call this together. They find out by creating files in the folder and looking
+        for each other's files. Each node may have its own disk, but pods on the same machine may
+        share one.
         """
 
         def sign(rank: int) -> Path:
@@ -153,15 +163,16 @@ class CheckpointFolder:
 
     @property
     def _scattered(self) -> bool:
-        """Whether no rank sees all parts of a checkpoint, so that only the bucket has all parts."""
+        """Whether no rank sees all parts of a checkpoint, so that only the bucket has them all."""
         several = bool(self._config.url) and self._group.world > 1
         return several and (any(self._heads) if self._heads else not self._config.shared)
 
     def _take_together(self) -> None:
-        """Claim the folder for this job.
+        """Make sure that no other job uses the folder, then claim it for this job.
 
-        Watching a former owner may take longer than train.timeout_seconds. So the waiting ranks
-        agree twice a second to keep waiting.
+        A rank that maintains the folder watches its former owner for some time, possibly longer
+        than train.timeout_seconds. Therefore, all ranks communicate twice a second until the
+        watching is over.
         """
         watching, taking = True, self._ownership.take() if self.writes else iter(())
         while watching:
@@ -172,9 +183,10 @@ class CheckpointFolder:
     def due(self, step: int, *, epoch: int | None = None, last: bool = False) -> Due:
         """Return whether to save after `step` steps. Only rank 0 decides; other ranks get Due.NO.
 
-        `epoch` is the number of epochs completed by then, or None within an epoch; `last` means
-        that training is complete. If a save becomes due while another is in progress, it is
-        postponed to a later step, unless retention needs exactly this step.
+        `epoch` is the number of epochs completed after these steps, or None if they end within an
+        epoch. `last` means that training is complete. If a save becomes due while an earlier one is
+        in progress, it is postponed to a later step, unless retention needs the state after exactly
+        this step.
         """
         if self._group.rank != 0:
             return Due.NO
@@ -189,7 +201,7 @@ class CheckpointFolder:
         return Due.WHEN_FREE if self._owed else Due.NO
 
     def _interval(self) -> float:
-        """Return the seconds between two saves by time; 0 means none."""
+        """Return the number of seconds between saves that are due by time; 0 if there are none."""
         seconds = self._config.every_seconds
         if not isinstance(seconds, Interval):
             return seconds
@@ -202,15 +214,15 @@ class CheckpointFolder:
         return SaverState(busy=self._writer.busy, failed=fatal is not None, fenced=isinstance(fatal, FencedError))
 
     def save(self, make: Callable[[], Snapshot], step: int) -> None:
-        """Copy the result of `make`, and write it to disk in the background.
+        """Copy the state that `make` returns, and write the copy to disk in the background.
 
-        The result of `make` is a dict of tensors, numbers, strings, and dicts, lists and tuples of
-        these. It must include the sampler's `state_dict()` under the key "sampler". Raises
-        CheckpointError for anything else, because a resume could not read it.
+        The state is a dict of tensors, numbers, strings, and dicts, lists and tuples of these. It
+        must include the sampler's `state_dict()` under the key "sampler". Raises CheckpointError
+        for any other state, because a resume could not read it.
 
-        This waits for any save in progress, and does nothing if the state after `step` steps has
-        already been saved. `completed` and `finish` report success; `state` reports a failure. All
-        ranks must call this together.
+        All ranks must call this together. It waits for any save in progress, and does nothing if
+        the state after `step` steps has already been saved. `completed` and `finish` report that
+        the save succeeded; `state` reports that it failed.
         """
         if step == self._saved_step:
             return
@@ -219,7 +231,8 @@ class CheckpointFolder:
         snapshot = make()
         snapshots.check(snapshot)
         if self._parts:
-            manifest.encode(snapshot, lambda *_: "")  # Raises for values that JSON cannot hold.
+            # This raises an error for values that the manifest's JSON cannot represent.
+            manifest.encode(snapshot, lambda *_: "")
         self._saved_step, self._owed = step, False
         state = snapshot["sampler"]
         metadata = Metadata(step, state["epoch"] if state["consumed"] == 0 else None, self._group.world)
@@ -236,11 +249,12 @@ class CheckpointFolder:
         return completed if self.writes else []
 
     def finish(self, seconds: float | None = None) -> None:
-        """Wait until every save is on disk, on every rank. All ranks must call this together.
+        """Wait on every rank until every save is on disk. All ranks must call this together.
 
-        Then waits up to `seconds` for the last upload to checkpoint.url. None means
-        checkpoint.url_wait_seconds; with checkpoint.shared=false, an upload that is incomplete by
-        then raises CheckpointError. Raises CheckpointError on all ranks if one rank failed.
+        Then wait up to `seconds` until the last checkpoint is uploaded to checkpoint.url. If
+        `seconds` is None, wait up to checkpoint.url_wait_seconds; if the upload is still incomplete
+        after that time and checkpoint.shared is false, raise CheckpointError. If one rank has an
+        error, CheckpointError is raised on all ranks.
         """
         began = time.monotonic()
         self._wait_for_the_disk()
@@ -279,7 +293,7 @@ class CheckpointFolder:
         self._wait_together(lambda pause: copying is None or copying.wait(pause), seconds)
 
     def _wait_for_the_disk(self) -> None:
-        """Wait until no rank is saving. All ranks must call this together."""
+        """Wait until no rank is writing a checkpoint. All ranks must call this together."""
 
         def written(pause: float) -> bool:
             self._writer.wait(pause)
@@ -291,8 +305,8 @@ class CheckpointFolder:
         """Wait up to `seconds` until `done` returns true on every rank.
 
         All ranks must call this together. `done` receives the number of seconds that it may wait.
-        The ranks agree twice a second. Otherwise, a single rank could wait for longer than a
-        collective may take, and the other ranks would fail.
+        The ranks exchange its results twice a second. If they did not, one rank could wait for
+        longer than the timeout of a collective operation, and the other ranks would fail.
         """
         until, states = time.monotonic() + seconds, [1]
         while any(states) and 2 not in states:
@@ -301,14 +315,14 @@ class CheckpointFolder:
             self.alive()
 
     def _in_thread(self, act: Callable[[], _T]) -> Future[_T]:
-        """Run `act()` in a thread, and return its outcome.
+        """Run `act()` in a thread, and return a future of its result once all ranks are done.
 
-        The duration depends on the disk or the bucket. All ranks must call this together.
+        All ranks must call this together. How long `act` takes depends on the disk or the bucket.
         """
         return done_in_thread(self._group, "checkpoint", act, self.alive)
 
     def release(self) -> None:
-        """Let another job continue from this folder, after training is complete."""
+        """Give up the folder when training is complete, so that another job can continue."""
         if self.writes and self._config.shared:
             self._ownership.release()
 
@@ -316,21 +330,21 @@ class CheckpointFolder:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Give a save in progress some time when training ends, possibly with an error.
+        """Wait a limited time for a save in progress when training ends, possibly with an error.
 
-        The time is limited, because restarting peers wait for this process to end.
+        The time is limited, because the other ranks cannot restart before this process has ended.
         """
         self._writer.wait(_ERROR_SECONDS if isinstance(error, TrainerError) else _LOST_PEER_SECONDS)
 
     def failure(self, fenced: bool) -> CheckpointError:
-        """Return the error that ends training on all ranks."""
+        """Return the error with which this rank ends if any rank can no longer save checkpoints."""
         if self._writer.failure is not None:
             return self._writer.failure
         kind = FencedError if fenced else CheckpointError
         return kind("another rank can no longer save checkpoints; see its message for the reason")
 
     def scored(self, step: int, values: dict[str, float]) -> None:
-        """Record the model's evaluation after `step` steps; `values` maps metrics to values."""
+        """Record the evaluation of the model after `step` steps; `values` has it by metric."""
         if (score := values.get(self._config.best_by.value)) is None:
             return
         self._scores = {**self._scores, step: score}
@@ -341,23 +355,26 @@ class CheckpointFolder:
         self._staging.settle()
         entry, names = Entry(metadata.step, path, metadata.epoch), list[str]()
         try:
-            # All ranks must notice a lost claim together; otherwise, the others would wait for this
-            # rank.
+            # If a rank has lost its claim, all ranks must learn that together in `dcp.write`.
+            # Otherwise, the other ranks would wait for that rank.
             if self._parts:
                 incarnation, group = self._claim.incarnation, self._parts_group
                 names = dcp.write(path, incarnation, taken, metadata, group, self._check_claim, self._heads)
             else:
-                self._check_claim()  # Raises if the folder is gone, so that it is not recreated.
+                # This raises an error if the folder is gone, so that the folder is not recreated.
+                self._check_claim()
                 torch_file.write(path, taken, metadata, self._check_claim)
         except OSError:
-            # The error may be the result of a newer incarnation, which removes temporary files.
+            # A newer incarnation removes temporary files. If that has caused this error, report the
+            # lost claim instead.
             self._check_claim()
             raise
         if self.writes:
             self._index.add(entry)
         if self._parts and self._config.url:
-            # All ranks must upload the same checkpoints, or none would ever be complete. The next
-            # upload begins when rank 0 has seen the last one complete.
+            # All ranks must offer the same checkpoints for upload. If they chose different ones,
+            # none would ever be complete. Therefore, all ranks offer this one only if rank 0 has
+            # seen the previous upload complete.
             free = dcp.together(self._parts_group, lambda: self.copies is None or self.copies.wait(0))[0]
             self._uncopied = entry, names
             if free:
@@ -368,7 +385,7 @@ class CheckpointFolder:
             self._try_to_tidy()
 
     def _offer(self, entry: Entry, names: list[str]) -> None:
-        """Offer this rank's files of a multi-part checkpoint to the bucket. All ranks do so."""
+        """Queue the upload of this rank's files of a multi-part checkpoint. All ranks call this."""
         self._copied, self._uncopied = entry.path, None
         if self.copies is not None:
             self.copies.offer(entry, self._scores, names)
@@ -380,9 +397,10 @@ class CheckpointFolder:
             self._claim.check(self.path)
 
     def _try_to_tidy(self) -> None:
-        """Tidy the folder, with a warning if that fails.
+        """Tidy the folder. If that fails, print a warning, because the new checkpoint is already on
+        disk.
 
-        The checkpoint itself is on disk. The next save tidies again.
+        The next save tries again.
         """
         try:
             self._tidy()
@@ -397,11 +415,13 @@ class CheckpointFolder:
             )
 
     def _tidy(self) -> None:
-        """Mark the best checkpoint, then delete expendable ones, so that the mark never dangles.
+        """Mark the best checkpoint, then delete the checkpoints that retention does not keep.
 
-        Runs in the background.
+        The order ensures that the mark never refers to a deleted checkpoint. Runs in the
+        background.
         """
-        # Set this first, so that the next save marks any checkpoint scored from now on.
+        # Reset the flag before reading the scores. An evaluation that is recorded from now on sets
+        # it again, so that the next save updates the mark.
         self._unmarked = False
         scores = self._scores
         entries = self._index.entries()
@@ -415,11 +435,13 @@ class CheckpointFolder:
                 {entry.step: scores[entry.step] for entry in order},
                 order[0].path if order else None,
             )
-        # The mark was made by an earlier run with keep_best.
+        # keep_best is off now, but an earlier run with keep_best has marked a checkpoint that will
+        # be deleted.
         elif best.find_marked(self.path) in [entry.path for entry in doomed]:
             best.unmark(self.path)
         for entry in doomed:
-            # Other ranks may still be uploading their parts of the checkpoint offered last.
+            # Do not delete the multi-part checkpoint that was last offered to the bucket, because
+            # other ranks may still be uploading their parts of it.
             if entry.path != self._copied and (self.copies is None or not self.copies.holds(entry.path)):
                 self._index.remove(entry)
 
@@ -430,14 +452,16 @@ class CheckpointFolder:
 
         Return None if there is no checkpoint of a later step than `newer_than`.
 
-        `layout` determines for which tensors a rank needs only its shard (format dcp). A rank never
-        has a tensor in memory twice. A checkpoint that some rank cannot read counts as broken, and
-        is named in a warning. Raises CheckpointError on every rank if all checkpoints are broken.
+        With checkpoint.format=dcp, `layout` determines for which tensors a rank receives only its
+        shard. No tensor is in a rank's memory twice. If any rank cannot read a checkpoint, the
+        checkpoint counts as broken; a warning names it, and the next older one is tried. Raises
+        CheckpointError on every rank if all checkpoints are broken.
         """
         step, path = self._newest_here()
         if self._config.url:
             copy = self._newest_copy(max(step, newer_than), layout)
-            # Otherwise an incomplete set of parts would count as the newest checkpoint.
+            # Delete incomplete sets of parts. Otherwise, such a set would count as the newest
+            # checkpoint.
             if self._scattered and self.writes:
                 self._index.forget_parts_after(NOTHING if copy is None else self._saved_step)
             if copy is not None:
@@ -483,20 +507,21 @@ class CheckpointFolder:
             )
 
     def _newest_here(self) -> tuple[int, Path | None]:
-        """Return the newest whole checkpoint on this rank, as (step, path).
+        """Return (step, path) of the newest intact checkpoint in this rank's folder.
 
-        All ranks must call this together.
+        All ranks must call this together. Ranks that do not maintain a folder get NOTHING and None.
         """
         looking = partial(self._index.newest_whole, in_parts=not self._scattered)
         return self._in_thread(lambda: looking() if self.writes else (NOTHING, None)).result()
 
     def _newest_copy(self, step: int, layout: Layout | None) -> Snapshot | None:
-        """Return the bucket's newest checkpoint, if it is in parts and newer than all checkpoints
-        that ranks have.
+        """Return the bucket's newest checkpoint if it is newer than the checkpoints of all ranks
+        and is in parts; otherwise None.
 
-        `step` is this rank's newest step. If the checkpoint is a file, this puts it into rank 0's
-        folder and returns None. Raises CheckpointError on all ranks if the bucket cannot be read,
-        because training must not start from scratch if the bucket holds the only checkpoints.
+        `step` is the newest step of which this rank has a checkpoint. If the bucket's newest
+        checkpoint is a single file, it is downloaded into rank 0's folder, and None is returned.
+        Raises CheckpointError on all ranks if the bucket cannot be read: training must not start
+        from scratch while the only checkpoints may be in the bucket.
         """
         newest = max(self._group.gather(step))
         while True:
@@ -525,11 +550,12 @@ class CheckpointFolder:
                 self.copies.cannot_be_read(offered, problem)
 
     def _read_copy(self, offered: Offered, layout: Layout | None) -> tuple[Snapshot | None, str]:
-        """Read a multi-part checkpoint from the bucket. Each rank fetches only files that it reads.
+        """Read a multi-part checkpoint of the bucket. Each rank fetches only the files that it
+        reads.
 
-        All ranks must call this together. Return (snapshot, ""), or (None, the problem of the first
-        rank that has one). Raises CheckpointError on all ranks if the bucket or a disk is the
-        cause.
+        All ranks must call this together. Return (snapshot, ""), or (None, PROBLEM) with the
+        problem of the first rank that cannot read the checkpoint. Raises CheckpointError on all
+        ranks if a rank cannot fetch files because of the bucket or a disk.
         """
         folder, step = self.path / offered.manifest.name, offered.entry.step
         snapshot: Snapshot | None = None
@@ -547,7 +573,8 @@ class CheckpointFolder:
                 problem = f"of step {snapshot.get('step')}, which contradicts its name"
         except FetchError as error:
             unfetched = error
-        except Exception as error:  # Reading a file that this trainer did not write can fail in any way.
+        # A different program may have written the file, so reading it can fail in any way.
+        except Exception as error:
             problem = self._unreadable(error)
         if 1 in (failed := self._group.gather(unfetched is not None)):
             raise unfetched or CheckpointError(
@@ -563,9 +590,10 @@ class CheckpointFolder:
     def _is_kept(self, step: int, path: Path | None) -> bool:
         """Return whether the state after `step` steps need not be saved again.
 
-        This is so if the bucket has the state, or if this rank's file of the state, `path`, will be
-        uploaded. A file that is only on another node's disk does not count, because it will not be
-        uploaded from there.
+        Rank 0 decides. Without a bucket, the state need not be saved again, because it is on disk.
+        With a bucket, it need not be saved again if the bucket has it, or if rank 0 has it in the
+        file `path`, which is then uploaded. A file on another node's disk does not count, because
+        rank 0 cannot upload it.
         """
         kept = True
         if self.copies is not None:
@@ -576,9 +604,9 @@ class CheckpointFolder:
         return bool(self._group.gather(kept)[0])
 
     def _spread(self, own: Snapshot | None, source: int) -> Snapshot:
-        """Return rank `source`'s snapshot on every rank.
+        """Send the snapshot `own` of rank `source` to all ranks, and return it.
 
-        Large tensors are sent one by one, each into its final memory.
+        Large tensors are sent one by one, each directly into the memory in which it remains.
         """
         if self._group.world == 1:
             assert own is not None
@@ -599,7 +627,8 @@ class CheckpointFolder:
         return spread
 
     def _first_problem(self, problem: str) -> str:
-        """Return, on all ranks, the problem of the first rank that has one; empty if none has.
+        """Return, on all ranks, the problem of the lowest rank that has one; empty if no rank has
+        any.
 
         All ranks must call this together.
         """
@@ -611,10 +640,11 @@ class CheckpointFolder:
         return self._group.broadcast_bytes(said, source).decode()
 
     def _read_parts(self, path: Path, layout: Layout | None) -> tuple[Snapshot | None, str]:
-        """Return (this rank's data, ""), or (None, the problem of the first rank that cannot read).
+        """Read a multi-part checkpoint. Return (this rank's data, ""), or (None, PROBLEM).
 
-        All ranks must call this together. If one rank does not see the folder, the checkpoint is
-        not at fault, so CheckpointError is raised on all ranks.
+        PROBLEM is that of the lowest rank that cannot read its data. All ranks must call this
+        together. If a rank does not see the folder, the checkpoint is not at fault, so
+        CheckpointError is raised on all ranks.
         """
         seen = self._group.gather(self._in_thread(partial(os.path.exists, path)).result())
         if not all(seen):
@@ -626,10 +656,11 @@ class CheckpointFolder:
         return (None, problem) if problem else self._agree_on(partial(dcp.read, path, layout))
 
     def _agree_on(self, act: Callable[[], _T]) -> tuple[_T | None, str]:
-        """Return (this rank's result of `act`, the first rank's problem).
+        """Run `act` on all ranks. Return (this rank's result, ""), or (None, PROBLEM) if a rank
+        failed.
 
-        All ranks must call this together. The problem is empty if all ranks succeed. `act` reads
-        data that another program may have written, so it can fail in any way.
+        PROBLEM is that of the lowest rank that failed. All ranks must call this together. `act`
+        reads data that a different program may have written, so it can fail in any way.
         """
         result, problem = None, ""
         acting = self._in_thread(act)
@@ -641,7 +672,7 @@ class CheckpointFolder:
         return (None if problem else result), problem
 
     def _unreadable(self, error: Exception) -> str:
-        """Describe what is wrong with a checkpoint, based on the error from reading it."""
+        """Describe what is wrong with a checkpoint, given the error that reading it caused."""
         if isinstance(error, CheckpointError):
             return str(error)
         where = f"not readable on rank {self._group.rank}"

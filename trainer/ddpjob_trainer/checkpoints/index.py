@@ -14,27 +14,27 @@ from ddpjob_trainer.checkpoints.retention import Entry
 from ddpjob_trainer.errors import CheckpointError
 
 NOTHING, BROKEN = -1, -2
-"""Values used instead of a step: the folder has no checkpoint, or only broken ones."""
+"""Values in place of a step: the folder has no checkpoint at all, or only broken ones."""
 _NAME = re.compile(r"step-(\d{9})(\.pt|\.dcp)")
 
 
 class CheckpointIndex:
-    """One rank's view of the folder."""
+    """What one rank knows about the checkpoints in its folder."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._known: dict[Path, Entry] = {}
 
     def path_of(self, step: int, *, in_parts: bool) -> Path:
-        """Return the path of a step's checkpoint."""
+        """Return the path at which the checkpoint of a step is stored."""
         return self._path / f"step-{step:09d}{dcp.SUFFIX if in_parts else torch_file.SUFFIX}"
 
     def newest_whole(self, *, in_parts: bool = True) -> tuple[int, Path | None]:
         """Return (step, path) of the newest intact checkpoint.
 
-        If there is none, the step is NOTHING or BROKEN. Warnings name broken checkpoints. If a
-        checkpoint is a folder of parts, only names and sizes are checked here. Without `in_parts`,
-        such folders are skipped.
+        If there is none, the step is NOTHING or BROKEN, and the path is None. A warning names each
+        broken checkpoint. Of a checkpoint in parts, only the manifest and the names and sizes of
+        the files are checked. If `in_parts` is False, checkpoints in parts are ignored.
         """
         found = [(step, path) for step, path in self._found() if in_parts or path.suffix != dcp.SUFFIX]
         for step, path in found:
@@ -53,21 +53,21 @@ class CheckpointIndex:
         return (BROKEN if found else NOTHING), None
 
     def broken(self, step: int, path: Path, problem: str) -> None:
-        """Print a warning, and record that a checkpoint cannot be resumed from."""
+        """Print a warning that a checkpoint is broken, and remember not to resume from it."""
         self._known[path] = Entry(step, path, whole=False)
         text = f"warning: checkpoint {path} is {problem}; trying the next older one. Repair it, or move it away"
         print(text, file=sys.stderr, flush=True)
 
     def entries(self) -> list[Entry]:
-        """Return all checkpoints, newest first. Raises OSError.
+        """Return all checkpoints in the folder, newest first. Raises OSError.
 
-        At startup, only the newest checkpoints are fully checked. For older ones, the metadata is
-        trusted.
+        If nothing is known about a checkpoint yet, only its metadata is read. It counts as intact
+        if that succeeds.
         """
         return [self._known.get(path) or self._read(step, path) for step, path in self._found()]
 
     def add(self, entry: Entry) -> None:
-        """Record that a complete checkpoint has been put in place."""
+        """Record that a complete checkpoint is now in the folder."""
         self._known[entry.path] = entry
 
     def replaced(self, path: Path) -> None:
@@ -83,8 +83,9 @@ class CheckpointIndex:
             print(f"warning: checkpoint {entry.path} cannot be removed: {error.strerror}", file=sys.stderr, flush=True)
 
     def forget_parts_after(self, step: int) -> None:
-        """Delete incomplete folders of later steps. Otherwise, they would count as the newest
-        checkpoint.
+        """Delete incomplete checkpoints in parts whose step is later than `step`.
+
+        Otherwise, they would count as the newest checkpoint.
         """
         for later, path in self._found():
             if later <= step or path.suffix != dcp.SUFFIX:
@@ -98,7 +99,7 @@ class CheckpointIndex:
         try:
             metadata = dcp.read_metadata(path) if path.suffix == dcp.SUFFIX else torch_file.read_metadata(path)
             self._known[path] = Entry(step, path, metadata.epoch)
-        # A dangling link causes FileNotFoundError.
+        # If a checkpoint's name is a dangling link, FileNotFoundError is raised.
         except (CheckpointError, FileNotFoundError):
             self._known[path] = Entry(step, path, whole=False)
         return self._known[path]

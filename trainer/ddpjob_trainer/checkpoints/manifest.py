@@ -53,7 +53,7 @@ _PLAIN = frozenset({type(None), bool, int, float, str})
 
 @dataclass(frozen=True)
 class CheckpointFile:
-    """A file in the checkpoint."""
+    """A file of the checkpoint, as recorded in the manifest."""
 
     size: int
     sha256: str
@@ -61,7 +61,7 @@ class CheckpointFile:
 
 @dataclass(frozen=True)
 class TensorChunk:
-    """A part of a tensor. Its values begin at byte `at` of `file`."""
+    """A part of a tensor. Its values are in `file`, from byte `at` on."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -75,7 +75,7 @@ class TensorChunk:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in the checkpoint. Its chunks cover it exactly once."""
+    """A tensor of the checkpoint. Its chunks cover it completely, without overlapping."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -98,7 +98,9 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class CheckpointManifest:
-    """The checked content of a manifest. `state` is still in JSON form; see `decode`."""
+    """The content of a manifest that `read` has checked. `decode` reads `state`, which is still
+    JSON.
+    """
 
     metadata: Metadata
     files: Mapping[str, CheckpointFile]
@@ -107,14 +109,14 @@ class CheckpointManifest:
 
 
 def write(recorded: dict[str, Any]) -> bytes:
-    """Return the content of a manifest: `recorded` with its checksum."""
+    """Return the bytes of a manifest that contains `recorded` and its checksum."""
     return json.dumps({**recorded, "sha256": _digest(recorded)}).encode()
 
 
 def read(data: bytes) -> CheckpointManifest:
-    """Return the content of a manifest.
+    """Check the bytes of a manifest, and return their content.
 
-    Raises CheckpointError, and no other error, if the manifest is invalid.
+    If the manifest is invalid, raises CheckpointError and never a different error.
     """
     try:
         return _manifest(_recorded(data))
@@ -123,7 +125,7 @@ def read(data: bytes) -> CheckpointManifest:
 
 
 def _recorded(data: bytes) -> dict[str, Any]:
-    """Return a manifest's JSON. Only the checksum is verified. Raises CheckpointError."""
+    """Return the JSON of a manifest, after verifying only its checksum. Raises CheckpointError."""
     if len(data) > LARGEST:
         raise _corrupt(f"it has {len(data)} bytes; the limit is {LARGEST}")
     try:
@@ -163,7 +165,7 @@ def _manifest(recorded: dict[str, Any]) -> CheckpointManifest:
 
 
 def _files(recorded: dict[str, Any]) -> dict[str, CheckpointFile]:
-    """Return the files listed in a manifest. Raises CheckpointError."""
+    """Check the list of files in a manifest, and return it. Raises CheckpointError."""
     listed, files = recorded.get("files"), dict[str, CheckpointFile]()
     if not isinstance(listed, dict):
         raise _corrupt("files is not an object")
@@ -205,7 +207,7 @@ def _chunk(name: str, found: Any) -> TensorChunk:
 
 
 def _covers(stored: StoredTensor) -> bool:
-    """Return whether the chunks form a grid over the whole shape, like a tensor's shards."""
+    """Return whether the chunks form a grid that covers the tensor's whole shape."""
     shape, chunks = stored.shape, stored.chunks
     if 0 in shape:
         return not chunks
@@ -226,10 +228,10 @@ def _covers(stored: StoredTensor) -> bool:
 
 
 def encode(tree: Any, name: Callable[[Path, torch.Tensor], str], path: Path = ()) -> Any:
-    """Return the structure around the tensors of `tree`, in JSON form.
+    """Return the structure around the tensors of `tree`, in the manifest's JSON form.
 
-    `name` returns a tensor's name. Raises CheckpointError for a value that this form cannot
-    represent.
+    In place of each tensor, the JSON has the name that `name` returns for its path and value.
+    Raises CheckpointError for a value that this form cannot represent.
     """
     if isinstance(tree, torch.Tensor):
         return {"tensor": name(path, tree)}
@@ -254,11 +256,10 @@ def _no_place(value: Any, path: Path, role: str) -> CheckpointError:
 
 
 def decode(found: Any, tensor: Callable[[Path, str], Any], path: Path = ()) -> Any:
-    """Return the structure that `encode` has written.
+    """Return the structure that `encode` has turned into JSON.
 
-    `tensor` maps a tensor's path and name to its value.
-
-    Raises CheckpointError.
+    `tensor` returns the value to put in place of a tensor, given the tensor's path and name. Raises
+    CheckpointError.
     """
     match found:
         case None | bool() | int() | float() | str():

@@ -23,7 +23,7 @@ from ddpjob_trainer.errors import CheckpointError
 
 
 class NodeMemory:
-    """One rank's access to its node's memory.
+    """One rank's access to the training states in its node's memory.
 
     The methods do nothing if the job does not keep states in memory.
     """
@@ -42,7 +42,7 @@ class NodeMemory:
             )
 
     def restore(self) -> Snapshot | None:
-        """Return the newest state that the nodes together have in memory, or None."""
+        """Return the newest state that is complete in the memory of all nodes together, or None."""
         if self._snapshots is None:
             return None
         found = self._snapshots.restore(self._rebuild, self._rows)
@@ -51,9 +51,9 @@ class NodeMemory:
         return None if found is None else found.tree
 
     def begin(self, step: int, source: str) -> dict[str, Any]:
-        """Record the step from which training continues, and return figures to report.
+        """Record the step from which training continues. Return the figures to report about it.
 
-        `source` is one of protocol.SOURCES, and shows where the state came from.
+        `source` is one of protocol.SOURCES, and says where the training state came from.
         """
         if self._snapshots is None:
             return {}
@@ -61,9 +61,10 @@ class NodeMemory:
         return self._snapshots.news()
 
     def take(self, step: int, make: Callable[[], Snapshot]) -> dict[str, Any]:
-        """Record a step, keep the state after it if that is due, and return new figures to report.
+        """Record that a step is complete, and return new figures to report.
 
-        All ranks must call this together after each step.
+        If a copy of the state is due, `make` is called, and its result is kept in memory. All ranks
+        must call this together after each step.
         """
         if self._snapshots is None:
             return {}
@@ -71,17 +72,22 @@ class NodeMemory:
         return self._snapshots.news()
 
     def interrupt(self) -> None:
-        """Exclude the next step's time from the cost of copies, as after an evaluation."""
+        """Ignore the duration of the next step when the cost of copies is estimated.
+
+        Call this if the step's time includes something else, such as an evaluation.
+        """
         if self._snapshots is not None:
             self._snapshots.interrupt()
 
     def close(self) -> None:
-        """Complete the transfers in progress."""
+        """Wait until the copies in progress are complete."""
         if self._snapshots is not None:
             self._snapshots.close()
 
     def _rows(self, path: tuple[Any, ...], whole: tuple[int, ...]) -> range | None:
-        """Return the rows of a tensor in this rank's shard; None if it needs the whole tensor."""
+        """Return which rows of a tensor are in this rank's shard; None if the rank has the whole
+        tensor.
+        """
         like = self._layout(path, torch.Size(whole))
         if like is None:
             return None

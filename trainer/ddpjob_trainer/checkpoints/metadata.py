@@ -9,17 +9,17 @@ from typing import Any
 from ddpjob_trainer.errors import CheckpointError
 
 VERSION = 1
-"""Version of the content. Other versions are refused."""
+"""Version of the metadata's format. Other versions are refused."""
 _LATEST = 253402300800
-"""The start of the year 10000. Times from then on count as damaged."""
+"""The start of the year 10000 in Unix seconds. A later time is a sign of damage."""
 
 
 @dataclass(frozen=True)
 class Metadata:
-    """Describes a checkpoint.
+    """Facts about a checkpoint: `world` ranks saved it after `step` steps.
 
-    The checkpoint was saved after `step` steps by `world` ranks. `epoch` is the number of epochs
-    just completed, or None within an epoch. `time` is in seconds since the Unix epoch.
+    `epoch` is the number of epochs completed at that point, or None within an epoch.
+    `time` is when it was saved, in seconds since the Unix epoch.
     """
 
     step: int
@@ -28,12 +28,15 @@ class Metadata:
     time: float = 0.0
 
     def written(self, **more: Any) -> dict[str, Any]:
-        """Return the metadata as written to disk, with the content's version and the time."""
+        """Return the metadata in the form in which it is stored, with the current time.
+
+        `more` are other entries to store with it.
+        """
         return {"format": VERSION, **asdict(self), "time": round(time.time(), 3), **more}
 
     @classmethod
     def read(cls, found: Any) -> Metadata:
-        """Parse the output of `written`.
+        """Return the metadata that `written` has put into `found`.
 
         Raises CheckpointError if `found` is anything else, or has a different version.
         """

@@ -23,26 +23,29 @@ from ddpjob_trainer.distributed.process_group import Group
 from ddpjob_trainer.errors import CheckpointError, first_line
 
 _FILES = ("model.safetensors", "pytorch_model.bin", "*.safetensors", "*.bin", "*.pth", "*.pt")
-"""Files that a folder of pretrained weights may have, in order of preference."""
+"""Patterns for the files with weights in a folder. The first one that matches is used."""
 _OTHER_INPUTS = ("googlenet", "inception_v3")
-"""torchvision's models whose weights expect other pixel values than the trainer's."""
+"""Models of torchvision whose weights expect pixels that are normalized differently from the
+trainer's.
+"""
 _DEFAULT = "default"
 
 
 def load_pretrained(
     config: ModelConfig, channels: int, model: Tensors, group: Group, alive: Callable[[], None]
 ) -> dict[str, torch.Tensor]:
-    """Return the complete weights of `model`, by name, on every rank.
+    """Return, on every rank, all weights with which fine-tuning of `model` starts, by name.
 
-    Rank 0 finds the weights, and prints which ones it uses. In the meantime, `alive` is called
-    repeatedly. Raises CheckpointError on every rank if the weights are not found or do not fit.
+    Only rank 0 finds the weights, and prints which ones it uses. `alive` is called repeatedly while
+    the ranks wait. Raises CheckpointError on every rank if the weights are not found or do not fit.
     """
     return share_weights(lambda: _take(config, channels, model), model, group, alive)
 
 
 def _take(config: ModelConfig, channels: int, model: Tensors) -> dict[str, torch.Tensor]:
     key, found = f"model.pretrained={config.pretrained}", _find(config, channels)
-    # The last layer is the last one in the state dict, as in torchvision's and timm's models.
+    # The last entry of the state dict belongs to the model's last layer, as in the models of
+    # torchvision and timm.
     head = [*model][-1].rpartition(".")[0]
     fresh = [
         name
@@ -67,7 +70,7 @@ def _find(config: ModelConfig, channels: int) -> Tensors:
     path = Path(wanted).expanduser()
     if path.exists():
         inside = [file for pattern in _FILES for file in sorted(path.glob(pattern))] if path.is_dir() else []
-        # Without such a file, the folder may be a checkpoint folder of this trainer.
+        # If the folder has none of these files, or has checkpoints, read it as a checkpoint folder.
         path = inside[0] if inside and not any(path.glob("step-*")) else path
         return weights_in(read_whole(path, "model.pretrained"), path, average=True, key="model.pretrained")
     if kind not in ("torchvision", "timm"):

@@ -14,8 +14,8 @@ from ddpjob_trainer.config.sections import CheckpointConfig, Metric
 class Entry:
     """A checkpoint in the folder.
 
-    `epoch` is the number of epochs after which it was saved, or None within an epoch. `whole` is
-    False if it is known to be broken.
+    `epoch` is the number of epochs completed when it was saved, or None if it was saved within an
+    epoch. `whole` is False if the checkpoint is known to be broken.
     """
 
     step: int
@@ -27,9 +27,9 @@ class Entry:
 def expendable(found: Collection[Entry], scores: dict[int, float], config: CheckpointConfig) -> list[Entry]:
     """Return the checkpoints to delete.
 
-    The newest `keep` whole checkpoints, the best `keep_best`, and every `keep_every_epochs`th epoch
-    are kept. A broken checkpoint does not count towards these numbers, and is deleted if it is
-    older than all of the newest whole checkpoints.
+    Three groups of intact checkpoints are kept: the newest `keep`, the best `keep_best`, and those
+    at the end of every `keep_every_epochs`th epoch. A broken checkpoint is deleted if it is older
+    than all of the newest `keep` intact ones.
     """
     whole = sorted((entry for entry in found if entry.whole), reverse=True)
     newest = whole[: config.keep]
@@ -45,11 +45,9 @@ def expendable(found: Collection[Entry], scores: dict[int, float], config: Check
 
 
 def ranked(found: Collection[Entry], scores: dict[int, float], metric: Metric) -> list[Entry]:
-    """Return the evaluated checkpoints, best first.
+    """Return the checkpoints that have been evaluated, best first.
 
-    If scores are equal, the older checkpoint comes first.
-
-    A score that is not finite ranks last.
+    If scores are equal, the older checkpoint comes first. A score that is not finite comes last.
     """
     sign = -1 if metric is Metric.ACCURACY else 1
 

@@ -18,20 +18,20 @@ from ddpjob_trainer.errors import CheckpointError
 from ddpjob_trainer.private_torch import layout_of
 
 Snapshot = dict[str, Any]
-"""Tensors, numbers, strings, and dicts, lists and tuples of these."""
+"""The training state: a dict of tensors, numbers, strings, and dicts, lists and tuples of these."""
 
 Path = tuple[str | int, ...]
 
 Layout = Callable[[Path, torch.Size], Any]
-"""Given a tensor's place in a snapshot and its whole shape, returns a DTensor with the desired
-layout over the ranks; None if every rank has the whole tensor.
+"""A function that is given a tensor's place in a snapshot and its whole shape. It returns a DTensor
+that has the desired layout over the ranks, or None if every rank should have the whole tensor.
 """
 
 
 def map_tensors(tree: Any, change: Callable[[Path, torch.Tensor], Any], path: Path = ()) -> Any:
-    """Return a tree of the same structure with changed tensors.
+    """Return a tree of the same structure in which `change` has replaced each tensor.
 
-    Containers are new, so that later changes by the training do not affect them.
+    All containers are new, so a later change to the original ones does not affect the result.
     """
     if isinstance(tree, torch.Tensor):
         return change(path, tree)
@@ -46,10 +46,10 @@ _PLAIN = frozenset({type(None), bool, int, float, str})
 
 
 def check(snapshot: Any) -> None:
-    """Raise CheckpointError for a state that could be written but not resumed from.
+    """Raise CheckpointError for a state that torch could save but a resume could not read.
 
     A resume reads with torch.load(weights_only=True), which refuses most objects, even numpy's.
-    Without this check, only the run that resumes would notice such an object.
+    Without this check, such an object would be noticed only when a later run resumes.
     """
     if not isinstance(snapshot, dict) or not isinstance(snapshot.get("sampler"), dict):
         raise CheckpointError(
@@ -82,7 +82,7 @@ def _can_be_read(value: Any) -> bool:
         torch.save(value, content)
         content.seek(0)
         torch.load(content, weights_only=True)
-    except Exception:  # Pickling fails in many ways.
+    except Exception:  # Pickling a value of an arbitrary type can fail in many ways.
         return False
     return True
 
@@ -95,11 +95,12 @@ class Staging:
         self._events: list[Any] = []
 
     def take(self, snapshot: Snapshot, *, whole: bool, wanted: bool = True) -> Snapshot:
-        """Return a copy of `snapshot`. It overwrites the previous copy.
+        """Begin to copy `snapshot` into this memory, and return the copy.
 
-        Call `settle()` before reading the copy. With `whole`, sharded tensors are gathered, which
-        is a collective operation; otherwise each rank keeps its own shard. A rank that does not
-        want the copy (`wanted`) still takes part, but gets an empty copy.
+        The previous copy is overwritten. Call `settle()` before reading the new one. With `whole`,
+        sharded tensors are gathered, which all ranks must do together; otherwise each rank copies
+        only its own shard. A rank with `wanted=False` takes part in the gathering, but gets an
+        empty copy.
         """
         used: dict[Path, torch.Tensor] = {}
         devices: set[torch.device] = set()
@@ -118,13 +119,13 @@ class Staging:
             return used[path] if own is tensor else with_local(tensor, used[path])
 
         taken = map_tensors(snapshot, copy)
-        # A rank may have several devices.
+        # Each device has its own stream, and a rank may use several devices.
         self._events = [torch.cuda.current_stream(device).record_event() for device in devices]
         self._memory = used
         return taken if wanted else {}
 
     def settle(self) -> None:
-        """Wait until the copies of the last `take` are complete. May be called from any thread."""
+        """Wait until the copies begun by the last `take` are complete. Any thread may call this."""
         for event in self._events:
             event.synchronize()
 
@@ -141,9 +142,10 @@ class Staging:
 
 
 def with_local(sharded: Any, local: torch.Tensor) -> Any:
-    """Return a DTensor on the CPU with the layout of `sharded` and the shard `local`.
+    """Return a DTensor on the CPU that has the layout of `sharded`, and `local` as this rank's
+    shard.
 
-    The device of the mesh of `sharded` does not matter.
+    The mesh of `sharded` may be on a different device.
     """
     from torch.distributed.tensor import DTensor
 

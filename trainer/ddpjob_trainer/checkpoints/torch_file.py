@@ -33,10 +33,10 @@ shorten_unpickling_errors()
 
 
 class _Stream:
-    """Sends torch.save's output to the file and the checksum.
+    """Writes the output of torch.save to a file, and computes its checksum at the same time.
 
-    The archive's last record is held back, because it must include the comment. The content is not
-    duplicated in memory. Neither writing nor hashing holds the GIL.
+    The last record of the zip archive is held back until `end`, because it must include the
+    comment. The content is not duplicated in memory. Neither writing nor hashing holds the GIL.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -56,10 +56,10 @@ class _Stream:
         return len(view)
 
     def flush(self) -> None:
-        """Do nothing, because the file has no buffer. torch.save calls this."""
+        """Do nothing. torch.save calls this method, but the file has no buffer."""
 
     def end(self, metadata: Metadata) -> None:
-        """Write the last record with the comment."""
+        """Write the last record of the archive, with the comment."""
         if self._tail[:4] != _END_OF_DIRECTORY:
             raise CheckpointError(
                 f"torch.save of torch {torch.__version__} did not write a plain zip archive; install torch 2.6 or later"
@@ -79,26 +79,28 @@ class _Stream:
 
 
 def write(path: Path, snapshot: Snapshot, metadata: Metadata, before_rename: Check | None = None) -> None:
-    """Put a checkpoint in place atomically.
+    """Write a checkpoint, and put it in place atomically.
 
-    Raises OSError, CheckpointError, and any error that `before_rename` raises.
+    `before_rename` is called before the file gets its final name. Raises OSError, CheckpointError,
+    and any error of `before_rename`.
     """
     with replacing(path, before_rename) as file:
         stream = _Stream(file)
         try:
             torch.save(snapshot, stream)  # type: ignore[arg-type]
         except (RuntimeError, OSError) as error:
-            # After a failed write, torch closes its archive, which fails again with a different
-            # message.
+            # If a write fails, torch tries to close its archive, which also fails. That second
+            # error would hide the cause.
             raise stream.error or error from None
         stream.end(metadata)
         _read_back(Path(file.name))
 
 
 def _read_back(path: Path) -> None:
-    """Read back a file's metadata and directory.
+    """Check that a new file's metadata and list of contents can be read.
 
-    An unreadable file must not replace a readable one. Raises CheckpointError, OSError.
+    Older checkpoints are deleted next, so an unreadable file must not take their place. Raises
+    CheckpointError, OSError.
     """
     read_metadata(path)
     try:
@@ -111,15 +113,15 @@ def _read_back(path: Path) -> None:
 
 
 def check(content: bytes) -> Metadata:
-    """Return the metadata from a whole file's content.
+    """Check the content of a file, and return its metadata.
 
-    Raises CheckpointError with the reason.
+    Raises CheckpointError with the reason if the content is not an intact checkpoint.
     """
     return _check(io.BytesIO(content))
 
 
 def check_file(path: Path) -> Metadata:
-    """Return the metadata after checking a file without keeping it in memory.
+    """Check a file piece by piece, without loading it into memory, and return its metadata.
 
     Raises CheckpointError, OSError.
     """
@@ -128,9 +130,10 @@ def check_file(path: Path) -> Metadata:
 
 
 def open_regular(path: Path) -> io.FileIO:
-    """Open a file for reading. Raises CheckpointError, OSError.
+    """Open a regular file for reading. Raises CheckpointError, OSError.
 
-    A pipe would wait for a writer, and a device may have no end, so both are refused.
+    Pipes and devices are refused, because a pipe would wait for a writer, and a device may have no
+    end.
     """
     file = io.FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -156,7 +159,7 @@ def _check(file: IO[bytes] | io.FileIO) -> Metadata:
 
 
 def is_ours(content: bytes) -> bool:
-    """Return whether the file has a comment, which only this trainer's files have."""
+    """Return whether a file has a zip comment. Only files of this trainer have one."""
     try:
         return bool(_split(content[-_LONGEST_COMMENT:], len(content))[1])
     except CheckpointError:
@@ -164,7 +167,7 @@ def is_ours(content: bytes) -> bool:
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Return the metadata without checking the content. Raises CheckpointError, OSError."""
+    """Return a file's metadata without checking its content. Raises CheckpointError, OSError."""
     with open_regular(path) as file:
         size = file.seek(0, io.SEEK_END)
         file.seek(max(0, size - _LONGEST_COMMENT))
@@ -172,9 +175,10 @@ def read_metadata(path: Path) -> Metadata:
 
 
 def decode(content: bytes) -> Snapshot:
-    """Return the content with tensors on the CPU.
+    """Return the state in the content of a file, with tensors on the CPU.
 
-    A Namespace is allowed, because timm's and torchvision's files store their arguments in one.
+    Besides plain values, a Namespace is allowed, because files from timm and torchvision store
+    their arguments in one.
     """
     with torch.serialization.safe_globals([argparse.Namespace]):
         snapshot: Snapshot = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
@@ -182,19 +186,22 @@ def decode(content: bytes) -> Snapshot:
 
 
 def read(path: Path) -> Snapshot:
-    """Return the content of a file, with one copy of each tensor in memory."""
+    """Return the state in a file. The memory holds each tensor only once."""
     snapshot: Snapshot = torch.load(path, map_location="cpu", weights_only=True)
     return snapshot
 
 
 def describe(path: Path) -> Snapshot:
-    """Return the content of a file, whose tensors are not read until their values are used."""
+    """Return the state in a file. A tensor's values are read from disk only when they are used."""
     snapshot: Snapshot = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     return snapshot
 
 
 def _split(tail: bytes, size: int) -> tuple[int, bytes]:
-    """Return (where the archive's last record begins in the file, the comment)."""
+    """Return (the position of the archive's last record in the file, the comment).
+
+    `tail` is the end of a file of `size` bytes.
+    """
     end = tail.rfind(_END_OF_DIRECTORY)
     if end < 0 or len(tail) < end + _END_SIZE:
         raise CheckpointError(f"truncated ({size} bytes, its end is missing)")
@@ -212,6 +219,9 @@ def _read_comment(comment: bytes) -> Any:
 
 
 def _checksum(archive: Any, recorded: dict[str, Any]) -> str:
-    """Return the checksum over the archive and the comment's metadata."""
+    """Return the checksum of the archive and of the metadata in its comment.
+
+    `archive` is the hash of the archive's bytes so far.
+    """
     archive.update(json.dumps(recorded).encode())
     return str(archive.hexdigest())

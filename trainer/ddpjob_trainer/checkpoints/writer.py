@@ -21,7 +21,8 @@ from ddpjob_trainer.errors import CheckpointError, FencedError
 class CompletedSave:
     """A checkpoint that is on disk.
 
-    The times are how long training paused for the save, and how long writing took.
+    `pause_seconds` is how long training paused for the save, and `write_seconds` is how long
+    writing took.
     """
 
     step: int
@@ -30,9 +31,9 @@ class CompletedSave:
 
 
 class Writer:
-    """The writer of one rank.
+    """Writes one rank's checkpoints.
 
-    `limit` consecutive failures are fatal; being fenced is fatal immediately.
+    After `limit` failures in a row, or if the rank is fenced, training must end; see `fatal`.
     """
 
     def __init__(self, limit: int) -> None:
@@ -41,12 +42,11 @@ class Writer:
         self._completed: deque[CompletedSave] = deque()
         self._failures = 0
         self.failure: CheckpointError | None = None
-        """The failure of the last save; None if that save is on disk."""
+        """The error of the last save; None if the last save is on disk."""
         self.ended = time.monotonic()
-        """The time.monotonic() at which the last save completed or failed."""
+        """The value of time.monotonic() when the last save completed or failed."""
         self.cost = 0.0
-        """Cost of the last save in seconds: the pause in training, and the CPU time for
-        writing."""
+        """Cost of the last save in seconds: the pause in training plus the CPU time for writing."""
 
     @property
     def busy(self) -> bool:
@@ -55,10 +55,10 @@ class Writer:
 
     @property
     def fatal(self) -> CheckpointError | None:
-        """The reason why training must end, if any.
+        """The error that ends training, or None if training can continue.
 
-        The reason is either too many consecutive failures, or another incarnation's claim on the
-        folder.
+        Training ends if too many saves in a row have failed, or if another incarnation has claimed
+        the folder.
         """
         failure = self.failure
         return (
@@ -68,7 +68,10 @@ class Writer:
         )
 
     def start(self, act: Callable[[], None], path: Path, step: int, pause_seconds: float) -> None:
-        """Write in the background. `act` puts `path` in place. Must not be called while busy."""
+        """Start `act`, which puts the checkpoint `path` in place, in the background.
+
+        Must not be called while a save is in progress.
+        """
         assert not self.busy
         self._thread = threading.Thread(
             target=self._work, args=(act, path, step, pause_seconds), name="checkpoint", daemon=True
@@ -76,7 +79,7 @@ class Writer:
         self._thread.start()
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait up to `seconds` until no save is in progress. `failure` then has the outcome."""
+        """Wait up to `seconds` for a save in progress. Once it ends, `failure` has its outcome."""
         if self._thread is not None:
             self._thread.join(seconds)
 

@@ -19,9 +19,10 @@ _ERASING, _CUTOUT = 0x45524153, 0x43555420
 
 
 def pad(images: torch.Tensor, width: int, padding: Padding) -> torch.Tensor:
-    """Return images (n, channels, height, width) of any type with a border of `width` pixels.
+    """Return `images` (n, channels, height, width) with a border of `width` pixels on each side.
 
-    Pixels are reflected by index, because torch's own reflection supports only floats.
+    Any dtype is supported. Reflected pixels are copied by index, because torch's own reflection
+    supports only floats.
     """
     if padding is Padding.ZEROS:
         return torch.nn.functional.pad(images, (width,) * 4)
@@ -33,19 +34,25 @@ def pad(images: torch.Tensor, width: int, padding: Padding) -> torch.Tensor:
 
 
 def check_shift(shift: int, shape: Sequence[int]) -> None:
-    """Raise ConfigError if images of `shape` (channels, height, width) do not permit this shift."""
+    """Raise ConfigError if `shift` is negative, or too large for images of this shape.
+
+    `shape` is (channels, height, width).
+    """
     if not 0 <= shift < min(shape[1:]):
         raise ConfigError(f"data.shift={shift}: must be from 0 to {min(shape[1:]) - 1} pixels")
 
 
 class CropAndFlip:
-    """Shifts each image in a set by up to `padding` pixels and, if `flip`, mirrors some.
+    """Shifts each image of a set by up to `padding` pixels and, if `flip` is set, mirrors some
+    images.
 
-    Shifts fill with `border`, and an image is mirrored with probability one half. With
-    `alternating`, the images to mirror are drawn for epoch 0 only. Odd epochs mirror all other
-    images, so two consecutive epochs show both sides of each (Jordan, 94% on CIFAR-10 in 3.29
-    seconds, 2024). He et al., Deep residual learning, 2015, section 4.2, use padding 4 for CIFAR.
-    Every crop is a view of the padded set, so a batch is one gather operation on the device that
+    `border` determines the pixels that a shift brings in from outside the image. An image is
+    mirrored with probability one half. With flip=alternating, the images to mirror are drawn for
+    epoch 0 only: even epochs mirror these images, and odd epochs mirror all others. So two
+    consecutive epochs show both sides of each image (Jordan, 94% on CIFAR-10 in 3.29 seconds,
+    2024). He et al., Deep residual learning, 2015, section 4.2, use padding 4 for CIFAR.
+
+    Every crop is a view of the padded set, so a batch takes one gather operation on the device that
     holds the set.
     """
 
@@ -59,7 +66,10 @@ class CropAndFlip:
         repeats: int = 1,
         border: Padding = Padding.ZEROS,
     ) -> None:
-        """Take `images` (n, channels, height, width) uint8, each with `repeats` versions."""
+        """Pad the images of the set, (n, channels, height, width) uint8.
+
+        Each image has `repeats` versions, which are augmented differently.
+        """
         count, channels, height, width = images.shape
         padded = pad(images, padding, border)
         plane, row = padded.stride(1), padded.stride(2)
@@ -71,19 +81,19 @@ class CropAndFlip:
 
     @classmethod
     def of(cls, config: DataConfig, images: torch.Tensor, padding: int, *, flip: bool = True) -> CropAndFlip:
-        """Return the configured augmentation; `padding` is the default of data.shift.
+        """Return the configured augmentation of `images`. Raises ConfigError.
 
-        Raises ConfigError.
+        `padding` and `flip` are used if data.shift and data.flip are not set.
         """
         padding, flips = config.shift or padding, config.flip or flip
         check_shift(padding, images.shape[1:])
         return cls(images, config.seed, padding=padding, flip=flips, repeats=config.repeats, border=config.padding)
 
     def __call__(self, numbers: torch.Tensor, epoch: int) -> torch.Tensor:
-        """Return images with this epoch's augmentation: (n, channels, height, width) uint8.
+        """Return images as augmented in an epoch, (n, channels, height, width) uint8.
 
-        `numbers` (n,) are int64, and sent to the set's device if necessary. A number beyond the
-        set's size stands for another version of image `number % size`.
+        `numbers` are int64 (n,), on any device. In a set of `size` images, a number of `size` or
+        more stands for another version of image `number % size` (data.repeats).
         """
         if epoch != self._epoch:
             self._draw(epoch)
@@ -92,8 +102,10 @@ class CropAndFlip:
         return torch.where(self._mirrored[numbers], crops.flip(-1), crops) if self._flip else crops
 
     def _draw(self, epoch: int) -> None:
-        """Draw random numbers for the whole set on its device, so that steps need no transfers or
-        waits.
+        """Draw an epoch's random numbers for the whole set.
+
+        They are drawn on the device of the set, so that no step has to transfer random numbers or
+        wait for them.
         """
         draws = uniform_for_all(self._seed, epoch, self._versions, 3, self._crops.device)
         self._top, self._left = ((draws[:, i] * self._shifts).long() for i in (0, 1))
@@ -104,18 +116,21 @@ class CropAndFlip:
 
 
 def is_mirrored(draws: torch.Tensor, flip: bool | Flip, epoch: int) -> torch.Tensor:
-    """Return which images an epoch mirrors, from `draws` for that epoch.
+    """Return which images are mirrored in an epoch, given one random number per image.
 
-    With `alternating`, the draws are those for epoch 0.
+    With flip=alternating, the random numbers must be those of epoch 0.
     """
     return (draws < 0.5) ^ (flip is Flip.ALTERNATING and epoch % 2 == 1)
 
 
 class RandAugment:
-    """torchvision's RandAugment or TrivialAugment. Choices depend on (seed, epoch, sample)."""
+    """RandAugment or TrivialAugment of torchvision.
+
+    All random choices depend only on the seed, the epoch and the sample.
+    """
 
     def __init__(self, operations: int, magnitude: int) -> None:
-        """Use TrivialAugment if `operations` is 0."""
+        """Prepare RandAugment with `operations` per image or, if that is 0, TrivialAugment."""
         from torchvision.transforms import v2
 
         self.operations, self.magnitude = operations, magnitude
@@ -149,13 +164,15 @@ class RandAugment:
 
     @property
     def space(self) -> dict[str, tuple[Callable[[int, int, int], torch.Tensor | None], bool]]:
-        """The operations: each has a function from (bins, height, width) to its magnitudes, and a
-        flag for whether magnitudes are signed.
+        """The operations of torchvision, by name.
+
+        Each one has a function, which returns the possible magnitudes for (bins, height, width) or
+        None, and a flag, which says whether the chosen magnitude may be negated.
         """
         return self._transform._AUGMENTATION_SPACE  # type: ignore[no-any-return]
 
     def __call__(self, image: torch.Tensor, seed: int, epoch: int, number: int) -> torch.Tensor:
-        """Augment one image (3, height, width) uint8."""
+        """Return an augmented image, given one image (3, height, width) uint8."""
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(derive(seed, epoch, number, RANDAUGMENT))
             augmented: torch.Tensor = self._transform(image)
@@ -163,9 +180,9 @@ class RandAugment:
 
 
 class RandomErasing:
-    """torchvision's RandomErasing for normalized images.
+    """RandomErasing of torchvision, for normalized images.
 
-    The choices depend on (seed, epoch, sample).
+    All random choices depend only on the seed, the epoch and the sample.
     """
 
     _SCALE, _RATIO = (0.02, 0.33), (0.3, 3.3)
@@ -176,9 +193,9 @@ class RandomErasing:
         self._choose, self._probability, self._seed = Erasing.get_params, probability, seed
 
     def __call__(self, images: torch.Tensor, numbers: list[int], epoch: int) -> torch.Tensor:
-        """Set a rectangle of some images to 0, the mean colour, in place.
+        """Set a random rectangle of some of the images to 0, the mean colour, in place.
 
-        `images` (n, channels, height, width) belong to the samples `numbers`.
+        `images` (n, channels, height, width) show the samples `numbers`.
         """
         chosen = uniform(derive(self._seed, _ERASING), epoch, np.array(numbers, dtype=np.int64), 1)[:, 0]
         shape = torch.empty(images.shape[1:], device="meta")
@@ -187,7 +204,7 @@ class RandomErasing:
             for index in np.flatnonzero(chosen < self._probability).tolist():
                 torch.default_generator.manual_seed(derive(self._seed, epoch, numbers[index], _ERASING))
                 top, left, height, width, value = self._choose(shape, self._SCALE, self._RATIO, [0.0])
-                if value is not shape:  # A fitting rectangle was found.
+                if value is not shape:  # A rectangle that fits into the image was found.
                     inside[0][index, top : top + height] = inside[1][index, left : left + width] = True
         return _erase(images, *map(torch.from_numpy, inside))
 
@@ -203,9 +220,9 @@ class Cutout:
         self._half, self._seed = side // 2, seed
 
     def __call__(self, images: torch.Tensor, numbers: list[int], epoch: int) -> torch.Tensor:
-        """Set a square of the images to 0, in place.
+        """Set a random square of each image to 0, in place.
 
-        `images` (n, channels, height, width) belong to the samples `numbers`.
+        `images` (n, channels, height, width) show the samples `numbers`.
         """
         draws = torch.from_numpy(uniform(derive(self._seed, _CUTOUT), epoch, np.array(numbers, dtype=np.int64), 2))
         inside = []
@@ -216,20 +233,25 @@ class Cutout:
 
 
 def _erase(images: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Set the pixels of `images` to 0 that are in `rows` (n, height) and `columns` (n, width)."""
+    """Set the pixels to 0 whose row and column are both selected, in place.
+
+    `rows` (n, height) and `columns` (n, width) select rows and columns of each image.
+    """
     rows, columns = (inside.to(images.device, non_blocking=True) for inside in (rows, columns))
     return images.masked_fill_((rows[:, :, None] & columns[:, None, :])[:, None], 0.0)
 
 
 Eraser = Callable[[torch.Tensor, list[int], int], torch.Tensor]
-"""Modifies normalized images (n, channels, height, width) in place, given their sample numbers and
-the epoch."""
+"""A function that erases parts of normalized images (n, channels, height, width) in place. It is
+given the images, their sample numbers, and the epoch.
+"""
 
 
 def build_erasers(config: DataConfig, shape: tuple[int, ...]) -> list[Eraser]:
-    """Return the configured erasers.
+    """Return the configured functions that erase parts of images.
 
-    Raises ConfigError for an invalid value, or if the inputs are not images.
+    Raises ConfigError for an invalid value, or if erasing is configured but inputs of `shape` are
+    not images.
     """
     if not 0 <= config.erase <= 1:
         raise ConfigError(f"data.erase={config.erase}: must be a probability, for example 0.1, or 0 for none")
@@ -246,11 +268,11 @@ def build_erasers(config: DataConfig, shape: tuple[int, ...]) -> list[Eraser]:
 
 
 def resized_crop_box(draws: npt.NDArray[np.float64], height: int, width: int) -> Box:
-    """Return a random crop of 8 to 100 % of the area, with an aspect ratio from 3:4 to 4:3.
+    """Return a random crop of an image: 8 to 100 % of its area, with a ratio of 3:4 to 4:3.
 
-    `draws` are (10, 4) uniform numbers, for ten attempts. If none of these crops fits, the center
-    is used, as in Szegedy et al., Going deeper with convolutions, 2014, and in torchvision's
-    RandomResizedCrop.
+    `draws` are (10, 4) uniform numbers, enough for ten attempts. If no attempt gives a crop that
+    fits into the image, the center of the image is used, as in Szegedy et al., Going deeper with
+    convolutions, 2014, and in torchvision's RandomResizedCrop.
     """
     for area_draw, ratio_draw, top_draw, left_draw in draws:
         area = height * width * (0.08 + 0.92 * area_draw)

@@ -48,12 +48,13 @@ _BINS, _BLOCK = 31, 4096
 
 
 class BatchAugment:
-    """Crops, flips and augments all images of a batch together, on the device of the set."""
+    """Crops, flips and augments all images of a batch at once, on the device that holds the set."""
 
     def __init__(self, crop: CropAndFlip, images: torch.Tensor, augment: RandAugment, seed: int, versions: int) -> None:
-        """Prepare the tables. `images` are the whole set, (n, 3, height, width) uint8.
+        """Prepare the tables of all operations.
 
-        `versions` is the number of versions of all images together (data.repeats).
+        `images` are the whole set, (n, 3, height, width) uint8. `versions` is the total number of
+        versions of all images (data.repeats).
         """
         self._crop, self._seed, self._versions, self._epoch = crop, seed, versions, -1
         self._rounds, self._bin = augment.operations or 1, augment.magnitude if augment.operations else None
@@ -61,7 +62,7 @@ class BatchAugment:
         height, width = images.shape[2:]
         magnitudes = [values(_BINS, height, width) for values, _ in augment.space.values()]
         self._sized = np.array([found is not None for found in magnitudes])
-        # A code combines the number of an operation, a magnitude and a sign.
+        # A code is a number that stands for an operation with a magnitude and a sign.
         codes = len(magnitudes) * _BINS * 2
         self._kind, self._row = np.zeros(codes, np.int64), np.zeros(codes, np.int64)
         self._scale, self._alpha = np.zeros(codes), np.zeros(codes)
@@ -90,9 +91,9 @@ class BatchAugment:
         self._blur = torch.tensor(kernel, device=images.device).expand(3, 1, 3, 3)
 
     def __call__(self, numbers: torch.Tensor, epoch: int) -> torch.Tensor:
-        """Return images with this epoch's augmentation: (n, 3, height, width), float32 0 to 255.
+        """Return images as augmented in an epoch: (n, 3, height, width) float32, from 0 to 255.
 
-        `numbers` (n,) are int64 in main memory.
+        `numbers` are int64 (n,), in main memory.
         """
         if epoch != self._epoch:
             self._codes, self._epoch = self._draw(epoch), epoch
@@ -108,7 +109,7 @@ class BatchAugment:
         parts += [self._row[each[kind == _MAPPED]] for each, kind in zip(drawn, kinds, strict=True)]
         parts += [table[each].view(np.int64) for each in blends for table in (self._scale, self._alpha)]
         parts += moves
-        # One transfer for the whole step, and one look-up per table.
+        # Send all numbers that the step needs in one transfer, and look up each table only once.
         sent = torch.from_numpy(np.concatenate(parts)).to(self._grids.device, non_blocking=True)
         split, rounds = torch.split(sent, [len(part) for part in parts]), self._rounds
         warps, maps = sum(map(len, parts[:rounds])), sum(map(len, parts[rounds : 2 * rounds]))
@@ -130,7 +131,11 @@ class BatchAugment:
         alpha: torch.Tensor,
         tables: torch.Tensor,
     ) -> None:
-        """Apply one round's operations in place to images that are sorted by kind."""
+        """Apply the operations of one round, in place.
+
+        `images` are sorted by the kind of their operation, and `counts` has the number of images of
+        each kind.
+        """
         _, warped, *_, mapped, auto, equalized = torch.split(images, counts)
         ends = np.cumsum(counts).tolist()
         if len(warped):
@@ -148,7 +153,7 @@ class BatchAugment:
             torch.sub(pixels[:first], ordered[:first, :1], out=column[:first])
             torch.searchsorted(ordered[first:], pixels[first:], out=column[first:])
             torch.floor_divide(column[first:].amax(1, keepdim=True), 255, out=row[first:])
-            # Row 0 stands for a channel that stays as it is.
+            # Row 0 means that the channel remains unchanged.
             torch.where(row.bool(), self._levels[row, column], level, out=level)
 
     def _blend(self, images: torch.Tensor, counts: list[int], scale: torch.Tensor, alpha: torch.Tensor) -> None:
@@ -156,7 +161,8 @@ class BatchAugment:
         red, green, blue = images[: len(images) - len(sharp)].unbind(1)
         gray = red.mul(0.2989).add_(green, alpha=0.587).add_(blue, alpha=0.114).floor_().unsqueeze(1)
         mean = gray[: len(contrast)].mean((1, 2, 3), keepdim=True)
-        # As in torchvision, sharpness moves towards the blurred image and keeps the border.
+        # As in torchvision, each image is blended with its blurred version, except at the border,
+        # which remains unchanged.
         blurred = conv2d(sharp, self._blur, groups=3).round_().sub_(sharp[..., 1:-1, 1:-1])
         size = (-1, *images.shape[1:])
         other = torch.cat([mean.expand(size), gray[len(contrast) :].expand(size), pad(blurred, (1, 1, 1, 1))])
@@ -164,7 +170,7 @@ class BatchAugment:
         torch.addcmul(scaled, other, alpha, out=images).clamp_(0, 255).floor_()
 
     def _draw(self, epoch: int) -> npt.NDArray[np.int16]:
-        """Return each version's operations as codes, (versions, rounds)."""
+        """Return the operations that an epoch applies to each version: codes (versions, rounds)."""
         blocks = []
         for start in range(0, self._versions, _BLOCK):
             numbers = np.arange(start, min(start + _BLOCK, self._versions))
@@ -181,7 +187,7 @@ class BatchAugment:
                     size = np.where(sized, words[place, index] % _BINS, 0)
                     place += sized
                 signed = self._signed[operation]
-                # A float32 from torch's generator has the word's last 24 bits.
+                # torch's generator makes a float32 from the last 24 bits of a word.
                 negative = signed & ((words[place, index] & 0xFFFFFF) <= 1 << 23)
                 place += signed
                 codes[:, number] = operation * (_BINS * 2) + size * 2 + negative
@@ -201,12 +207,17 @@ class _SeenGrid(TorchFunctionMode):
 
 
 def _grid(name: str, size: float, image: torch.Tensor) -> torch.Tensor:
-    """Return the grid, (1, height, width, 2), of a geometric operation on `image`."""
+    """Return the sampling grid (1, height, width, 2) with which torchvision warps `image`.
+
+    `name` is a geometric operation, and `size` is its magnitude.
+    """
     from torchvision.transforms import v2
 
     bilinear, sheared = v2.InterpolationMode.BILINEAR, math.degrees(math.atan(size))
     with _SeenGrid() as seen:
-        if name == "Rotate":  # Without a center, torchvision does not sample at multiples of 90 degrees.
+        # Without a center, torchvision rotates by multiples of 90 degrees without any sampling
+        # grid.
+        if name == "Rotate":
             center = [image.shape[-1] * 0.5, image.shape[-2] * 0.5]
             v2.functional.rotate(image, size, bilinear, center=center)
         elif name.startswith("Shear"):
@@ -220,7 +231,11 @@ def _grid(name: str, size: float, image: torch.Tensor) -> torch.Tensor:
 
 
 def _map(name: str, size: float, ramp: torch.Tensor) -> torch.Tensor:
-    """Return each pixel value's new value, for an operation that maps every value by itself."""
+    """Return the new value of each pixel value from 0 to 255.
+
+    `name` is an operation that maps each value by itself, and `size` is its magnitude. `ramp`
+    contains all values.
+    """
     from torchvision.transforms.v2 import functional
 
     if name == "Brightness":
@@ -234,12 +249,13 @@ def _map(name: str, size: float, ramp: torch.Tensor) -> torch.Tensor:
 
 
 def _levels(pixels: int, ramp: torch.Tensor) -> torch.Tensor:
-    """Return a table of new values, by row and column, for channels of `pixels` pixels.
+    """Return a table with the new values of pixels for equalize and autocontrast.
 
-    Row s above 0 equalizes a channel in which 255 * s pixels or more (but fewer than 255 * (s + 1))
-    are below the largest value; the column is the number of pixels with smaller values. Row -r
-    stretches a channel whose values span r; the column is a pixel's distance from the smallest
-    value.
+    A channel has `pixels` pixels, and selects a row; each of its pixels selects a column. Row s > 0
+    equalizes a channel in which at least 255 * s but fewer than 255 * (s + 1) pixels are below the
+    channel's largest value. Its columns are the number of pixels with a smaller value than the
+    pixel. Row -r stretches the contrast of a channel whose largest and smallest values differ by r.
+    Its columns are the difference between the pixel and the smallest value.
     """
     from torchvision.transforms.v2 import functional
 

@@ -20,21 +20,22 @@ _STREAM = 0x626174
 
 
 class BatchTransform:
-    """The function named by `data.batch_transform`."""
+    """Applies the user's function that `data.batch_transform` names."""
 
     def __init__(self, name: str, device: torch.device, classes: int = 0) -> None:
         """Load the function. Raises ConfigError.
 
-        The labels that it returns must be valid for `classes` classes. If that is 0, labels are not
-        checked.
+        If `classes` is not 0, the labels that the function returns are checked: they must be valid
+        for that many classes.
         """
         self._classes, self._name, self._function = classes, name, load_function("data.batch_transform", name)
         self._generator = torch.Generator(device)
 
     def __call__(self, batch: Batch, key: int) -> Batch:
-        """Return the transformed micro-batch. Unreadable images are not passed to the function.
+        """Return the micro-batch after the function has transformed it.
 
-        Raises TrainingError for an invalid result.
+        Unreadable images are not passed to the function. Raises TrainingError if its result is
+        invalid.
         """
         if len(batch.labels) == batch.unreadable:
             return batch
@@ -69,7 +70,7 @@ class BatchTransform:
     def _check_labels(self, labels: torch.Tensor) -> None:
         shares, classes = labels.is_floating_point(), self._classes
         wrong = classes and labels.shape[1:] != ((classes,) if shares else ())
-        # On other devices, the check would wait for the device.
+        # Check the values only on the CPU, because the check would have to wait for other devices.
         if classes and not wrong and not shares and labels.device.type == "cpu":
             wrong = not 0 <= int(labels.min()) <= int(labels.max()) < classes
         if wrong:

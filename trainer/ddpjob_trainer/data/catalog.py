@@ -12,7 +12,7 @@ from ddpjob_trainer.data.dataset import DataSet
 from ddpjob_trainer.errors import ConfigError, DataError
 
 _SHIFTED = (DataName.CIFAR10, DataName.CIFAR100, DataName.SHAPES, DataName.DIGITS)
-"""Data sets whose images are shifted at random."""
+"""Names of the data sets whose training images are shifted at random."""
 
 
 def open_data(config: DataConfig, device: torch.device | None = None) -> DataSet:
@@ -62,7 +62,7 @@ def open_data(config: DataConfig, device: torch.device | None = None) -> DataSet
 
 
 def _check_shift_and_flip(config: DataConfig) -> None:
-    """Raise ConfigError for keys of uint8 images that have no effect on the data set."""
+    """Raise ConfigError if a key about shifts, flips or normalization has no effect."""
     own, shifted = ":" in config.name, config.augment and config.name in _SHIFTED
     sided = shifted and config.name != DataName.DIGITS and config.flip is Flip.ALTERNATING
     bordered = bool(own and config.shift) or shifted

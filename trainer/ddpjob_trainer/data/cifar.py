@@ -27,7 +27,7 @@ Part = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class _Layout:
-    """File names in an archive, and the layout of a record."""
+    """The names of the files in a data set's archives, and the layout of a record."""
 
     python_folder: str
     binary_folder: str
@@ -75,9 +75,9 @@ _LAYOUTS = {
 
 
 def open_cifar(config: DataConfig, device: torch.device) -> MemoryData:
-    """Return the whole set as uint8 on the device.
+    """Return the whole data set as uint8 images on the device.
 
-    `data.dir` is the archive's folder or its parent. Raises DataError.
+    `data.dir` is the folder of the unpacked archive, or its parent. Raises DataError.
     """
     layout = _LAYOUTS[DataName(config.name)]
     found = _find(config.dir, layout)
@@ -107,7 +107,7 @@ def open_cifar(config: DataConfig, device: torch.device) -> MemoryData:
 
 
 def _augmentation(config: DataConfig, images: torch.Tensor) -> Augment:
-    """Return crop and flip, followed by RandAugment if configured."""
+    """Return an augmentation that crops and flips images, and applies RandAugment if configured."""
     crop_and_flip = CropAndFlip.of(config, images, 4)
     if (randaugment := RandAugment.of(config)) is None:
         return crop_and_flip
@@ -115,7 +115,7 @@ def _augmentation(config: DataConfig, images: torch.Tensor) -> Augment:
 
 
 def _find(root: Path | None, layout: _Layout) -> tuple[Path, bool] | None:
-    """Return (the first folder with a training file, whether it has the binary version)."""
+    """Return (the first folder that has a training file, whether its files are binary), or None."""
     if root is None:
         return None
     for folder in (root / layout.python_folder, root / layout.binary_folder, root):
@@ -172,7 +172,7 @@ def _read_pickles(folder: Path, names: tuple[str, ...], layout: _Layout) -> Part
 
 
 def _content(path: Path) -> bytes:
-    """Return the bytes of an archive's file.
+    """Return the content of a file of the archive.
 
     Raises DataError if the file is larger than any valid one, because such a file would fill the
     memory.
@@ -197,9 +197,9 @@ def _joined(folder: Path, images: list[Any], labels: list[Any], layout: _Layout)
 
 
 def _download(config: DataConfig) -> None:
-    """Download with torchvision, which checks the archive's MD5.
+    """Download the archive with torchvision, which verifies its MD5 checksum.
 
-    Only one process at a time downloads into a folder.
+    A lock ensures that only one process at a time downloads into a folder.
     """
     import fcntl
 

@@ -29,14 +29,16 @@ import numpy as np
 import numpy.typing as npt
 
 MOST_BYTES = 320 << 20
-"""Maximum size of a batch. The largest is CIFAR-100's training set: 155 MB, or twice that if Python
-3 wrote it in protocol 2.
+"""Maximum size of a batch file in bytes. The largest valid file is CIFAR-100's training set: 155
+MB, or twice that if Python 3 wrote it in protocol 2.
 """
 MOST_OPCODES = 2_000_000
 """Maximum number of opcodes in a batch; the largest batch has about 300,000."""
 
 _DTYPES = {"u1": "|", "i8": "<"}
-"""numpy's name for an element's type, and its byte order."""
+"""The supported element types by numpy's name, with the byte order that the file must state for
+each.
+"""
 _LATIN1 = "latin1"
 
 
@@ -49,7 +51,7 @@ class _Name:
 
 @dataclass(frozen=True)
 class _Encoded:
-    """Bytes that the file stores as a string."""
+    """Bytes that the file stores as text in the encoding Latin-1."""
 
     text: str
 
@@ -61,9 +63,9 @@ class _Dtype:
 
 @dataclass
 class _Array:
-    """An array; BUILD fills in its layout.
+    """An array in the file. The opcode BUILD sets its layout and content after its creation.
 
-    `content` has one character or byte per byte of the array.
+    `content` has one character or byte for each byte of the array.
     """
 
     shape: tuple[int, ...] | None = None
@@ -72,7 +74,10 @@ class _Array:
     content: str | bytes | bytearray = b""
 
     def fill(self, shape: Any, dtype: Any, order: Any, content: Any) -> _Array:
-        """Set the layout from the file. Raises ValueError."""
+        """Set the layout and content that the file states.
+
+        Raises ValueError if they are invalid or do not match.
+        """
         content = content.text if isinstance(content, _Encoded) else content
         if not isinstance(shape, tuple) or len(shape) > 2 or not all(type(side) is int and side >= 0 for side in shape):
             raise ValueError("an array does not have one or two dimensions")
@@ -92,9 +97,10 @@ def _bytes_of(shape: tuple[int, ...], dtype: _Dtype) -> int:
 
 
 def read_batch(content: bytes, *keys: str) -> list[npt.NDArray[Any]]:
-    """Return the arrays, or lists of integers as int64, that the pickled dict has under `keys`.
+    """Return the values that the pickled dict has under `keys`, as arrays.
 
-    Raises ValueError, with the reason as its message, for anything that is not a CIFAR batch.
+    A list of integers becomes an array of int64. Raises ValueError, with the reason as its message,
+    if `content` is not a CIFAR batch.
     """
     try:
         found = _run(content)
@@ -120,7 +126,10 @@ def _values(found: Any, key: str) -> npt.NDArray[Any]:
 
 
 def _run(content: bytes) -> Any:
-    """Interpret the pickle and return its object. Raises ValueError, IndexError, KeyError."""
+    """Execute the opcodes of a pickle, and return the resulting object.
+
+    Raises ValueError, IndexError, KeyError.
+    """
     if len(content) > MOST_BYTES:
         raise ValueError(f"it has {len(content):,} bytes; the limit is {MOST_BYTES:,}")
     machine = _Machine()
@@ -134,7 +143,7 @@ def _run(content: bytes) -> Any:
 
 
 class _Machine:
-    """The stack machine: its stack, the positions of marks, and the memo."""
+    """The stack machine: its stack, the positions of marks on the stack, and the memo."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
@@ -142,10 +151,10 @@ class _Machine:
         self._memo: dict[int, Any] = {}
 
     def step(self, name: str, argument: Any) -> None:
-        """Execute an opcode.
+        """Execute one opcode.
 
         Raises ValueError for an opcode that does not occur in batches. Raises IndexError or
-        KeyError if the file reads a value that it has not stored.
+        KeyError if the opcode reads a value that the file has not stored before.
         """
         stack = self.stack
         match name:
@@ -194,7 +203,7 @@ class _Machine:
         return self._take_from(self._marks.pop())
 
     def _take_from(self, start: int) -> list[Any]:
-        """Remove and return everything from position `start` on. Raises IndexError."""
+        """Remove and return the items of the stack from position `start` on. Raises IndexError."""
         if not 0 <= start <= len(self.stack):
             raise IndexError
         taken = self.stack[start:]
@@ -212,7 +221,8 @@ def _extend(kind: type[list[Any]] | type[dict[Any, Any]], items: list[Any], stac
         return
     keys, values = items[::2], items[1::2]
     if len(keys) != len(values) or not all(isinstance(key, str) for key in keys):
-        # Hashing a deeply nested tuple would overflow C's stack.
+        # Only strings are accepted as keys, because hashing a deeply nested tuple would overflow
+        # C's stack.
         raise ValueError("it has a dict with a key that is not a string")
     target.update(zip(keys, values, strict=True))
 
@@ -237,7 +247,7 @@ def _name(module: Any, name: Any) -> _Name:
 
 
 def _call(function: Any, arguments: Any) -> Any:
-    """Return the object that a call describes. Raises ValueError."""
+    """Return the object that a function call in the file describes. Raises ValueError."""
     if isinstance(function, _Name) and isinstance(arguments, tuple):
         match function.text, arguments:
             case "dtype", (str(code), *flags) if code in _DTYPES and flags == [False, True]:
@@ -252,7 +262,10 @@ def _call(function: Any, arguments: Any) -> Any:
 
 
 def _build(target: Any, state: Any) -> None:
-    """Check the state that numpy writes for a dtype, or fill an array. Raises ValueError."""
+    """Check the state that the file sets on a dtype, or fill an array with its state.
+
+    Raises ValueError.
+    """
     match target, state:
         case _Dtype(code), (3, order, None, None, None, -1, -1, 0) if order == _DTYPES[code]:
             return

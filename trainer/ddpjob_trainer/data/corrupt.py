@@ -17,7 +17,7 @@ class Warnings:
         self._names: set[str] = set()
 
     def skipped(self, name: str, reason: str) -> None:
-        """Report an image that cannot be decoded."""
+        """Report that an image is skipped because it cannot be read."""
         if name in self._names:
             return
         self._names.add(name)
@@ -43,11 +43,11 @@ class CorruptCount:
         self._met = self.epoch = 0
 
     def begin_epoch(self) -> None:
-        """Reset the count."""
+        """Reset the counts at the beginning of an epoch."""
         self._met = self.epoch = 0
 
     def met(self, unreadable: int) -> None:
-        """Count the unreadable images of one of this rank's micro-batches."""
+        """Add the number of unreadable images in one of this rank's micro-batches."""
         self._met += unreadable
 
     @property
@@ -56,14 +56,15 @@ class CorruptCount:
         return self._possible
 
     def take(self) -> int:
-        """Return how many unreadable images this rank found in this step, and reset the count."""
+        """Return how many unreadable images this rank has found since the last call."""
         met, self._met = self._met, 0
         return met
 
     def add(self, step: int) -> int:
-        """Add `step`, the number of a step's unreadable images on all ranks, and return it.
+        """Add the number of unreadable images that all ranks found in a step, and return that
+        number.
 
-        Raises DataError if the epoch's unreadable images exceed data.corrupt_limit.
+        Raises DataError if the epoch now has more unreadable images than data.corrupt_limit allows.
         """
         self.epoch += step
         if step and self.epoch > self._limit * self._size:
@@ -78,8 +79,8 @@ class CorruptCount:
 def check_test_images(unreadable: int, size: int, config: DataConfig) -> None:
     """Raise DataError if all test images, or more than data.corrupt_limit allows, were unreadable.
 
-    A result on the remaining images would refer to a different test set, but could be ranked as the
-    best.
+    The score on the remaining images would be that of a different test set, but it could make a
+    checkpoint the best one.
     """
     if unreadable > config.corrupt_limit * size or unreadable == size:
         raise DataError(

@@ -29,11 +29,11 @@ _AHEAD = 2
 
 Contents = list[bytes | OSError]
 Crop = tuple[tuple[int, int], tuple[int, int], int]
-"""(top, left), (height, width), and 1 if mirrored."""
+"""A crop: (top, left), (height, width), and 1 if the image is mirrored, otherwise 0."""
 
 
 class DaliDecoder:
-    """Decodes two batches ahead, in this process's threads, while training uses a third batch."""
+    """Decodes two batches ahead of training, in threads of this process."""
 
     def __init__(
         self,
@@ -44,10 +44,11 @@ class DaliDecoder:
         workers: int,
         device: torch.device,
     ) -> None:
-        """Prepare the pipeline. Raises ConfigError if DALI is not installed.
+        """Prepare the decoder. Raises ConfigError if DALI is not installed.
 
-        `choose(request, index)` returns an image's crop, as a function of its height and width, and
-        whether the image is mirrored. `fallback` decodes a request without DALI.
+        For the image at `index` of a request, `choose(request, index)` returns a function that
+        computes the crop from the image's height and width, and whether the image is mirrored.
+        `fallback` decodes a request without DALI.
         """
         self._read, self._choose, self._fallback = read, choose, fallback
         self._threads, self._device = max(1, workers), device
@@ -64,7 +65,7 @@ class DaliDecoder:
         self._pipelines: dict[tuple[int, int], Any] = {}
 
     def run(self, requests: Iterator[Request]) -> Iterator[list[Chunk]]:
-        """Yield the pixels of each request, in order, like `Pool.run`."""
+        """Yield the decoded pixels of each request, in order. The interface is as in `Pool.run`."""
         waiting: deque[Future[Chunk]] = deque()
         for request in requests:
             waiting.append(self._ahead.submit(self._decode, request))
@@ -74,9 +75,9 @@ class DaliDecoder:
             yield [self._hand_over(waiting.popleft().result())]
 
     def _hand_over(self, chunk: Chunk) -> Chunk:
-        """Return a chunk for use on the current stream of the calling thread, which trains."""
+        """Make a chunk safe to use on the current stream of the calling thread, and return it."""
         if chunk.pixels.is_cuda:
-            # Otherwise a later copy could reuse the memory before the training has read it.
+            # Without this mark, a later copy could reuse the memory before training has read it.
             chunk.pixels.record_stream(torch.cuda.current_stream(chunk.pixels.device))
         return chunk
 
@@ -91,14 +92,15 @@ class DaliDecoder:
             return Chunk(self._pixels(contents, crops, request.side), []) if crops else self._fallback(request)
         except UnreadableImage:
             return self._fallback(request)
-        except RuntimeError:  # DALI's decoder refused an image, which makes its pipeline unusable.
+        # DALI cannot decode an image, and its pipeline is unusable after that.
+        except RuntimeError:
             self._pipelines.pop((size, request.side), None)
             return self._fallback(request)
 
     def _pixels(self, contents: Contents, crops: list[Crop], side: int) -> torch.Tensor:
-        """Return the crops' pixels (n, 3, side, side) uint8, as a copy.
+        """Return the pixels of the crops, (n, 3, side, side) uint8.
 
-        DALI reuses its own memory.
+        They are a copy, because DALI reuses its own memory.
         """
         pipeline = self._pipelines.get((len(crops), side)) or self._build(len(crops), side)
         pipeline.feed_input(
@@ -111,7 +113,7 @@ class DaliDecoder:
         with torch.cuda.stream(self._stream) if self._stream else nullcontext():
             found = from_dlpack(dense) if self._stream else torch.from_numpy(np.array(dense))
             copied = found.permute(0, 3, 1, 2).clone(memory_format=torch.contiguous_format)
-        # The copy is asynchronous, so DALI's next run could overwrite its source.
+        # The copy is asynchronous. Wait for it, because DALI's next run overwrites the original.
         if self._stream:
             self._stream.synchronize()
         return copied

@@ -20,11 +20,11 @@ UNREADABLE = -100
 """Label of an unreadable image; cross entropy ignores this label (its `ignore_index`)."""
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Mean and standard deviation of ImageNet's channels, from 0 to 1."""
+"""Mean and standard deviation of ImageNet's colour channels, for pixel values from 0 to 1."""
 
 
 class Targets(enum.Enum):
-    """Kinds of targets."""
+    """What the targets of a data set are."""
 
     CLASSES = "class numbers"
     VALUES = "float values"
@@ -35,10 +35,12 @@ class Targets(enum.Enum):
 class Batch:
     """Images and labels that go through a model together, on the data set's device.
 
-    `images` are float32 (n, channels, height, width), normalized. `labels` are int64 (n,), or
-    shares of classes (n, classes) if images are mixed. In the user's own data, `images` are inputs
-    (n, ...), and `labels` are targets (n, ...); see `Targets`. n may be 0. The `unreadable` images
-    have weight zero: either their label is UNREADABLE, or all their shares are 0.
+    `images` are float32 (n, channels, height, width), normalized. `labels` are class numbers, int64
+    (n,). If images are mixed, `labels` are shares of classes (n, classes). In the user's own data,
+    `images` are inputs (n, ...), and `labels` are targets (n, ...); see `Targets`. n may be 0.
+
+    `unreadable` is the number of images that could not be read. They have weight zero: either their
+    label is UNREADABLE, or all their shares are 0.
     """
 
     images: torch.Tensor
@@ -46,9 +48,9 @@ class Batch:
     unreadable: int = 0
 
     def split(self, sizes: list[int]) -> list[Batch]:
-        """Return consecutive parts.
+        """Return consecutive parts of the batch, which have `sizes` samples.
 
-        Each part is marked with the whole batch's number of unreadable images.
+        Each part still carries the whole batch's number of unreadable images.
         """
         pieces = zip(torch.split(self.images, sizes), torch.split(self.labels, sizes), strict=True)
         return [Batch(images, labels, self.unreadable) for images, labels in pieces]
@@ -76,14 +78,16 @@ class Normalize:
         self._factor = (1 / (scale * spread)).float().view(1, -1, 1, 1).to(device)
         self._offset = (-torch.tensor(mean, dtype=torch.float64) / spread).float().view(1, -1, 1, 1).to(device)
         self.deferred = False
-        """Whether images are normalized later, by `apply`, as part of a compiled step."""
+        """Whether a call returns images unchanged, because a compiled step will normalize them by
+        `apply`.
+        """
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
         """Return the normalized images, or the images themselves if normalization is deferred."""
         return images if self.deferred else images.float().mul_(self._factor).add_(self._offset)
 
     def apply(self, images: torch.Tensor) -> torch.Tensor:
-        """Return the normalized images, and leave `images` as they are."""
+        """Return the normalized images as a new tensor."""
         return images.float() * self._factor + self._offset
 
 
@@ -92,9 +96,9 @@ class DataSet(Protocol):
 
     Batches are on one device. `shape` is the shape of an image, (channels, height, width); the
     user's own data may have any shape. `class_names` are in the order of class numbers, or None if
-    the classes have no names. If targets are float, `classes` is the number of values.
+    the classes have no names. If targets are float, `classes` is the number of values per target.
     `whole_numbers` indicates whether inputs are whole numbers, such as tokens. `normalize` maps
-    pixels to inputs; it is None if samples are stored as inputs.
+    pixels to inputs; it is None if the data set already stores samples as inputs.
     """
 
     targets: Targets = Targets.CLASSES
@@ -108,17 +112,18 @@ class DataSet(Protocol):
     test_size: int
 
     def train_stream(self, parts: Iterable[tuple[int, list[int]]]) -> Iterator[Batch]:
-        """Yield one augmented batch per (epoch, numbers); an empty list gives an empty batch.
+        """Yield an augmented training batch for each pair of an epoch and its list of numbers.
 
-        A number is `sample + repeat * train_size` (data.repeats). The image belongs to the sample,
-        and its augmentation is determined by the number.
+        An empty list gives an empty batch. A number is `sample + repeat * train_size`
+        (data.repeats). The image belongs to the sample, and its augmentation is determined by the
+        number.
 
-        The stream continues while test batches are read, and reads ahead of the consumer if reading
-        is slow.
+        The stream continues while test batches are read. If reading is slow, it reads ahead of the
+        consumer.
         """
 
     def shape_in(self, epoch: int) -> tuple[int, ...]:
-        """Return the shape of training images in an epoch (from 0); by default, it is `shape`."""
+        """Return the shape of the training images in an epoch. By default, it is `shape`."""
         return self.shape
 
     def train_batches(self, parts: Iterable[list[int]], epoch: int) -> Iterator[Batch]:
@@ -126,12 +131,14 @@ class DataSet(Protocol):
         return self.train_stream((epoch, part) for part in parts)
 
     def test_batches(self, parts: Iterable[list[int]]) -> Iterator[Batch]:
-        """Yield one batch per list of test sample numbers, without augmentation."""
+        """Yield a test batch for each list of sample numbers, without augmentation."""
 
     def defer_normalization(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """Return the function that normalizes images. From now on, the caller must normalize.
+        """Stop normalizing images, and return the function with which the caller must normalize
+        them.
 
-        Return None if samples are stored as inputs.
+        Return None if images need no normalization, because the data set already stores them as
+        inputs.
         """
         if self.normalize is None:
             return None
@@ -141,7 +148,8 @@ class DataSet(Protocol):
     def fingerprint(self) -> int:
         """Return a hash of the data.
 
-        Two data sets have the same hash if each sample number stands for the same image and label.
+        Two data sets have the same hash if each sample number stands for the same image and label
+        in both of them.
         """
 
 
@@ -159,7 +167,10 @@ def describe(data: DataSet) -> dict[str, Any]:
 
 
 def fingerprint(*parts: bytes | np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> int:
-    """Return a 63-bit hash of bytes and arrays, including the boundaries between them."""
+    """Return a 63-bit hash of several byte strings and arrays.
+
+    The hash also depends on where each of them ends.
+    """
     whole = hashlib.blake2b(digest_size=8)
     for part in parts:
         content = part if isinstance(part, bytes) else np.ascontiguousarray(part).tobytes()
@@ -169,9 +180,9 @@ def fingerprint(*parts: bytes | np.ndarray[tuple[int, ...], np.dtype[np.generic]
 
 
 def existing_folder(config: DataConfig, remedy: str) -> Path:
-    """Return `data.dir`, which must be a folder that is not empty.
+    """Return the folder `data.dir`, which must exist and must not be empty.
 
-    Raises DataError, with the remedy, if it is missing, not a folder, or empty.
+    Raises DataError with `remedy` if it is not set, missing, not a folder, or empty.
     """
     if config.dir is None:
         raise DataError(f"data.name={config.name} needs data.dir (or DDPJOB_DATA_DIR): {remedy}")

@@ -21,28 +21,34 @@ _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 """Accepted formats. The content determines the format, not the file name. Pillow supports many
 other formats, but some are unsafe: its EPS decoder runs Ghostscript."""
 MOST_PIXELS = 178_956_970
-"""Pillow's own limit. A file can declare any size, and decoding takes up to 18 bytes per pixel."""
+"""Maximum number of pixels in an image, which is Pillow's own limit. A file can declare any size,
+and decoding takes up to 18 bytes per pixel.
+"""
 MOST_BYTES = 6 * MOST_PIXELS
-"""Maximum size of an encoded image: three uncompressed 16-bit channels."""
+"""Maximum size of an encoded image in bytes: MOST_PIXELS pixels of three 16-bit channels, without
+compression.
+"""
 _MOST_SCANS = 500
-"""Maximum number of scans in a progressive JPEG. Each scan, however short, is a pass over all
-pixels; encoders write about 10."""
+"""Maximum number of scans in a progressive JPEG. Encoders write about 10. A file can have many tiny
+scans, and each of them takes a pass over all pixels.
+"""
 _TILE_WIDTH, _TILE_LENGTH = 322, 323  # tags in TIFF files
-# libjpeg-turbo has vector code for these scales. Intermediate scales cost more than they save.
+# Factors by which JPEG may be reduced while it is decoded. libjpeg-turbo has vector code for these.
+# Factors in between cost more than they save.
 _SCALES = (8, 4, 2)
 TEST_CROP = 224 / 256
-"""Ratio of the center crop to a test image's shorter side (He et al., Deep residual learning,
-2015).
+"""Ratio of the side of the center crop to the shorter side of a test image (He et al., Deep
+residual learning, 2015).
 """
 
 
 class UnreadableImage(Exception):
-    """The bytes are not a complete image; the message is the decoder's reason."""
+    """Raised if bytes are not a complete image. The message is the decoder's reason."""
 
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle of an image, in pixels."""
+    """A rectangle in an image, in pixels."""
 
     top: int
     left: int
@@ -51,9 +57,9 @@ class Box:
 
 
 def crop(content: bytes, choose: Callable[[int, int], Box], size: int) -> torch.Tensor:
-    """Return the box `choose(height, width)` of an encoded image as (3, size, size) uint8.
+    """Decode an image, and return one box of it, scaled to (3, size, size) uint8.
 
-    Raises UnreadableImage.
+    `choose(height, width)` returns the box, given the size of the image. Raises UnreadableImage.
     """
     pixels, box = _decode(content, choose, size)
     rows, columns = slice(box.top, box.top + box.height), slice(box.left, box.left + box.width)
@@ -61,10 +67,10 @@ def crop(content: bytes, choose: Callable[[int, int], Box], size: int) -> torch.
 
 
 def middle(content: bytes, size: int, share: float = TEST_CROP) -> torch.Tensor:
-    """Return the center of an image whose shorter side was scaled to `size` / `share`.
+    """Decode an image, scale its shorter side to `size` / `share`, and return the center.
 
-    The result is (3, size, size) uint8. Like torchvision's Resize and CenterCrop, this always uses
-    all pixels, because a test result must not depend on how images are decoded. Raises
+    The result is (3, size, size) uint8. Like torchvision's Resize and CenterCrop, this always
+    decodes all pixels, because a test result must not depend on how images are decoded. Raises
     UnreadableImage.
     """
     pixels, _ = _decode(content, lambda height, width: Box(0, 0, height, width), None)
@@ -72,16 +78,18 @@ def middle(content: bytes, size: int, share: float = TEST_CROP) -> torch.Tensor:
     short = round(size / share)
     shorter, longer = min(height, width), max(height, width)
     long = int(short * longer / shorter)
-    check_pixels(short, long)  # A 65,535-pixel line would be scaled to 4 billion pixels.
+    # An image of a single line of 65,535 pixels would be scaled to 4 billion pixels.
+    check_pixels(short, long)
     resized = _resize(pixels, *((short, long) if height <= width else (long, short)))
     top, left = (round((side - size) / 2) for side in resized.shape[1:])
     return resized[:, top : top + size, left : left + size]
 
 
 def shrink(content: bytes, side: int, quality: int) -> bytes | None:
-    """Return an image as a JPEG whose longer side is `side`; None if that would not shrink it.
+    """Return an image as a JPEG, scaled down so that its longer side is `side`.
 
-    Colours have half the resolution (4:2:0), as in most JPEGs. Raises UnreadableImage.
+    Return None if the image is already that small. Colours have half the resolution (4:2:0), as in
+    most JPEGs. Raises UnreadableImage.
     """
     if max(size_of(content)) <= side:
         return None
@@ -120,9 +128,10 @@ def _resize(pixels: torch.Tensor, height: int, width: int) -> torch.Tensor:
 
 
 def _decode(content: bytes, choose: Callable[[int, int], Box], size: int | None) -> tuple[torch.Tensor, Box]:
-    """Return pixels (3, height, width), and the chosen box in them.
+    """Return the pixels of an image, (3, height, width), and the chosen box in them.
 
-    The pixels may be at a reduced size if only a crop of `size` is needed.
+    If only a crop of `size` is needed, the image may be decoded at a reduced size. The box then
+    refers to the reduced image.
     """
     if content[:3] == _JPEG:
         import simplejpeg
@@ -131,13 +140,14 @@ def _decode(content: bytes, choose: Callable[[int, int], Box], size: int | None)
         try:
             height, width, colours, _ = simplejpeg.decode_jpeg_header(content)
             check_pixels(height, width)
-            if colours not in ("CMYK", "YCCK"):  # Pillow converts these two, but libjpeg does not.
+            if colours not in ("CMYK", "YCCK"):  # Only Pillow converts these two to RGB.
                 box = choose(height, width)
                 scale = _scale(box, size)
                 pixels = simplejpeg.decode_jpeg(content, min_height=-(-height // scale), min_width=-(-width // scale))
                 return _planes(pixels), _scale_box(box, pixels.shape[0] / height, pixels.shape[1] / width)
         except ValueError:
-            pass  # This may be only a warning of libjpeg. Pillow can distinguish it from a broken file.
+            # This may be only a warning of libjpeg. Pillow distinguishes it from a broken file.
+            pass
     pixels = _decode_with_pillow(content)
     return _planes(pixels), choose(*pixels.shape[:2])
 
@@ -149,7 +159,10 @@ def _scale(box: Box, size: int | None) -> int:
 
 
 def _scale_box(box: Box, down: float, across: float) -> Box:
-    """Return the box in a reduced image, rounding its corners to whole pixels."""
+    """Return the box as it is in a reduced image, with its corners rounded to whole pixels.
+
+    `down` and `across` are the scales of the image's height and width.
+    """
     if down == across == 1:
         return box
     top, left = round(box.top * down), round(box.left * across)
@@ -160,7 +173,8 @@ def _scale_box(box: Box, down: float, across: float) -> Box:
 def _decode_with_pillow(content: bytes) -> npt.NDArray[np.uint8]:
     with _open_image(content) as image:
         sixteen = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM")
-        # Pillow's conversion would clip values at 255, making a 16-bit image white.
+        # Pillow's own conversion would clip values at 255, so most 16-bit images would become
+        # white.
         if sixteen:
             grey = (np.asarray(image) >> 8).astype(np.uint8)
             return np.broadcast_to(grey[..., None], (*grey.shape, 3)).copy()
@@ -171,7 +185,7 @@ def _decode_with_pillow(content: bytes) -> npt.NDArray[np.uint8]:
 
 @contextmanager
 def _open_image(content: bytes) -> Iterator[Any]:
-    """Open an image with Pillow after reading its header and checking its size.
+    """Open an image with Pillow, and check its size before its pixels are decoded.
 
     Raises UnreadableImage, even for an error in the body of the `with`, because damaged files make
     Pillow raise almost any exception.
@@ -179,12 +193,13 @@ def _open_image(content: bytes) -> Iterator[Any]:
     from PIL import Image, UnidentifiedImageError
 
     try:
-        # For WebP, Pillow allocates the decoder's memory while opening the image.
+        # Pillow allocates the memory for decoding a WebP image when it opens the image, so check
+        # its size before that.
         if size := _webp_size(content):
             check_pixels(*size)
         with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
             check_pixels(image.height, image.width)
-            # libtiff decodes whole tiles, so a tile must not be too large either.
+            # libtiff decodes whole tiles, so the size of a tile is limited as well.
             tags: Any = getattr(image, "tag_v2", {})
             check_pixels(*(tags.get(tag, 0) for tag in (_TILE_LENGTH, _TILE_WIDTH)))
             yield image

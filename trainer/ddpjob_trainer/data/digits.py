@@ -20,9 +20,9 @@ _TEST_SHARE = 0.2
 
 
 def open_digits(config: DataConfig, device: torch.device) -> MemoryData:
-    """Return 80 % of the digits for training and 20 % for testing, stratified by class.
+    """Return a data set with 80 % of the digits for training and 20 % for testing.
 
-    The split never changes.
+    Each class is split in this ratio. The split never changes.
     """
     if config.randaugment_ops or config.trivialaugment:
         key = "trivialaugment" if config.trivialaugment else "randaugment_ops"

@@ -25,10 +25,13 @@ _REMEDY = "put train/CLASS/ and val/CLASS/ folders of images there"
 
 
 class Folder:
-    """The images in all class folders, in the order of the folders' names. Raises DataError."""
+    """The images of a training or test set, in the order of the names of their class folders.
+
+    Creating a `Folder` raises DataError if there are no class folders, or if one has no images.
+    """
 
     def __init__(self, root: Path, kept_in: Path | None = None) -> None:
-        """List the folder; see `listing` for `kept_in`."""
+        """List the images below `root`. `listing` explains `kept_in`."""
         if not root.is_dir():
             raise DataError(f"data folder {root} does not exist (data.dir): {_REMEDY}")
         found = listing(root, kept_in)
@@ -43,20 +46,20 @@ class Folder:
         self._root = os.fsencode(root)
 
     def name(self, number: int) -> str:
-        """Return the file's path."""
+        """Return the path of an image."""
         return os.fsdecode(self._paths[number])
 
     def identity(self) -> npt.NDArray[np.uint8]:
-        """Return the paths below the root, each padded to the length of the longest."""
+        """Return the paths of all images below the root, padded to the same length."""
         return self._paths.view(np.uint8).reshape(len(self._paths), -1)[:, len(self._root) + 1 :]
 
     def read(self, numbers: list[int]) -> list[bytes | OSError]:
-        """Return the files' contents, or an OSError in place of each file that cannot be read."""
+        """Return the content of images, or an OSError in place of an image that cannot be read."""
         return [_content(self.name(number)) for number in numbers]
 
 
 def _content(path: str) -> bytes | OSError:
-    """Return the bytes of an image, or the error.
+    """Return the content of an image, or the error that prevents reading it.
 
     Pipes and oversized files are refused, because opening a pipe would wait for a writer, and a
     sparse file may claim terabytes.
@@ -73,7 +76,10 @@ def _content(path: str) -> bytes | OSError:
 
 
 def open_folders(root: Path, kept_in: Path | None = None) -> tuple[Folder, Folder]:
-    """Return train/ and val/, which must have the same classes. Raises DataError."""
+    """Return the images in train/ and val/, which must have the same classes.
+
+    Raises DataError.
+    """
     train, test = Folder(root / "train", kept_in), Folder(root / "val", kept_in)
     if train.classes != test.classes:
         odd = sorted(set(train.classes) ^ set(test.classes))
@@ -84,6 +90,6 @@ def open_folders(root: Path, kept_in: Path | None = None) -> tuple[Folder, Folde
 
 
 def open_folder(config: DataConfig, device: torch.device) -> ImageData:
-    """Return the data set in `data.dir`. Raises DataError."""
+    """Return the data set in the folder `data.dir`. Raises DataError."""
     train, test = open_folders(existing_folder(config, _REMEDY), config.index)
     return ImageData(config, device, train, test, len(train.classes), train.classes)

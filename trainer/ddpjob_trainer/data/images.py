@@ -31,34 +31,39 @@ from ddpjob_trainer.errors import ConfigError, DataError
 
 _DRAWS = 41
 _MOST_EARLY_SIZES = 3
-"""torch.compile gives up after 8 shapes, and ranks may have micro-batches of two sizes."""
-# These are errors of the machine, not of an image. EIO is not among them, because it may be due to
-# a single bad sector. It counts as a corrupt image. If the mount is failing, data.corrupt_limit
-# ends the training.
+"""Maximum number of sizes in data.early_sizes. torch.compile gives up after 8 shapes, and for each
+of up to 4 image sizes, ranks may have micro-batches of two sizes.
+"""
+# These errors are the fault of the machine, not of an image. EIO is not among them, because it may
+# be due to a single bad sector. An image with EIO counts as corrupt. If the whole mount is failing,
+# data.corrupt_limit ends the training.
 _FILES, _MACHINE = (errno.EMFILE, errno.ENFILE), (errno.ESTALE, errno.ENOMEM)
 
 
 class Encoded(Protocol):
-    """The encoded images of a training or test set, by sample number."""
+    """The encoded images of a training or test set. Images are numbered from 0."""
 
     labels: npt.NDArray[np.int64]
 
     def name(self, number: int) -> str:
-        """Return a name by which the user can find the image."""
+        """Return text by which the user can find the image."""
 
     def read(self, numbers: list[int]) -> list[bytes | OSError]:
         """Return the images' bytes, or an OSError in place of each image that cannot be read."""
 
     def identity(self) -> npt.NDArray[np.uint8]:
-        """Return an array that shows which image has which number, wherever the files are."""
+        """Return bytes that identify the image behind each number.
+
+        They do not depend on where the files are.
+        """
 
 
 class ImageData(DataSet):
     """A data set of encoded images, which are decoded on demand.
 
     Training images get a random resized crop, a flip and, if configured, RandAugment. Test images
-    are cropped to their center. An image that cannot be decoded is replaced with a copy of another
-    image in its batch. It gets the label UNREADABLE, and so weight zero.
+    are cropped to their center. If an image cannot be decoded, a copy of another image in its batch
+    takes its place. The copy has the label UNREADABLE, and therefore weight zero.
     """
 
     def __init__(
@@ -85,7 +90,8 @@ class ImageData(DataSet):
         self._side = partial(_side, [*_early_sizes(config), (config.image_size, math.inf)])
         self._test_size = config.test_image_size or config.image_size
         self.train_size, self.test_size = len(train.labels), len(test.labels)
-        # On the stream that trains, a copy would wait for earlier steps. Untested on GPUs.
+        # Pixels are copied to a GPU on a separate stream. On the stream that trains, the copy would
+        # wait for earlier steps. This has not been tested on GPUs.
         self._copies: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.normalize: Normalize = Normalize(255.0, IMAGENET_MEAN, IMAGENET_STD, device)
         self._randaugment = RandAugment.of(config) if config.augment else None
@@ -96,19 +102,20 @@ class ImageData(DataSet):
         self._dali = self._open_dali() if config.decoder is Decoder.DALI and config.augment else None
 
     def train_stream(self, parts: Iterable[tuple[int, list[int]]]) -> Iterator[Batch]:
-        """Yield one augmented batch per (epoch, sample numbers)."""
-        # The pool holds the requests, so they must not hold this object (see Pool).
+        """Yield an augmented training batch for each pair of an epoch and sample numbers."""
+        # The pool refers to the requests. They must not refer to this object, because of the
+        # reference cycle that `Pool` describes.
         augment, side = self._config.augment, self._side
         requests = (Request(False, epoch if augment else None, part, side(epoch)) for epoch, part in parts)
         return self._load(self._train, requests, self._pool.run if self._dali is None else self._dali.run)
 
     def shape_in(self, epoch: int) -> tuple[int, int, int]:
-        """Return the shape of training images in an epoch (data.early_sizes)."""
+        """Return the shape of training images in an epoch, which depends on data.early_sizes."""
         side = self._side(epoch)
         return 3, side, side
 
     def test_batches(self, parts: Iterable[list[int]]) -> Iterator[Batch]:
-        """Yield one batch per list of test sample numbers."""
+        """Yield a test batch for each list of sample numbers."""
         return self._load(
             self._test, (Request(True, None, part, self._test_size) for part in parts), self._test_pool.run
         )
@@ -136,7 +143,7 @@ class ImageData(DataSet):
         samples = _samples(source, numbers)
         labels = torch.from_numpy(source.labels[samples])
         done, bad = 0, list[int]()
-        # DALI's chunks are on the GPU already, and ready for the stream that trains.
+        # Chunks from DALI are already on the GPU, and ready for the stream that trains.
         apart = self._copies if all(chunk.pixels.device.type == "cpu" for chunk in chunks) else None
         with torch.cuda.stream(apart) if apart else nullcontext():
             pixels = torch.empty(len(numbers), 3, side, side, dtype=torch.uint8, device=self._device)
@@ -149,7 +156,8 @@ class ImageData(DataSet):
         if apart:
             trains = torch.cuda.current_stream(self._device)
             trains.wait_stream(apart)
-            # Otherwise, the pixels' memory could be reused while the stream that trains reads it.
+            # Without this mark, the memory of the pixels could be reused while the stream that
+            # trains still reads it.
             pixels.record_stream(trains)
         if bad:
             whole = next((index for index in range(len(numbers)) if index not in bad), None)
@@ -213,7 +221,10 @@ class ImageData(DataSet):
 
 
 def _early_sizes(config: DataConfig) -> list[tuple[int, float]]:
-    """Return (side, epochs) for each of data.early_sizes, in order. Raises ConfigError."""
+    """Return (side, end) for each size in data.early_sizes, in order. Raises ConfigError.
+
+    Images have this side until `end` epochs are complete.
+    """
     text = f"data.early_sizes={','.join(config.early_sizes)}"
     pairs = [re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", size) for size in config.early_sizes]
     sizes: list[tuple[int, float]] = [(int(pair[1]), int(pair[2])) for pair in pairs if pair]
@@ -235,13 +246,13 @@ def _side(sizes: list[tuple[int, float]], epoch: int) -> int:
 
 
 def _samples(source: Encoded, numbers: list[int]) -> list[int]:
-    """Return the samples to which these versions belong (data.repeats)."""
+    """Return the samples that these numbers of versions stand for (data.repeats)."""
     size = len(source.labels)
     return [number % size for number in numbers]
 
 
 def _refuse_machine(error: OSError, name: str) -> None:
-    """Raise DataError for an error of the machine.
+    """Raise DataError if the machine, and not the image, is the cause of `error`.
 
     If images were skipped because of such an error, training would use different data.
     """

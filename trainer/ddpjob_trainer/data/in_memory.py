@@ -12,15 +12,21 @@ import torch
 from ddpjob_trainer.data.dataset import Batch, DataSet, Normalize, fingerprint
 
 _LOOKED_AT = 1024
-"""Number of images whose pixels the fingerprint covers. It also covers all labels."""
+"""Number of images in each set whose pixels are part of the fingerprint. All labels are part of it
+too.
+"""
 
 Augment = Callable[[torch.Tensor, int], torch.Tensor]
-"""Maps version numbers (n,) int64 in main memory, and the epoch, to a new tensor of images (n,
-channels, height, width), uint8 or float32, with values from 0 to 255."""
+"""A function that is given numbers of samples or their versions, (n,) int64 in main memory, and the
+epoch. It returns a new tensor of augmented images (n, channels, height, width), uint8 or float32,
+with values from 0 to 255.
+"""
 
 
 class MemoryData(DataSet):
-    """Images (n, channels, height, width) uint8 and labels (n,) int64, all on one device."""
+    """A data set that keeps its images, (n, channels, height, width) uint8, and labels on one
+    device.
+    """
 
     def __init__(
         self,
@@ -40,7 +46,7 @@ class MemoryData(DataSet):
         self.train_size, self.test_size = len(train[1]), len(test[1])
 
     def train_stream(self, parts: Iterable[tuple[int, list[int]]]) -> Iterator[Batch]:
-        """Yield one augmented batch per (epoch, sample numbers)."""
+        """Yield an augmented training batch for each pair of an epoch and sample numbers."""
         images, labels = self._train
         for epoch, part in parts:
             numbers = torch.tensor(part, dtype=torch.int64)
@@ -49,7 +55,7 @@ class MemoryData(DataSet):
             yield Batch(self.normalize(taken), labels[own])
 
     def test_batches(self, parts: Iterable[list[int]]) -> Iterator[Batch]:
-        """Yield one batch per list of test sample numbers."""
+        """Yield a test batch for each list of sample numbers."""
         images, labels = self._test
         for part in parts:
             numbers = torch.tensor(part, dtype=torch.int64).to(labels.device, non_blocking=True)

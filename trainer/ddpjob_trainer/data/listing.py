@@ -24,20 +24,22 @@ from ddpjob_trainer.atomic_files import replacing
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 _ENCRYPTED = 1
-"""Flag bit of an encrypted zip member; zipfile would ask for its password."""
+"""Flag bit of an encrypted member of a zip file. zipfile would ask for its password."""
 _MOST_ARRAYS = 16
 _SETTLED_NS = 2_000_000_000
-"""If a folder changed less than this many nanoseconds before it was listed, it may change again
-without a new modification time."""
+"""A listing is kept only if the newest change to a folder was at least this many nanoseconds
+before. A folder that has just changed may change again without getting a new modification time.
+"""
 
 
 @dataclass(frozen=True)
 class Listing:
-    """Folders and their images, in the order of classes and paths relative to the root.
+    """The folders below a root and the images in them, sorted by class and then by path.
 
-    The first of `folders` is the root itself. `changed` contains the folders' modification and
-    change times in ns, (n, 2). Both are needed, because tar resets modification times. `owner` is
-    each folder's class, with -1 for the root. `counts` is how many of `names` are in each folder.
+    The first of `folders` is the root itself. `changed` has the modification time and the change
+    time of each folder in ns, (n, 2). Both are needed, because tar resets modification times.
+    `owner` is the class of each folder, or -1 for the root. `names` are the file names of all
+    images, and `counts` is the number of images in each folder.
     """
 
     folders: npt.NDArray[np.bytes_]
@@ -48,21 +50,21 @@ class Listing:
     names: npt.NDArray[np.bytes_]
 
     def paths(self, root: Path) -> npt.NDArray[np.bytes_]:
-        """Return the images' paths.
+        """Return the paths of all images.
 
-        The paths are one array, because a list's reference counts would make each worker copy the
-        memory.
+        They are in one array. If they were in a list, each worker would copy the list's memory when
+        it updates reference counts.
         """
         prefixes = [os.fsencode(root / os.fsdecode(folder)) + b"/" for folder in self.folders.tolist()]
         return np.char.add(np.repeat(np.array(prefixes), self.counts), self.names)
 
     def labels(self) -> npt.NDArray[np.int64]:
-        """Return the images' class numbers."""
+        """Return the class number of each image."""
         return np.repeat(self.owner, self.counts)
 
 
 def user_cache() -> Path:
-    """Return the user's cache folder, for data that is fetched only once per node.
+    """Return the user's cache folder, for data that is prepared only once per node.
 
     Raises RuntimeError if the user has no home folder.
     """
@@ -70,10 +72,11 @@ def user_cache() -> Path:
 
 
 def listing(root: Path, kept_in: Path | None) -> Listing:
-    """Return the images below `root`, from an earlier start's listing if no folder has changed.
+    """Return the images below `root`. Raises OSError.
 
-    The listing is kept in `kept_in` (None: the user's cache). If that folder is not writable, each
-    start lists the images again. Raises OSError.
+    If no folder has changed since an earlier start, that start's listing is used. Listings are kept
+    in the folder `kept_in`; None means the user's cache. If the folder is not writable, each start
+    lists the images again.
     """
     try:
         kept_in = kept_in or user_cache()
@@ -86,7 +89,8 @@ def listing(root: Path, kept_in: Path | None) -> Listing:
         if (kept := _read_kept(path, root)) is not None:
             return kept
         try:
-            # A node's ranks arrive at the same time, and one of them creates the listing.
+            # The ranks of a node start at the same time. The lock lets one of them create the
+            # listing.
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError:
             return _walk(root)
@@ -95,17 +99,18 @@ def listing(root: Path, kept_in: Path | None) -> Listing:
         began = time.time_ns()
         found = _walk(root)
         settled = found.changed[:, 0].max() < began - _SETTLED_NS
-        # If all times are equal, the file system may not record them, so the listing is not kept.
+        # If the times of all folders are equal, the file system may not record times at all. In
+        # that case, the listing is not kept.
         if settled and (found.changed != found.changed[0]).any():
             _keep(path, found)
         return found
 
 
 def _walk(root: Path) -> Listing:
-    """List the folder.
+    """List the folders below `root` and the images in them.
 
-    A folder's times are read before its names, so that the next run notices a change made in
-    between.
+    The times of a folder are read before its content. If the folder changes in between, the next
+    start finds newer times, and does not use this listing.
     """
     rows: list[tuple[int, str, tuple[int, int], list[bytes]]] = [(-1, "", _times_of(root), [])]
     classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
@@ -134,7 +139,10 @@ def _walk(root: Path) -> Listing:
 
 
 def _changed(root: Path, folders: npt.NDArray[np.bytes_]) -> npt.NDArray[np.int64]:
-    """Return the folders' times. Raises OSError for a folder that is gone."""
+    """Return the current modification and change times of folders.
+
+    Raises OSError if a folder is gone.
+    """
     return np.array([_times_of(root / os.fsdecode(folder)) for folder in folders.tolist()], dtype=np.int64)
 
 
@@ -144,7 +152,10 @@ def _times_of(path: Path) -> tuple[int, int]:
 
 
 def _read_kept(path: Path, root: Path) -> Listing | None:
-    """Return the kept listing; None if it is missing or unreadable, or if a folder has changed."""
+    """Return the kept listing, or None if it cannot be used.
+
+    That is the case if it is missing or unreadable, or if a folder has changed since.
+    """
     try:
         with path.open("rb") as file:
             saved = read_arrays(file)
@@ -155,11 +166,11 @@ def _read_kept(path: Path, root: Path) -> Listing | None:
 
 
 def read_arrays(file: IO[bytes]) -> dict[str, npt.NDArray[Any]]:
-    """Return copies of the number and string arrays in a numpy.savez file.
+    """Return the arrays in a numpy.savez file by name, if they have integers or strings.
 
-    numpy.load is not safe here. It would unpack a thousand times the file's size, or allocate the
-    size that an array's header claims before looking for the content. Raises ValueError, KeyError,
-    EOFError, NotImplementedError, zipfile.BadZipFile.
+    numpy.load is not safe here. It would unpack compressed data of a thousand times the file's
+    size. It would also allocate the size that an array's header claims before it looks for the
+    content. Raises ValueError, KeyError, EOFError, NotImplementedError, zipfile.BadZipFile.
     """
     with zipfile.ZipFile(file) as archive:
         parts = archive.infolist()
@@ -170,7 +181,10 @@ def read_arrays(file: IO[bytes]) -> dict[str, npt.NDArray[Any]]:
 
 
 def _array(content: bytes) -> npt.NDArray[Any]:
-    """Return one array from numpy's format, version 1.0 or 2.0. Raises ValueError."""
+    """Return the array in `content`, which is in version 1.0 or 2.0 of numpy's format.
+
+    Raises ValueError.
+    """
     stream = io.BytesIO(content)
     read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     version = np.lib.format.read_magic(stream)
@@ -188,4 +202,4 @@ def _keep(path: Path, found: Listing) -> None:
         with replacing(path) as file:
             np.savez(file, **{name: getattr(found, name) for name in Listing.__dataclass_fields__})
     except OSError:
-        pass  # The next run lists the images again.
+        pass  # The next start lists the images again.

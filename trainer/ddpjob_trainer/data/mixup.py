@@ -23,15 +23,15 @@ _STREAM = 0x6D6978
 
 
 def is_wanted(config: DataConfig) -> bool:
-    """Whether images are mixed at all."""
+    """Return whether mixup or cutmix is configured."""
     return config.mixup > 0 or config.cutmix > 0
 
 
 def samples_for(config: DataConfig, micro: Micro) -> list[int]:
-    """Return the samples whose images a micro-batch needs.
+    """Return the samples whose images are needed for a micro-batch.
 
-    In addition to its own samples, each part needs the partner of its first sample, which precedes
-    the part.
+    If images are mixed, and ranks share micro-batches, a part needs one more sample in addition to
+    its own. It is the partner of the part's first sample, and precedes it in the result.
     """
     if not is_wanted(config) or not micro.parts:
         return micro.samples
@@ -43,9 +43,10 @@ def samples_for(config: DataConfig, micro: Micro) -> list[int]:
 
 
 def mix_micro(config: DataConfig, batch: Batch, micro: Micro, classes: int) -> Batch:
-    """Return the result of `mix` for a micro-batch whose `samples_for` are in `batch`.
+    """Return a micro-batch with mixed images and labels.
 
-    Each part is mixed as it would be in the whole micro-batch.
+    `batch` has the images of the samples that `samples_for` returns. If the micro-batch consists of
+    parts, each part is mixed as it would be in its whole micro-batch.
     """
     if not is_wanted(config) or not micro.parts:
         return mix(config, batch, micro.key, classes)
@@ -60,10 +61,10 @@ def mix_micro(config: DataConfig, batch: Batch, micro: Micro, classes: int) -> B
 
 
 def mix(config: DataConfig, batch: Batch, key: int, classes: int) -> Batch:
-    """Return the batch with mixed images and labels (n, classes); unchanged if mixing is off.
+    """Return the batch with mixed images and labels. If mixing is off, return it unchanged.
 
-    The labels are shares of classes. An unreadable image is not mixed: its shares are 0, and its
-    partner stays unmixed too.
+    The new labels are shares of classes, (n, classes). An unreadable image is not mixed: its shares
+    are 0, and the image whose partner it is stays unmixed too.
     """
     if not is_wanted(config) or not len(batch.labels):
         return batch
@@ -89,9 +90,10 @@ def mix(config: DataConfig, batch: Batch, key: int, classes: int) -> Batch:
 
 
 def _rectangle(generator: np.random.Generator, area: float, height: int, width: int) -> tuple[int, int, int, int]:
-    """Return (top, bottom, left, right) of a random rectangle of about `area` of the image.
+    """Return (top, bottom, left, right) of a random rectangle in an image.
 
-    The rectangle may be centered anywhere, and is cut at the borders.
+    Its area is about the fraction `area` of the image. It may be centered anywhere, and is cut off
+    at the borders of the image.
     """
     row, column = int(generator.integers(height)), int(generator.integers(width))
     half = 0.5 * area**0.5

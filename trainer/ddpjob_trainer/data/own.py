@@ -28,8 +28,9 @@ from ddpjob_trainer.errors import ConfigError, DataError
 from ddpjob_trainer.own_functions import load_function
 
 _LOOKED_AT = 32
-"""Number of samples per set whose content is in a Dataset's fingerprint. For tensors, the
-fingerprint covers a thousand samples and all targets."""
+"""Number of samples of each set that a Dataset's fingerprint covers. The fingerprint of tensors
+covers a thousand samples and all targets.
+"""
 _TENSORS_LOOKED_AT = 1024
 _TEST = 0x74657374
 _SETS = ("train", "test")
@@ -39,7 +40,7 @@ T = TypeVar("T")
 
 
 class Samples(NamedTuple):
-    """Inputs (n, ...) and targets (n, ...) of some samples."""
+    """The inputs (n, ...) and targets (n, ...) of some samples."""
 
     inputs: torch.Tensor
     targets: torch.Tensor
@@ -54,9 +55,9 @@ class OwnData(DataSet):
     """
 
     def __init__(self, config: DataConfig, device: torch.device) -> None:
-        """Call the function.
+        """Call the user's function, and check the sets that it returns.
 
-        Raises ConfigError or DataError, with the returned value and the remedy.
+        Raises ConfigError or DataError. The message shows the returned value and the remedy.
         """
         if config.randaugment_ops or config.trivialaugment:
             key = "trivialaugment" if config.trivialaugment else "randaugment_ops"
@@ -100,7 +101,11 @@ class OwnData(DataSet):
         return found[0], found[1], found[2] if len(found) == 3 else None
 
     def _checked_set(self, name: str, found: Any) -> Any:
-        """Return a Dataset; tensors become a TensorDataset of float32, int64, or uint8 images."""
+        """Return a set that the function returned, in the form of a Dataset.
+
+        A pair of tensors becomes a TensorDataset, in which values are float32 or int64, and images
+        may be uint8. Raises ConfigError, DataError.
+        """
         if type(found) is TensorDataset and len(found.tensors) == 2:
             found = found.tensors
         arrays = torch.Tensor, np.ndarray
@@ -127,7 +132,7 @@ class OwnData(DataSet):
         return Targets.CLASSES if target.ndim == 0 else Targets.NUMBERS
 
     def _outputs(self, names: Any) -> tuple[int, list[str] | None]:
-        """Return the number of scores that a model must output, and the class names."""
+        """Return (the number of scores that a model must output, the class names)."""
         if self.targets is Targets.VALUES:
             if names is not None:
                 raise ConfigError(
@@ -157,9 +162,9 @@ class OwnData(DataSet):
         )
 
     def _normalization(self) -> Normalize | None:
-        """Return the normalization of uint8 images; None for other inputs.
+        """Return the normalization of uint8 images, or None if the inputs are not uint8 images.
 
-        Raises ConfigError for settings that do not suit the inputs.
+        Raises ConfigError if a setting does not suit the inputs.
         """
         config, what = self._config, f"the inputs of data.name={self._config.name}"
         for key in ("shift", "flip", "mean", "std"):
@@ -184,12 +189,14 @@ class OwnData(DataSet):
         return Normalize(255.0, mean, std, self._device)
 
     def _convert(self, name: str, what: str, value: Any, *, whole: bool = False) -> torch.Tensor:
-        """Return the value of a sample, or of a `whole` set, as a float32 or int64 tensor.
+        """Convert an input or target to a float32 or int64 tensor.
 
-        Images of uint8 stay uint8, as (..., channels, height, width).
+        `value` is that of one sample or, with `whole`, of the whole set. uint8 images remain uint8,
+        and get the shape (..., channels, height, width).
         """
         if isinstance(value, np.ndarray) and any(stride < 0 for stride in value.strides):
-            value = value.copy()  # Torch cannot read a mirrored view.
+            # torch cannot read an array with negative strides, such as a mirrored view.
+            value = value.copy()
         try:
             tensor = torch.as_tensor(value).detach()
         except (TypeError, ValueError, RuntimeError):
@@ -209,24 +216,27 @@ class OwnData(DataSet):
     # ------------------------------------------------------------ samples
 
     def _run_apart(self, each: Any, look: Callable[[], T]) -> T:
-        """Return the result of `look`, which runs in a separate process if workers will be forked.
+        """Run `look`, which reads a sample of `each`, and return its result.
 
-        Otherwise, all workers would share any file that a Dataset opens at its first sample,
-        including the position in the file.
+        If workers will be forked, `look` runs in a separate process. Otherwise, a file that a
+        Dataset opens at its first sample would be open in all workers, and they would share the
+        position in the file.
         """
         workers = 0 if type(each) is TensorDataset else min(1, self._config.workers)
-        pool: Pool[T] = Pool(lambda _: look(), workers, pinned=False)  # The process ends together with the pool.
+        # The pool's process ends together with the pool.
+        pool: Pool[T] = Pool(lambda _: look(), workers, pinned=False)
         ((found,),) = pool.run(iter([Request(False, None, [0])]))
         return found
 
     def _read_one(self, name: str, number: int, epoch: int) -> Pair:
-        """Return one sample, converted.
+        """Return one sample, converted to tensors.
 
-        Its random draws are determined by its number and, in training, the epoch.
+        The numbers that the user's code draws for it depend only on the seed, the sample's number
+        and, in training, the epoch.
         """
         each = self._sets[_SETS.index(name)]
         with seed_draws(derive(self._config.seed, epoch if name == "train" else _TEST, number)):
-            # For a version of a sample (data.repeats), use the sample.
+            # `number` may stand for a version of a sample (data.repeats), so find the sample.
             found = each[number := number % len(each)]
         if not isinstance(found, tuple | list) or len(found) != 2:
             shown = f"a {type(found).__name__} of {len(found)}" if isinstance(found, Sized) else type(found).__name__
@@ -244,7 +254,7 @@ class OwnData(DataSet):
                 )
 
     def _read(self, request: Request) -> Samples:
-        """Read a request in a worker."""
+        """Read the samples of a request, usually in a worker process."""
         name = _SETS[request.test]
         pairs = [self._read_one(name, number, request.epoch or 0) for number in request.numbers]
         for number, pair in zip(request.numbers, pairs, strict=True):
@@ -259,11 +269,11 @@ class OwnData(DataSet):
     # ------------------------------------------------------------ batches
 
     def train_stream(self, parts: Iterable[tuple[int, list[int]]]) -> Iterator[Batch]:
-        """Yield one batch per (epoch, sample numbers)."""
+        """Yield an augmented training batch for each pair of an epoch and sample numbers."""
         return self._batches(Request(False, epoch, part) for epoch, part in parts)
 
     def test_batches(self, parts: Iterable[list[int]]) -> Iterator[Batch]:
-        """Yield one batch per list of test sample numbers."""
+        """Yield a test batch for each list of sample numbers."""
         return self._batches((Request(True, None, part) for part in parts), test=True)
 
     def _batches(self, requests: Iterator[Request], *, test: bool = False) -> Iterator[Batch]:
@@ -280,10 +290,10 @@ class OwnData(DataSet):
             yield self._finish(inputs, targets, next(answered))
 
     def _join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return one tensor on the device.
+        """Join the chunks of a batch into one tensor on the device.
 
-        Each chunk is copied separately, because chunks are in pinned memory. A joined tensor would
-        not be, so copying it would wait for the device.
+        Each chunk is copied to the device separately, because chunks are in pinned memory. A tensor
+        joined in main memory would not be pinned, so copying it would wait for the device.
         """
         size = sum(map(len, parts))
         whole = torch.empty(size, *parts[0].shape[1:], dtype=parts[0].dtype, device=self._device)
@@ -292,7 +302,9 @@ class OwnData(DataSet):
         return whole
 
     def _finish(self, inputs: torch.Tensor, targets: torch.Tensor, request: Request) -> Batch:
-        """Return the batch; on the device, uint8 images are shifted, mirrored and normalized."""
+        """Return the batch. If inputs are uint8 images, shift, mirror and normalize them on the
+        device.
+        """
         if self.normalize is None:
             return Batch(inputs, targets)
         config = self._config
@@ -307,17 +319,18 @@ class OwnData(DataSet):
         return Batch(self.normalize(inputs), targets)
 
     def _on_device(self, each: Any) -> Pair | None:
-        """Return the set's tensors on the device, or None if it is read sample by sample."""
+        """Return a set's tensors on the device, or None if the set is read sample by sample."""
         if type(each) is not TensorDataset:
             return None
         values, targets = (part.to(self._device) for part in each.tensors)
         return values, targets
 
     def fingerprint(self) -> int:
-        """Return a hash of sizes, shapes, classes and part of the content.
+        """Return a hash of the sizes, shapes and classes, and of part of the content.
 
-        For tensors, the content is all targets and a thousand inputs. For a Dataset, it is the
-        result of its method `fingerprint`, or without that method, 32 samples and its `targets`.
+        If a set is a pair of tensors, the hash covers all targets and about a thousand inputs. If
+        it is a Dataset, the hash covers the result of its method `fingerprint`. If it has no such
+        method, the hash covers about 32 samples and its attribute `targets`.
         """
         parts: list[Any] = [
             repr((self.train_size, self.test_size, self.shape, self.classes, self.class_names)).encode()
@@ -331,17 +344,17 @@ class OwnData(DataSet):
         return fingerprint(*parts)
 
     def _look_at(self, name: str, each: Any, size: int) -> list[Any]:
-        """Return the parts of a Dataset that the fingerprint covers."""
+        """Return the parts of a Dataset that its fingerprint covers."""
         if hasattr(each, "fingerprint"):
             return [repr(each.fingerprint()).encode()]
         numbers = range(0, size, max(1, size // _LOOKED_AT))
         parts: list[Any] = [part.numpy() for number in numbers for part in self._read_one(name, number, 0)]
         listed = getattr(each, "targets", None)
         if isinstance(listed, list | tuple | np.ndarray | torch.Tensor):
-            # The value may be ragged, or not in memory that numpy can read.
+            # `targets` may be ragged, or in memory that numpy cannot read.
             with suppress(TypeError, ValueError, RuntimeError):
                 table = np.asarray(listed)
-                # If the array holds objects, its bytes would be addresses in this process.
+                # The bytes of an array of objects would be addresses in this process.
                 if not table.dtype.hasobject:
                     parts.append(table)
         return parts
@@ -351,10 +364,10 @@ _PARTS = ("input", "target")
 
 
 def _channels_first(pixels: torch.Tensor, first: int) -> torch.Tensor | None:
-    """Return images with their channels at dimension `first`; None if they are not images.
+    """Return images with their channels at dimension `first`, or None if they are not images.
 
-    Images are (channels, height, width), (height, width, channels) or (height, width), with at most
-    four channels.
+    From that dimension on, images are (channels, height, width), (height, width, channels) or
+    (height, width), with 1, 3 or 4 channels.
     """
     shape = pixels.shape[first:]
     if len(shape) == 2:
@@ -367,10 +380,11 @@ def _channels_first(pixels: torch.Tensor, first: int) -> torch.Tensor | None:
 def _shift_and_flip(
     images: torch.Tensor, draws: torch.Tensor, mirrored: torch.Tensor, config: DataConfig
 ) -> torch.Tensor:
-    """Shift images (n, channels, height, width), and mirror those that are `mirrored`, (n,).
+    """Return images (n, channels, height, width) after shifting them and mirroring some.
 
-    `draws` are (n, 3) uniform numbers. The result equals that of `CropAndFlip`, which needs the
-    whole set in memory.
+    `draws` are (n, 3) uniform numbers, of which the first two determine the shift. `mirrored` (n,)
+    selects the images to mirror. The result equals that of `CropAndFlip`, which needs the whole set
+    in memory.
     """
     most, (height, width) = config.shift, images.shape[2:]
     top, left = ((draws[:, axis] * (2 * most + 1)).long()[:, None] for axis in (0, 1))
@@ -383,7 +397,7 @@ def _shift_and_flip(
 
 
 def _whole(value: Any) -> int:
-    """Return the value if it is a whole number, even from numpy or torch, otherwise 0."""
+    """Return the value as an int if it is a whole number, even from numpy or torch; otherwise 0."""
     try:
         return operator.index(value)
     except (TypeError, RuntimeError):

@@ -26,9 +26,10 @@ _GROUP_SIGNALS = {signal.SIGTERM, signal.SIGINT}
 
 
 class Request(NamedTuple):
-    """Samples from one set that are read together. If `epoch` is None, they are not augmented.
+    """Samples of one set that are read together.
 
-    `side` is the side of decoded images in pixels; 0 for the user's own data.
+    If `epoch` is None, the samples are not augmented. `side` is the side in pixels that decoded
+    images have; 0 for the user's own data.
     """
 
     test: bool
@@ -38,7 +39,10 @@ class Request(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Decoded pixels (n, 3, size, size) uint8, and (index, reason) for each unreadable image."""
+    """Decoded pixels (n, 3, size, size) uint8.
+
+    `unreadable` has (index, reason) for each image that could not be read.
+    """
 
     pixels: torch.Tensor
     unreadable: list[tuple[int, str]]
@@ -50,13 +54,14 @@ C = TypeVar("C")
 class Pool(Generic[C]):
     """Runs `read` on requests in worker processes, in order and ahead of the consumer.
 
-    With 0 workers, `read` runs in this process. A bound method does not keep its object alive: a
-    cycle of object and loader would be closed by the garbage collector, which closes the loader's
-    queues before the loader, so that each worker misses the request to end and is killed 5 s later.
+    With 0 workers, `read` runs in this process. If `read` is a bound method, the pool holds only a
+    weak reference to its object. Otherwise, the object and the loader would form a reference cycle.
+    The garbage collector would close the loader's queues before the loader itself, so each worker
+    would miss the request to end, and would be killed 5 s later.
     """
 
     def __init__(self, read: Callable[[Request], C], workers: int, pinned: bool) -> None:
-        """Raises ConfigError if `workers` is negative or would exhaust the machine."""
+        """Raise ConfigError if `workers` is negative or would exhaust the machine."""
         if not 0 <= workers <= _MOST_WORKERS:
             raise ConfigError(f"data.workers={workers}: must be from 0 to {_MOST_WORKERS} (per rank)")
         self._read = weakref.WeakMethod(read) if isinstance(read, MethodType) else lambda: read
@@ -65,10 +70,10 @@ class Pool(Generic[C]):
         self._loader: DataLoader[C] | None = None
 
     def run(self, requests: Iterator[Request]) -> Iterator[list[C]]:
-        """Yield each request's chunks, in order. A request is divided among all workers.
+        """Yield the chunks of each request, in the order of the requests.
 
-        Only one run is possible at a time, so a new run ends the previous one. Raises TrainerError
-        if `read` does.
+        A request is divided among all workers. Only one run is possible at a time, so a new run
+        ends the previous one. Raises TrainerError if `read` raises it.
         """
         first = next(requests, None)
         if first is None:
@@ -78,14 +83,14 @@ class Pool(Generic[C]):
         if self._loader is None:
             self._loader = self._open(len(first.numbers))
         with _without_signals():
-            chunks = iter(self._loader)  # The first request forks the workers.
+            chunks = iter(self._loader)  # The first run forks the workers.
         while (chunk := _next(chunks)) is not None:
             yield [chunk, *(part for _ in range(counts.pop(0) - 1) if (part := _next(chunks)) is not None)]
 
     def _open(self, size: int) -> DataLoader[C]:
-        """Fork the workers.
+        """Return a loader whose workers read ahead of training.
 
-        The workers work on the next two requests while training uses a request of `size` samples.
+        While training uses a request of `size` samples, the workers read the next two requests.
         """
         workers = self._workers
         return DataLoader(
@@ -98,15 +103,19 @@ class Pool(Generic[C]):
             prefetch_factor=max(2, -(-_REQUESTS_AHEAD * size // (_CHUNK * workers))) if workers else None,
             persistent_workers=workers > 0,
             worker_init_fn=_stay_with_the_rank,
-            # Only forking shares the list of images without copying or pickling.
+            # Only forked workers share the list of images without copying or pickling it.
             multiprocessing_context="fork" if workers and "fork" in multiprocessing.get_all_start_methods() else None,
-            # Without this generator, the loader would draw from that of dropout in each epoch.
+            # Without a generator of its own, the loader would draw from the generator of dropout in
+            # each epoch.
             generator=torch.Generator(),
         )
 
 
 def _divide(requests: Iterable[Request], counts: list[int], workers: int) -> Iterator[Request]:
-    """Yield parts of at most 16 images, and append each request's part count to `counts`."""
+    """Divide requests into parts of at most 16 samples, and yield the parts.
+
+    The number of parts of each request is appended to `counts`.
+    """
     for request in requests:
         each = max(1, min(_CHUNK, -(-len(request.numbers) // max(1, workers))))
         parts = [request.numbers[begin : begin + each] for begin in range(0, len(request.numbers), each)] or [[]]
@@ -115,7 +124,7 @@ def _divide(requests: Iterable[Request], counts: list[int], workers: int) -> Ite
 
 
 class _Waiting(Sampler[Request]):
-    """The requests of the current run, as the loader's sampler."""
+    """The requests of the current run, in the form of a sampler for the loader."""
 
     def __init__(self) -> None:
         self.requests: Iterator[Request] = iter(())
@@ -133,17 +142,19 @@ class _Reader(Dataset[C]):
         assert read is not None, "the pool's owner is in use while its pool runs"
         try:
             return read(request)
-        except StopIteration as error:  # The loader would take it for the end of the data.
+        # The loader would take StopIteration for the end of the data.
+        except StopIteration as error:
             raise RuntimeError("a Dataset raised StopIteration for a sample") from error
 
 
 @contextmanager
 def _without_signals() -> Iterator[None]:
-    """Block the group's signals in processes forked here, until `_stay_with_the_rank` has run.
+    """Block SIGTERM and SIGINT in the processes that are forked during the `with`.
 
-    The mask applies only to this thread, so another thread may receive Ctrl-C. If KeyboardInterrupt
-    were raised in a fork hook here, Python would only print it, and training would continue. It is
-    therefore raised only at the end.
+    They stay blocked until `_stay_with_the_rank` has run in the new process. The signal mask
+    applies only to this thread, so another thread may receive Ctrl-C. If KeyboardInterrupt were
+    raised in a fork hook, Python would only print it, and training would continue. Therefore, it is
+    raised only at the end of the `with`.
     """
     handler, interrupts = signal.getsignal(signal.SIGINT), list[Any]()
     held = handler if callable(handler) and threading.current_thread() is threading.main_thread() else None
@@ -161,21 +172,23 @@ def _without_signals() -> Iterator[None]:
 
 
 def _stay_with_the_rank(_: int) -> None:
-    """Make sure that only the rank stops its workers.
+    """Make sure that only the rank stops this worker.
 
-    torchrun's SIGTERM and Ctrl-C go to the rank's process group. If a worker ended at that point,
-    the rank would abort before it has saved. On Linux, the kernel kills the worker once the rank is
-    gone; elsewhere, the loader checks every few seconds.
+    torchrun's SIGTERM and Ctrl-C go to the whole process group of the rank. If a worker ended
+    because of them, the rank would abort before it has saved, so the worker leaves that group. On
+    Linux, the kernel kills the worker once the rank is gone. Elsewhere, the worker checks every few
+    seconds whether the rank still runs.
     """
     os.setpgid(0, 0)
     for signum in signal.sigpending() & _GROUP_SIGNALS:
-        # The signal was meant for the rank and arrived before this process had its own group.
+        # The signal was meant for the rank, but arrived before this process had a group of its own.
         signal.sigwait({signum})
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _GROUP_SIGNALS)
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None and not fast_exit.end_with(parent.pid, signal.SIGKILL):
-        os._exit(1)  # The rank ended before the kernel was asked to watch for that.
+        # The rank ended before the kernel was asked to kill this worker when the rank ends.
+        os._exit(1)
 
 
 def _identity(chunk: Any) -> Any:
@@ -185,6 +198,7 @@ def _identity(chunk: Any) -> Any:
 def _next(chunks: Iterator[C]) -> C | None:
     try:
         return next(chunks, None)
-    except TrainerError as error:  # A worker process puts the message at the end of a traceback.
+    # If the error comes from a worker process, its message is at the end of a traceback.
+    except TrainerError as error:
         kind = type(error)
         raise kind(str(error).strip().rsplit(f"{kind.__name__}: ", 1)[-1]) from error

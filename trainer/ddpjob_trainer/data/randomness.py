@@ -19,7 +19,7 @@ _MASK = 0xFFFFFFFFFFFFFFFF
 
 
 def mix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Apply splitmix64's finalizer to each element."""
+    """Return the result of splitmix64's finalizer for each value."""
     z = values.astype(np.uint64)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -36,7 +36,7 @@ def derive(*parts: int) -> int:
 
 
 def derive_state(*parts: int) -> int:
-    """Return the 64-bit state of `derive`, to which more parts can be added."""
+    """Return the 64-bit state that `derive` has after these parts, so that more can follow."""
     state = 0
     for part in parts:
         z = (state ^ ((part + 1) * _GOLDEN)) & _MASK
@@ -54,9 +54,10 @@ def derive_for_all(seed: int, epoch: int, numbers: npt.NDArray[np.int64], last: 
 
 
 def twister_words(seeds: npt.NDArray[np.uint64], count: int) -> npt.NDArray[np.uint32]:
-    """Return the first words that torch's CPU generator draws for each of n seeds, (count, n).
+    """Return the first `count` words that torch's CPU generator draws for each of n seeds.
 
-    The generator is MT19937 (Matsumoto, Nishimura, 1998), seeded with the last 32 bits.
+    The result is (count, n). The generator is MT19937 (Matsumoto, Nishimura, 1998), seeded with the
+    last 32 bits of a seed.
     """
     one, words = np.uint32(1), []
     state = [seeds.astype(np.uint32)]
@@ -74,7 +75,7 @@ def twister_words(seeds: npt.NDArray[np.uint64], count: int) -> npt.NDArray[np.u
 
 
 def uniform(seed: int, epoch: int, samples: npt.NDArray[np.int64], streams: int) -> npt.NDArray[np.float64]:
-    """Return uniform numbers in [0, 1), shape (len(samples), streams).
+    """Return `streams` uniform numbers in [0, 1) for each sample, (len(samples), streams).
 
     Row i depends only on seed, epoch and samples[i].
     """
@@ -85,11 +86,11 @@ def uniform(seed: int, epoch: int, samples: npt.NDArray[np.int64], streams: int)
 
 
 def uniform_for_all(seed: int, epoch: int, count: int, streams: int, device: torch.device) -> torch.Tensor:
-    """Return `uniform` for samples 0 to count - 1, computed on the device, with identical bits.
+    """Return the result of `uniform` for samples 0 to count - 1, computed on the device.
 
-    On the device, it takes a handful of kernels. The CPU would need milliseconds, and longer while
-    a thread writes a checkpoint. The computation uses int64, which wraps as uint64 does, because
-    torch cannot shift uint64 on all devices.
+    All bits are identical to those of `uniform`. On the device, this takes a handful of kernels.
+    The CPU would need milliseconds, and longer while a thread writes a checkpoint. The computation
+    uses int64, which wraps as uint64 does, because torch cannot shift uint64 on all devices.
     """
     golden = _signed(_GOLDEN)
     keys = _mix64_signed((torch.arange(count, device=device) + 1) * golden + derive(seed, epoch))
@@ -104,17 +105,17 @@ def _mix64_signed(z: torch.Tensor) -> torch.Tensor:
 
 
 def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shift to the right and fill with zeros."""
+    """Shift to the right, and fill with zeros instead of the sign."""
     return (z >> bits) & (_MASK >> bits)
 
 
 def _signed(number: int) -> int:
-    """Return the int64 that has the same bits."""
+    """Return the int64 that has the same bits as an unsigned number of 64 bits."""
     return number - 2**64 if number >> 63 else number
 
 
 def seed_torch(seed: int, device: torch.device) -> None:
-    """Seed the torch generators that dropout draws from, which are the CPU's and the device's.
+    """Seed the torch generators of the CPU and the device, from which dropout draws.
 
     torch.manual_seed is not used, because it records a stack trace per device if CUDA is not
     initialized. That would take 0.1 ms at every step.
@@ -122,17 +123,17 @@ def seed_torch(seed: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
         module = torch.get_device_module(device)
-        # Otherwise the current device's generator would be seeded, but the current device may
-        # differ.
+        # `manual_seed` seeds the generator of the current device, which may be a different one.
         with module.device(device):
             module.manual_seed(seed)
 
 
 @contextmanager
 def seed_draws(key: int) -> Iterator[None]:
-    """Make draws from Python's, numpy's and torch's global generators depend only on `key`.
+    """Make what is drawn in the `with` depend only on `key`.
 
-    After the `with`, the generators continue where they were before.
+    This applies to the global generators of Python, numpy and torch. After the `with`, the
+    generators continue where they were before.
     """
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(key)

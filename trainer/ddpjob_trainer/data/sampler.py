@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SamplerState:
-    """A position in the training: `consumed` samples of the permutation for `epoch` are done."""
+    """A position in the training: an epoch's first `consumed` samples have been taken."""
 
     epoch: int = 0
     consumed: int = 0
@@ -55,11 +55,13 @@ class SamplerState:
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's part of a micro-batch that several ranks share: `count` of `size` samples.
+    """One rank's part of a micro-batch that several ranks share.
 
-    The part begins at sample `start`. `holders` are the ranks that have a part, including this one.
-    `before` is the sample that precedes this part in the micro-batch; for the first part, it is the
-    micro-batch's last sample. In mixing, it is the partner of the part's first sample.
+    `number` and `key` belong to the micro-batch, which has `size` samples. The part has `count` of
+    them, and begins at the sample with index `start`. `holders` are the ranks that have a part of
+    the micro-batch, including this one. `before` is the sample that precedes this part in the
+    micro-batch; for the first part, it is the micro-batch's last sample. If images are mixed,
+    `before` is the partner of the part's first sample.
     """
 
     number: int
@@ -75,10 +77,10 @@ class Part:
 class Micro:
     """A micro-batch: samples that go through the model together.
 
-    `key` seeds its randomness, which is therefore the same on every rank. A rank without samples
-    computes another rank's micro-batch to take part in collectives, but the result does
-    not count (`counts`). With `parts`, `samples` are this rank's shares of several micro-batches in
-    sequence.
+    `key` seeds its randomness, which is therefore the same on every rank. A rank without samples of
+    its own computes samples of other ranks, in order to take part in collectives. `counts` is then
+    False, and the results are ignored. If there are `parts`, `samples` are this rank's parts of
+    several micro-batches, one after another.
     """
 
     number: int
@@ -90,11 +92,11 @@ class Micro:
 
 @dataclass(frozen=True)
 class DataShare:
-    """A rank's share of the samples: part `part` of `parts`.
+    """The share of the samples that a rank takes: number `part` of `parts` equal parts.
 
     `counts` indicates whether the rank's losses and results are added up. If several ranks see the
-    same samples (the stages of a pipeline), only one of them counts. Part number `parts` is empty
-    (a parameter server).
+    same samples (the stages of a pipeline), only one of them counts. Part number `parts` is empty,
+    and belongs to a parameter server.
     """
 
     part: int
@@ -104,7 +106,9 @@ class DataShare:
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step: the global batch, this rank's micro-batches, and the state after it."""
+    """One optimizer step: its global batch, this rank's micro-batches, and the state after the
+    step.
+    """
 
     epoch: int
     samples: list[int]
@@ -113,12 +117,15 @@ class Step:
 
     @property
     def mine(self) -> list[int]:
-        """This rank's samples, possibly none."""
+        """The samples of the step that this rank takes, possibly none."""
         return [sample for micro in self.micros if micro.counts for sample in micro.samples]
 
 
 def permutation(seed: int, epoch: int, size: int) -> list[int]:
-    """Return the order of an epoch, which depends only on the seed and the epoch."""
+    """Return the order in which an epoch takes the samples.
+
+    It depends only on the seed, the epoch, and the number of samples.
+    """
     order: list[int] = _order(seed, epoch, size).tolist()
     return order
 
@@ -128,9 +135,10 @@ def _order(seed: int, epoch: int, size: int) -> torch.Tensor:
 
 
 def _versions(order: torch.Tensor, repeats: int) -> torch.Tensor:
-    """Return the version numbers of an epoch, (size,), from its `order` of samples, (size,).
+    """Return the numbers of the versions that an epoch takes, (size,), in order.
 
-    The versions of a sample are adjacent, so only the first size / repeats samples are included.
+    `order` (size,) is the order of the samples. The versions of a sample are adjacent, so only the
+    first size / repeats samples are included.
     """
     if repeats == 1:
         return order
@@ -140,17 +148,17 @@ def _versions(order: torch.Tensor, repeats: int) -> torch.Tensor:
 
 
 def share(items: Sequence[T], part: int, parts: int) -> Sequence[T]:
-    """Return contiguous part number `part` of `parts`.
+    """Divide the items into `parts` contiguous parts, and return number `part` of them.
 
-    Sizes differ by at most one item, and earlier parts are larger. Parts numbered `parts` or above
-    are empty.
+    The sizes of parts differ by at most one item, and earlier parts are larger. Parts numbered
+    `parts` or above are empty.
     """
     begin, end = _bounds(len(items), part, parts)
     return items[begin:end]
 
 
 def _bounds(size: int, part: int, parts: int) -> tuple[int, int]:
-    """Return where part `part` of `size` items begins and ends."""
+    """Return where part `part` begins and ends if `size` items are divided into `parts` parts."""
     if part >= parts:
         return size, size
     each, rest = divmod(size, parts)
@@ -159,8 +167,9 @@ def _bounds(size: int, part: int, parts: int) -> tuple[int, int]:
 
 
 def _part_of(item: int, size: int, parts: int) -> int:
-    """Return the number of the part that contains an item. There must be at least as many items as
-    parts.
+    """Return the number of the part that contains an item if `size` items are divided into parts.
+
+    There must be at least as many items as parts.
     """
     each, rest = divmod(size, parts)
     larger = rest * (each + 1)
@@ -168,28 +177,32 @@ def _part_of(item: int, size: int, parts: int) -> int:
 
 
 def steps_per_epoch(size: int, batch: int) -> int:
-    """Return the number of steps in an epoch.
+    """Return the number of steps in an epoch of `size` samples.
 
-    The last step takes the rest, so no sample is dropped.
+    The last step takes the remaining samples, so no sample is dropped.
     """
     return -(-size // batch)
 
 
 _WORTH_DIVIDING = 1.1
-"""Micro-batches are divided if the busiest rank would otherwise have more than this many times an
-even share."""
+"""Ranks share micro-batches if the busiest rank would otherwise compute more than this many times
+an even share of them.
+"""
 
 
 class Dividing(enum.Enum):
-    """How micro-batches are divided if whole ones would leave ranks idle."""
+    """What happens to micro-batches if distributing whole ones would leave ranks idle."""
 
     NO = 0
-    """Distribute whole micro-batches anyway."""
+    """Distribute whole micro-batches, and leave ranks idle."""
     EXACT = 1
-    """Let ranks share micro-batches (see `Part`), which remain unchanged."""
+    """Let several ranks compute parts of a micro-batch (see `Part`). The micro-batches themselves
+    remain the same.
+    """
     LOCAL = 2
-    """Turn each rank's even share into as few micro-batches as `Dealing.stretch` allows. Statistics
-    and randomness then depend on the number of ranks."""
+    """Give each rank an even share of the samples, and divide the share into as few micro-batches
+    as `Dealing.stretch` allows. Statistics and randomness then depend on the number of ranks.
+    """
 
 
 @dataclass(frozen=True)
@@ -198,17 +211,18 @@ class Dealing:
 
     With micro_batches > 0, the number of micro-batches is fixed, regardless of the number of ranks.
     Everything within a micro-batch (normalization statistics, dropout, mixed images) is then the
-    same on any number of ranks. If micro-batches cannot be distributed evenly, `dividing` decides
-    what happens.
+    same on any number of ranks. If whole micro-batches cannot be distributed evenly, `dividing`
+    determines what happens.
 
-    With micro_batches 0, each rank takes one contiguous share of the samples, in `accumulate`
-    portions that all ranks process together. This suits models that treat each sample separately,
-    or whose statistics cover all ranks together.
+    With micro_batches 0, the global batch is divided into `accumulate` portions. The ranks process
+    one portion after another together, and each rank takes one contiguous share of each portion.
+    This suits models that treat each sample separately, or whose statistics cover all ranks
+    together.
 
-    With `equal`, all ranks get the same number of micro-batches, some of which may not count;
-    strategies whose forward pass is a collective need this. If micro-batches are divided, a rank's
-    share in one pass is at most `stretch` times as large as a micro-batch, so that activations fit
-    into memory.
+    With `equal`, all ranks get the same number of micro-batches, some of which may not count.
+    Strategies need this if their forward pass is a collective. If ranks share micro-batches, a
+    rank's share in one pass is at most `stretch` times as large as a micro-batch, so that
+    activations fit into memory.
     """
 
     rank: int = 0
@@ -221,7 +235,7 @@ class Dealing:
 
     def __post_init__(self) -> None:
         """Raise ConfigError for values that would silently leave a rank without samples."""
-        # Rank `world` is a parameter server.
+        # A parameter server has rank `world`, because it does not take any samples.
         if not 0 <= self.rank <= self.world or self.world < 1:
             raise ConfigError(
                 f"Dealing: rank {self.rank} is not in a world of {self.world}; pass Dealing(group.rank, group.world)"
@@ -232,12 +246,13 @@ class Dealing:
             raise ConfigError(f"Dealing: accumulate={self.accumulate}: must be at least 1")
 
     def deal(self, samples: list[int], state: SamplerState) -> list[Micro]:
-        """Return this rank's micro-batches of the global batch that follows `state`.
+        """Return this rank's micro-batches of a global batch.
 
-        There is at least one, but it may not count.
+        `samples` are the global batch that follows `state`. There is at least one micro-batch; if
+        this rank has no samples, that micro-batch does not count.
         """
         if not self.micro_batches:
-            # If there are fewer samples than portions, use the first portions.
+            # If there are fewer samples than portions, the last portions are empty and left out.
             filled = range(min(self.accumulate, len(samples)))
             return [self._deal_portion(k, list(share(samples, k, self.accumulate)), state) for k in filled]
         if passes := self.passes(len(samples)):
@@ -250,15 +265,16 @@ class Dealing:
         return mine + [replace(self._deal_whole(0, samples, state), counts=False)] * (least - len(mine))
 
     def passes(self, samples: int) -> int:
-        """Return the number of passes in which the ranks share a global batch's micro-batches.
+        """Return in how many passes the ranks compute a global batch if they share its
+        micro-batches.
 
-        A result of 0 means that ranks take whole micro-batches. The result is the same on all
-        ranks.
+        The global batch has `samples` samples. A result of 0 means that ranks take whole
+        micro-batches. The result is the same on all ranks.
         """
         count = self.micro_batches
         if self.dividing is Dividing.NO or not count:
             return 0
-        # Each pass takes at most this many micro-batches.
+        # The divisor is the number of micro-batches that one pass can take.
         passes = math.ceil(count / max(1, int(min(count, self.world * self.stretch))))
         if self.dividing is Dividing.LOCAL:
             passes = max(passes, self.accumulate)
@@ -266,16 +282,18 @@ class Dealing:
         if self.busiest <= _WORTH_DIVIDING and not saves:
             return 0
         smallest = count // passes * (samples // count)
-        # Otherwise a rank would be idle in a pass.
+        # If a pass had fewer samples than there are ranks, a rank would be idle in it.
         return passes if smallest >= self.world else 0
 
     @property
     def busiest(self) -> float:
-        """The busiest rank's share of whole micro-batches, as a multiple of an even share."""
+        """How much the busiest rank computes if ranks take whole micro-batches, relative to an even
+        share.
+        """
         return -(-self.micro_batches // self.world) * self.world / self.micro_batches if self.micro_batches else 1.0
 
     def _deal_divided(self, number: int, passes: int, samples: list[int], state: SamplerState) -> Micro:
-        """Return this rank's even share of the micro-batches in pass `number`."""
+        """Return this rank's even share of the samples in pass `number` of `passes`."""
         count = self.micro_batches
         numbers = share(range(count), number, passes)
         begins = [_bounds(len(samples), k, count)[0] for k in numbers]
@@ -342,14 +360,14 @@ class ElasticSampler:
                 raise ConfigError(f"ElasticSampler: {key}={value}: must be an integer of at least 1")
 
     def rest_of_epoch(self) -> Iterator[Step]:
-        """Yield the steps from the state to the end of its epoch, each computed on demand.
+        """Yield the remaining steps of the current epoch, each computed on demand.
 
         This does not change the state; `done(step)` does.
         """
         return self._epoch_from(self.state)
 
     def upcoming(self, epochs: int) -> Iterator[Step]:
-        """Yield the steps from the state to the end of `epochs` epochs, each computed on demand."""
+        """Yield the steps until `epochs` epochs are complete, each computed on demand."""
         state = self.state
         while state.epoch < epochs:
             yield from self._epoch_from(state)
@@ -360,9 +378,10 @@ class ElasticSampler:
         for start in range(before.consumed, self.size, self.batch):
             taken = order[start : start + self.batch]
             if self.repeats > 1:
-                # A micro-batch is a run of consecutive numbers. Move a sample's versions apart, so
-                # that a micro-batch rarely has two of them. Otherwise its statistics would come
-                # from fewer images, and mixup would pair versions of the same image.
+                # A micro-batch consists of consecutive numbers in this order. Move the versions of
+                # a sample apart, so that a micro-batch rarely has two of them. Otherwise, the
+                # micro-batch's statistics would come from fewer images, and mixup would pair
+                # versions of the same image.
                 taken = taken[torch.argsort(taken // self.size, stable=True)]
             samples: list[int] = taken.tolist()
             after = replace(before, consumed=start + len(samples))
@@ -379,7 +398,7 @@ class ElasticSampler:
         return self.state.consumed >= self.size
 
     def next_epoch(self) -> None:
-        """Begin the next epoch's permutation."""
+        """Begin the next epoch, which has a different permutation."""
         self.state = replace(self.state, epoch=self.state.epoch + 1, consumed=0)
 
     def state_dict(self) -> dict[str, int]:

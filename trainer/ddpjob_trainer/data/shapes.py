@@ -25,7 +25,9 @@ SIDE = 16
 """Side of an image, in pixels."""
 TEST_SIZE = 2048
 _FINE = 2 * SIDE
-"""Number of points per side at which shapes are drawn. A pixel is the mean of four points."""
+"""Number of points on each side of the grid on which shapes are drawn. A pixel is the mean of four
+points.
+"""
 _AT_ONCE = 256
 """Number of images drawn together, chosen so that their arrays fit into a CPU's cache."""
 _SEED, _TEST, _CLUTTER = 0x53484150, 1 << 40, 2
@@ -59,14 +61,17 @@ CLASSES: dict[str, Callable[[Floats, Floats], Bools]] = {
     "angle": lambda u, v: _box(u + 0.6, v, 0.3, 0.9) | _box(u, v + 0.6, 0.9, 0.3),
     "two bars": lambda u, v: _box(u, np.abs(v) - 0.6, 0.95, 0.28),
 }
-"""Each class's function. It returns whether points (u, v) of the shape's own plane, within [-1, 1]
-squared, are inside the shape. Each shape's mirror image is a rotated shape of the same class, so
-flips preserve labels.
+"""The function of each class. It is given points (u, v) in a plane in which the shape lies within
+[-1, 1] squared, and returns whether each point is inside the shape. The mirror image of each shape
+is a rotated shape of the same class, so flips preserve labels.
 """
 
 
 def open_shapes(config: DataConfig, device: torch.device) -> MemoryData:
-    """Return `data.size` training and 2048 test images, all different, as uint8 on the device."""
+    """Return a data set of `data.size` training images and 2048 test images on the device.
+
+    All images are different, and are kept as uint8.
+    """
     if config.size < 1:
         raise ConfigError(f"data.size={config.size} must be at least 1, for example 2048")
     if config.randaugment_ops or config.trivialaugment:
@@ -90,9 +95,9 @@ def open_shapes(config: DataConfig, device: torch.device) -> MemoryData:
 
 
 def draw(numbers: npt.NDArray[np.int64]) -> tuple[Bytes, npt.NDArray[np.int64]]:
-    """Return images (n, 3, SIDE, SIDE) uint8 and labels (n,) int64 for the given numbers.
+    """Return the images (n, 3, SIDE, SIDE) uint8 and labels (n,) int64 for the given numbers.
 
-    The test set's numbers begin at 2**40.
+    The numbers of test images begin at 2**40.
     """
     labels = numbers % len(CLASSES)
     parts = [numbers[first : first + _AT_ONCE] for first in range(0, len(numbers), _AT_ONCE)]
@@ -103,7 +108,7 @@ def _draw(numbers: npt.NDArray[np.int64]) -> Bytes:
     draws = iter(uniform(_SEED, 0, numbers, 80).T[:, :, None, None])
 
     def between(low: float, high: float) -> Floats:
-        """Return one random number per image, (n, 1, 1)."""
+        """Return one random number from `low` to `high` per image, (n, 1, 1)."""
         number: Floats = low + (high - low) * next(draws)
         return number
 
@@ -112,9 +117,10 @@ def _draw(numbers: npt.NDArray[np.int64]) -> Bytes:
         return np.stack([next(draws) for _ in range(3)], axis=1)
 
     def plane(centre_x: Floats, centre_y: Floats, size: Floats) -> tuple[Floats, Floats]:
-        """Return the points' coordinates (n, _FINE, _FINE) in a plane rotated by a random angle.
+        """Return the coordinates of the grid's points in a randomly rotated plane of each image.
 
-        The plane's unit is `size` pixels.
+        Both coordinates are (n, _FINE, _FINE). The plane's origin is at (`centre_x`, `centre_y`),
+        and its unit is `size` pixels.
         """
         slope, sign = between(-1.0, 1.0), np.where(next(draws) < 0.5, 1.0, -1.0)
         cosine = sign * (1 - slope * slope) / (1 + slope * slope)
@@ -138,8 +144,8 @@ def _draw(numbers: npt.NDArray[np.int64]) -> Bytes:
     for label, shape in enumerate(CLASSES.values()):
         own = numbers % len(CLASSES) == label
         inside[own] = shape(u[own], v[own])
-    # The colour differs from the background by 0.3 to 0.7 on the circle 0..1, so that the shape is
-    # visible.
+    # To make the shape visible, its colour differs from that of the background by 0.3 to 0.7 in
+    # each channel, with values that wrap around at 1.
     canvas = np.where(inside[:, None], (ground + 0.3 + 0.4 * colour()) % 1.0, canvas)
     u, v = plane(between(0.0, SIDE), between(0.0, SIDE), between(1.0, 1.8))
     canvas = np.where(_box(u, v, 8.0, 0.6)[:, None], colour(), canvas)  # A bar covers part of the shape.

@@ -29,14 +29,15 @@ _IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "ppm", "pgm", "tif", "tiff")
 MOST_LABEL = 10_000_000
 """Maximum label, because the highest label determines the size of a model's last layer."""
 _MOST_HEADER, _MOST_DIGITS = 1 << 20, 32
-"""Maximum sizes in bytes of a tar's extended header, which holds a name, and of a .cls file."""
+"""Maximum sizes in bytes: of an extended header in a tar, which holds a long name, and of a .cls
+file."""
 _EXTENDED = (
     *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
     *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
 )
 _LOOKED_AT = 4 * tarfile.RECORDSIZE
-"""Number of bytes checked after a tar's end-of-archive marker. Writers pad their last record to
-10240 bytes with zeros.
+"""Number of bytes that are checked after a tar's end-of-archive marker. Tools pad the last record
+of a tar to 10240 bytes with zeros.
 """
 _WEB = ("http://", "https://")
 _REMOTE = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs", "hf": "huggingface_hub"}
@@ -46,8 +47,8 @@ _REMOTE = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "
 class Index:
     """Image i is `sizes[i]` bytes at `offsets[i]` in `shards[shard[i]]`, with label `labels[i]`.
 
-    `url` is the folder. `stamps[shard]` changes with the shard's content, even if its length stays
-    the same, for example because only labels change; see `stamp_of`.
+    `url` is the folder that contains the shards. The stamp of a shard changes with its content,
+    even if its length stays the same, for example because only labels change; see `stamp_of`.
     """
 
     url: str
@@ -72,7 +73,7 @@ class Index:
 def file_system(url: str) -> Any:
     """Return fsspec's file system for a path or URL.
 
-    Raises a DataError that names what to install.
+    Raises DataError if that is not possible. The message says what to install or what to write.
     """
     import fsspec
 
@@ -107,18 +108,21 @@ def translate_errors(url: str) -> Iterator[None]:
 def cached_index(url: str, folder: Path | None, remedy: str) -> Index:
     """Return the index of the shards at `url`. If there is no valid index, build it.
 
-    The index is kept next to the shards, in `folder`, or in the user's cache. Raises DataError.
+    The index is kept in `folder` if that is given; otherwise next to the shards or, if their folder
+    is not writable, in the user's cache. Raises DataError, with `remedy` if the shards are at
+    fault.
     """
     beside = f"{url}/{FILE}"
     files = file_system(url)
-    # Few web servers can list folders, so trust the index's own list.
+    # Few web servers can list folders, so rely on the list of shards in the index.
     if url.startswith(_WEB) and files.exists(beside):
         return _load(files.open(beside, "rb"), url)
     found = _listing(url, remedy)
     if files.exists(beside) and _is_of(index := _load(files.open(beside, "rb"), url), found, copied="://" in url):
         return index
     path = _cache_path(url, folder)
-    with ExitStack() as held:  # A node's ranks arrive at the same time, and one of them builds the index.
+    # The ranks of a node start at the same time. The lock lets one of them build the index.
+    with ExitStack() as held:
         with _keeping(path):
             held.enter_context(alone(path.with_name(f".{path.name}.lock")))
         if path.is_file() and _is_of(index := _load(path.open("rb"), url), found):
@@ -131,7 +135,7 @@ def cached_index(url: str, folder: Path | None, remedy: str) -> Index:
 
 @contextmanager
 def _keeping(path: Path) -> Iterator[None]:
-    """Raise DataError if an index cannot be written."""
+    """Replace OSError with a DataError which says that the index cannot be written to `path`."""
     try:
         yield
     except OSError as error:
@@ -158,10 +162,11 @@ def save(index: Index, path: Path) -> None:
 
 
 def stamp_of(entry: Mapping[str, Any]) -> str:
-    """Return a stamp for a file's content: a checksum or, without one, the time of the last change.
+    """Return a stamp that changes with a file's content.
 
-    The stamp begins with its kind, because only stamps of the same kind can be compared. It is
-    empty if the file system has neither.
+    It is a checksum or, without one, the time of the last change. The stamp begins with its kind,
+    because only stamps of the same kind can be compared. It is empty if the file system has
+    neither. `entry` is what fsspec reports about the file.
     """
     kinds = ("ETag", "etag", "md5Hash", "content_md5", "mtime", "LastModified", "last_modified", "updated")
     return next((f"{kind.lower()} {entry[kind]}" for kind in kinds if entry.get(kind)), "")
@@ -169,7 +174,7 @@ def stamp_of(entry: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class _Found:
-    """The shards currently in a folder."""
+    """The shards that are in a folder now."""
 
     shards: list[str]
     lengths: npt.NDArray[np.int64]
@@ -177,7 +182,7 @@ class _Found:
 
 
 def _listing(url: str, remedy: str) -> _Found:
-    """Return the shards' addresses in name order, lengths in bytes, and stamps."""
+    """Return the shards in a folder, in the order of their names. Raises DataError."""
     files = file_system(url)
     try:
         entries = {str(entry["name"]).rsplit("/", 1)[-1]: entry for entry in files.ls(url, detail=True)}
@@ -196,7 +201,7 @@ def _listing(url: str, remedy: str) -> _Found:
 
 
 def _load(file: IO[bytes], url: str) -> Index:
-    """Return the index in a file. Raises DataError."""
+    """Read an index from a file, and check it. Raises DataError."""
     columns = {"shard": np.int32, "offsets": np.int64, "sizes": np.int32, "labels": np.int64, "lengths": np.int64}
     try:
         with file:
@@ -213,7 +218,7 @@ def _load(file: IO[bytes], url: str) -> Index:
 
 
 def _check(index: Index) -> None:
-    """Raise ValueError if an index points outside its shards."""
+    """Raise ValueError if an index is inconsistent or points outside its shards."""
     if any("/" in name[len(index.url) + 1 :] for name in index.shards):
         raise ValueError("a shard's name has a slash")
     rows = (index.shard, index.offsets, index.sizes, index.labels)
@@ -230,10 +235,10 @@ def _check(index: Index) -> None:
 
 
 def _is_of(index: Index, found: _Found, *, copied: bool = False) -> bool:
-    """Return whether the index was built from these shards.
+    """Return whether the index was built from the shards that were found.
 
-    With `copied`, the index may have been copied to object storage together with the shards. Its
-    stamps may then be missing, or come from the place where it was built.
+    With `copied`, the index may have been built elsewhere and copied to object storage together
+    with the shards. In that case, a stamp of a different kind is not compared.
     """
     names = [[name.rsplit("/", 1)[-1] for name in each.shards] for each in (index, found)]
     if names[0] != names[1] or not np.array_equal(index.lengths, found.lengths):
@@ -282,7 +287,10 @@ def _scan(url: str, found: _Found, remedy: str) -> Index:
 
 
 class _Member(tarfile.TarInfo):
-    """A tar header. It refuses large extended headers, which tarfile would read into memory."""
+    """The header of a tar member. Large extended headers are refused.
+
+    tarfile would read them into memory.
+    """
 
     def _proc_member(self, archive: tarfile.TarFile) -> Any:
         if self.type in _EXTENDED and self.size > _MOST_HEADER:
@@ -291,7 +299,10 @@ class _Member(tarfile.TarInfo):
 
 
 def _samples(file: IO[bytes], shard: str, remedy: str) -> Iterator[tuple[int, int, int]]:
-    """Return (offset, size, label) of each image, in the order of the tar."""
+    """Return (offset, size, label) of each image in a tar, in the order of the tar.
+
+    Raises DataError.
+    """
     images: dict[str, tuple[int, int]] = {}
     labels: dict[str, int] = {}
     dotted: dict[str, str] = {}
@@ -329,9 +340,10 @@ def _samples(file: IO[bytes], shard: str, remedy: str) -> Iterator[tuple[int, in
 
 
 def _check_end(file: IO[bytes], end: int, shard: str) -> None:
-    """Raise DataError if the tar is truncated at `end`, or may have more members after it.
+    """Raise DataError if the tar is truncated at `end`, or if data follows its end-of-archive
+    marker.
 
-    tarfile ends silently in both cases.
+    tarfile does not report either of these.
     """
     file.seek(end)
     left = file.read(_LOOKED_AT)

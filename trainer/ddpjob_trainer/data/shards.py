@@ -42,11 +42,11 @@ class ShardedImages:
         self._owner = 0
 
     def name(self, number: int) -> str:
-        """Return the shard and offset of an image."""
+        """Return text that says in which shard an image is, and at which offset."""
         return f"at byte {self._index.offsets[number]} of {self._index.shards[self._index.shard[number]]}"
 
     def identity(self) -> npt.NDArray[np.uint8]:
-        """Return the shards' names, and each image's location in them."""
+        """Return bytes that identify the shards by name, and the place of each image in them."""
         names = "\n".join(shard.rsplit("/", 1)[-1] for shard in self._index.shards).encode()
         columns = (self._index.lengths, self._index.shard, self._index.offsets, self._index.sizes)
         return np.frombuffer(b"".join([names, *(column.tobytes() for column in columns)]), dtype=np.uint8)
@@ -54,7 +54,8 @@ class ShardedImages:
     def read(self, numbers: list[int]) -> list[bytes | OSError]:
         """Return the images' bytes, or an OSError in place of each image that cannot be read.
 
-        Raises DataError if remote storage does not respond, because the image is not at fault then.
+        Raises DataError if remote storage does not respond. In that case, the images are not at
+        fault.
         """
         if self._index.is_local:
             return [self._local(number) for number in numbers]
@@ -72,7 +73,7 @@ class ShardedImages:
         return content if len(content) == size else OSError(f"the shard ends after {len(content)} of {size} bytes")
 
     def _descriptor(self, shard: int) -> int:
-        """Return the shard's descriptor. Each process opens a shard once and keeps it open."""
+        """Return the file descriptor of a shard, which each process opens once and keeps open."""
         if self._owner != os.getpid():
             self._owner, self._opened = os.getpid(), {}
         if shard not in self._opened:
@@ -81,9 +82,10 @@ class ShardedImages:
 
 
 def _ranges(files: Any, paths: list[str], starts: list[int], ends: list[int]) -> Iterator[bytes]:
-    """Yield byte ranges, fetched concurrently if the file system supports it.
+    """Yield the bytes from `starts` to `ends` of the files `paths`.
 
-    A failed range is fetched again. After the last attempt, raises DataError.
+    They are fetched concurrently if the file system supports it. If an attempt fails, the bytes are
+    fetched again. If the last attempt fails too, raises DataError.
     """
     found: list[Any] = files.cat_ranges(paths, starts, ends, on_error="return")
     for content, path, start, end in zip(found, paths, starts, ends, strict=True):
@@ -103,7 +105,10 @@ def _ranges(files: Any, paths: list[str], starts: list[int], ends: list[int]) ->
 
 
 def open_shards(config: DataConfig, device: torch.device) -> ImageData:
-    """Return the data set in `data.dir` or at `data.url`. Raises DataError."""
+    """Return the data set whose shards are in the folder `data.dir` or at `data.url`.
+
+    Raises DataError.
+    """
     root = config.url.rstrip("/") if config.url else str(existing_folder(config, f"{_REMEDY}; or set data.url"))
     with translate_errors(root):
         train, test = (cached_index(f"{root}/{part}", config.index, _REMEDY) for part in ("train", "val"))
@@ -124,14 +129,18 @@ def open_shards(config: DataConfig, device: torch.device) -> ImageData:
 
 
 def _allow_open_files() -> None:
-    """Raise the soft limit on open files (often 1024). Each worker keeps all shards open."""
+    """Raise the soft limit on open files, because each worker keeps all shards open.
+
+    The limit is often only 1024.
+    """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # macOS refuses more than its own, lower limit.
+    # macOS has a lower limit of its own, and refuses to exceed it.
+    with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _class_names(root: str, train: Index) -> list[str] | None:
-    """Return the lines of classes.txt, or None if that file does not exist.
+    """Return the class names in classes.txt, or None if that file does not exist.
 
     Without the file, the labels determine the number of classes.
     """
@@ -144,13 +153,13 @@ def _class_names(root: str, train: Index) -> list[str] | None:
 
 
 def class_names(content: bytes, where: str) -> list[str]:
-    """Return the names in classes.txt, without the newlines that editors add at the end.
+    """Return the class names in the content of classes.txt.
 
-    Otherwise, each of these would count as one more class. Raises DataError for an empty line
-    between two names.
+    Editors may add newlines at the end. They are ignored, because each of them would count as one
+    more class. Raises DataError for an empty line between two names.
     """
     text = os.fsdecode(content.removeprefix(codecs.BOM_UTF8)).rstrip("\r\n")
-    # Not splitlines, which would also split names at other characters, such as form feeds.
+    # splitlines is not used, because it would also split names at characters such as form feeds.
     names = [line.removesuffix("\r") for line in text.split("\n")] if text else []
     if "" in names:
         raise DataError(f"{where}: line {names.index('') + 1} is empty; write the name of one class on each line")
@@ -158,7 +167,7 @@ def class_names(content: bytes, where: str) -> list[str]:
 
 
 def classes_file(names: list[str]) -> bytes:
-    """Return the content of classes.txt for the names.
+    """Return the content of classes.txt for these class names.
 
     Raises DataError if a name is not a single line.
     """

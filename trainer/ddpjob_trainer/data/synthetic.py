@@ -15,9 +15,10 @@ _NOISE_IMAGES = 61
 
 
 class SyntheticData(DataSet):
-    """Sample i shows the pattern of class i % classes with one of 61 noise images.
+    """A data set in which sample i shows the pattern of class i % classes, plus noise.
 
-    The data is learnable, can have any shape, and takes little memory.
+    The noise is one of 61 images. The data is learnable, can have any shape, and takes little
+    memory.
     """
 
     def __init__(self, config: DataConfig, device: torch.device) -> None:
@@ -42,18 +43,21 @@ class SyntheticData(DataSet):
         self._noise = torch.randn(_NOISE_IMAGES, *self.shape, generator=generator).to(device)
 
     def train_stream(self, parts: Iterable[tuple[int, list[int]]]) -> Iterator[Batch]:
-        """Yield one batch per (epoch, sample numbers). The batches are the same in every epoch."""
+        """Yield a training batch for each pair of an epoch and sample numbers.
+
+        The images are the same in every epoch.
+        """
         return (self._batch(part, 0) for _, part in parts)
 
     def test_batches(self, parts: Iterable[list[int]]) -> Iterator[Batch]:
-        """Yield one batch per list of test sample numbers."""
+        """Yield a test batch for each list of sample numbers."""
         return (self._batch(part, self.train_size) for part in parts)
 
     def fingerprint(self) -> int:
         """Return a hash of the settings that determine the images.
 
-        The images themselves are not hashed, because their bits depend on the CPU's
-        arithmetic.
+        The images themselves are not hashed, because their bits depend on how the CPU computes
+        them.
         """
         return fingerprint(repr((self._seed, self.classes, self.shape, self.train_size)).encode())
 

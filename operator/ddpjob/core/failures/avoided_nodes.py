@@ -28,7 +28,7 @@ from ddpjob.api.job_status import AvoidedNode, JobStatus, Restart
 from ddpjob.core.failures.classify import Cause
 
 WINDOW = timedelta(hours=1)
-"""How long a failure is remembered, and how long a host is avoided after its last failure."""
+"""How long a failure is remembered, and how long a host is avoided after the last failure on it."""
 RECENT = 10
 """Maximum number of entries in `status.restarts.recent`."""
 FAILURES = 3

@@ -51,7 +51,8 @@ from ddpjob.api.job_status import Restart
 from ddpjob.core.world import CODE_CONTAINER, ContainerView, HostView, PodView, Role, is_down
 
 _TRACEBACK_LIMIT = 3000
-"""Maximum number of characters of a traceback. The end is kept, because it names the error."""
+"""Maximum number of characters of a traceback. Only the end of a longer traceback is kept, because
+it names the error."""
 
 
 class Cause(StrEnum):
@@ -153,7 +154,7 @@ _DISRUPTIONS = {
 
 @dataclass(frozen=True)
 class End:
-    """Why a pod can no longer be used."""
+    """How and why a pod has ended, so that it can no longer be used."""
 
     cause: Cause
     message: str
@@ -189,7 +190,7 @@ Hosts = Mapping[str, HostView] | None
 
 
 def explain_vanished(name: str, host: str, hosts: Hosts, last: PodView | None = None, *, launcher: bool = True) -> End:
-    """Return the end of a pod whose object is gone, from its last known state if possible.
+    """Return why a pod whose object is gone has ended, from its last known state if possible.
 
     If the last state shows no reason, the pod was force-deleted, was deleted with its host, or lost
     the labels by which the operator finds it. If it lost its labels, the watch reports a deletion
@@ -204,7 +205,7 @@ def explain_vanished(name: str, host: str, hosts: Hosts, last: PodView | None = 
 
 
 def explain_end(pod: PodView, hosts: Hosts = None, *, launcher: bool = True) -> End:
-    """Return the end of a pod that failed, is being deleted or was evicted.
+    """Return why a pod has failed, is being deleted or was evicted.
 
     `hosts` is None if the state of hosts is unknown. `launcher` is true if the program is the
     launcher, whose exit codes have defined meanings.
@@ -218,7 +219,10 @@ def explain_end(pod: PodView, hosts: Hosts = None, *, launcher: bool = True) -> 
 
 
 def _by_conditions(pod: PodView, hosts: Hosts) -> End | None:
-    """Return the end that Kubernetes reports for the pod as a whole; None if it reports none."""
+    """Return why a pod has ended, if Kubernetes gives a reason for the pod as a whole.
+
+    Return None if Kubernetes gives no such reason.
+    """
     if is_down(pod.host, hosts) and pod.disruption == "DeletionByTaintManager":
         return End(
             Cause.NODE_LOST,
@@ -256,7 +260,7 @@ def _is_rejected(pod: PodView) -> bool:
 
 
 def _by_container(pod: PodView, *, launcher: bool) -> End:
-    """Return the end according to the main container's state, exit code and last message."""
+    """Return why a pod has ended, from its main container's state, exit code and last message."""
     main = pod.main
     if (main.reason, main.exit_code) in _LOST_BY_HOST:
         why = f"{main.reason}, exit code {main.exit_code}"
@@ -283,7 +287,7 @@ def memory_limit(pod: PodView | None) -> str:
 
 
 def _by_rank(pod: PodView) -> End | None:
-    """Return the end of a pod that runs a `command`, from the rank that failed in this pod.
+    """Return why a pod with a `command` has ended, from the rank that failed in this pod.
 
     The rank is known from its own report, or from torchrun's table in the log. Return None if no
     rank is known.
@@ -303,7 +307,10 @@ def _by_rank(pod: PodView) -> End | None:
 
 
 def _by_launcher(pod: PodView) -> End | None:
-    """Return the end that the launcher's own exit code means; None for any other exit code."""
+    """Return why a pod has ended, from an exit code that only the launcher uses.
+
+    Return None if the launcher does not use this exit code.
+    """
     main = pod.main
     if main.exit_code == EXIT_INIT_FAILURE:
         written = read_termination_message(main)
@@ -351,7 +358,7 @@ def _code(exit_code: int | None) -> str:
 
 
 def _never_began(pod: PodView) -> End:
-    """Return the end of a pod whose main container never ran.
+    """Return why a pod whose main container never ran has ended.
 
     Either an init container failed or the host rejected the pod.
     """
@@ -492,7 +499,10 @@ _CANNOT_START = ("RunContainerError", "StartError", "ContainerCannotRun")
 
 
 def find_wrong_platform(pod: PodView) -> End | None:
-    """Return the end of a pod whose image does not fit its host's platform; None if it fits."""
+    """Return why a pod cannot run if its image does not fit its host's platform.
+
+    Return None if the image fits.
+    """
     waiting = [c.waiting_message for c in (*pod.init_containers.values(), *pod.containers.values()) if c.waiting_reason]
     found = next((message for message in waiting if _WRONG_PLATFORM.search(message)), None)
     return _of_wrong_platform(pod, found) if found is not None else None

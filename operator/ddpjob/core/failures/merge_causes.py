@@ -68,11 +68,11 @@ class Finding:
 
     @property
     def contestable(self) -> bool:
-        """Whether it makes a difference if this finding is a cause or a consequence.
+        """Whether this finding has an effect as a cause that it would not have as a consequence.
 
-        It makes one if the finding, as a cause, counts or fails the job, because a consequence does
-        neither. A program that cannot start is never a consequence, so an InitFailure that only
-        fails the job makes none.
+        As a cause, it may count or fail the job, and a consequence does neither. A program that
+        cannot start is never a consequence, so failing the job for the reason InitFailure is not
+        such an effect.
         """
         return self.restart.counted or bool(self.fails and self.fails != Cause.INIT_FAILURE)
 
@@ -206,7 +206,7 @@ def _close(incident: Finding, here: _Break) -> bool:
 
 
 def _join(incident: Finding, here: _Break) -> bool:
-    """Add an incident to a break that began with ends of pods, as its cause or a consequence.
+    """Add an incident, as the cause or a consequence, to a break that began with ends of pods.
 
     Return False if the incident is a separate, earlier break.
     """

@@ -336,7 +336,7 @@ class Wants:
 
     labels: Mapping[str, str]
     devices: Mapping[str, int]
-    """Number of each extended resource, by name."""
+    """The number that a pod requests of each extended resource, by the resource's name."""
     tolerations: tuple[Mapping[str, Any], ...]
     more: bool
     """Whether the job also has requirements that only the scheduler can judge."""

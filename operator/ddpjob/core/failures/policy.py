@@ -8,8 +8,8 @@ the job has ever completed a step. Users who know better write `recovery.rules`.
    whether to fail the job, restart and count, or restart without counting.
 2. Before the first step, an entry point that cannot start fails the job immediately, and so does an
    exit code for a wrong configuration (2, and most of 64 to 78, as in sysexits.h).
-3. Otherwise failures of the job itself count (COUNTED). Disruptions, lost nodes, manual deletions
-   and consequences of other failures do not.
+3. In all other cases, failures of the job itself count (COUNTED). Disruptions, lost nodes, manual
+   deletions and consequences of other failures do not count.
 4. Before the first step, REPEATS consecutive counted failures with the same error in the program's
    code (`find_repeated_error`) or on several ranks at once (`find_error_everywhere`) fail the job,
    because the program would be the same in the next attempt. Network, disk and device errors are

@@ -76,16 +76,19 @@ class Ended:
 
 @dataclass(frozen=True)
 class Ends:
-    """The pods that have ended, and the status with current states of slots and coordinator."""
+    """The pods that have ended, and the view to continue with.
+
+    In this view's status, the slots and the coordinator have their current states.
+    """
 
     view: View
     slots: dict[int, Ended]
-    """Ends by slot index."""
+    """The slots' pods that have ended, by slot index."""
     coordinator: Ended | None
 
     @property
     def all(self) -> list[Ended]:
-        """The ends of the slots, followed by the coordinator's end."""
+        """All pods that have ended: the slots' pods, and then the coordinator's."""
         return [*self.slots.values(), *([self.coordinator] if self.coordinator is not None else [])]
 
 
@@ -177,7 +180,7 @@ def is_success(pod: PodView, *, launcher: bool) -> bool:
 
 
 def _follow_coordinator(view: View) -> tuple[View, Ended | None]:
-    """Return the view with the coordinator's state and endpoint, and its end if it has ended.
+    """Return the view with the coordinator's state and endpoint, and how it ended if it has.
 
     With placement Master, the coordinator is a container in slot 0's pod.
     """

@@ -34,17 +34,18 @@ from ddpjob.core.view import View
 
 @dataclass(frozen=True)
 class Recorded:
-    """The restarts of an attribution, now recorded in the view's status."""
+    """The restarts that follow from an attribution, and the view whose status contains them."""
 
     attribution: Attribution
     view: View
     slots: dict[int, Ended]
-    """Ends of slots, including living pods that are replaced because of their failures."""
+    """The slots' pods that have ended, and living pods that are replaced because of their failures,
+    by slot index."""
     restarts: tuple[Restart, ...]
 
     @property
     def coordinator(self) -> Ended | None:
-        """The coordinator's end."""
+        """How the coordinator has ended; None if it has not ended."""
         return self.attribution.ends.coordinator
 
 

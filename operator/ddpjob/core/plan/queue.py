@@ -253,7 +253,8 @@ def plan_queue_actions(view: View) -> list[Action]:
     """
     job, world, queue = view.job, view.world, view.status.queue
     if not is_queued(view):
-        # The job is not in a queue, so all of its Workloads were created when it still was.
+        # The job is not in a queue, so its Workloads are left over from the time when it was in
+        # one.
         old = [pod for pod in world.pods if pod.name not in view.current_names]
         return [] if any(may_run(pod, view.now) for pod in old) else drop_workloads(view)
     if not world.serves_queues:

@@ -105,7 +105,7 @@ MOST_EVENTS = 20
 
 
 def change_events(old: JobStatus, new: JobStatus) -> list[Event]:
-    """Return events for all differences between two statuses except restarts."""
+    """Return events for the changes from the old to the new status, except for restarts."""
     events = []
     if new.holds(ConditionType.RUNNING) and not old.holds(ConditionType.RUNNING):
         events.append(Event(False, "Running", _begun(old, new)))

@@ -42,7 +42,7 @@ from ddpjob.core.decision import Decision
 from ddpjob.core.world import PodView, World
 
 REFRESH = timedelta(minutes=10)
-"""Maximum age of the sum while pods hold GPUs and the job is being reconciled."""
+"""While pods hold GPUs and the job is being reconciled, the sum is written at least this often."""
 _MOST_GPUS = 10**6
 """Maximum number of GPUs that are counted, because a pod can request any number."""
 

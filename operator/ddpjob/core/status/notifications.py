@@ -36,9 +36,9 @@ _PROGRESS = ("epoch", "epochs", "step", "steps", "percent", "loss", "samplesPerS
 
 
 def with_notifications(job: DDPJob, world: World, now: datetime, decision: Decision) -> Decision:
-    """Return the decision with notifications for the job's receiver.
+    """Return the decision, together with the notifications that the job's receiver must get.
 
-    The job is not deleted before its notifications are settled.
+    The job is not deleted before each of its notifications has been delivered or abandoned.
     """
     notify, status = job.spec.notify, decision.status
     if notify is None:
@@ -72,7 +72,7 @@ def with_notifications(job: DDPJob, world: World, now: datetime, decision: Decis
 
 
 def _happened(job: DDPJob, status: JobStatus) -> Iterator[NotifyEvent]:
-    """Yield the events that have happened between the job's last status and this status."""
+    """Yield the events of spec.notify that happened between the job's last status and this one."""
     if status.terminal:
         if not job.status.terminal:
             yield NotifyEvent.FAILED if status.holds(ConditionType.FAILED) else NotifyEvent.COMPLETE

@@ -158,7 +158,7 @@ def _secret_hint(view: View, held: Stuck) -> str:
 
 
 UNREACHABLE = timedelta(minutes=1)
-"""How long a coordinator may be unreachable before this causes an event."""
+"""How long a coordinator may be unreachable before an event reports it."""
 UNREACHABLE_LONG = "failures of workers are neither counted nor shown for now"
 
 
