@@ -265,14 +265,14 @@ class Rendezvous:
     def master_port(self) -> int:
         """The value of MASTER_PORT for a `command`.
 
-        Its process in pod 0 may listen on this port.
+        Its process in pod 0 can listen on this port.
         """
         return self.port + 2 if self.port < 65534 else self.port - 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Elastic:
-    """The range in which `nodes` may lie."""
+    """The smallest and the largest number of nodes with which an elastic job can run."""
 
     min_nodes: int
     max_nodes: int | None = None

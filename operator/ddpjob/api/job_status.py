@@ -57,15 +57,17 @@ class ConditionType(StrEnum):
     ADMITTED = "Admitted"
     """Set only for a job in a Kueue queue: whether the queue has granted the quota to run."""
     NODES_HEALTHY = "NodesHealthy"
-    """Absent until a pod has to stay on a Kubernetes node that a health agent reports as
-    unhealthy."""
+    """The condition is absent until a health agent reports the Kubernetes node of a job's pod as
+    unhealthy, and the pod stays there."""
     RANKS_KEEP_PACE = "RanksKeepPace"
-    """Absent until a clearly slow rank keeps its pod, for example because no spare can replace it.
+    """The condition is absent until a clearly slow rank keeps its pod, for example because no spare
+    can replace it.
     """
     CHECKPOINTS_COPIED = "CheckpointsCopied"
-    """Absent until the copying of checkpoints to the bucket has fallen behind."""
+    """The condition is absent until the copying of checkpoints to the bucket has fallen behind."""
     SNAPSHOTS_HELD = "SnapshotsHeld"
-    """Absent until the newest training states do not fit into the memory of a pod."""
+    """The condition is absent until the newest training states do not fit into the memory of a pod.
+    """
     NOTIFIES = "Notifies"
     """Set only if the job's namespace may not use the receiver that spec.notify names."""
     CLASS_APPLIED = "ClassApplied"
@@ -278,8 +280,8 @@ class ClassLimits:
     """Maximum number of nodes and spares together."""
     max_gpus_per_node: Annotated[_Number | None, _OMIT_NONE] = None
     images: Annotated[tuple[str, ...], _OMIT_EMPTY] = ()
-    """Images that the job's containers may use. An entry that ends in `*` allows all images that
-    begin with the rest of the entry."""
+    """Images that the job's containers are allowed to use. An entry that ends in `*` allows all
+    images that begin with the rest of the entry."""
 
 
 @dataclass(frozen=True, kw_only=True)

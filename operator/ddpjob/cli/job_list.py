@@ -5,9 +5,9 @@ columns off. Jobs with pods therefore come first, then waiting jobs, the newest 
 Finished jobs are folded into one line that counts them; `e` unfolds them. The list never has more
 lines or columns than the terminal:
 
-1. The wide columns are dropped until the rest fits (GPUHOURS, ATRISK, DURATION, REASON).
-2. Then names are cut in their middle, to no fewer than 16 characters.
-3. Then SPEED, LOSS, AGE, RESTARTS and NODES are dropped, in this order.
+1. The columns GPUHOURS, ATRISK, DURATION and REASON are dropped, one by one, until the rest fits.
+2. If this is not enough, names are cut in their middle, to no fewer than 16 characters.
+3. If this is not enough, SPEED, LOSS, AGE, RESTARTS, NODES and PROGRESS are dropped, in this order.
 
 Names, states, nodes, progress, loss and restarts fit in 80 columns; everything fits in 200.
 """

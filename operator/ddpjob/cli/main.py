@@ -98,7 +98,7 @@ def completion(ctx: click.Context, shell: str) -> None:
 
 
 def _place_last(words: list[str]) -> list[str]:
-    """Move options such as -n or --context from before the command's name to its end.
+    """Move options such as -n or --context from before the command's name to just after it.
 
     These options can thus be written in either place, as with kubectl.
     """

@@ -92,7 +92,7 @@ def curves(text: str, job: str) -> Iterator[str]:
     if not (losses or series.not_finite or series.without_loss):
         raise Mistake(f"{job}: its metrics contain no step yet; wait until it has trained some steps")
     if is_cut(text):
-        # ^The job's first start is in the part that was cut off, so each start in the rest is a
+        # The job's first start is in the part that was cut off, so each start in the rest is a
         # restart.
         yield f"{job}: at least {count(restarts + bool(series.starts), 'restart')}; {CUT}"
     else:

@@ -4,9 +4,10 @@ Reading everything from the API server would take about 240 requests per minute 
 Instead, one `Informer` per kind (and watched namespace) keeps the data that decisions need. No
 requests are made while nothing changes.
 
-- Views are kept, not objects. A pod is a `PodView`; only the metadata of services, ConfigMaps,
-  policies and budgets is read; and a finished job's spec loses the parts that pods are made from.
-  This bounds the operator's memory, because users choose how large their objects are.
+- Views of objects are kept, not the objects themselves. A pod is kept as a `PodView`. Of services,
+  ConfigMaps, policies and budgets, only the metadata is read. The cached spec of a finished job
+  lacks the parts from which pods are made. This limits the operator's memory, because users choose
+  how large their objects are.
 - An object belongs to the job whose uid is in its labels or owner references. Names do not count,
   because a job that was deleted and recreated with the same name does not own objects of its
   predecessor.
@@ -355,7 +356,7 @@ class Caches:
             self._own_write = False
 
     def forget(self, kind: str, namespace: str, name: str) -> None:
-        """Remove an object that, as the API server has just reported, is gone."""
+        """Remove an object that the API server has just reported as gone."""
         self._of(kind, namespace).forget(namespace, name)
 
     def seen_by_kopf(self, event: str | None, body: Json) -> None:

@@ -1,17 +1,18 @@
 """Divides namespaces into shards by a hash of their names; one replica acts for each shard.
 
 One process can reconcile only as many jobs as one CPU allows. With more jobs, several replicas act
-at the same time, but never two for the same job. Each shard has a Lease, elected as in `election`;
-the rules here only decide which replica should take which Lease.
+at the same time, but never two for the same job. Each shard has a Lease, whose holder is elected as
+in `election`. The rules in this module only decide which replica should take which Lease.
 
-- A replica without a Lease takes a free one immediately. A replica that holds Leases first leaves a
-  free one to other replicas, for PATIENCE multiplied by the number of Leases that it holds.
+- A replica without a Lease takes a free one immediately. A replica that already holds Leases first
+  leaves a free Lease to other replicas. It waits for PATIENCE seconds multiplied by the number of
+  Leases that it holds.
 - A replica with at least two fewer shards than another replica asks that replica for a shard by
   writing its own name into an annotation of the Lease. The holder stops acting for that shard and
   releases it.
-- The Leases' names contain the number of shards. While a Lease for a different number is held, a
-  replica does not take a Lease, because the two numbers put the same namespace into different
-  shards.
+- The Leases' names contain the number of shards. While any replica holds a Lease for
+  a different number, no replica takes a Lease for this number, because the two numbers put the
+  same namespace into different shards.
 
 Example with 4 shards:
 

@@ -1,19 +1,22 @@
 """Follows coordinators. Each job has one pending request, its last report, and a wake-up for news.
 
-A reconcile reads the reports kept here and never waits for a coordinator. Coordinators run users'
-images, so one that hangs, floods or lies must harm only its own job. Still, a break should wake its
-job within a moment, even with a thousand jobs.
+A reconcile reads the reports that are kept here, and never waits for a coordinator. Coordinators
+run the images of users. A coordinator that hangs, sends too much or reports something wrong must
+therefore harm only its own job. Nevertheless, a break should wake its job within a moment, even if
+there are a thousand jobs.
 
-- The coordinator holds a request until it has news, or for `progress_seconds`. So a quiet job costs
-  one request every 10 s, and proportionally fewer with more than JOBS jobs.
+- A coordinator holds a request until it has news, or until `progress_seconds` have passed. A job
+  without news therefore costs one request every 10 s. If there are more than JOBS jobs, each of
+  them costs proportionally fewer requests.
 - News is a change that affects decisions (`_news`): a break, a different state or round, or
   different members, but not the step. It wakes the job, but not twice within WAKE_SECONDS.
-- The first BURST requests are PAUSE seconds apart, later ones SLOW_PAUSE. So a coordinator that
-  always has news is asked once a second.
-- All coordinators' reports together stay below READ_BYTES per second. Only coordinators with large
-  reports wait to meet this limit, for at most LONGEST_SHARE.
-- If a coordinator stops responding, its last report is valid for STALE_SECONDS and is then dropped.
-  Retries follow after 0.5 s, then after twice as long each time, up to LONGEST_RETRY.
+- The first BURST requests after a quiet period are PAUSE seconds apart, and later ones are
+  SLOW_PAUSE seconds apart. A coordinator that always has news is therefore asked once a second.
+- The reports of all coordinators together stay below READ_BYTES per second. To meet this limit,
+  only requests to coordinators with large reports are delayed, by at most LONGEST_SHARE seconds.
+- If a coordinator stops responding, its last report stays valid for STALE_SECONDS and is then
+  dropped. The request is sent again after FIRST_RETRY seconds, and this delay doubles each time, up
+  to LONGEST_RETRY seconds.
 
 Example with 200 jobs, in one of which a rank fails:
 

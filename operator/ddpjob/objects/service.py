@@ -86,7 +86,7 @@ def _runtime_files() -> dict[str, bytes]:
     packed = io.BytesIO()
     with ZipFile(packed, "w", ZIP_DEFLATED) as archive:
         for name, content in {"__main__.py": files[f"{RUNTIME_FOLDER.name}/__main__.py"], **files}.items():
-            # ^ZipInfo always has the same date in 1980, so the bytes of the archive depend only on
+            # ZipInfo always has the same date in 1980, so the bytes of the archive depend only on
             # the files.
             archive.writestr(ZipInfo(name), content, ZIP_DEFLATED)
     return {

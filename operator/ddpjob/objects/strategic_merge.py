@@ -121,7 +121,7 @@ kubelet would wait for the path."""
 
 
 def merge_into_coordinator(pod: Json, template: Mapping[str, Any]) -> Json:
-    """Merge those parts of the podTemplate into the coordinator's pod that its image needs to run.
+    """Return the coordinator's pod with those parts of podTemplate that its image needs to run.
 
     The coordinator does not need a GPU, so it can run on machines on which nodes cannot run.
     Therefore claims and fast networks are left out. From nodeSelector and from the required node

@@ -4,7 +4,8 @@ Two replicas must never act at the same time, and a replica that dies must be re
 algorithm must not rely on two machines having the same time.
 
 - The holder renews the Lease every RETRY_SECONDS. If no renewal has succeeded for RENEW_SECONDS, it
-  stops acting. The RENEW_SECONDS begin when it starts the last successful write.
+  stops acting. This time is counted from the moment at which the holder began its last successful
+  write.
 - The other replicas read the Lease every RETRY_SECONDS. A replica takes the Lease after seeing no
   new version of it for LEASE_SECONDS, the Lease's duration, by the replica's own monotonic clock.
   Replicas never compare `renewTime`, which is for human readers.

@@ -10,8 +10,8 @@ time, must detect deletions made while no watch was open, and must survive every
 - A list gives all objects and the version of the collection. Known objects that are not in the list
   have been deleted. The watch starts at that version and continues from the last event's version.
 - Each object has its own version, and the later of two versions is kept. The operator's own
-  writes enter the cache with their responses (`take`), so the next reconcile sees them even
-  if the watch is late; the watch's older event is then ignored.
+  writes enter the cache with their responses (`take`), so the next reconcile sees them even if the
+  watch is late. When the watch then shows an older version, that event is ignored.
 - Versions are compared as numbers. Kubernetes has guaranteed since 1.35 that they can be, and with
   etcd they always could.
 
@@ -29,8 +29,9 @@ restored from a backup. Versions have then gone backwards, and a watch from the 
 would be silent for a long time. The current version is therefore checked before the next watch.
 While the API server is unavailable, the known state is kept.
 
-Memory is bounded: all informers together parse one page at a time, a page larger than PAGE_BYTES is
-requested again as smaller pages, and only views of objects are kept.
+Three rules limit the memory. All informers together parse only one page at a time. A page that is
+larger than PAGE_BYTES is requested again as several smaller pages. Only views of objects are kept,
+not the objects themselves.
 
 Why: docs/decisions/0013.
 """
@@ -129,7 +130,7 @@ class Cache(Generic[View]):
             return
         try:
             view = self.read(body)
-        # A user wrote the object, so the fault may affect only that user's job.
+        # ^A user wrote the object, so the fault must not affect other users' jobs.
         except Exception as error:
             log.warning("%s: %s/%s cannot be read and is ignored: %r", self.path, *key, error)
             self._remove(key)
@@ -350,8 +351,8 @@ class Informer(Cache[View]):
         turn = time.perf_counter()
         async for event in self.rest.watch(self.path, query, _SILENCE, accept=self._accept):
             if time.perf_counter() - turn > TURN_SECONDS:
-                # Let other tasks run. If events have already arrived, reading them does not give
-                # way.
+                # Let other tasks run here. Reading events that have already arrived does not let
+                # them run.
                 await asyncio.sleep(0)
                 turn = time.perf_counter()
             kind, body = event["type"], event["object"]

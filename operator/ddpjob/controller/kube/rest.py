@@ -43,7 +43,7 @@ _TRANSPORT_ERRORS = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
 
 
 class ApiError(Exception):
-    """The API server responded with an error of status 4xx, except 429.
+    """The API server responded with a 4xx status other than 429.
 
     The exception has the status, the reason and the message of the response.
     """

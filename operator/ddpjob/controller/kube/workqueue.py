@@ -12,7 +12,8 @@ namespace with a thousand new jobs must not keep the other namespaces waiting.
   costs one reconcile per second.
 - Among due keys, the lowest rank comes first, then the group with the fewest workers, then the key
   that was scheduled first.
-- A group gets another worker only if it has no workers, or fewer than half the number of idle ones.
+- A group gets another worker only if it has none yet, or if it has fewer than half as many workers
+  as there are idle workers.
 
 Example with 8 workers and any number of keys:
 
@@ -21,11 +22,13 @@ Example with 8 workers and any number of keys:
 
 `Turns` limits what the workers do inside a reconcile, such as creating pods.
 
-- At most `most` turns are taken at a time. A turn longer than SLOW is not counted, because it waits
-  for something else, such as an admission webhook. At most `most` turns may be slow.
-- The next turn goes to the waiting group with the fewest recent turns; a turn counts half after
-  HALF_LIFE. Groups that hold half of all turns come last. Example: A had 400 turns and waits for
-  600 more. B asks for 4 and gets the next 4.
+- At most `most` turns are taken at a time. A turn that lasts longer than SLOW seconds is no longer
+  counted, because it probably waits for something else, such as an admission webhook. It counts as
+  a slow turn instead, and at most `most` slow turns are taken at a time.
+- The next turn goes to the waiting group with the fewest recent turns. In this comparison, a turn
+  counts only half after HALF_LIFE seconds. Groups that hold half of all turns come last. Example:
+  group A has had 400 turns and waits for 600 more. Then group B asks for 4 turns, and it gets the
+  next 4.
 - Fairness counts turns, not seconds, because a turn takes many times longer at the start of a
   burst.
 
