@@ -12,14 +12,15 @@ from ddpjob_trainer.errors import ConfigError
 
 
 class MovingAverage:
-    """Averages, by name, of the tensors changed by training: weights and running statistics.
+    """Averages, by name, of the tensors that training changes.
 
-    After each step, average = decay * average + (1 - decay) * weights. The average starts as the
-    weights after the first step, as in torch's AveragedModel. Averages are float32 and exist on
-    each rank, because the weights are the same on all ranks. If the model has a tensor under
-    several names, `others` maps the additional names. A checkpoint includes the averages under
-    these names too, because averages replace weights by name. Raises ConfigError if `decay` is not
-    between 0 and 1.
+    These tensors are the weights and the running statistics. After each step, average = decay *
+    average + (1 - decay) * weights. The average starts as the weights after the first step, as in
+    torch's AveragedModel. Averages are float32, and each rank keeps the averages of the weights (or
+    shards of weights) that it holds. If the model has a tensor under several names, `others` maps
+    each additional name to the name in `tensors`. A checkpoint contains the average under the
+    additional names, too, because averages replace weights of the same name. Raises ConfigError if
+    `decay` is not between 0 and 1.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class MovingAverage:
             self._updates += 1
 
     def _update_unless(self, skipped: torch.Tensor) -> None:
-        """Update if `skipped` is false, without waiting for the device."""
+        """Update the averages if `skipped` is false, without waiting until its value is known."""
         share = ~skipped * (1 - self._decay)
         for device in {average.device for average in self._averages}:
             pairs = [pair for pair in zip(self._averages, self._tensors, strict=True) if pair[0].device == device]
@@ -59,7 +60,7 @@ class MovingAverage:
             torch._foreach_add_(averages, changes)
 
     def put_in_place(self) -> None:
-        """Replace the weights with the averages before an evaluation."""
+        """Replace the weights with their averages before an evaluation."""
         self._aside = [tensor.clone() for tensor in self._tensors]
         if self._updates:
             torch._foreach_copy_(self._tensors, self._averages)
@@ -87,5 +88,5 @@ class MovingAverage:
 
 
 def _shard(whole: torch.Tensor, like: Any) -> torch.Tensor:
-    """Return this rank's shard of a tensor if `like` is a DTensor, otherwise the tensor."""
+    """Return this rank's shard of `whole` if `like` is a DTensor; otherwise return `whole`."""
     return local(whole if is_sharded(whole) or not is_sharded(like) else spread(whole, like))

@@ -14,7 +14,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Take one step."""
+        """Take one step with all parameter groups."""
         assert closure is None
         for group in self.param_groups:
             weights = [weight for weight in group["params"] if weight.grad is not None]
@@ -23,4 +23,4 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def _step_group(self, group: dict[str, Any], weights: list[torch.Tensor]) -> None:
-        """Update these weights and their states."""
+        """Update `weights`, which all belong to the parameter group `group`, and their states."""

@@ -16,13 +16,16 @@ _EPSILON = 1e-6
 
 
 class Lamb(GroupedOptimizer):
-    """The paper's algorithm 2, with Adam's bias correction, as in Apex's FusedLAMB and timm's Lamb.
+    """Takes the steps of the paper's algorithm 2, with Adam's bias correction.
+
+    Apex's FusedLAMB and timm's Lamb do the same.
 
         m = b1 * m + (1 - b1) * g        v = b2 * v + (1 - b2) * g * g
         u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + 1e-6) + decay * w
         w = w - rate * (|w| / |u|) * u
 
-    In a group without weight decay (normalization, biases), or if |w| or |u| is 0, the ratio is 1.
+    The ratio |w| / |u| is replaced by 1 in a group without weight decay (normalization, biases),
+    and if |w| or |u| is 0.
     """
 
     def __init__(self, parameters: Iterable[Any], lr: float, betas: tuple[float, float], weight_decay: float) -> None:

@@ -14,13 +14,14 @@ from ddpjob_trainer.optim.grouped import GroupedOptimizer
 
 
 class Lars(GroupedOptimizer):
-    """SGD with momentum and steps scaled per parameter, according to the paper's algorithm 1.
+    """SGD with momentum, which scales the step of each parameter by the paper's algorithm 1.
 
         local = trust * |w| / (|g| + decay * |w|)
         v = momentum * v + rate * local * (g + decay * w)
         w = w - v
 
-    local = 1 in a group with `adapt` false, and for a parameter that is 0 or has no gradient.
+    local = 1 in a group with `adapt` false, and for a parameter whose values or gradients are all
+    0.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from ddpjob_trainer.errors import ConfigError, TrainingError
 from ddpjob_trainer.own_functions import load_function
 
 Each = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Maps float32 scores and targets, both (n, k), to losses (n, k)."""
+"""Maps float32 scores and targets, both of the shape (samples, values), to losses of that shape."""
 
 
 def _huber(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -34,12 +34,13 @@ _OF_VALUES: dict[str, Each] = {
     "l1": lambda scores, targets: (scores - targets).abs(),
     "huber": _huber,
 }
-"""Losses of single values. A sample's loss is the mean over its values."""
+"""Losses that are computed for each value of a target. The loss of a sample is the mean over its
+values."""
 _NAMES = ("cross_entropy", *_OF_VALUES)
 
 
 class Loss:
-    """The loss named by `optim.loss`."""
+    """The loss that `optim.loss` names."""
 
     def __init__(self, config: OptimConfig) -> None:
         """Choose the loss. Raises ConfigError for an unknown name."""
@@ -50,13 +51,13 @@ class Loss:
 
     @property
     def of_decisions(self) -> bool:
-        """Whether float targets are probabilities, mostly 0 or 1."""
+        """Whether the loss takes float targets as probabilities, which are mostly 0 or 1."""
         return self.name == "bce"
 
     def check(self, data: DataConfig, targets: Targets, classes: int) -> None:
-        """Raise ConfigError for targets that do not suit the loss, and for unused settings.
+        """Raise ConfigError if the data's targets do not suit the loss, or a setting has no effect.
 
-        Afterwards, `sum` refuses scores for a different number of `classes`.
+        Afterwards, `sum` raises an error for scores of any other number of classes than `classes`.
         """
         if self._smoothing and self.name != "cross_entropy":
             raise ConfigError(
@@ -88,15 +89,16 @@ class Loss:
         self._classes = classes if targets is Targets.CLASSES else 0
 
     def sum(self, scores: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Return the sum of a micro-batch's losses in float32.
+        """Return the sum of the losses of a micro-batch's samples, in float32.
 
-        An unreadable sample has weight zero. Raises the same errors as `each`, and TrainingError
-        for scores that would otherwise fail only in the first evaluation, hours later.
+        An unreadable sample has a loss of zero. Raises the same errors as `each`. Also raises
+        TrainingError if scores have a shape with which only the first evaluation would fail, hours
+        later.
         """
         return self.total(scores, batch.labels, batch.unreadable)
 
     def total(self, scores: torch.Tensor, labels: torch.Tensor, unreadable: int) -> torch.Tensor:
-        """Return `sum` for labels of which some may be unreadable."""
+        """Return the result of `sum` for labels. If `unreadable` is 0, all of them are valid."""
         self._check_scores(scores)
         targets = labels[: len(scores)]
         if self.name == "cross_entropy":
@@ -110,8 +112,8 @@ class Loss:
     def each(self, scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the loss of each sample, (n,), without label smoothing.
 
-        Raises ConfigError if the user's own function returns anything else, and TrainingError if
-        the model's output does not fit the targets.
+        Raises ConfigError if the user's own loss function does not return a tensor of this shape,
+        and TrainingError if the model's output does not fit the targets.
         """
         scores = scores.float()
         if self.name == "cross_entropy":
@@ -127,7 +129,8 @@ class Loss:
                 f" has {targets.shape[1]} values; set model.name to a model whose last layer has"
                 f" {targets.shape[1]} outputs"
             )
-        # On other devices, the check would wait for the device.
+        # The check reads the targets. On a device other than the CPU, reading them would mean
+        # waiting for the device.
         if self.of_decisions and targets.device.type == "cpu":
             check_probabilities(targets)
         return _OF_VALUES[self.name](scores, targets).mean(1)
@@ -157,22 +160,22 @@ class Loss:
 
 
 def rows(values: torch.Tensor) -> torch.Tensor:
-    """Flatten (n, ...) to (n, values of a sample)."""
+    """Flatten (n, ...) to (n, number of values of a sample)."""
     return values[:, None] if values.ndim == 1 else values.flatten(1)
 
 
 def loss_sum(
     logits: torch.Tensor, labels: torch.Tensor, smoothing: float = 0.0, weights: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the sum of cross entropies in float32, a scalar.
+    """Return the sum of the samples' cross entropies, as a float32 scalar.
 
-    `logits` are (n, classes); `labels` are class numbers (n,), or shares of classes (n, classes).
-    Label smoothing (Szegedy et al. 2015) takes `smoothing` of each label and spreads it over all
-    classes. `weights` (n,) multiply the samples' losses. A label of -100 has weight zero, as does a
-    row whose shares are all 0.
+    `logits` are (n, classes). `labels` are class numbers (n,), or each sample's shares of the
+    classes (n, classes). Label smoothing (Szegedy et al. 2015) takes `smoothing` of each label and
+    spreads it over all classes. Each sample's loss is multiplied by its value in `weights` (n,).
+    The loss of a sample is zero if its label is -100, or if its shares are all 0.
     """
     if labels.is_floating_point() and smoothing:
-        # torch's smoothing would also give shares to a row without any.
+        # torch's own smoothing would also give shares to a sample whose shares are all 0.
         labels = labels * (1 - smoothing) + labels.sum(1, keepdim=True) * (smoothing / labels.shape[1])
         smoothing = 0.0
     if weights is None:

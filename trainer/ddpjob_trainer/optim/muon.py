@@ -25,20 +25,23 @@ import torch
 from ddpjob_trainer.optim.grouped import GroupedOptimizer
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315
-"""The polynomial a x + b x^3 + c x^5, which has the steepest slope at 0 that still converges."""
+"""Coefficients of the polynomial a x + b x^3 + c x^5, which each iteration applies to the singular
+values. Of the polynomials whose iteration converges, it has the steepest slope at 0."""
 _EPSILON = 1e-7
 
 
 class Muon(GroupedOptimizer):
-    """Nesterov's momentum, then an orthogonal step for each matrix, (rows, all other dimensions).
+    """Applies Nesterov's momentum, then takes an orthogonalized step with each matrix.
+
+    A weight with more than two dimensions is treated as a matrix (rows, all other dimensions).
 
         v = momentum * v + g        u = g + momentum * v
         matrices:                   w = (1 - rate * decay) * w - rate * scale * orthogonalize(u)
         groups with `orthogonal` false, with g + decay * w in place of g:  w = w - rate * u
 
     As in the authors' code, scale = max(1, rows / columns) ** 0.5 for matrices and 1 for
-    convolutions. With `fixed_norm`, w is first scaled to the norm sqrt(rows) instead of decayed
-    (Jordan's airbench94_muon).
+    convolutions. With `fixed_norm`, w is first scaled to the norm sqrt(rows), as in Jordan's
+    airbench94_muon, and weight decay does not apply.
     """
 
     def __init__(
@@ -81,9 +84,12 @@ class Muon(GroupedOptimizer):
 
 
 def orthogonalize(matrix: torch.Tensor, steps: int, short: torch.dtype) -> torch.Tensor:
-    """Return roughly U V of a matrix U S V, by Newton-Schulz iterations in the format `short`."""
+    """Return roughly U V for a matrix whose singular value decomposition is U S V.
+
+    The result comes from `steps` Newton-Schulz iterations in the number format `short`.
+    """
     wide = matrix if len(matrix) <= matrix.shape[1] else matrix.T
-    # Divided by the norm, the matrix has singular values up to 1, so that the iterations converge.
+    # Dividing by the norm makes all singular values at most 1, so that the iterations converge.
     x = wide.to(short)
     x = x / (x.norm() + _EPSILON)
     for _ in range(steps):

@@ -2,7 +2,8 @@
 
 Too many consecutive skipped steps end the training. If the loss is not finite on one rank, the
 summed gradient is not finite on all ranks, so every rank skips the step without any communication.
-The ranks exchange the source of the loss only afterwards.
+Only afterwards do the ranks exchange on which rank, and with which samples, the loss was not
+finite.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ from ddpjob_trainer.errors import ConfigError, TrainingError
 from ddpjob_trainer.optim.precision import Update
 
 _SCALE_STEPS = 40
-"""Number of steps in which a dynamic loss scale falls from 65536 to a uselessly small value. Until
-it has fallen, the scale adapts by skipping steps.
-"""
+"""Number of steps in which a dynamic loss scale falls from 65536 to a uselessly small value. While
+the scale falls, skipped steps are normal, because the scale adapts by skipping steps."""
 _NUMBERS_SHOWN = 16
 _NUMBERS_COMMON = 3
-"""Maximum number of samples to name that several non-finite steps have in common."""
+"""Maximum number of samples that a message names because several non-finite steps have them in
+common."""
 
 Notify = Callable[[int, str, dict[int, list[int]]], None]
-"""Called with (step, text, {rank: its samples}) for the ranks on which the loss was not finite."""
+"""Called for a skipped step with (step, text, samples). `samples` maps each rank on which the loss
+was not finite to the numbers of its samples."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class _Taken:
 
 
 class NonFiniteGuard:
-    """Checks the outcome of steps. All ranks must make the same calls."""
+    """Finds out which steps were skipped, and reports them. All ranks must make the same calls."""
 
     def __init__(
         self,
@@ -52,11 +54,11 @@ class NonFiniteGuard:
         dynamic_scale: bool = False,
         left_out: Callable[[int], None] | None = None,
     ) -> None:
-        """End training after `limit` consecutive skipped steps. `left_out` gets each skipped step's
-        number.
+        """Let training end after `limit` consecutive skipped steps.
 
-        With `dynamic_scale`, overflows do not count while the loss scale is still adapting. Raises
-        ConfigError.
+        `left_out` is called with the number of each skipped step. With `dynamic_scale`, a step that
+        was skipped because of an overflow does not count while the loss scale is still adapting.
+        Raises ConfigError.
         """
         if limit < 1:
             raise ConfigError(
@@ -68,19 +70,20 @@ class NonFiniteGuard:
         self._pending: list[_Taken] = []
         self._in_a_row = self._overflows = 0
         self._common: set[int] = set()
-        """Samples common to all steps so far whose loss was not finite."""
+        """Numbers of the samples that were in each step so far whose loss was not finite."""
         self.skipped = 0
         """Number of steps skipped in this incarnation of the job."""
 
     def record(
         self, step: int, samples: Sequence[int], losses: torch.Tensor, count: int, update: Update
     ) -> tuple[torch.Tensor, int | torch.Tensor]:
-        """Record that step `step` was taken or skipped, and return its losses and count.
+        """Record whether step `step` was skipped. Return its losses and its number of samples.
 
-        `losses` is this rank's sum over `samples`, its share of a global batch of `count`. Both
-        results are zero if the step was skipped. If checking would wait for the device, the results
-        are tensors on it. Raises TrainingError on all ranks if too many consecutive steps were
-        skipped; if checking would wait, `check` raises the error later.
+        `losses` is the sum of this rank's losses over `samples`, its share of a global batch of
+        `count` samples. If the step was skipped, both results are zero. If the outcome is not known
+        without waiting for the device, the results are tensors on the device. Raises TrainingError
+        on all ranks if too many consecutive steps were skipped. If the outcome is not known yet,
+        `check` raises this error later.
         """
         self._pending.append(_Taken(step, samples, losses, update.skipped))
         if isinstance(update.skipped, torch.Tensor):
@@ -89,7 +92,10 @@ class NonFiniteGuard:
         return (torch.zeros_like(losses), 0) if update.skipped else (losses, count)
 
     def check(self) -> None:
-        """Check the steps since the last call. Raises TrainingError on all ranks."""
+        """Check all steps that have been recorded since the last call.
+
+        Raises TrainingError on all ranks if too many consecutive steps were skipped.
+        """
         pending, self._pending = self._pending, []
         for taken in pending:
             if bool(taken.skipped):
@@ -124,7 +130,10 @@ class NonFiniteGuard:
         )
 
     def _note_common(self, samples: dict[int, list[int]]) -> str:
-        """Return a remark if a few samples are common to all steps whose loss was not finite."""
+        """Return a remark about the samples that all steps with a non-finite loss have in common.
+
+        The remark is empty if there are no such samples, or too many to name.
+        """
         found = {number for numbers in samples.values() for number in numbers}
         shared = self._common & found
         self._common = shared or found or self._common

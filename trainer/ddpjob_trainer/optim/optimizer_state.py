@@ -14,7 +14,7 @@ from ddpjob_trainer.distributed.dtensors import is_sharded
 def named_optimizer_state(
     optimizer: torch.optim.Optimizer, parameters: list[tuple[str, nn.Parameter]]
 ) -> dict[str, Any]:
-    """Return an optimizer's state by parameter name instead of number."""
+    """Return an optimizer's state under the names of the parameters instead of their numbers."""
     state = {name: optimizer.state[parameter] for name, parameter in parameters if parameter in optimizer.state}
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     return {"state": state, "groups": groups}
@@ -26,16 +26,17 @@ def load_named_optimizer_state(
     state: dict[str, Any],
     frozen: Collection[str] = (),
 ) -> None:
-    """Load a state from `named_optimizer_state`, except for weights that are now `frozen`.
+    """Load a result of `named_optimizer_state`, except for weights that are now `frozen`.
 
-    Raises KeyError or ValueError if names differ.
+    Raises KeyError or ValueError if the state belongs to different parameters.
     """
     names = {parameter: name for name, parameter in parameters}
     numbered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
     saved = {name: values for name, values in state["state"].items() if name not in frozen}
     if unknown := set(saved) - set(numbered):
         raise KeyError(f"the optimizer's state has {', '.join(sorted(unknown)[:3])}, which the model does not have")
-    # Learning rates, decays and so on come from the configuration, which may have changed.
+    # Saved learning rates, decays and so on are not used. They come from the configuration, which
+    # may have changed.
     groups, first = [], 0
     for group in optimizer.param_groups:
         groups.append({**group, "params": list(range(first, first + len(group["params"])))})
@@ -44,8 +45,8 @@ def load_named_optimizer_state(
     if isinstance(optimizer, torch.optim.SGD) and any(
         isinstance(values.get("momentum_buffer"), torch.Tensor) for values in saved.values()
     ):
-        # A weight that was frozen has no momentum, but fused SGD requires momentum for all weights
-        # or none, so the initial value, zero, is used.
+        # A weight that was frozen when the state was saved has no momentum. Fused SGD requires
+        # momentum for all weights or for none, so such a weight gets the initial value, zero.
         saved = {name: saved.get(name) or {"momentum_buffer": torch.zeros_like(own[name])} for name in numbered}
     by_number = {
         number: {key: laid_out_as(value, own[name]) for key, value in saved[name].items()}
@@ -56,9 +57,10 @@ def load_named_optimizer_state(
 
 
 def laid_out_as(value: Any, weight: torch.Tensor) -> Any:
-    """Return a weight's gradient or moment with the weight's memory layout.
+    """Return `value`, a gradient or moment of `weight`, in the memory layout of `weight`.
 
-    Other values are returned unchanged. Fused optimizers traverse both tensors in memory order.
+    Fused optimizers need this, because they traverse both tensors in memory order. A value with a
+    different shape is returned unchanged.
     """
     if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape != weight.shape or is_sharded(weight):
         return value

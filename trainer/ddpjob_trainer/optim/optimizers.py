@@ -22,19 +22,19 @@ def build_optimizer(
     depths: Mapping[str, int] | None = None,
     computed_in: torch.dtype = torch.float32,
 ) -> torch.optim.Optimizer:
-    """Return the configured optimizer for named parameters.
+    """Return the configured optimizer for `parameters`, which are pairs (name, parameter).
 
-    `depths` covers all the model's parameters (`model.depths`), including frozen ones, for
-    optim.layer_decay; see `parameter_groups`. The model computes in the format `computed_in`.
-    Raises ConfigError for values out of range.
+    `depths` contains the depth of each of the model's parameters (`model.depths`), also of frozen
+    ones. optim.layer_decay needs the depths; see `parameter_groups`. `computed_in` is the number
+    format in which the model computes. Raises ConfigError for values out of range.
     """
     check(config)
     named = list(parameters)
     weights = [weight for _, weight in named]
     groups = divide(config, named, depths)
-    # On the CPU, fused kernels take half the time for SGD and a fifth for AdamW (11 million
-    # weights, one core). torch has no fused SGD for DTensors (fsdp) and by default updates
-    # DTensors one by one, so they use foreach.
+    # On the CPU, fused kernels take half as long for SGD and a fifth as long for AdamW (11 million
+    # weights, one core). For DTensors (strategy=fsdp), torch does not have a fused SGD, and by
+    # default it updates them one by one, so foreach kernels are chosen for them.
     parts = any(is_sharded(weight) for weight in weights)
     kernels: dict[str, Any] = (
         {"foreach": True} if parts else {"fused": all(weight.device.type in ("cpu", "cuda") for weight in weights)}
@@ -56,7 +56,9 @@ def build_optimizer(
         case OptimizerName.MUON:
             from ddpjob_trainer.optim.muon import Muon
 
-            # bfloat16 would round a sum in a different order differently, so float32 is kept.
+            # A model that computes in float32 also uses float32 here. If bfloat16 were used,
+            # gradients that were only added up in a different order could be rounded to different
+            # values.
             short = computed_in if computed_in is torch.float32 else torch.bfloat16
             return Muon(
                 groups, rate, config.muon_momentum, decay, config.muon_steps, short, fixed_norm=config.muon_fixed_norm
@@ -72,7 +74,7 @@ def build_optimizer(
 
 
 def check(config: OptimConfig) -> None:
-    """Raise ConfigError for invalid values."""
+    """Raise ConfigError for invalid values in the section `optim`."""
     for key in (
         "lr",
         "weight_decay",
@@ -121,8 +123,9 @@ def check(config: OptimConfig) -> None:
 class Position:
     """The position of a step in the training, in samples.
 
-    Learning rates therefore do not depend on earlier steps' batches. `consumed` samples over all
-    epochs were taken before the step; an epoch has `size` samples, and a full step takes `batch`.
+    A learning rate that depends on this position does not depend on the batch sizes of earlier
+    steps. Over all epochs, `consumed` samples were taken before the step. An epoch has `size`
+    samples, and a full step takes `batch` samples.
     """
 
     consumed: int
@@ -142,7 +145,7 @@ class Position:
 
 
 def learning_rate(config: OptimConfig, at: Position) -> float:
-    """Return the learning rate for the step at a position.
+    """Return the learning rate of the step at the position `at`.
 
     If all steps have the same size, the rate is the same as with torch's schedulers. cosine:
     Loshchilov and Hutter, SGDR, 2016. one_cycle: Smith and Topin, Super-convergence, 2018, in the
@@ -160,7 +163,7 @@ def learning_rate(config: OptimConfig, at: Position) -> float:
         case ScheduleName.COSINE | ScheduleName.LINEAR:
             done = min(1.0, (at.consumed - warmup) / max(1.0, at.total - warmup))
             return config.lr * (1 - done) if config.schedule is ScheduleName.LINEAR else _cosine(config.lr, 0.0, done)
-        # The rate peaks at `top` and has fallen when the last step begins.
+        # The rate peaks at `top`, and it has reached its final value when the last step begins.
         case ScheduleName.ONE_CYCLE:
             first, last = config.lr * config.start_factor, config.lr * config.end_factor
             top = config.rise * at.total - at.length

@@ -32,21 +32,22 @@ from ddpjob_trainer.optim.parameter_groups import set_learning_rate
 from ddpjob_trainer.own_functions import explain, load_function
 
 _SIDE = 4
-"""Maximum length of a stand-in's dimensions."""
+"""Maximum length of each dimension of a stand-in."""
 _LOADS, _STEPS = (7, 17), 40
 _RATE = 0.1
-"""Learning rate of the first step. The user's may be too small to move the stand-ins."""
+"""Learning rate of the first step in the check. The user's own rate may be too small to move the
+stand-ins."""
 _CALL = "a call as name(groups, lr=..., weight_decay=...)"
 _OF_STEPS = {"params", "lr"}
-"""Keys of a group that the trainer sets."""
+"""Keys of a parameter group that are not compared, because the trainer sets them."""
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 _Copy = tuple[torch.optim.Optimizer, list[tuple[str, nn.Parameter]]]
 
 
 def build_own(name: str, groups: list[dict[str, Any]], lr: float, decay: float) -> torch.optim.Optimizer:
-    """Return the optimizer that `name` builds for `groups`.
+    """Return the optimizer that the user's function `name` builds for `groups`.
 
-    Raises ConfigError if it could not continue from a checkpoint.
+    Raises ConfigError if the optimizer could not continue from a checkpoint.
     """
     function = load_function("optim.name", name)
 
@@ -71,10 +72,11 @@ def build_own(name: str, groups: list[dict[str, Any]], lr: float, decay: float) 
 
 
 def _check_resumes(name: str, make: Make, groups: list[dict[str, Any]]) -> None:
-    """Raise ConfigError if a copy that loads the state of another one takes a different step."""
+    """Raise ConfigError if the optimizer takes different steps after a checkpoint is loaded."""
 
     def stand_ins(weights: list[torch.Tensor]) -> list[nn.Parameter]:
-        # One for each kind is enough. All of a ResNet-50 would take seconds at each start.
+        # One stand-in for each kind of parameter is enough. To copy all parameters of a ResNet-50
+        # would take seconds at each start.
         kinds = dict.fromkeys((tuple(min(side, _SIDE) for side in it.shape), it.dtype, it.device) for it in weights)
         return [
             nn.Parameter(torch.linspace(-1, 1, math.prod(sides), dtype=dtype).reshape(sides).to(device))
@@ -129,7 +131,10 @@ def _check_resumes(name: str, make: Make, groups: list[dict[str, Any]]) -> None:
 
 
 def _are_same(one: _Copy, other: _Copy) -> bool:
-    """Whether two copies have the same weights and settings, except for the learning rate."""
+    """Return whether two copies have the same weights and settings.
+
+    Their learning rates are not compared.
+    """
 
     def settings(optimizer: torch.optim.Optimizer) -> str:
         groups = [{key: plain(group[key]) for key in group.keys() - _OF_STEPS} for group in optimizer.param_groups]

@@ -1,8 +1,8 @@
 """The user's own learning-rate schedule (`optim.schedule=package.module:function`).
 
-`function(epoch, epochs)` returns a factor of optim.lr. `epoch` counts complete epochs with a
-fraction, such as 2.5, and is computed from the samples consumed. The schedule therefore continues
-where it stopped if the batch or the number of ranks changes.
+`function(epoch, epochs)` returns a factor by which optim.lr is multiplied. `epoch` is the number of
+complete epochs plus a fraction, such as 2.5, and is computed from the samples consumed. The
+schedule therefore continues where it stopped, even if the batch or the number of ranks changes.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.own_functions import explain, load_function
 
 _MOST_STEPS = 100_000
-"""Maximum number of steps to check before training. In a longer training, every k-th step is
-checked.
-"""
+"""Maximum number of steps whose rates are checked before training. In a longer training, only every
+k-th step is checked."""
 
 
 def own_factor(name: str, epoch: float, epochs: int) -> float:
-    """Return the factor at a position. Raises ConfigError unless it is finite and at least 0."""
+    """Return the factor of optim.lr at a position in the training.
+
+    Raises ConfigError unless the factor is finite and at least 0.
+    """
     function = load_function("optim.schedule", name)
     with explain("optim.schedule", name, f"a call with epoch={epoch:g}, epochs={epochs}"):
         factor = float(function(epoch, epochs))
@@ -36,11 +38,12 @@ def own_factor(name: str, epoch: float, epochs: int) -> float:
 
 
 def check_own(name: str, rate: Callable[[int], float], steps: Sequence[int], group: Group) -> str:
-    """Return a description of the schedule for the log.
+    """Check the user's schedule, and return a description of it for the log.
 
-    `rate` maps the samples consumed before a step to its learning rate, and `steps` contains these
-    numbers for all steps. Raises ConfigError if a rate is invalid, or differs in a second call or
-    on a different rank. All ranks must call this together.
+    `rate` returns the learning rate of a step, given the number of samples consumed before it.
+    `steps` contains these numbers of samples for all steps. Raises ConfigError if a rate is
+    invalid, or if it differs in a second call or on a different rank. All ranks must call this
+    together.
     """
     checked = [*steps[:: max(1, len(steps) // _MOST_STEPS)], steps[-1]]
     rates = [rate(consumed) for consumed in checked]

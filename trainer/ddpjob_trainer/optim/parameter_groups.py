@@ -1,9 +1,10 @@
 """Divides a model's parameters into groups with their own learning rate and weight decay.
 
-Four properties decide a parameter's group: whether it is decayed (`optim.decay_norm_and_bias`),
-whether muon updates it as sgd does (`optim.muon_except`), its depth (`optim.layer_decay`), and the
-first pattern of `optim.groups` that its name matches. The learning rate of a group is a share of
-the schedule's rate: the product of the shares of the depth and the pattern.
+Four properties decide a parameter's group: whether weight decay applies to it
+(`optim.decay_norm_and_bias`), whether muon updates it as sgd does (`optim.muon_except`), its depth
+(`optim.layer_decay`), and the first pattern of `optim.groups` that its name matches. The learning
+rate of a group is the schedule's rate, multiplied by one factor for the depth and one for the
+pattern.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ _NEVER_DECAYED = frozenset(
     {"class_token", "cls_token", "dist_token", "pos_embedding", "pos_embed", "relative_position_bias_table"}
     | {"layer_scale"}
 )
-"""Final components of tensor names that torchvision's and timm's recipes exclude from weight decay,
-in addition to biases and normalization. They are not matrices, so muon does not orthogonalize them.
-"""
+"""Last components of the names of tensors that torchvision's and timm's recipes exclude from weight
+decay, in addition to biases and normalization. These tensors are not matrices, so muon does not
+orthogonalize them."""
 _SCALE = "lr_scale"
-"""A parameter group's key for its share of the schedule's learning rate. timm uses the same key."""
+"""Key under which a parameter group stores its factor for the schedule's learning rate. timm uses
+the same key."""
 
 
 @dataclass(frozen=True)
 class GroupRule:
-    """One item of optim.groups. `decay` is None if the pattern does not change the weight decay."""
+    """One item of optim.groups. `decay` is None if the item does not change the weight decay."""
 
     pattern: str
     rate: float
@@ -41,7 +43,10 @@ class GroupRule:
 
     @classmethod
     def read(cls, text: str) -> GroupRule:
-        """Return the rule for PATTERN=RATE or PATTERN=RATE/DECAY. Raises ConfigError."""
+        """Return the rule that `text` states as PATTERN=RATE or PATTERN=RATE/DECAY.
+
+        Raises ConfigError.
+        """
         pattern, _, values = text.rpartition("=")
         rate, slash, decay = values.partition("/")
         try:
@@ -57,10 +62,10 @@ class GroupRule:
 
 
 def check_rules(config: OptimConfig, names: Sequence[str], model: str) -> str:
-    """Return a description of optim.groups for the log.
+    """Check optim.groups, and return a description of its effect for the log.
 
-    `names` are the trained parameters of the whole model. Raises ConfigError for a pattern that
-    does not select any of them.
+    `names` are the trained parameters of the whole model. Raises ConfigError if a pattern does not
+    select any of them that earlier patterns have left.
     """
     left, found = list(names), []
     for rule in map(GroupRule.read, config.groups):
@@ -82,9 +87,10 @@ def divide(
     named: Iterable[tuple[str, torch.nn.Parameter]],
     depths: Mapping[str, int] | None,
 ) -> list[dict[str, Any]]:
-    """Return the parameter groups: first decayed, then other parameters, each by increasing depth.
+    """Return the parameter groups. Groups with weight decay come first, and depths increase.
 
-    At depth d of n, the rate is optim.layer_decay^(n - 1 - d) times the schedule's.
+    If the model has n depths, the learning rate at depth d is the schedule's rate, multiplied by
+    optim.layer_decay^(n - 1 - d).
     """
     own: dict[str, Any] = {} if config.decay_norm_and_bias else {"weight_decay": 0.0}
     names = frozenset[str]() if config.decay_norm_and_bias else _NEVER_DECAYED
@@ -116,6 +122,6 @@ def divide(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set every parameter group's learning rate to its share of `rate`."""
+    """Set the learning rate of every parameter group to `rate` times the group's factor."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get(_SCALE, 1.0)

@@ -26,9 +26,9 @@ from ddpjob_trainer.private_torch import find_overflow
 class Update:
     """The outcome of an optimizer step.
 
-    The outcome consists of the gradient's norm before clipping, and whether the step was skipped
-    because the norm is not finite. On an accelerator, both may be tensors. `float(norm)` and
-    `bool(skipped)` then wait for the device, so convert them only for display.
+    `norm` is the norm of the gradient before clipping. `skipped` states whether the step was
+    skipped because the norm is not finite. On an accelerator, both may be tensors. `float(norm)`
+    and `bool(skipped)` then wait for the device, so convert them only for display.
     """
 
     norm: float | torch.Tensor
@@ -36,7 +36,7 @@ class Update:
 
 
 class Precision:
-    """The number formats and the loss scale of one model.
+    """Applies the number formats and the loss scale of the section `amp` to one model.
 
     If ranks hold different parts of the gradients, `over_parts` sums a tensor over these ranks, in
     place.
@@ -47,8 +47,10 @@ class Precision:
     def __init__(
         self, config: AmpConfig | None = None, clip_norm: float = 0.0, device: torch.device | None = None
     ) -> None:
-        """Check the settings. Raises ConfigError for an invalid value or a format that the device
-        lacks.
+        """Check the settings.
+
+        Raises ConfigError for an invalid value, and for a number format that the device does not
+        support.
         """
         self._device = device or torch.device("cpu")
         self.config = choose_amp(config or AmpConfig(), self._device)
@@ -61,7 +63,8 @@ class Precision:
         self.dtype = _dtype(self.config, self._device)
         self._scale = _loss_scale(self.config, self.dtype)
         self._scaler = None if self._scale == 1 else _scaler(self._device, self._scale, self.config.scale_window)
-        # Reading a number from an accelerator would wait until its queue is empty.
+        # Only on the CPU, a number can be read immediately. Reading it from an accelerator would
+        # wait until the accelerator's queue is empty.
         self._synchronous = self._device.type == "cpu"
         self._originals: dict[str, torch.Tensor] = {}
         self._masters: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
@@ -81,9 +84,9 @@ class Precision:
     # ------------------------------------------------------------ the model
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Return the model in the formats in which it computes.
+        """Convert the model to the number formats in which it computes, and return it.
 
-        Call this before the model is wrapped.
+        Must be called before the model is wrapped.
         """
         if self.config.level not in (AmpLevel.O2, AmpLevel.O3):
             return model
@@ -99,13 +102,14 @@ class Precision:
         return values.to(self.dtype) if values.is_floating_point() else values
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context for the forward pass and the loss."""
+        """Return the context in which the forward pass and the loss are computed."""
         return torch.autocast(self._device.type, self.dtype) if self.config.level is AmpLevel.O1 else nullcontext()
 
     def parameters(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-        """Return the parameters for the optimizer, by their names in the model.
+        """Return the parameters that the optimizer updates, by their names in the model.
 
-        At O2, these are the float32 copies; otherwise, they are the model's own parameters.
+        At O2, these are float32 copies of the model's parameters. At other levels, they are the
+        model's own parameters.
         """
         own = dict(model.named_parameters())
         for name, original in self._originals.items():
@@ -122,7 +126,7 @@ class Precision:
         ]
 
     def refresh(self) -> None:
-        """Copy the optimizer's weights into the model."""
+        """Copy the optimizer's float32 copies of weights back into the model, if there are any."""
         if self._masters:
             with torch.no_grad():
                 torch._foreach_copy_(
@@ -142,15 +146,15 @@ class Precision:
         return self._scaler is not None
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss in the form that a backward pass needs."""
+        """Return the loss, multiplied by the loss scale, for the backward pass."""
         return loss if self._scaler is None else self._scaler.scale(loss)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Compute the scaled gradients of a loss."""
+        """Compute the gradients of a loss, multiplied by the loss scale."""
         torch.autograd.backward(self.scaled(loss))
 
     def step(self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> Update:
-        """Unscale and clip the gradients and step, or skip the step if a gradient is not finite.
+        """Unscale and clip the gradients, and take a step unless a gradient is not finite.
 
         All ranks with the same gradients make the same decision.
         """
@@ -188,8 +192,8 @@ class Precision:
         self, optimizer: torch.optim.Optimizer, norm: torch.Tensor, weights: int
     ) -> bool | torch.Tensor:
         fused = optimizer.defaults.get("fused") and not self._synchronous
-        # Not on the first step: if the fused kernel itself skipped it, SGD's momentum would stay
-        # uninitialized.
+        # The fused kernel can skip a step by itself, but it must not skip the first one, because
+        # SGD's momentum would stay uninitialized.
         if fused and len(optimizer.state) >= weights:
             skipped = ~torch.isfinite(norm)
             optimizer.found_inf = skipped.float()  # type: ignore[attr-defined]
@@ -215,13 +219,14 @@ class Precision:
     # ------------------------------------------------------------ checkpoints
 
     def model_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Return the model's state dict with the weights that the optimizer works on.
+        """Return the model's state dict, with float32 copies in place of weights that have them.
 
-        A run at a different level can resume from the state.
+        A run at a different level can therefore resume from this state.
         """
         state: dict[str, torch.Tensor] = model.state_dict()
         masters = {short: master.detach() for short, master in self._masters.values()}
-        named = model.named_parameters(remove_duplicate=False)  # Two modules may share a parameter.
+        # Two modules may share a parameter, which then has two names.
+        named = model.named_parameters(remove_duplicate=False)
         return {**state, **{name: masters[short] for name, short in named if short in masters}}
 
     def load_model(self, model: nn.Module, state: dict[str, torch.Tensor]) -> None:
@@ -232,24 +237,30 @@ class Precision:
                 master.copy_(state[name])
 
     def state(self) -> dict[str, Any]:
-        """Return the state to keep in a checkpoint."""
+        """Return the state of the loss scale, for a checkpoint.
+
+        It is empty unless the scale is dynamic.
+        """
         return {"scaler": self._scaler.state_dict()} if self._scaler is not None and self.scale_is_dynamic else {}
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint.
 
-        If the checkpoint does not have a dynamic scale, the scale starts at its initial value.
+        If the checkpoint does not contain a dynamic loss scale, the scale starts at its initial
+        value.
         """
         if self._scaler is not None and self.scale_is_dynamic and "scaler" in state:
             self._scaler.load_state_dict(state["scaler"])
-            # The window comes from the configuration, which may have changed.
+            # Do not use the saved window, because it comes from the configuration, which may have
+            # changed.
             self._scaler.set_growth_interval(self.config.scale_window)
 
 
 class Autocasting(nn.Module):
-    """A model that enters autocast in each forward pass.
+    """Wraps a model so that each forward pass enters the autocast context.
 
-    It is meant for callers that run the model in their own threads, or leave autocast first.
+    It is meant for callers that run the model in their own threads, or that leave the autocast
+    context before they run it.
     """
 
     def __init__(self, model: nn.Module, precision: Precision) -> None:
@@ -286,11 +297,12 @@ def _part(weight: torch.Tensor) -> torch.Tensor:
 
 
 def choose_amp(config: AmpConfig, device: torch.device) -> AmpConfig:
-    """Return the configuration with a level in place of `auto`.
+    """Return the configuration with a definite level in place of `auto`.
 
-    bfloat16 has the range of float32 and does not need a loss scale, so the rest of the
-    configuration stays the same. At O0 and O1, weights, optimizer and checkpoints are float32, so a
-    run may continue at the other level on a different device.
+    `auto` becomes O1 on a GPU that supports bfloat16, or if amp.dtype is set on a GPU. On all other
+    devices, it becomes O0. bfloat16 has the range of float32 and does not need a loss scale, so the
+    rest of the configuration stays the same. At O0 and O1, weights, optimizer and checkpoints are
+    float32, so a run may continue at the other one of these levels on a different device.
     """
     if config.level is not AmpLevel.AUTO:
         return config
@@ -301,7 +313,7 @@ def choose_amp(config: AmpConfig, device: torch.device) -> AmpConfig:
 
 
 def agree_on_amp(config: AmpConfig, device: torch.device, group: Group) -> tuple[AmpConfig, list[int]]:
-    """Return a common result of `choose_amp` on every rank, and the ranks without bfloat16.
+    """Return a common result of `choose_amp` for all ranks, and the ranks without bfloat16.
 
     If ranks computed in different formats, they would add up gradients of different precision. All
     ranks must call this together.
@@ -330,7 +342,7 @@ def _dtype(config: AmpConfig, device: torch.device) -> torch.dtype:
 
 
 def _loss_scale(config: AmpConfig, dtype: torch.dtype) -> float | None:
-    """Return a static scale, or None for a dynamic one."""
+    """Return the static loss scale, or None if the loss scale is dynamic."""
     if config.loss_scale == "dynamic":
         return None
     if config.loss_scale == "auto":
@@ -347,7 +359,10 @@ def _loss_scale(config: AmpConfig, dtype: torch.dtype) -> float | None:
 
 
 def _check_device(dtype: torch.dtype, device: torch.device) -> None:
-    """Raise ConfigError if a convolution or product in this format fails, forward or backward."""
+    """Raise ConfigError if the device cannot compute in the number format `dtype`.
+
+    The check runs a convolution and a matrix product, forward and backward.
+    """
     name, other = str(dtype).removeprefix("torch."), "bfloat16" if dtype is torch.float16 else "float16"
     try:
         if (

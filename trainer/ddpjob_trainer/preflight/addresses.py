@@ -15,10 +15,11 @@ from ddpjob_trainer.distributed.process_group import Group
 
 @dataclass(frozen=True)
 class NodeAddress:
-    """The addresses of a node.
+    """A node's addresses, and its listener.
 
-    Other nodes can reach the node at `address`. gloo announces `gloo`, and `stack` identifies the
-    node's loopback. Its listener responds on `port` to peers that know the token.
+    Other nodes can reach the node at `address`, which belongs to `interface`. `gloo` is the address
+    that gloo would announce to the other nodes. `stack` identifies the node's loopback
+    (`network_stack`). The node's listener responds on `port` to peers that know `token`.
     """
 
     stack: str
@@ -33,11 +34,12 @@ class NodeAddress:
 
 
 def own_address(group: Group) -> NodeAddress:
-    """Return this node's address.
+    """Return this node's addresses, without a listener.
 
-    This is the address of GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, if set. Otherwise it is gloo's
-    choice or, failing that, the address towards rank 0. Raises OSError if the named interface does
-    not exist.
+    If GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names an interface, the address is that interface's.
+    If neither does, it is the address that gloo would choose. If this is a loopback address
+    although there are several nodes, it is the address from which this node reaches rank 0. Raises
+    OSError if the named interface does not exist.
     """
     named, nccl = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0], os.environ.get("NCCL_SOCKET_IFNAME", "")
     address = gloo = _address_of(named) if named else _host_address()
@@ -49,9 +51,9 @@ def own_address(group: Group) -> NodeAddress:
 
 
 def network_stack() -> str:
-    """Return an id shared by all processes on the same loopback.
+    """Return an id that is the same for all processes that share a loopback interface.
 
-    The id combines the kernel's boot with the network namespace.
+    The id consists of the id of the kernel's boot and the network namespace.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -70,9 +72,9 @@ def _address_of(name: str) -> str:
 
 
 def _nccl_interface(wanted: str) -> str:
-    """Return the first interface that matches NCCL_SOCKET_IFNAME.
+    """Return the name of the first interface that matches NCCL_SOCKET_IFNAME.
 
-    That variable contains name prefixes, or whole names after `=`.
+    The variable contains prefixes of names, or whole names after `=`.
     """
     exact, words = wanted.startswith("="), [word.partition(":")[0] for word in wanted.removeprefix("=").split(",")]
     matches = (n for n in interfaces() if any(n == word if exact else n.startswith(word) for word in words))
@@ -80,10 +82,10 @@ def _nccl_interface(wanted: str) -> str:
 
 
 def _host_address() -> str:
-    """Return the host's address as found by torch's gloo.
+    """Return the address that torch's gloo would choose for this host.
 
-    This is the first of the host name's addresses that this machine has; if there is none, the
-    loopback.
+    This is the first of the addresses of the host's name that belongs to this machine. If none
+    does, it is the loopback address.
     """
     with contextlib.suppress(OSError):
         for family, kind, _, _, where in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):

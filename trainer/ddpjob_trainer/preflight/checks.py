@@ -14,15 +14,15 @@ from ddpjob_trainer.preflight.results import Layout, RankFinding, Result, Status
 
 _OK, _SKIPPED, _WARN, _FAIL = Status.OK, Status.SKIPPED, Status.WARN, Status.FAIL
 _KERBEROS_SECONDS = 300.0
-"""Clock difference that Kerberos, and therefore many mounts, allow by default (RFC 4120). S3
-refuses requests from a machine whose clock is 15 minutes off.
-"""
+"""Largest clock difference that Kerberos allows by default (RFC 4120). Many network mounts use
+Kerberos. S3 refuses requests from a machine whose clock is 15 minutes off."""
 
 
 def joined(world: int, stages: dict[int, Any], here: Iterable[int]) -> Result:
-    """Return FAIL for ranks that never joined, or that joined and fell silent.
+    """Return FAIL if ranks never joined, or if they joined and then fell silent.
 
-    `stages` contains the last note from each rank that joined.
+    `stages` contains the last note of each rank that joined. `here` are the ranks that have
+    reported their findings.
     """
     missing = sorted(set(range(world)) - set(here))
     if not missing:
@@ -35,7 +35,7 @@ def joined(world: int, stages: dict[int, Any], here: Iterable[int]) -> Result:
 
 
 def merge(check: Check, findings: dict[int, RankFinding], layout: Layout) -> Result:
-    """Return the worst result among single ranks' findings and differences between them."""
+    """Return the worst result of a check: one rank's finding, or a difference between ranks."""
     names = layout.nodes if check.per_node else layout.ranks
     if not findings:
         return Result(check.name, _SKIPPED, "no rank with LOCAL_RANK 0 has joined")
@@ -56,9 +56,9 @@ def merge(check: Check, findings: dict[int, RankFinding], layout: Layout) -> Res
 
 
 def differing(values: dict[int, str]) -> tuple[str, list[int]]:
-    """Return the most common value, and the ranks with a different one.
+    """Return the most common value, and the ranks with a different value.
 
-    If two values are equally common, the lowest rank's value counts.
+    If two values are equally common, the value of the lowest rank counts.
     """
     frequent = list(values.values())
     norm = max((values[rank] for rank in sorted(values)), key=frequent.count, default="")
@@ -66,7 +66,7 @@ def differing(values: dict[int, str]) -> tuple[str, list[int]]:
 
 
 def own_address(addresses: dict[int, NodeAddress], problems: dict[int, str], layout: Layout) -> Result:
-    """Return FAIL if gloo would announce a loopback address.
+    """Return FAIL if gloo would announce a loopback address to the other nodes.
 
     The other nodes would then connect to themselves and wait.
     """
@@ -85,12 +85,12 @@ def own_address(addresses: dict[int, NodeAddress], problems: dict[int, str], lay
 
 
 def culprits(failing: Iterable[tuple[int, int]]) -> dict[int, str]:
-    """Return the fewest nodes that all failing pairs (source, target) have in common.
+    """Return the nodes at fault: as few as possible, but at least one in each failing pair.
 
-    The result maps each node to its failing directions. The node in most failing pairs comes first.
-    If only one direction between two nodes fails, the target is blamed, because firewalls mostly
-    filter incoming traffic. If both directions fail, nothing shows which node is at fault, so both
-    are named.
+    A pair is (source, target). The result maps each node at fault to its failing directions. The
+    node in most failing pairs is chosen first. If only one direction between two nodes fails, the
+    target is blamed, because firewalls mostly filter incoming traffic. If both directions fail,
+    nothing shows which of the two nodes is at fault, so both are named.
     """
     pairs = set(failing)
     remaining, found = set(pairs), set[int]()
@@ -106,9 +106,10 @@ def culprits(failing: Iterable[tuple[int, int]]) -> dict[int, str]:
 
 
 def _direction(node: int, pairs: set[tuple[int, int]], blamed: set[int]) -> str:
-    """Return a node's failing directions, judged by its pairs with nodes that are not blamed.
+    """Return the directions in which a node's connections fail: "in", "out", or "in and out".
 
-    If there are no such pairs, all pairs of the node count.
+    The node's pairs with nodes that are not blamed are decisive. If there are no such pairs, all of
+    the node's failing pairs count.
     """
     own = {pair for pair in pairs if node in pair}
     decisive = {pair for pair in own if not set(pair) - {node} & blamed} or own
@@ -117,9 +118,10 @@ def _direction(node: int, pairs: set[tuple[int, int]], blamed: set[int]) -> str:
 
 
 def reachability(contacts: dict[int, dict[int, Contact]], listeners: dict[int, NodeAddress], layout: Layout) -> Result:
-    """Judge whether all nodes can connect. A FAIL names the nodes common to the failing pairs.
+    """Judge whether all nodes can connect to each other. A FAIL names the nodes at fault.
 
-    `contacts` are indexed by source and target leader.
+    `contacts` maps the leader of a source node to its contacts, each of them under the leader of
+    the target node.
     """
     pairs = len(listeners) * (len(listeners) - 1)
     if pairs == 0:
@@ -153,10 +155,11 @@ def reachability(contacts: dict[int, dict[int, Contact]], listeners: dict[int, N
 
 
 def clocks(contacts: dict[int, dict[int, Contact]], layout: Layout, limit: float) -> Result:
-    """Return WARN if a clock is certainly off by more than `limit` seconds.
+    """Return WARN if the clock of a node is certainly off by more than `limit` seconds.
 
-    If it is off by five minutes or more, the result is FAIL. A clock is compared with rank 0's
-    through a contact in either direction.
+    If a clock is off by more than five minutes, the result is FAIL. Each clock is measured against
+    the clock of rank 0's node, through a contact in either direction, and judged by its distance
+    from the median.
     """
     if len(layout.leaders) == 1:
         return Result("clocks", _OK, "one node")
@@ -184,10 +187,10 @@ def clocks(contacts: dict[int, dict[int, Contact]], layout: Layout, limit: float
 
 
 def shared_folder(sees: dict[int, bool], path: str, shared: bool, layout: Layout) -> Result:
-    """Return FAIL if checkpoint.shared contradicts the folders.
+    """Return FAIL if the nodes' checkpoint folders contradict the setting checkpoint.shared.
 
-    `sees` shows, for the leader of each other node, whether it sees rank 0's file. `path` is empty
-    if rank 0 could not write there.
+    `sees` states for the leader of each other node whether it sees the file that rank 0 wrote.
+    `path` is the checkpoint folder. It is empty if rank 0 could not write there.
     """
     name = "shared folder"
     if not sees:
@@ -204,9 +207,9 @@ def shared_folder(sees: dict[int, bool], path: str, shared: bool, layout: Layout
 
 
 def all_reduce(sums: dict[int, Sum], stages: dict[int, str], layout: Layout, backend: str, least: float) -> Result:
-    """Return FAIL for a wrong sum, an error or silence, and WARN below `least` GB/s.
+    """Return FAIL if a sum is wrong, failed or missing, and WARN below `least` GB/s.
 
-    `stages` are the notes from ranks without a sum.
+    `stages` contains the last notes of the ranks that have not reported a sum.
     """
     name, log = "all-reduce", "read its log; with NCCL, set NCCL_DEBUG=INFO"
     if stages:

@@ -32,18 +32,17 @@ from ddpjob_trainer.preflight.results import Layout, PreflightReport, RankFindin
 _NEEDED_FOR_A_GROUP = {"ranks", "versions", "devices", "own address", "reachability"}
 _CONNECT_SECONDS, _BYE_SECONDS, _LEAVE_SECONDS, _GRACE_SECONDS = 3.0, 3.0, 5.0, 15.0
 _NFS_SECONDS = 3.0
-"""How many seconds rank 0's file may take to appear on another node. For a name that it has not
-seen, NFS asks its server.
-"""
+"""Seconds that rank 0's file may take to appear on another node. A few seconds are enough, because
+NFS asks its server about a name that it has not seen yet."""
 
 
 def conduct(config: Config, group: Group, publish: Callable[[PreflightReport], None]) -> str:
     """Check all ranks together, and return the worst failure in one sentence.
 
-    The result is the same on every rank, and empty if no check failed. The preflight ends within
-    seconds, whatever happens. Rank 0 calls `publish` before any rank knows the outcome, because a
-    launcher ends all ranks when the first one exits. Raises PreflightError or RendezvousError if
-    the other ranks cannot be reached.
+    The result is the same on every rank, and empty if no check failed. The preflight always ends
+    within a limited time. Rank 0 calls `publish` with the report before any rank knows the outcome,
+    because a launcher ends all ranks when the first one exits. Raises PreflightError or
+    RendezvousError if the other ranks cannot be reached.
     """
     for key in ("join_seconds", "step_seconds"):
         if not 0 < (seconds := getattr(config.preflight, key)) <= 86400:
@@ -51,8 +50,8 @@ def conduct(config: Config, group: Group, publish: Callable[[PreflightReport], N
     if not math.isfinite(config.preflight.free_gb):
         raise ConfigError(f"preflight.free_gb={config.preflight.free_gb}: must be a finite number, such as 0 or 1")
     # Every wait has a deadline, but torch's FileStore holds the GIL while it waits for a missing
-    # folder. This timer does not need the GIL; it writes all threads' stacks and ends the process
-    # with exit code 1.
+    # folder, so no other Python thread can run. This timer does not need the GIL; it writes all
+    # threads' stacks and ends the process with exit code 1.
     longest = config.preflight.join_seconds + 8 * config.preflight.step_seconds + _GRACE_SECONDS
     faulthandler.dump_traceback_later(longest, exit=True, file=2)
     preflight = _Preflight(config, group)
@@ -78,7 +77,7 @@ def require(config: Config, group: Group) -> None:
 
 
 class _Preflight:
-    """One rank's part of the preflight and, on rank 0, the results so far."""
+    """Runs one rank's part of the preflight. On rank 0, it also holds the results so far."""
 
     def __init__(self, config: Config, group: Group) -> None:
         self._config, self._group, self._began = config, group, time.monotonic()
@@ -111,7 +110,7 @@ class _Preflight:
         return str(failure)
 
     def close(self) -> None:
-        """Close the listener, and remove rank 0's file."""
+        """Close the listener, and remove rank 0's file from the checkpoint folder."""
         if self._listener is not None:
             self._listener.close()
         if self._group.rank == 0 and self._mark:
@@ -123,9 +122,9 @@ class _Preflight:
     # ------------------------------------------------------------ on every rank
 
     def _facts(self, context: Context) -> dict[str, Any]:
-        """Return this rank's findings. All checks run concurrently.
+        """Run this rank's own checks concurrently, and return their findings.
 
-        A node's first rank adds the node's address.
+        The first rank of a node adds the address of the node.
         """
         first = self._group.local_rank == 0
         chosen = [check for check in CHECKS if first or not check.per_node]
@@ -148,14 +147,14 @@ class _Preflight:
         return facts | ({"address": own, "problem": problem} if first else {})
 
     def _row(self, addresses: dict[int, NodeAddress]) -> dict[str, Any]:
-        """Return this node's contacts with the others, and whether it sees rank 0's file.
+        """Return this node's contacts with the other nodes, and whether it sees rank 0's file.
 
-        That file is in the checkpoint folder.
+        Rank 0 has written this file to the checkpoint folder.
         """
         self._exchange.stage("connecting to the other nodes")
         contacts = peers.connect_all(self._group.rank, addresses, _CONNECT_SECONDS)
         self._exchange.stage(searching := "searching for rank 0's file in the checkpoint folder")
-        # The folder's own check has already reported the problem.
+        # Ignore an error here, because the check of the checkpoint folder has already reported it.
         sees, _ = attempt(self._step, searching, self._sees_mark)
         return {"contacts": contacts, "sees": bool(sees)}
 
@@ -175,7 +174,7 @@ class _Preflight:
     # ------------------------------------------------------------ on rank 0, between the steps
 
     def _judge_facts(self) -> dict[str, Any]:
-        """Judge each rank's own findings.
+        """Judge the findings that each rank has collected by itself.
 
         Return the ranks that have joined, and the addresses of the nodes.
         """
@@ -185,17 +184,17 @@ class _Preflight:
         self._results += [checks.joined(self._group.world, self._exchange.gather("stage", came, 0), facts)]
         for check in CHECKS:
             notes = {r: fact["findings"][check.name] for r, fact in facts.items() if check.name in fact["findings"]}
-            # Fields are read by name, because a different version of the trainer may send more of
-            # them. This check reports such versions.
+            # Fields are read by name, because a rank with a different version of the trainer may
+            # send additional fields. The check of the versions reports such a rank.
             findings = {r: RankFinding(n["value"], n["status"], n["remedy"], n["same"]) for r, n in notes.items()}
             self._results.append(checks.merge(check, findings, self._layout))
         self._addresses = {r: NodeAddress(**fact["address"]) for r, fact in facts.items() if fact.get("address")}
         return {"leaders": self._layout.leaders, "ranks": sorted(facts), "addresses": self._addresses}
 
     def _judge_nodes(self) -> bool:
-        """Judge addresses, connections, the shared folder and clocks.
+        """Judge the nodes' addresses, connections, shared folder and clocks.
 
-        Return whether forming a group can be attempted.
+        Return whether the ranks can try to form a group.
         """
         config, layout, facts = self._config, self._layout, self._by_rank
         rows = self._exchange.gather("row", layout.leaders, 3 * _CONNECT_SECONDS + self._step)
@@ -231,6 +230,7 @@ class _Preflight:
         try:
             publish(report)
         finally:
-            # The other ranks need not wait if publishing fails here.
+            # Send the verdict even if publishing the report fails, so that the other ranks do not
+            # wait for it.
             self._exchange.publish("verdict", report.failure)
         return report.failure

@@ -28,10 +28,10 @@ _NOTICE_SECONDS, _POLL_SECONDS, _DIAGNOSIS_SECONDS = 5.0, 0.01, 3.0
 
 
 def within(seconds: float, doing: str, function: Callable[[], T]) -> T:
-    """Run `function()` in a thread, abandon it after a timeout, and return the result.
+    """Run `function()` in a thread, and return its result, but wait no longer than `seconds`.
 
-    A dead network file system never responds. Raises PreflightError after a timeout, and any error
-    that the function raises.
+    A call that uses a dead network file system never returns, so its thread is abandoned. Raises
+    PreflightError after `seconds`, and any error that the function raises.
     """
     answer = in_thread(f"preflight: {doing}", function)
     if not wait([answer], seconds).done:
@@ -40,9 +40,10 @@ def within(seconds: float, doing: str, function: Callable[[], T]) -> T:
 
 
 def attempt(seconds: float, doing: str, function: Callable[[], T]) -> tuple[T | None, str]:
-    """Return (the function's value, ""), or (None, the reason why it failed).
+    """Return (the function's value, ""), or (None, the reason why the function failed).
 
-    Any error from a driver or file system counts as a finding.
+    The reason may be any error from a driver or a file system, because every such error is a
+    finding.
     """
     try:
         return within(seconds, doing, function), ""
@@ -55,12 +56,12 @@ def attempt(seconds: float, doing: str, function: Callable[[], T]) -> tuple[T | 
 
 
 def node_name() -> str:
-    """Return the pod's name in a job, otherwise the host's name."""
+    """Return the pod's name inside a job, and the host's name outside a job."""
     return JobEnvironment.read().host
 
 
 class Exchange:
-    """This rank's access to the notes.
+    """Lets this rank leave notes and read the notes of other ranks.
 
     In a note, a dataclass becomes a dict and keys become strings.
     """
@@ -68,15 +69,16 @@ class Exchange:
     def __init__(self, group: Group, join_seconds: float) -> None:
         """Open the store.
 
-        Raises PreflightError or RendezvousError if the store cannot be reached. The message says
-        how far this rank got.
+        Raises PreflightError or RendezvousError if the store cannot be reached. The error's message
+        states how far this rank got on the way to the store.
         """
         self._rank, self._hello = group.rank, {"host": node_name(), "leader": group.rank - group.local_rank}
         if group.world == 1:
             self.store: Any = dist.HashStore()  # type: ignore[attr-defined]
             return
         where = meeting()
-        # FileStore opens the file while holding the GIL, so detect a dead mount first.
+        # FileStore holds the GIL while it opens the file, so find out first whether the mount is
+        # dead.
         if where.file:
             within(join_seconds, f"opening {where}", lambda: _try_to_open(where.file))
         try:
@@ -89,19 +91,19 @@ class Exchange:
         self.store = dist.PrefixStore("preflight", store)  # type: ignore[attr-defined]
 
     def stage(self, text: str) -> None:
-        """Report to waiting ranks that this rank has joined, and what it is doing."""
+        """Leave a note that this rank has joined, and that it is doing what `text` says."""
         self.post("stage", {**self._hello, "at": text})
 
     def post(self, key: str, value: Any) -> None:
-        """Leave this rank's note for rank 0."""
+        """Leave a note from this rank for rank 0."""
         self.publish(f"{key}/{self._rank}", value)
 
     def publish(self, key: str, value: Any) -> None:
-        """Leave a note for all ranks."""
+        """Leave a note that all ranks can read."""
         self.store.set(key, json.dumps(value, default=asdict))
 
     def decided(self, key: str, decide: Callable[[], Any], seconds: float) -> Any:
-        """Return rank 0's decision, on every rank.
+        """Return a decision of rank 0, which calls `decide`, while the other ranks wait for it.
 
         Raises PreflightError if the decision does not arrive within `seconds`.
         """
@@ -113,13 +115,16 @@ class Exchange:
         return found[key]
 
     def gather(self, key: str, ranks: Iterable[int], seconds: float) -> dict[int, Any]:
-        """Return the notes from the ranks that have left a note in time."""
+        """Return the notes `key` of those ranks that have left one within `seconds`."""
         keys = {f"{key}/{rank}": rank for rank in sorted(ranks)}
         found = self._await(list(keys), seconds)
         return {rank: found[key] for key, rank in keys.items() if key in found}
 
     def _await(self, keys: list[str], seconds: float) -> dict[str, Any]:
-        """Return the notes that arrive in time. Rank 0 reports the notes that it is waiting for."""
+        """Return the notes that arrive within `seconds`.
+
+        While rank 0 waits, it prints which notes are missing.
+        """
         found, deadline, notice = dict[str, Any](), time.monotonic() + seconds, time.monotonic() + _NOTICE_SECONDS
         while True:
             found |= {k: json.loads(self.store.get(k)) for k in keys if k not in found and self.store.check([k])}
@@ -140,7 +145,10 @@ def _try_to_open(file: str) -> None:
 
 
 def _diagnosis(address: str, port: int) -> str:
-    """Describe whether the name, address or port is wrong, which torch does not distinguish."""
+    """Describe whether the name, the address or the port is wrong.
+
+    torch's own error does not distinguish these cases.
+    """
     try:
         found = within(_DIAGNOSIS_SECONDS, f"looking up {address}", lambda: socket.getaddrinfo(address, port))
         where = ", ".join(sorted({str(entry[4][0]) for entry in found}))

@@ -43,8 +43,8 @@ _BATCHES_AHEAD, _FEW_FILES, _FREE_SHARE, _NCCL_BYTES = 4, 16, 0.9, 2**30
 class Context:
     """The input of a check.
 
-    `threads` is torch's number of threads in this process, and `mark` names rank 0's file in the
-    checkpoint folder.
+    `threads` is the number of torch's threads in this process. `rank_0_stack` identifies the
+    loopback of rank 0's node. `mark` is the name of rank 0's file in the checkpoint folder.
     """
 
     config: Config
@@ -55,7 +55,7 @@ class Context:
 
 
 def versions(_: Context) -> RankFinding:
-    """Report this process's software.
+    """Return the versions of this process's software.
 
     Ranks with different versions of torch or NCCL cannot form a group, or get different results.
     """
@@ -74,18 +74,18 @@ def versions(_: Context) -> RankFinding:
 
 
 def _implementation() -> str:
-    """Return which of torch's two backends "nccl" means (nccl2 since torch 2.15).
+    """Return which of torch's two implementations the backend "nccl" has (nccl2 since torch 2.15).
 
-    All ranks need the same backend.
+    All ranks need the same implementation.
     """
     has_new = hasattr(torch.distributed.distributed_c10d, "_create_nccl2_process_group")
     return " (nccl2)" if has_new and os.environ.get("TORCH_DIST_USE_NCCL2") != "0" else ""
 
 
 def device(context: Context) -> RankFinding:
-    """Open the device that training would choose.
+    """Open the device that training would choose, and describe it.
 
-    Raises ConfigError or RuntimeError if that is not possible.
+    Raises ConfigError or RuntimeError if the device cannot be opened.
     """
     placement = devices.choose_for(context.config, context.group.local_rank)
     kind = placement.device.type
@@ -107,9 +107,9 @@ def _driver() -> str:
 
 
 def master_address(context: Context) -> RankFinding:
-    """Return FAIL if a node would look for rank 0 on itself.
+    """Return FAIL if the master address leads a node to itself instead of to rank 0.
 
-    Raises OSError if the name cannot be resolved here.
+    Raises OSError if the master address cannot be resolved on this node.
     """
     if context.group.world == 1 or meeting().file:
         return RankFinding("not needed: one rank" if context.group.world == 1 else "a file")
@@ -128,9 +128,9 @@ def master_address(context: Context) -> RankFinding:
 
 
 def checkpoint_folder(context: Context) -> RankFinding:
-    """Write, sync and read back a small file where training would write.
+    """Write, sync and read back a small file in the folder where training would write.
 
-    Rank 0's file is kept until the end.
+    Rank 0's file is kept until the end of the preflight, so that other nodes can look for it.
     """
     folder, rank = context.config.checkpoint_dir, context.group.rank
     own = folder / (f"{context.mark}-{rank}" if rank else context.mark)
@@ -159,7 +159,7 @@ def _size(path: Path) -> int:
 
 
 def data_folder(context: Context) -> RankFinding:
-    """List the folder, read a byte from one file, and count files.
+    """List the data folder, read a byte from one of its files, and count its files.
 
     Counting takes at most half the time limit of a check.
     """
@@ -183,10 +183,11 @@ def data_folder(context: Context) -> RankFinding:
 
 
 def count(root: Path, seconds: float) -> dict[str, str]:
-    """Count the entries in the first two levels and the files in all levels, level by level.
+    """Count the entries in the first two levels of a folder, and the files in all of its levels.
 
-    If time runs out, only finished counts are returned. Hidden entries, the shard index and
-    lost+found are not data. Raises PreflightError if there is no file.
+    The folder is read level by level. If time runs out, only the counts of finished levels are
+    returned. Hidden entries, the shard index and lost+found do not count as data. Raises
+    PreflightError if there are no files.
     """
     deadline = time.monotonic() + seconds
     upper = files = 0
@@ -219,12 +220,12 @@ def shared_memory(context: Context) -> RankFinding:
     group, data, needed = context.group, context.config.data, 0
     if data.size_key and data.workers:
         pixels = math.ceil(data.batch / group.world) * data.image_size**2
-        # The test set has a pool of its own.
+        # The test set has its own pool of loader processes.
         pixels += context.config.train.eval_batch * (data.size_tested or data.image_size) ** 2
         per_rank = _BATCHES_AHEAD * 3 * pixels
         needed = group.local_world * per_rank
     usage = shutil.disk_usage(_SHARED_MEMORY)
-    # Only the function in data.name knows a sample's size.
+    # For the user's own data set, only the function in data.name knows the size of a sample.
     unknown = data.workers and ":" in data.name
     need = (
         f"the needs of data.workers for data.name={data.name} are unknown"
@@ -233,10 +234,10 @@ def shared_memory(context: Context) -> RankFinding:
     )
     value = f"{gigabytes(usage.free)} free of {gigabytes(usage.total)}; {need}"
     remedy = "set storage.sharedMemory of the DDPJob to {} (docker: --shm-size{})"
-    if usage.free < needed:  # Otherwise, loader processes would die from a bus error.
+    if usage.free < needed:  # With less memory, loader processes would die from a bus error.
         remedy = remedy.format(gigabytes(2 * needed).replace(" ", "").removesuffix("B"), "")
         return RankFinding(value, Status.FAIL, f"{remedy}, or lower data.workers or data.batch")
-    # Docker's default is 64 MiB.
+    # Docker's default size of /dev/shm is 64 MiB.
     if torch.cuda.is_available() and group.local_world > 1 and usage.free < _NCCL_BYTES:
         remedy = remedy.format("1Gi or more", "=1g")
         return RankFinding(value, Status.WARN, f"{remedy}; NCCL uses it between a node's GPUs")
@@ -244,9 +245,9 @@ def shared_memory(context: Context) -> RankFinding:
 
 
 def cpu_threads(context: Context) -> RankFinding:
-    """Return WARN if a node's ranks have more threads than cores.
+    """Return WARN if the ranks of a node have more threads than the node has cores.
 
-    The threads then take turns, and OpenMP's barriers wait for all of them.
+    The threads then take turns on the cores, and each of OpenMP's barriers waits for all of them.
     """
     ranks, cores = context.group.local_world, devices.usable_cores()
     if context.threads * ranks > max(math.ceil(cores), ranks):
@@ -256,9 +257,9 @@ def cpu_threads(context: Context) -> RankFinding:
 
 
 def limits(context: Context) -> RankFinding:
-    """Return WARN for few open files, and for InfiniBand without locked memory.
+    """Return WARN if too few files may be open, or if InfiniBand may not lock enough memory.
 
-    Connections to ranks and pipes to loaders count as open files.
+    Connections to ranks and pipes to loader processes count as open files.
     """
     files, locked = (resource.getrlimit(which)[0] for which in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
     needed = 256 + 8 * context.group.world + 64 * context.config.data.workers
@@ -275,9 +276,9 @@ def limits(context: Context) -> RankFinding:
 class Check:
     """A check that each rank, or each node's first rank, runs without the other ranks.
 
-    If `find` raises an error, the result is a FAIL with this `remedy`. `same` names the findings'
-    values that must not differ, with the status and remedy if they do. In remedies, {norm}
-    stands for the most common value.
+    If `find` raises an error, the result is a FAIL with this `remedy`. `same` names the values in
+    the findings that must not differ between ranks. For each name, it states the status and the
+    remedy for ranks that differ. In such a remedy, {norm} stands for the most common value.
     """
 
     name: str

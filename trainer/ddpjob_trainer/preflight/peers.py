@@ -34,10 +34,10 @@ _PATIENT_SECONDS, _WATCHDOG_SECONDS = 0.1, 300.0
 
 @dataclass(frozen=True)
 class Contact:
-    """One direction between two nodes.
+    """The outcome of a connection from one node to another.
 
-    `problem` is the reason for a failure, or "". `ahead` is how many seconds the other node's clock
-    is ahead, with an error of at most `bound`.
+    `problem` is the reason why the connection failed, or "". `ahead` is the number of seconds by
+    which the other node's clock is ahead, with an error of at most `bound`.
     """
 
     problem: str
@@ -51,9 +51,9 @@ def now() -> float:
 
 
 class Listener(socketserver.ThreadingTCPServer):
-    """Responds to peers that know the token, in the background.
+    """Responds to peers that know the token, in a background thread.
 
-    The listener uses the given address and a port chosen by the system.
+    The listener uses the given address and a port that the system chooses.
     """
 
     daemon_threads, block_on_close, request_queue_size = True, False, 1024
@@ -65,9 +65,9 @@ class Listener(socketserver.ThreadingTCPServer):
         threading.Thread(target=self.serve_forever, args=(0.05,), name="preflight: listener", daemon=True).start()
 
     def handle_error(self, *_: object) -> None:
-        """Ignore peers that end a connection or are not ranks.
+        """Ignore peers that end a connection, and peers that are not ranks.
 
-        The connecting side reports the problem.
+        The side that connects reports the problem.
         """
 
     def close(self) -> None:
@@ -95,9 +95,9 @@ def _exactly(connection: BufferedIOBase, size: int) -> bytes:
 
 
 def connect(where: NodeAddress, seconds: float) -> Contact:
-    """Ask a listener for its time, then send full packets.
+    """Connect to a node's listener, ask it for its time, then exchange full packets with it.
 
-    The time comes from the shortest of several round trips (Cristian 1989).
+    The time is computed from the shortest of several round trips (Cristian 1989).
     """
     try:
         peer = socket.create_connection((where.address, where.port), timeout=seconds)
@@ -132,9 +132,9 @@ def connect(where: NodeAddress, seconds: float) -> Contact:
 
 
 def connect_all(me: int, listeners: dict[int, NodeAddress], seconds: float) -> dict[int, Contact]:
-    """Try to connect to all other nodes, many concurrently.
+    """Try to connect to all other nodes, to many of them at the same time.
 
-    Each node begins with a different other node.
+    Each node begins with a different one of the other nodes.
     """
     others = sorted(listeners, key=lambda target: (target < me, target))
     others = [target for target in others if target != me]
@@ -144,7 +144,7 @@ def connect_all(me: int, listeners: dict[int, NodeAddress], seconds: float) -> d
 
 @dataclass(frozen=True)
 class Sum:
-    """The outcome of an all-reduce.
+    """The outcome of the all-reduces.
 
     `problem` is the reason why there was no correct sum, or "". `bytes` is the size of one
     all-reduce, `bandwidth` is its bus bandwidth in GB/s (10^9), and `latency` is in ms.
@@ -157,13 +157,13 @@ class Sum:
 
 
 def all_reduce(config: Config, group: Group, store: Any, seconds: float) -> Sum:
-    """Form a group over `store`, run the all-reduce, and leave the group. Runs on every rank.
+    """Form a group over `store`, check and measure all-reduces, and leave the group.
 
-    Raises the backend's errors.
+    Runs on every rank. Raises the backend's errors.
     """
     placement = devices.choose_for(config, group.local_rank)
-    # NCCL's watchdog ends the process at the group's timeout, but the caller has its own deadline,
-    # and still has to show a table.
+    # At the group's timeout, NCCL's watchdog would end the process. The timeout is therefore longer
+    # than the caller's own deadline, after which the caller still has to show a table.
     patience = seconds if placement.device.type == "cpu" else 10 * seconds + _WATCHDOG_SECONDS
     timeout = datetime.timedelta(seconds=patience)
     dist.init_process_group(placement.backend, timeout=timeout, store=store, rank=group.rank, world_size=group.world)
@@ -187,7 +187,7 @@ def _speed(group: Group, device: torch.device) -> Sum:
     """
     number, small, large = (torch.zeros(size, device=device) for size in (1, _SMALL, _LARGE))
     latency = statistics.median(_timed(group, number) for _ in range(20))
-    # The slowest rank decides, because all ranks must use the same size.
+    # The slowest rank decides on the size, because all ranks must use the same size.
     patient = torch.tensor([max(_timed(group, small) for _ in range(2))])
     tensor = small if group.sum(patient).item() > _PATIENT_SECONDS * group.world else large
     took = statistics.median(_timed(group, tensor) for _ in range(3))

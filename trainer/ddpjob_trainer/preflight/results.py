@@ -14,7 +14,7 @@ from ddpjob_trainer.errors import PreflightError
 
 
 class Status(enum.StrEnum):
-    """Outcomes of a check, worst first."""
+    """The outcomes of a check, from the worst to the best."""
 
     FAIL = "FAIL"
     WARN = "WARN"
@@ -27,7 +27,7 @@ _COLOURS = {Status.FAIL: "1;31", Status.WARN: "33", Status.SKIPPED: "2", Status.
 
 @dataclass(frozen=True)
 class RankFinding:
-    """One rank's finding. `same` contains values, by name, that must not differ between ranks."""
+    """One rank's finding. `same` maps names to values that must not differ between ranks."""
 
     value: str
     status: Status = Status.OK
@@ -37,7 +37,7 @@ class RankFinding:
 
 @dataclass(frozen=True)
 class Result:
-    """One row in the table. `culprit` lists the names of nodes or ranks."""
+    """One row in the table, for one check. `culprit` lists the names of nodes or ranks at fault."""
 
     check: str
     status: Status
@@ -48,17 +48,21 @@ class Result:
 
 @dataclass(frozen=True)
 class Layout:
-    """The node of each rank that has joined. A node's leader is its first rank."""
+    """The nodes of the ranks that have joined.
+
+    `leader` maps each rank to its node's leader, which is the node's first rank. `name` maps each
+    rank to the name of its node.
+    """
 
     leader: dict[int, int]
     name: dict[int, str]
 
     @classmethod
     def of(cls, hellos: dict[int, dict[str, Any]]) -> Layout:
-        """Return the layout from each rank's host and leader.
+        """Return the layout from the notes in which the ranks state their host and leader.
 
-        If several nodes have the same name (because they run on the same machine), a node's name
-        also includes its leader.
+        If several nodes have the same host name (because they run on the same machine), the name of
+        each of these nodes also contains its leader.
         """
         nodes = {rank: (hello["host"], hello["leader"]) for rank, hello in hellos.items()}
         hosts = [host for host, _ in set(nodes.values())]
@@ -67,7 +71,7 @@ class Layout:
 
     @property
     def leaders(self) -> list[int]:
-        """The first ranks of the nodes whose first rank has joined."""
+        """The leaders that have joined themselves."""
         return sorted(rank for rank, leader in self.leader.items() if rank == leader)
 
     def nodes(self, ranks: Iterable[int]) -> tuple[str, ...]:
@@ -75,12 +79,12 @@ class Layout:
         return tuple(dict.fromkeys(self.name[rank] for rank in sorted(ranks)))
 
     def ranks(self, ranks: Iterable[int]) -> tuple[str, ...]:
-        """Return names such as `rank 3 on node-b`."""
+        """Return descriptions of ranks, such as `rank 3 on node-b`."""
         return tuple(f"rank {rank} on {self.name[rank]}" for rank in sorted(ranks))
 
 
 def worst_first(results: Iterable[Result]) -> list[Result]:
-    """Sort results by status; equal results keep the order of the checks."""
+    """Sort results by status. Results with the same status keep the order of the checks."""
     return sorted(results, key=lambda result: list(Status).index(result.status))
 
 
@@ -103,7 +107,7 @@ class PreflightReport:
         return f"preflight: {worst.check}{where}: {worst.value}" + (f"; {worst.remedy}" if worst.remedy else "")
 
     def print(self) -> None:
-        """Print a headline, then a line for each result and one for its remedy.
+        """Print a headline, then a line for each result, and a line for its remedy if it has one.
 
         On a terminal, the output is coloured.
         """
@@ -127,9 +131,9 @@ class PreflightReport:
 
 
 def listed(words: Iterable[str], more: str = ", ...", most: int = 4, by: str = ", ") -> str:
-    """Join the first few words.
+    """Join the first `most` words.
 
-    If there are others, append `more`, which may include their number.
+    If there are more words, append `more`, in which {} stands for the number of words left out.
     """
     words = list(words)
     return by.join(words[:most]) + (more.format(len(words) - most) if len(words) > most else "")
