@@ -48,7 +48,7 @@ class Placement(StrEnum):
 
 
 class WhenDeleted(StrEnum):
-    """What happens to the claim that a job has created when the job is deleted."""
+    """What happens to the claim of a job when that job is deleted."""
 
     RETAIN = "Retain"
     DELETE = "Delete"
@@ -62,7 +62,7 @@ class SlowRanks(StrEnum):
 
 
 class RuleCause(StrEnum):
-    """A cause that a rule in `recovery.rules` matches."""
+    """The causes that a rule in `recovery.rules` can name."""
 
     OOM_KILLED = "OOMKilled"
     EXIT_CODE = "ExitCode"

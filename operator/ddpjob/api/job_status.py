@@ -49,9 +49,11 @@ class ConditionType(StrEnum):
     FAILED = "Failed"
     FAST_RECOVERY = "FastRecovery"
     PREFLIGHT_PASSED = "PreflightPassed"
-    """Set only with spec.preflight."""
+    """Set only for a job with spec.preflight."""
     RANKS_ORDERED = "RanksOrdered"
-    """Set only with spec.rankOrder: whether the ranks of the running group are in that order."""
+    """Set only for a job with spec.rankOrder: whether the ranks of the running group are in that
+    order.
+    """
     ISOLATED = "Isolated"
     """Set only if something prevents the isolation that spec.network asks for."""
     ADMITTED = "Admitted"
@@ -71,8 +73,8 @@ class ConditionType(StrEnum):
     NOTIFIES = "Notifies"
     """Set only if the job's namespace may not use the receiver that spec.notify names."""
     CLASS_APPLIED = "ClassApplied"
-    """Set only with spec.className: whether the job has the class's values and stays within the
-    class's limits."""
+    """Set only for a job with spec.className: whether the job has the class's values and stays
+    within the class's limits."""
 
 
 class NotificationState(StrEnum):

@@ -185,7 +185,7 @@ _PATTERNS = {
 
 
 def refused_by(pattern: str, value: str) -> str:
-    """Describe why a string does not match a pattern of the schema, with a suggestion."""
+    """Describe why a string does not match a pattern of the schema, and suggest what to write."""
     pattern = pattern.replace("\\Z", "$")
     if "[KMGTPE]i" in pattern:
         meant = quantity(value)

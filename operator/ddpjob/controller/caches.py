@@ -237,8 +237,7 @@ class Caches:
     def complete_in(self, namespace: str) -> bool:
         """Whether all objects in a namespace have been read.
 
-        This waits only for the namespace itself. Other namespaces, including those that the
-        operator is not permitted to read, do not matter.
+        Other namespaces do not matter, even if the operator is not permitted to read them.
         """
         return all(self._of(kind, namespace).listed.is_set() for kind in WATCHED)
 

@@ -38,7 +38,7 @@ class Patience:
     """An endless sequence of the delays in seconds between kopf's attempts at one request.
 
     Each request starts at the beginning of the sequence. kopf's own sequence is finite. With it,
-    kopf would give up after about a minute of 5xx responses, as they occur while a control plane is
+    kopf would give up after about a minute of 5xx responses, as happens while a control plane is
     upgraded.
     """
 

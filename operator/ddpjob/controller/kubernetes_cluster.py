@@ -433,7 +433,8 @@ class KubernetesCluster:
             version = answer["metadata"]["resourceVersion"]
             written = replace(job, status=stored, resource_version=version) if same_spec else DDPJob.read(answer)
             result = self.caches.take_job(written)
-        # Follow the coordinator as soon as it can run, because the next reconcile may be far off.
+        # Follow the coordinator as soon as it runs. The next reconcile, which would do this too,
+        # may be far off.
         self._follow(key, result)
         return result
 

@@ -1,9 +1,9 @@
 """Provides kopf with credentials, from the service account or otherwise from the kubeconfig.
 
 kopf keeps all objects of a list in memory, and each changed object for a few seconds. Users choose
-how large a DDPJob and its metadata are, so kopf gets only the names and versions of jobs: its
-session requests metadata, in pages of bounded size, and passes on only the fields that identify an
-object.
+how large a DDPJob and its metadata are. Therefore kopf gets only the names and versions of jobs.
+Its session requests only metadata, in pages of limited size, and passes on only the fields that
+identify an object.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Connection(kopf.ConnectionInfo):
     """A connection that trusts the same certificates as kubectl.
 
     Since Python 3.13, the default SSL context rejects certificates without key identifiers (RFC
-    5280). Go accepts them. They are common in older clusters, whose certificate authorities have
-    issued such certificates.
+    5280). Go accepts them. The certificate authorities of many older clusters have issued such
+    certificates.
     """
 
     def as_ssl_context(self) -> ssl.SSLContext:
@@ -83,7 +83,7 @@ class _Requests:
     """
 
     def __init__(self) -> None:
-        # For each path, the time at which its newest watch was started.
+        # Maps the path of a collection to the time at which its newest watch was started.
         self._watched: dict[str, float] = {}
 
     async def __call__(

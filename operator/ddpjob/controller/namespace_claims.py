@@ -28,7 +28,7 @@ CLAIM_SECONDS, RENEW_SECONDS, RETRY_SECONDS = 600, 200, 10
 class _Claim(Lease):
     """The Lease that claims a namespace.
 
-    It is valid so long that the operator that holds it can be restarted or upgraded meanwhile.
+    It stays valid while the operator that holds it is restarted or upgraded.
     """
 
     def _taken(self, spec: Json) -> Json:

@@ -1,8 +1,8 @@
 """Posts notifications to receivers: webhooks named by the platform team, with their URLs in files.
 
 A job only names a receiver, so people who create jobs cannot choose the address to which the
-operator sends. Each receiver has its own workers, which its namespaces share, so a receiver that
-hangs does not delay the other receivers.
+operator sends. Each receiver has its own workers, so a receiver that hangs does not delay the other
+receivers. The namespaces that use the same receiver share its workers.
 """
 
 from __future__ import annotations

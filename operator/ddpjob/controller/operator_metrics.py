@@ -69,8 +69,8 @@ BUILD_INFO.labels(installed_version(), platform.python_version()).set(1)
 # --- the event loop ---------------------------------------------------------------------------------------------
 
 TURNS_SECONDS = 60.0
-"""Number of seconds for which the duration of a turn is remembered at least. It is remembered at
-most twice as long."""
+"""Minimum number of seconds for which the duration of a turn is remembered. The maximum is twice as
+long."""
 
 
 class TurnMeter(selectors.DefaultSelector):

@@ -49,8 +49,8 @@ WANTED_BY = "ddpjob.io/wanted-by"
 """Annotation of a Lease. Its value is the name of a replica that asks the holder to release the
 Lease."""
 PATIENCE = 3 * RETRY_SECONDS
-"""Number of seconds, for each Lease that a replica already holds, for which a different Lease must
-have been free before the replica takes it too."""
+"""A replica that already holds Leases takes a further Lease only after that Lease has been free for
+a while. This is the waiting time in seconds for each Lease that the replica holds."""
 
 
 def shard_of(namespace: str, count: int) -> int:

@@ -135,7 +135,7 @@ class Lease:
             raise
 
     async def release(self) -> None:
-        """Give up the Lease if this replica holds it."""
+        """Release the Lease if this replica holds it."""
         self._own = None
         found = await self.rest.request("GET", f"{self.collection}/{self.name}")
         if found.get("spec", {}).get("holderIdentity") == self.identity:

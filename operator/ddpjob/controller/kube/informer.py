@@ -130,7 +130,7 @@ class Cache(Generic[View]):
             return
         try:
             view = self.read(body)
-        # ^A user wrote the object, so the fault must not affect other users' jobs.
+        # A user wrote the object, so the fault must not affect other users' jobs.
         except Exception as error:
             log.warning("%s: %s/%s cannot be read and is ignored: %r", self.path, *key, error)
             self._remove(key)

@@ -93,9 +93,10 @@ class Rest:
     def open(cls, settings: client.Configuration, connections: int) -> Rest:
         """Connect to the API server with these settings of the official client."""
         settings.connection_pool_maxsize = connections
-        settings.disable_strict_ssl_verification = True  # See ddpjob.controller.login.
-        # Look up the proxy once. aiohttp would look it up in a thread for each request.
-        # ~/.netrc does not apply to the API server.
+        settings.disable_strict_ssl_verification = True  # See `login.Connection` for the reason.
+        # Look up the proxy only once. With `trust_env`, aiohttp would look it up in a thread for
+        # each request. It would also use credentials from ~/.netrc, which are not meant for the API
+        # server.
         settings.proxy = settings.proxy or _proxy(settings.host)
         settings.client_session_kwargs = {"trust_env": False}
         api = client.ApiClient(configuration=settings)
