@@ -170,7 +170,7 @@ class CheckpointFolder:
     def _take_together(self) -> None:
         """Make sure that no other job uses the folder, then claim it for this job.
 
-        A rank that maintains the folder watches its former owner for some time, possibly longer
+        A former owner that has not reported its end is watched for some time, which may be longer
         than train.timeout_seconds. Therefore, all ranks communicate twice a second until the
         watching is over.
         """

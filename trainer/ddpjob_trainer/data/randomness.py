@@ -130,7 +130,7 @@ def seed_torch(seed: int, device: torch.device) -> None:
 
 @contextmanager
 def seed_draws(key: int) -> Iterator[None]:
-    """Make what is drawn in the `with` depend only on `key`.
+    """Make random numbers that are drawn during the `with` depend only on `key`.
 
     This applies to the global generators of Python, numpy and torch. After the `with`, the
     generators continue where they were before.
