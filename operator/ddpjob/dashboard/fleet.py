@@ -23,10 +23,10 @@ from ddpjob.core.status.running import STEP_OVERDUE
 from ddpjob.core.view import is_number
 
 Key = tuple[str, str]
-"""Namespace and name."""
+"""A job's namespace and name."""
 WITHOUT_ETA = (*ENDED, "Suspended", "Queued")
-"""States in which the remaining time is unknown, because it was reported by a group that no longer
-trains."""
+"""States in which the remaining time of a job is not shown. It was reported by a group that no
+longer trains."""
 UNREADABLE = "Unreadable"
 STATES = (
     "Failed",
@@ -40,14 +40,14 @@ STATES = (
     "Interrupted",
     "Complete",
 )
-"""States in the order of the list, starting with those that need attention."""
+"""All states, in the order in which the list shows them. States that need attention come first."""
 _POINTS = 512
 _RETRY_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class FleetRow:
-    """A job in the list. Empty fields are unknown."""
+    """A job's row in the list. A field is empty if its value is unknown."""
 
     namespace: str
     name: str
@@ -71,7 +71,7 @@ class FleetRow:
     repeated_seconds: float = 0.0
     """Time in seconds that the job is known to have spent on repeated steps."""
     unknown_repeats: int = 0
-    """Number of restarts with an unknown number of repeated steps."""
+    """Number of restarts after which the number of repeated steps is unknown."""
     gpus_training: int = 0
     gpu_seconds: int = 0
     created: datetime | None = None
@@ -85,7 +85,7 @@ class FleetRow:
     def runtime(self, now: datetime) -> float | None:
         """Return the seconds from the job's start to its end, or to `now` if it has not ended.
 
-        None if it has not started.
+        Return None if the job has not started.
         """
         return ((self.ended or now) - self.started).total_seconds() if self.started is not None else None
 
@@ -95,9 +95,10 @@ def key_of(body: Json) -> Key:
 
 
 def read_job(body: Json) -> DDPJob:
-    """Read a job, possibly from a local record.
+    """Read a job from an object of the API or from a local record.
 
-    A local record has no uid and may hold anything, so this may raise any exception.
+    A local record may lack a uid, and its fields may have any values, so this may raise any
+    exception.
     """
     return DDPJob.read({**body, "metadata": {"uid": "", **body["metadata"]}})
 
@@ -116,7 +117,7 @@ def fleet_row(body: Json) -> FleetRow:
         progress = status.progress
         shown = {part: str((stored.get(part) or {}).get("display", "")) for part in ("nodes", "restarts")}
         percent = progress.get("percent")
-        # A pod that has not been scheduled does not hold GPUs.
+        # Do not count pods that have not been scheduled yet, because they do not hold GPUs.
         placed = (slot.state is SlotState.CREATED and bool(slot.node) for slot in status.slots)
         present = sum(placed) + sum(slot.state is SlotState.RUNNING for slot in status.slots)
         pods = present if state not in ENDED else 0
@@ -155,16 +156,20 @@ def fleet_row(body: Json) -> FleetRow:
 
 
 def _in_one_line(message: str) -> str:
-    """Return the first line and, for a traceback, the last line, which names the error."""
+    """Return the first and the last line of a message, joined into one line.
+
+    The last line of a traceback names the error.
+    """
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     return " ".join(line[:200] for line in dict.fromkeys((*lines[:1], *lines[1:][-1:])))
 
 
 @dataclass
 class CurveSamples:
-    """Loss and speed as reported while the dashboard follows the job.
+    """The values of a job's loss and speed that were reported since the dashboard was started.
 
-    If there are many samples, every other one is dropped.
+    A sample is added for each reported step. Whenever there are more than _POINTS samples, every
+    other sample is dropped.
     """
 
     steps: array[float] = field(default_factory=lambda: array("d"))
@@ -200,21 +205,20 @@ class Goodput:
     """How well the pods of all jobs were used while the dashboard followed them."""
 
     share: float | None
-    """The share of pod time spent on new steps; None without pods. Repeated steps that were not
-    reported count as new.
-    """
+    """The share of the pods' time that was spent on new steps; None if there were no pods. If a
+    repeated step was not reported as repeated, it counts as new."""
     seconds: float
     """How long the jobs were followed, in seconds."""
     unknown: int
-    """Number of restarts in this time with an unknown number of repeated steps."""
+    """Number of restarts during this time after which the number of repeated steps is unknown."""
 
 
 class Fleet:
-    """Follows jobs.
+    """Follows the jobs of one or more backends, and keeps a row for each job.
 
-    Use it as a context manager. On entry it reads all jobs once (raises Mistake), and it then
-    follows them until exit. Each of `backends` lists its own jobs, such as those of one namespace,
-    and is followed in its own thread.
+    Use it as a context manager. On entry, it reads all jobs once, and raises Mistake if that fails.
+    It then follows the jobs until the exit. Each backend lists its own jobs, such as those of one
+    namespace, and is followed in a thread of its own.
     """
 
     def __init__(self, *backends: Backend, clock: Callable[[], float] = time.monotonic) -> None:
@@ -228,7 +232,8 @@ class Fleet:
         self._clock = clock
         self._begun = self._since = clock()
         self._pod_seconds = self._useful_seconds = 0.0
-        """Sums over all jobs up to `_since`."""
+        """The time of all pods and the part of it that was spent on new steps, in seconds. Both are
+        sums over all jobs, up to the time `_since`."""
         self._unknown = 0
         self._lock = threading.Lock()
         self._failures: dict[Backend, str] = {}
@@ -257,9 +262,9 @@ class Fleet:
             return Goodput(share, self._since - self._begun, self._unknown)
 
     def _account(self) -> None:
-        """Add the pod seconds, and the useful ones among them, since the last call.
+        """Add the time since the last call to `_pod_seconds` and `_useful_seconds`.
 
-        Call it with the lock held, before a row changes.
+        The caller must hold the lock, and must call this before it changes the pods of a row.
         """
         now = self._clock()
         self._pod_seconds += (now - self._since) * sum(row.pods for row in self._rows.values())
@@ -267,10 +272,11 @@ class Fleet:
         self._since = now
 
     def _account_restarts(self, before: FleetRow, row: FleetRow) -> None:
-        """Subtract the time of repeated steps that were counted as new.
+        """Correct the sums if a job's row shows repeated steps that were counted as new.
 
-        A repetition that is seen while it lasts is never counted as new. So this concerns only
-        repetitions that were already over when they were first seen.
+        While the row shows that the job is repeating steps, the time is not counted as useful. If
+        the repetition is over before a row shows it, its time was counted as useful, and is
+        subtracted here.
         """
         again = max(0.0, row.repeated_seconds - before.repeated_seconds) * before.pods_useful
         self._useful_seconds = max(0.0, self._useful_seconds - again)
@@ -297,7 +303,8 @@ class Fleet:
     def _follow(self, backend: Backend) -> None:
         while not self._stop.is_set():
             try:
-                # Without `known`, jobs that were deleted since the last list would go unnoticed.
+                # Pass the jobs that are already known. Otherwise, it would not be noticed if one of
+                # them was deleted since the last list.
                 known = [{"metadata": {"namespace": of, "name": name}} for of, name in self._keys(backend)]
                 for body, gone in backend.changes(None, known=known):
                     if self._stop.is_set():
@@ -319,8 +326,8 @@ class Fleet:
     def _fail(self, backend: Backend, error: Exception) -> None:
         """Record why a backend failed.
 
-        Rows of a backend that does not respond are kept. If it refuses access, its rows are
-        dropped.
+        If the backend did not respond, the rows of its jobs are kept. If it refused access, they
+        are dropped.
         """
         self._failures[backend] = str(error) if isinstance(error, Mistake) else f"{type(error).__name__}: {error}"
         if isinstance(error, Mistake) and error.denied:
@@ -366,5 +373,5 @@ class Fleet:
             self._versions[row.key] = self._versions.get(row.key, 0) + 1
             if row.state != UNREADABLE:
                 with suppress(Exception):
-                    # As in `fleet_row`, the job is shown even without its curves.
+                    # If the status has invalid values, show the job without curves.
                     self._samples.setdefault(row.key, CurveSamples()).add(body.get("status") or {})

@@ -25,16 +25,20 @@ _T = TypeVar("_T")
 
 
 class Shared:
-    """Results that viewers of the same view share for a moment.
+    """Keeps the results of reads for a moment, so that all viewers of a view can share them.
 
-    Sharing keeps the work from growing with the number of viewers.
+    The work therefore does not grow with the number of viewers.
     """
 
     def __init__(self) -> None:
         self._kept: dict[Hashable, tuple[float, asyncio.Task[Any]]] = {}
 
     async def get(self, key: Hashable, seconds: float, make: Callable[[], Awaitable[_T]]) -> _T:
-        """Return the result of `make` from this call, or from an earlier one within `seconds`."""
+        """Return the result of `make`, or a result that was made for `key` within the last
+        `seconds`.
+
+        If another call is still making a result for `key`, wait for this result.
+        """
         found = self._kept.get(key)
         if found is None or (found[1].done() and time.monotonic() - found[0] > seconds):
             self._kept.pop(key, None)
@@ -47,11 +51,12 @@ class Shared:
 
 
 class FleetView:
-    """The jobs that a credential gives access to, with all state kept about these jobs.
+    """The jobs to which a credential gives access, and everything that the dashboard knows about
+    them.
 
-    Views do not share any state. `scoped` returns the backend for one namespace. `commands` is true
-    if the view is allowed to run commands in pods when a viewer asks for it. `past` is true if the
-    jobs are gone and only the records that they left are known.
+    No data is shared between two views. `scoped` returns the backend for one namespace. `commands`
+    is true if commands are allowed to run in pods when a viewer requests them. `past` is true if
+    the view shows deleted jobs, of which only the records in their checkpoint folders remain.
     """
 
     def __init__(
@@ -69,8 +74,8 @@ class FleetView:
         """Run a function in a thread of this view.
 
         Each view has its own threads, so that one viewer's slow requests do not delay another's.
-        Raises AccessRefused once the view is closed. This happens during a request if the viewer
-        signs out in another window, or gets different rights.
+        Raises AccessRefused if the view has been closed. A view may be closed during a request,
+        because its viewer signs out in another window or gets different rights.
         """
         if self.closed.is_set():
             raise AccessRefused(401, "Open the page again", "This view was closed while its page was being rendered.")
@@ -97,19 +102,22 @@ class Gate(Protocol):
     """Host names of this server, in addition to IP addresses."""
 
     async def admit(self, request: web.Request) -> FleetView:
-        """Return the view of a request. Raises AccessRefused or HTTPSeeOther."""
+        """Return the view that serves a request.
+
+        Raises AccessRefused if the request is not allowed, and HTTPSeeOther to redirect it.
+        """
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """Return the gate's own paths, which are served without `admit`."""
+        """Return the routes of the gate's own pages, which are served without a call of `admit`."""
 
     async def close(self) -> None:
         """Close all views."""
 
 
 class OneSession:
-    """The gate of `ddpjob dashboard`: one view for everyone who has the token.
+    """The gate of `ddpjob dashboard`. Everyone who has the token gets the same view.
 
-    The printed address contains the token.
+    The command prints an address that contains the token.
     """
 
     def __init__(self, view: FleetView, token: str, host: str = "localhost") -> None:
@@ -118,7 +126,10 @@ class OneSession:
         threading.Thread(target=self._add_full_name, name="full name", daemon=True).start()
 
     def _add_full_name(self) -> None:
-        """Add the machine's fully qualified name, whose DNS lookup may take seconds."""
+        """Add the machine's fully qualified name to `names`.
+
+        This runs in a thread, because looking the name up in DNS may take seconds.
+        """
         with contextlib.suppress(OSError, UnicodeError):
             self.names.add(socket.getfqdn().lower())
 
@@ -147,9 +158,10 @@ class OneSession:
 
 
 def own_host(header: str, names: Collection[str]) -> bool:
-    """Whether the Host header can only mean this server, which has these names.
+    """Whether a Host header contains an IP address, or one of `names`, the names of this server.
 
-    This rejects other names that an attacker's DNS resolves to this server (DNS rebinding).
+    A different name may belong to an attacker, whose DNS server resolves it to the address of this
+    server (DNS rebinding).
     """
     name = host_name(header)
     with contextlib.suppress(ValueError):
@@ -159,7 +171,10 @@ def own_host(header: str, names: Collection[str]) -> bool:
 
 
 def host_name(header: str) -> str:
-    """Return the name or address in a Host header in lower case; empty if the header is missing."""
+    """Return the name or address in a Host header, in lower case.
+
+    The result is empty if the header is missing or invalid.
+    """
     try:
         return (urlsplit(f"//{header}").hostname or "") if re.fullmatch(r"[\w.:\[\]-]{1,260}", header) else ""
     except ValueError:
@@ -173,9 +188,9 @@ def is_loopback(name: str) -> bool:
 
 
 def own_port(request: web.Request) -> int:
-    """Return the server's own port.
+    """Return the port on which this server received the request.
 
-    Cookie names contain the port, because all ports of a machine share cookies.
+    The names of cookies contain this port, because all ports of a machine share cookies.
     """
     place = request.transport.get_extra_info("sockname") if request.transport is not None else None
     return int(place[1]) if place else 0

@@ -25,16 +25,17 @@ from ddpjob.dashboard.fleet import STATES, CurveSamples, FleetRow
 
 PER_PAGE = 100
 MOST_SLOTS = 256
-"""Maximum number of a job's slots and pods that a page lists."""
+"""Maximum number of rows for pods and slots on the page of a job."""
 _POINTS = 1200
 """Maximum number of points in a curve."""
 _CURVES = 16
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[^\S\n\t ]|\x1b")
-"""Terminal commands (colours, titles) and characters that move the cursor."""
+"""Matches escape sequences, with which programs set a terminal's colours or title, and characters
+that move the cursor."""
 
 
 def plain(text: str) -> str:
-    """Return text without the terminal commands that jobs may write."""
+    """Return a text without the escape sequences and control characters that jobs may write."""
     return "".join(c for c in _CONTROL.sub("", text) if c.isprintable() or c in "\n\t")
 
 
@@ -53,7 +54,7 @@ class Choice:
 
     @classmethod
     def read(cls, query: Mapping[str, str]) -> Choice:
-        """Read a query, which may contain anything."""
+        """Read the query of an address. Invalid values are replaced with the defaults."""
         page, sort = query.get("page", ""), query.get("sort", "")
         state = query.get("state", "")
         return cls(
@@ -65,7 +66,10 @@ class Choice:
         )
 
     def query(self, **changed: str | int) -> dict[str, str]:
-        """Return the query with changes; defaults are omitted."""
+        """Return the query of the address that shows this choice with the values in `changed`.
+
+        Values that are equal to their defaults are omitted.
+        """
         full = {"q": self.words, "state": self.state, "sort": self.sort, "dir": "desc" if self.descending else "",
                 "page": self.page, **changed}  # fmt: skip
         defaults = ("", 0, 1, "state") if full["sort"] == "state" else ("", 0, 1)
@@ -87,16 +91,21 @@ SORTS: dict[str, Callable[[FleetRow, datetime], Any]] = {
     "runtime": lambda row, now: (row.runtime(now) or -1.0, row.name),
     "age": lambda row, now: (-_moment(row.created), row.name),
 }
-"""Maps a column to its sort key. The row with the smallest key comes first."""
+"""Maps the name of a column to a function that returns a row's sort key. The row with the smallest
+key comes first."""
 
 
 @dataclass(frozen=True)
 class Listed:
-    """A page of the list, and totals over all pages."""
+    """A page of the list, with totals.
+
+    The numbers of pods, GPUs, GPU seconds and jobs (`total`) include the jobs that the list does
+    not show.
+    """
 
     rows: list[FleetRow]
     found: int
-    """Number of jobs on all pages."""
+    """Number of jobs on all pages of the list."""
     pages: int
     page: int
     states: dict[str, int]
@@ -148,14 +157,14 @@ def _text(row: FleetRow) -> str:
 
 @dataclass(frozen=True)
 class Span:
-    """A part of a job's time. `begin` and `width` are in thousandths of the total."""
+    """A part of a job's timeline. `begin` and `width` are in thousandths of the whole timeline."""
 
     begin: float
     width: float
     kind: str
-    """start, round, restart, repeat (of steps that were taken before the restart), or unknown (the
-    time before the first restart that the status still lists).
-    """
+    """One of start, round, restart, repeat and unknown. During `repeat`, the job repeats steps that
+    it had already taken before the restart. If the status no longer lists the first restarts, the
+    time before the first listed restart is `unknown`."""
     title: str
 
 
@@ -165,13 +174,13 @@ class Timeline:
     begin: datetime
     end: datetime
     lost: float
-    """Seconds lost in the listed restarts."""
+    """Total duration of the listed restarts, in seconds."""
 
     @property
     def useful(self) -> float | None:
         """The share of time spent on new steps, as far as is known.
 
-        None if some restarts are no longer listed.
+        Return None if the status no longer lists all restarts.
         """
         if any(span.kind == "unknown" for span in self.spans):
             return None
@@ -197,8 +206,8 @@ def timeline(job: DDPJob, state: str, now: datetime) -> Timeline | None:
         if until > since:
             spans.append(Span(since / whole * 1000, (until - since) / whole * 1000, kind, title))
 
-    # The start time changes when a suspended job is resumed. Restarts that the status lists from
-    # before then are not part of this timeline.
+    # The start time changes when a suspended job is resumed. The status may still list restarts
+    # from before that time, but they are not part of this timeline.
     earlier = [restart.round for restart in status.restarts.recent if restart.time < begin]
     at, lost, number = 0.0, 0.0, max(earlier, default=0)
     unlisted = status.restarts.total > len(status.restarts.recent) and not earlier
@@ -215,7 +224,8 @@ def timeline(job: DDPJob, state: str, now: datetime) -> Timeline | None:
         lost += over - broke
         again = min(following, over + _repeated_seconds(restart))
         add(over, again, "repeat", f"{count(restart.repeated_steps or 0, 'step')} repeated: {duration(again - over)}")
-        # Losing a spare, or a coordinator in Fast mode, does not begin a round.
+        # If the job only lost a spare, or a coordinator in Fast mode, no round begins, and the
+        # number of the round stays the same.
         at, number = again, restart.round or number
     running = status.condition(ConditionType.RUNNING)
     if not restarts and running is not None and running.status:
@@ -230,9 +240,9 @@ def timeline(job: DDPJob, state: str, now: datetime) -> Timeline | None:
 
 
 def _repeated_seconds(restart: Restart) -> float:
-    """Return how long steps were repeated after a restart, in seconds.
+    """Return for how many seconds the job repeated steps after a restart.
 
-    The time is infinite while they are still being repeated.
+    The result is infinite as long as the job is still repeating steps.
     """
     unfinished = restart.repeated_steps and restart.seconds is not None
     return restart.repeated_seconds if restart.repeated_seconds is not None else math.inf if unfinished else 0.0
@@ -240,7 +250,9 @@ def _repeated_seconds(restart: Restart) -> float:
 
 @dataclass(frozen=True)
 class SlotRow:
-    """A pod with its slot's status, or a slot without a pod."""
+    """A row on the page of a job. It shows a pod and the status of its slot, or a slot without a
+    pod.
+    """
 
     index: int | None
     pod: str
@@ -255,10 +267,10 @@ class SlotRow:
 
 
 def slot_rows(job: DDPJob, body: Json, pods: Sequence[PodLine]) -> tuple[list[SlotRow], int]:
-    """Return (the rows of a page, the number of rows not shown).
+    """Return the rows for the page of a job, and the number of rows that the page does not show.
 
-    Rows are the coordinator and the slots, in order. If there are more than MOST_SLOTS, those with
-    problems come first.
+    The coordinator comes first, followed by the slots in the order of their indices. If there are
+    more than MOST_SLOTS rows, the rows with problems come before all others.
     """
     ranks = ranks_of_pods(pods, body)
     slots, rows, with_pod = job.status.slots, list[SlotRow](), set[int]()
@@ -291,7 +303,8 @@ _TITLES = {"samplesPerSecond": "samples/s", "lr": "learning rate", "dataWait": "
 def trained_curves(series: MetricSeries, by: str = "step") -> Json:
     """Return curves of the built-in trainer's measurements for the page's script.
 
-    `by` is one of AXES. A null in a curve separates the stretches between restarts.
+    `by` is the horizontal axis, one of AXES. At each restart, a curve has a null value, so that no
+    line crosses the restart.
     """
     named = dict(series.steps)
     named |= {f"test {name}": values for name, values in series.evaluations.items()}
@@ -314,7 +327,10 @@ def reported_curves(samples: CurveSamples, unit: str, by: str = "step") -> Json:
 
 
 def _curve(title: str, stretches: Sequence[Points]) -> Json:
-    """Return a curve, with a null between two stretches, so that no line joins them."""
+    """Return a curve that consists of several stretches, in the form that the page's script draws.
+
+    Between two stretches, the curve has a null value, so that no line joins them.
+    """
     whole = sum(map(len, stretches))
     x, y = list[float](), list[float | None]()
     for stretch in stretches:
@@ -328,9 +344,10 @@ def _curve(title: str, stretches: Sequence[Points]) -> Json:
 
 
 def _thinned(pairs: Points, most: int) -> Points:
-    """Reduce a curve to at most about `most` points.
+    """Reduce the points of a curve to about `most`.
 
-    The smallest and largest value of each section are kept, because readers look for peaks.
+    The curve is divided into sections of equal length. The points with the smallest and the largest
+    value of each section are kept, because readers look for peaks.
     """
     if len(pairs) > most:
         parts, kept = most // 2, Points()
@@ -346,12 +363,18 @@ _IN_BACKTICKS = re.compile(r"`([^`\n]{1,200})`")
 
 
 def with_code(text: str) -> Markup:
-    """Return text as HTML, with text in backticks as code. Everything is escaped first."""
+    """Return a text as HTML, in which words in backticks are shown as code.
+
+    The text is escaped first, so it cannot contain any HTML of its own.
+    """
     return Markup(_IN_BACKTICKS.sub(r"<code>\1</code>", str(escape(text))))
 
 
 def metrics_of(status: JobStatus) -> list[tuple[str, str]]:
-    """Return the last reported numbers, sorted by name; times are left out."""
+    """Return the names and texts of the metrics that the job reported last, sorted by name.
+
+    The times of checkpoints and of their copies are left out.
+    """
     metrics = {name: value for name, value in (status.progress.get("metrics") or {}).items() if is_number(value)}
     for moment in (CHECKPOINT_TIME, COPY_TIME):
         metrics.pop(moment, None)

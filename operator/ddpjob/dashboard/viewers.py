@@ -1,8 +1,8 @@
 """The gate of a dashboard in a cluster.
 
-The dashboard has no rights, but reads everything with its viewers' tokens. The API server checks a
-token whenever a view is opened, and every few seconds after that. Data read with a token is kept
-only for that token.
+The dashboard has no rights of its own, and reads everything with the tokens of its viewers. The API
+server checks a token when a view is opened for it, and every few seconds after that. Data that was
+read with a token is shown only to viewers who have the same token.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ IDLE_SECONDS = 300.0
 """Seconds after which an unused view and its watches are closed."""
 SESSION_SECONDS = 12 * 3600.0
 MOST_VIEWS = 64
-"""Maximum number of views. Each holds its jobs' rows and a watch per namespace."""
+"""Maximum number of views. Each view keeps the rows of its jobs in memory, and holds a watch for
+each of its namespaces."""
 MOST_SESSIONS = 1000
 MOST_OF_A_USER = 4
 """Maximum number of views, and of sessions, of one user. It prevents a user with many tokens from
@@ -46,7 +47,7 @@ MOST_OF_A_NAMESPACE = 16
 prevents a namespace's admins from displacing other users by creating many accounts."""
 MOST_NAMESPACES = 16
 _MOST_WAITING = 64
-"""Maximum number of requests whose tokens are being checked."""
+"""Maximum number of requests whose tokens are checked at the same time."""
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]{1,16384}=*")
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _SERVICE_ACCOUNT = re.compile(r"system:serviceaccount:([^:]+):[^:]+")
@@ -70,9 +71,10 @@ class _Session:
 
 @dataclass
 class _Opened:
-    """A view, and when its token was last checked.
+    """An open view of a token.
 
-    `scope` lists the view's namespaces; empty means all.
+    `scope` contains the namespaces that the view follows. If it is empty, the view follows all
+    namespaces. `judged` is the time when the token was last checked.
     """
 
     view: FleetView
@@ -91,9 +93,10 @@ class _Opened:
 class Viewers:
     """The gate of a dashboard in a cluster (`gate.Gate`).
 
-    `url` and `ca` belong to the API server. `names` are host names under which a TLS-terminating
-    proxy forwards requests here. `namespaces` are shown to viewers who are not permitted to read
-    all namespaces and have not chosen any.
+    `url` is the address of the API server, and `ca` is a file with its certificate authorities.
+    `names` are the host names of proxies that terminate TLS and forward requests to this server.
+    `namespaces` are the namespaces for viewers who are not permitted to read all namespaces and
+    have not chosen any.
     """
 
     def __init__(self, url: str, ca: str, names: Sequence[str] = (), namespaces: Sequence[str] = ()) -> None:
@@ -134,9 +137,10 @@ class Viewers:
             raise _ask_to_sign_in(f"The token is invalid or has expired: {unknown}") from unknown
 
     def _private(self, request: web.Request) -> None:
-        """Refuse tokens unless they are sent over TLS or through a port-forward.
+        """Raise AccessRefused unless the request was sent over TLS or through a port-forward.
 
-        TLS may end at this server or at a proxy in front of it.
+        Otherwise, others could read the request's token in transit. TLS may end at this server or
+        at a proxy in front of it.
         """
         name = host_name(request.headers.get("Host", ""))
         proxied = name in self._behind and request.headers.get("X-Forwarded-Proto", "").lower() == "https"
@@ -150,10 +154,10 @@ class Viewers:
             )
 
     def _token(self, request: web.Request) -> tuple[str | None, str]:
-        """Return (the request's bearer token, its session).
+        """Return a request's bearer token, or None, and the id of its session.
 
-        A token in the Authorization header, which a proxy may set, takes precedence over the token
-        of a session.
+        A token in the Authorization header takes precedence over the token of the session, because
+        a proxy may have added this header. In that case, the id of the session is empty.
         """
         if header := request.headers.get("Authorization"):
             kind, _, token = header.partition(" ")
@@ -172,9 +176,10 @@ class Viewers:
         raise _ask_to_sign_in(_WHOSE, 200)
 
     async def _sign_in(self, request: web.Request) -> web.StreamResponse:
-        """Open a session for a token that the API server accepts.
+        """Open a session for the token in the form, if the API server accepts this token.
 
-        Without a token, only the namespaces change.
+        If the form contains no token, the viewer's session is kept, and only the chosen namespaces
+        change.
         """
         self._private(request)
         _own_form(request)
@@ -200,7 +205,8 @@ class Viewers:
                              secure=_cookie(request).startswith("__Host-"))  # fmt: skip
         elif self._token(request)[0] is None:
             raise _ask_to_sign_in("Paste a token.", 400)
-        # A comma would be quoted in the cookie.
+        # Separate the names with periods, because a value with commas would be quoted in the
+        # cookie.
         moved.set_cookie(_CHOICE, ".".join(chosen), httponly=True, samesite="Lax", path="/")
         raise moved
 
@@ -214,9 +220,9 @@ class Viewers:
         raise moved
 
     def _end(self, session: str) -> None:
-        """Forget a session and the views opened with its token.
+        """Forget a session, and close the views that were opened with its token.
 
-        The views are kept if another session has the same token.
+        If another session has the same token, the views stay open.
         """
         found = self._sessions.pop(session, None)
         if found is not None and all(other.token != found.token for other in self._sessions.values()):
@@ -226,7 +232,9 @@ class Viewers:
     # --- views
 
     async def _view(self, token: str, chosen: tuple[str, ...]) -> FleetView:
-        """Return the view of a token, after a new check if the last one is too old.
+        """Return the view for a token and the namespaces that its viewer has chosen.
+
+        If the token was last checked more than TRUST_SECONDS ago, check it again first.
 
         Raises AccessRefused, NotKnown and other Mistakes.
         """
@@ -244,9 +252,10 @@ class Viewers:
                 self._locks.pop(key, None)
 
     async def _judged(self, key: tuple[bytes, tuple[str, ...]], token: str) -> _Opened:
-        """Check what the token may read now, and return its view.
+        """Check which namespaces the token is permitted to read now, and return a view of them.
 
-        If the token's rights have changed, its old view is closed, together with the cache.
+        If these namespaces have changed since the last check, the old view and its cached data are
+        discarded, and a new view is opened.
         """
         found = self._views.get(key)
         if found is not None:
@@ -264,9 +273,10 @@ class Viewers:
         return opened
 
     async def _again(self, key: tuple[bytes, tuple[str, ...]], opened: _Opened) -> None:
-        """Close a view, together with its cache, if its token's rights have changed.
+        """Check the token of an open view again.
 
-        Raises AccessRefused and Mistakes.
+        If the permitted namespaces have changed, or the API server refuses the token, the view is
+        closed, and its cached data is discarded. Raises AccessRefused and Mistakes.
         """
         try:
             scope = await self._run(lambda: self._scope(opened.api, opened.view.user, key[1]))
@@ -279,7 +289,7 @@ class Viewers:
             self._forget(key)
 
     async def _judge(self, token: str, what: Callable[[BearerServer], _T]) -> _T:
-        """Query the API server with the token, in a thread."""
+        """Run `what` in a thread, with a connection to the API server that uses the token."""
         return await self._run(lambda: what(BearerServer(self._url, self._ca, token)))
 
     async def _run(self, what: Callable[[], _T]) -> _T:
@@ -288,7 +298,8 @@ class Viewers:
     async def _in_turn(self, make: Callable[[], Awaitable[_T]]) -> _T:
         """Run a check of a token, unless too many such checks are already running.
 
-        The limit protects the API server. Requests beyond it are refused.
+        The limit protects the API server. If it has been reached, the request is refused with
+        HTTPServiceUnavailable.
         """
         if self._waiting >= _MOST_WAITING:
             raise web.HTTPServiceUnavailable(reason="too many viewers are signing in; try again")
@@ -310,9 +321,11 @@ class Viewers:
         return _Opened(view, api, fleet, scope, now, now)
 
     def _scope(self, api: BearerServer, user: str, chosen: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the namespaces to follow; empty means all.
+        """Return the namespaces that a view has to follow. If there are none, it follows all
+        namespaces.
 
-        Raises Mistake, or AccessRefused if the token can read no namespace.
+        Raises AccessRefused if the token is not permitted to read any of them, and Mistake if this
+        cannot be checked.
         """
         if not chosen and _may_list(api, ""):
             return ()
@@ -333,16 +346,18 @@ class Viewers:
         found = self._views.pop(key, None)
         if found is not None:
             found.close()
-        if key in self._locks and not self._locks[key].locked():  # Otherwise the lock's holder removes it.
+        if key in self._locks and not self._locks[key].locked():
+            # A lock that is held will be removed by its holder.
             del self._locks[key]
 
     def _make_room(self, user: str) -> None:
-        """Close the least recently used views if there are too many.
+        """Close views if `user` could not get one more view within the limits.
 
-        There are limits for a user, for a service account's namespace, and in total. At the total
-        limit, a view of the user with the most views is closed, provided that `user` would still
-        have fewer. Otherwise an idle view is closed. Raises HTTPServiceUnavailable if no view can
-        be closed.
+        There are limits for each user, for all service accounts of a namespace together, and for
+        the total number of views. The least recently used views are closed first. At the total
+        limit, a view of the user with the most views is closed, if `user` will still have fewer
+        views than that user had. Otherwise, a view without an open stream is closed. Raises
+        HTTPServiceUnavailable if no view can be closed.
         """
         by_use = sorted(self._views.items(), key=lambda item: item[1].used)
         for key in _beyond_limits({key: opened.view.user for key, opened in by_use}, user):
@@ -359,9 +374,10 @@ class Viewers:
         self._forget(closable[0])
 
     async def _look_after(self) -> None:
-        """Close unused views, and check the tokens of viewers who only have a stream open.
+        """End expired sessions, close unused views and check tokens, every TRUST_SECONDS.
 
-        Expired sessions end even if their viewers send no more requests.
+        Each request also checks its own token and session, but a viewer who only keeps a stream
+        open does not send any requests.
         """
         while True:
             await asyncio.sleep(TRUST_SECONDS)
@@ -386,21 +402,25 @@ def _ask_to_sign_in(message: str, status: int = 401) -> AccessRefused:
 
 
 def _user(api: BearerServer) -> str:
-    """Return the token user's name. Raises NotKnown."""
+    """Return the name of the user to whom the token belongs.
+
+    The name is empty if the user is not permitted to query it. Raises NotKnown if the API server
+    does not accept the token.
+    """
     review = {"apiVersion": "authentication.k8s.io/v1", "kind": "SelfSubjectReview"}
     try:
         answer = api.request("POST", "/apis/authentication.k8s.io/v1/selfsubjectreviews", body=review)
     except ApiRefusal as refusal:
         if not refusal.denied:
             raise
-        return ""  # The token is valid but is not permitted to query its own user.
+        return ""  # The token is valid, but its user is not permitted to make this request.
     return str(((answer.get("status") or {}).get("userInfo") or {}).get("username") or "")
 
 
 def _may_list(api: BearerServer, namespace: str) -> bool:
     """Whether the token can list the DDPJobs of a namespace (empty: of all namespaces).
 
-    Raises Mistake for other failures.
+    Raises Mistake if this cannot be determined.
     """
     scope = f"/namespaces/{namespace}" if namespace else ""
     try:
@@ -415,15 +435,20 @@ def _may_list(api: BearerServer, namespace: str) -> bool:
 
 
 def _owner(user: str) -> str:
-    """Return the account whose limits apply: a service account's namespace, or the user itself."""
+    """Return the account to which the views and sessions of a user are counted.
+
+    All service accounts of a namespace count as one account. Any other user is an account by
+    itself.
+    """
     account = _SERVICE_ACCOUNT.fullmatch(user)
     return f"system:serviceaccounts:{account[1]}" if account else user
 
 
 def _beyond_limits(users: Mapping[_K, str], user: str) -> list[_K]:
-    """Return the views or sessions to close before the user gets one more.
+    """Return the keys of the views or sessions that have to be closed before `user` gets one more.
 
-    This enforces the limits for users and namespaces. The oldest are closed first.
+    `users` maps the key of each view or session to its user, in the order in which they have to be
+    closed. The limits for a user and for the service accounts of a namespace are applied.
     """
     own = [key for key, other in users.items() if other == user]
     over = own[: max(0, len(own) - MOST_OF_A_USER + 1)]
@@ -435,7 +460,10 @@ def _beyond_limits(users: Mapping[_K, str], user: str) -> list[_K]:
 
 
 def _namespaces(text: str) -> tuple[str, ...]:
-    """Read namespace names from a form or a cookie. Raises AccessRefused."""
+    """Return the namespaces that are named in a field of a form or in a cookie.
+
+    Raises AccessRefused if a name is invalid, or if there are too many names.
+    """
     names = tuple(dict.fromkeys(name for name in re.split(r"[,\s]+", text[:2000]) if name))
     wrong = [name for name in names if not _LABEL.fullmatch(name)]
     if wrong or len(names) > MOST_NAMESPACES:
@@ -457,8 +485,8 @@ def _own_form(request: web.Request) -> None:
 def _cookie(request: web.Request) -> str:
     """Return the name of the session cookie.
 
-    With TLS, only this host can set a cookie with this name. On loopback, the name differs between
-    ports.
+    With TLS, the name begins with `__Host-`, so browsers let only this host set the cookie. On
+    loopback, the name contains the port, because all ports of a machine share cookies.
     """
     own = own_port(request)
     return f"ddpjob-{own}" if is_loopback(host_name(request.headers.get("Host", ""))) else "__Host-ddpjob"

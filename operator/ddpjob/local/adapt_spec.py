@@ -41,33 +41,34 @@ class LocalSpec:
 
     spec: JobSpec
     gpus: tuple[str, ...]
-    """This machine's GPUs, as named in CUDA_VISIBLE_DEVICES. If there are none, training uses the
-    CPU."""
+    """The GPUs for the job's pods, named as in CUDA_VISIBLE_DEVICES. There are none if the job does
+    not request NVIDIA GPUs, or requests more of them than this machine has."""
     data: Path | None
     code: Path | None
-    """The folder for spec.code."""
+    """The folder into which the code of spec.code is fetched."""
     working_dir: Path
     warnings: tuple[str, ...]
     problems: tuple[str, ...]
-    """One sentence each, with the field and the remedy. If there are problems, nothing is
-    started."""
+    """The reasons why the job cannot run here. Each is one sentence, with the field and the remedy.
+    If there are any, the job is not started."""
 
     def visible_gpus(self, index: int) -> str | None:
-        """Return CUDA_VISIBLE_DEVICES for the node in slot `index`.
+        """Return the value of CUDA_VISIBLE_DEVICES for the pod in slot `index`.
 
-        None means that the shell's value is kept.
+        None means that the pod gets the same value as this shell.
         """
         if not self.gpus:
             return "" if self.spec.gpu_resource == NVIDIA else None
         each = self.spec.gpus_per_node
-        # A replacement has its slot's index and therefore its predecessor's GPUs.
+        # A replacement pod has the same index as the pod that it replaces, and therefore gets the
+        # same GPUs.
         return ",".join(self.gpus[index * each : (index + 1) * each])
 
 
 def adapt_spec(job: DDPJob, folder: JobFolder, options: Options) -> LocalSpec:
-    """Return the spec that runs here, and everything that is missing or ignored.
+    """Adapt a job's spec to this machine, and find out what is missing or ignored here.
 
-    The machine is inspected but not changed.
+    The machine is inspected, but nothing on it is changed.
     """
     spec = job.spec if options.working_dir is None else replace(job.spec, code=None)
     gpus = usable_gpus() if spec.gpus_per_node and spec.gpu_resource == NVIDIA else ()
@@ -105,9 +106,11 @@ def adapt_spec(job: DDPJob, folder: JobFolder, options: Options) -> LocalSpec:
 def _adapted(spec: JobSpec, given: Path | None, code: Path | None, *, on_cpu: bool) -> JobSpec:
     """Return the spec in the form that this machine can run.
 
-    Class, gang, rank order, receiver and network interface are removed. The time to live is removed
-    too, because the folders, which contain the logs, are kept. --data is applied, and nccl is not
-    used on the CPU. A script below CODE_FOLDER is taken from `code`.
+    The class, the gang, the rank order, the receiver and the network interface are removed, because
+    they need a cluster. The time to live is removed too, because the job's folder with its logs is
+    to be kept. If `given` is set, it replaces the folder with the training data. If the job trains
+    on the CPU, the backend nccl is not used. A script below CODE_FOLDER is taken from `code`, the
+    folder with the fetched code.
     """
     storage = spec.storage
     if given is not None and (storage.data is None or storage.data.url):
@@ -138,10 +141,10 @@ def _adapted(spec: JobSpec, given: Path | None, code: Path | None, *, on_cpu: bo
 
 
 def usable_gpus() -> tuple[str, ...]:
-    """Return this machine's NVIDIA GPUs, limited to CUDA_VISIBLE_DEVICES if that is set.
+    """Return this machine's NVIDIA GPUs. If CUDA_VISIBLE_DEVICES is set, return only its GPUs.
 
-    As in CUDA, the list ends at the first entry that is not a GPU, so `-1`, `NoDevFiles` and the
-    like hide all GPUs.
+    As in CUDA, the variable's first entry that is not a GPU and all entries after it are ignored.
+    Therefore, `-1`, `NoDevFiles` and the like hide all GPUs.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible == "":
@@ -154,7 +157,7 @@ def usable_gpus() -> tuple[str, ...]:
 
 
 def _listed_gpus() -> tuple[str, ...]:
-    """Return the numbers of all GPUs.
+    """Return the numbers of all NVIDIA GPUs of this machine.
 
     The result is empty if nvidia-smi cannot run, fails or hangs, as it does with a broken driver.
     """
@@ -228,7 +231,7 @@ def _data_note(spec: JobSpec, data: Path | None, options: Options) -> Iterator[s
 def _working_dir(spec: JobSpec, code: Path | None) -> Path:
     """Return this machine's folder for spec.workingDir.
 
-    A folder below CODE_FOLDER is in the fetched code.
+    If the job fetches code, a path below CODE_FOLDER is looked up in the folder with this code.
     """
     if code is None:
         return Path(spec.working_dir or Path.cwd())
@@ -244,7 +247,7 @@ def _code_note(spec: JobSpec, options: Options) -> Iterator[str]:
 def _folders(spec: JobSpec, data: Path | None, working_dir: Path, options: Options, *, fetched: bool) -> Iterator[str]:
     """Yield a message for each missing folder or script.
 
-    Code that is fetched later is checked by the launcher.
+    If the code is fetched later, the script is not checked here, but by the launcher.
     """
     if options.data is not None and not options.data.is_dir():
         yield f"--data {options.data}: no such folder"
@@ -264,10 +267,11 @@ def _folders(spec: JobSpec, data: Path | None, working_dir: Path, options: Optio
 
 
 def _without_torch(spec: JobSpec) -> Iterator[str]:
-    """Yield a message if this Python does not have torch.
+    """Yield a message if the Python that runs this command does not have torch.
 
-    For instance, pipx may have installed the command separately from the user's own Python. If the
-    job sets PYTHONPATH, it may find torch in those folders, so nothing is yielded.
+    For instance, pipx installs the command in an environment of its own, which lacks the packages
+    of the user's Python. If the job sets PYTHONPATH, torch may be in one of these folders, so
+    nothing is yielded.
     """
     names = {entry["name"] for entry in (*spec.env, *(_trainer(spec)[0].get("env") or ()))}
     if spec.command or "PYTHONPATH" in names or importlib.util.find_spec("torch") is not None:
@@ -283,12 +287,14 @@ def _without_torch(spec: JobSpec) -> Iterator[str]:
 def _module_note(spec: JobSpec, working_dir: Path) -> Iterator[str]:
     """Yield a message if spec.module was not found.
 
-    The message is only a warning, because the job's own variables may add other folders.
+    The message is only a warning, because the job's own variables may add folders in which Python
+    finds the module.
     """
     top = spec.module.partition(".")[0] if spec.module and "$(" not in spec.module else ""
     if not top or not working_dir.is_dir() or (working_dir / top).is_dir() or (working_dir / f"{top}.py").exists():
         return
-    with contextlib.suppress(ValueError):  # Raised for this program itself, __main__.
+    with contextlib.suppress(ValueError):
+        # find_spec raises ValueError for `__main__`, which is this program.
         if importlib.util.find_spec(top) is not None:
             return
         where = f"neither in {working_dir.absolute()} nor installed in this Python"
@@ -319,7 +325,7 @@ _OBJECTS = {"secretKeyRef": "Secret", "configMapKeyRef": "ConfigMap", "resourceF
 
 
 def _unreadable(spec: JobSpec) -> Iterator[str]:
-    """Yield a message for each variable of the script that would be missing here."""
+    """Yield a message for each variable of the container whose value cannot be read here."""
     trainer, where = _trainer(spec)
     lists = [("spec", spec.env), (where, trainer.get("env") or ())]
     for path, entries in lists:

@@ -37,7 +37,10 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
 
 
 def field_value(pod: Json, path: str) -> str | None:
-    """Return a field of the downward API; None if it does not exist on this machine."""
+    """Return the value of a pod's field to which a variable refers (downward API).
+
+    Return None if pods on this machine do not have this field.
+    """
     meta, spec = pod["metadata"], pod["spec"]
     keyed = re.fullmatch(r"metadata\.(labels|annotations)\['([^']+)'\]", path)
     if keyed:
@@ -59,9 +62,9 @@ def field_value(pod: Json, path: str) -> str | None:
 def manifest_variables(pod: Json, container: Json) -> dict[str, str]:
     """Return the variables of a container's `env`.
 
-    A reference to a Secret or ConfigMap gets the value of the shell variable with the same name, if
-    there is one. Credentials of the data and code buckets have a prefix in the container, but not
-    in the shell.
+    If a variable refers to a Secret or ConfigMap, it gets the value that the variable with the same
+    name has in this shell. It is left out if the shell does not have this variable. The names of
+    credentials for the data and code buckets have a prefix in the container, but not in the shell.
     """
     variables: dict[str, str] = {}
     for entry in container.get("env", ()):
@@ -79,9 +82,9 @@ def manifest_variables(pod: Json, container: Json) -> dict[str, str]:
 def inherited(cores_per_rank: int) -> dict[str, str]:
     """Return this shell's environment, adapted to one machine.
 
-    Variables that another job or torchrun has set are removed, and variables for a single machine
-    are added. torchrun and python are found in this interpreter's folder, and traffic between ranks
-    stays on loopback.
+    Variables that belong to another job or to torchrun are removed. Variables are added that keep
+    the traffic between ranks on loopback and limit the threads of each rank. PATH is extended by
+    the folder of this interpreter, so that its torchrun and python are found.
     """
     environment = {name: value for name, value in os.environ.items() if not _NOT_INHERITED.fullmatch(name)}
     beside = str(Path(sys.executable).parent)

@@ -15,8 +15,9 @@ from ddpjob.local.environment import ADDRESS
 from ddpjob.objects.platform import Platform
 
 _LOWEST, _HIGHEST = 20000, 32000
-"""Range of ports below the kernel's ephemeral ports, so that an outgoing connection cannot take a
-port after it was chosen and before it is used."""
+"""The range from which ports are chosen. It is below the kernel's ephemeral ports. Otherwise, an
+outgoing connection could take a port between the time when it is chosen and the time when the
+coordinator listens on it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +41,11 @@ class LocalPlatform(Platform):
         return ADDRESS
 
     def bucket_folder(self, job: DDPJob) -> str:
-        """Return a folder that differs from every namespace's folder.
+        """Return the folder in a bucket that belongs to this job on this machine.
 
-        Its name contains the machine and the folder of runs. A trial run must neither continue nor
-        supersede the job with the same name in a cluster or in another folder.
+        A trial run must neither continue nor supersede a job with the same name in a cluster or in
+        another folder of runs. The folder's name therefore contains the machine's name and a digest
+        of the folder of runs, and no folder of a namespace has this form.
         """
         machine = re.sub(r"[^a-z0-9-]", "-", socket.gethostname().lower())
         runs = hashlib.sha256(os.fsencode(str(self.checkpoint_path))).hexdigest()[:8]
@@ -51,9 +53,9 @@ class LocalPlatform(Platform):
 
     @property
     def cluster(self) -> str:
-        """The machine's name.
+        """The machine's name, which identifies this machine in place of a cluster.
 
-        `key_mark`, the default, would not identify the machine, because each run has a different
+        The default, `key_mark`, would not identify the machine, because each run has a new operator
         key.
         """
         return socket.gethostname()
@@ -67,18 +69,18 @@ class NoFreePorts(Exception):
 
 
 def free_ports() -> tuple[int, socket.socket]:
-    """Return a port P such that P to P+2 are free, and a socket that reserves them.
+    """Return a port P such that P, P+1 and P+2 are free, and a socket that reserves these ports.
 
-    The reservation ends when the socket is closed. Raises NoFreePorts. A coordinator starts
-    listening later, and does not listen while it is being replaced. Without the socket, runs that
-    start together could therefore choose the same ports.
+    The reservation ends when the socket is closed. It is needed because a coordinator starts to
+    listen only later, and does not listen while it is being replaced. Without the reservation, two
+    runs that start at the same time could choose the same ports. Raises NoFreePorts.
     """
     for _ in range(100):
         port = random.SystemRandom().randrange(_LOWEST, _HIGHEST, 4)
         mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
-            # An abstract socket does not create a file, and belongs to the network namespace, as
-            # ports do.
+            # Reserve the ports by binding an abstract socket. It does not create a file, and it
+            # belongs to the network namespace, as the ports do.
             mark.bind(f"\0ddpjob-ports-{port}")
         except OSError:
             mark.close()

@@ -21,9 +21,10 @@ _CURVES = Path("run", "metrics.jsonl")
 
 
 def memory_folder(uid: str) -> Path:
-    """Return the folder for the newest states of a run's training.
+    """Return the folder in which a run keeps the newest states of its training.
 
-    The folder is in memory if the machine has an in-memory file system. The watchdog deletes it.
+    If the machine has an in-memory file system, the folder is there. The watchdog deletes the
+    folder at the end of the run.
     """
     shared = Path("/dev/shm")
     return (shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())) / f"ddpjob-{uid}"
@@ -36,7 +37,7 @@ def runs_folder() -> Path:
 
 
 class _Below:
-    """Descriptor that returns the path with this name in a folder."""
+    """Descriptor that returns the path of the file or folder `name` in a folder."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -62,16 +63,18 @@ class RunFolder(_Folder):
     events = _Below("events.jsonl")
     manifest = _Below("job.json")
     torchrun_python = _Below("torchrun-python")
-    """The program with which torchrun in a `command` starts its workers."""
+    """The program that starts the workers if the job's `command` starts torchrun."""
     earlier = _Below("earlier-checkpoints")
-    """Checkpoints of earlier runs, if this run started from scratch (--fresh)."""
+    """Checkpoints of earlier runs. They were moved here if this run started from scratch
+    (--fresh)."""
     disposable = _Below(_DISPOSABLE)
     """A file that exists if the earlier checkpoints were disposable (see `JobFolder`)."""
 
     def log(self, pod: str, container: str) -> Path:
-        """Return the log of one container.
+        """Return the path of one container's log.
 
-        The log of a pod's only container or of its trainer has the pod's name.
+        The log has the name of the pod. If the coordinator is the second container of a node pod,
+        the name of its log also contains `coordinator`.
         """
         second = container == COORDINATOR_CONTAINER and "-coordinator-" not in pod
         return self.pods / (f"{pod}.{container}.log" if second else f"{pod}.log")
@@ -99,9 +102,9 @@ class JobFolder(_Folder):
     """
     data = _Below("data")
     code = _Below("code")
-    """Code that was submitted as text, not as a file."""
+    """Code that was submitted as text, such as the source of a function, and not as a file."""
     fetched_code = _Below("fetched-code")
-    """Code from spec.code, in a folder for each archive."""
+    """Code that was fetched because of spec.code. Each archive has a folder of its own."""
 
     def has_checkpoints(self) -> bool:
         """Return whether `checkpoints` has files other than the record of rounds.

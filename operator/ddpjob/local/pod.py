@@ -50,10 +50,11 @@ class Started:
 class Pod:
     """A pod that starts its containers when it is constructed.
 
-    Raises OSError if their logs cannot be written. `inherited` is the environment to which the
-    manifest's variables are added. The containers start after `delay` seconds. With a delay, a
-    command that cannot be executed fails with a shell's exit code. `devices` maps resource names to
-    numbers of this machine's devices that the pod uses.
+    Raises OSError if the logs of the containers cannot be written. `inherited` is the environment
+    to which the manifest's variables are added. With a `delay`, a shell starts the commands of the
+    containers after this many seconds. If a command cannot be executed, the container then ends
+    with the exit code of this shell. `devices` maps the name of a resource to the number of this
+    machine's devices that the pod uses.
     """
 
     def __init__(
@@ -124,16 +125,17 @@ class Pod:
     # --- observation
 
     def poll(self, now: datetime) -> bool:
-        """Detect main processes that have ended, and kill any processes they left behind.
+        """Check whether the main processes of the containers have ended.
 
-        Return whether any main process has ended.
+        If a main process has ended, the other processes of its container are killed. Return whether
+        any main process has ended since the last call.
         """
         changed = False
         for started in self._started:
             if started.process is None or self.views[started.name].ended or started.process.poll() is None:
                 continue
             changed = True
-            processes.end_all(started.marks)  # A container ends with its main process.
+            processes.end_all(started.marks)  # A container ends when its main process ends.
             code = started.process.returncode
             self.views[started.name] = ContainerView(
                 started=started.since,
@@ -190,10 +192,10 @@ class Pod:
                 processes.send(started.process.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """Send SIGKILL to each container.
+        """Send SIGKILL to all processes of each container.
 
-        The signal reaches its process group, all processes with its marks, and descendants that
-        lost the marks.
+        These are the container's process group, all processes that have the container's marks in
+        their environment, and descendants of the main process that do not have the marks.
         """
         for started in self._started:
             if started.process is None or self.views[started.name].ended:
@@ -219,5 +221,5 @@ def _termination_message(started: Started, *, failed: bool) -> str:
         with started.log.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
             return "\n".join(log.read().decode(errors="replace").splitlines()[-_LOG_TAIL_LINES:])
-    except OSError as error:  # The folder was deleted, which must not fail the job.
+    except OSError as error:  # The job must not fail if the folder was deleted.
         return f"no log: {started.log}: {error.strerror}"

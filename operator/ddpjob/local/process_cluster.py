@@ -55,8 +55,8 @@ class TimedEvent:
 class ProcessCluster:
     """Implements `ddpjob.engine.ports.Cluster` for one job.
 
-    Only the event loop's thread may use it. `ports` come from `free_ports` and are for the first
-    coordinator.
+    It must only be used in the thread of the event loop. `ports` is the result of `free_ports` for
+    the coordinators of the first generation.
     """
 
     def __init__(
@@ -123,7 +123,9 @@ class ProcessCluster:
         if generation not in self._ports:
             try:
                 self._ports[generation] = free_ports()
-            except NoFreePorts:  # The coordinator can listen once the previous one has ended.
+            except NoFreePorts:
+                # Use the ports of the previous generation. The new coordinator can listen on them
+                # once the previous one has ended.
                 self._ports[generation] = self._ports[max(self._ports)]
         return self._ports[generation][0]
 
@@ -146,14 +148,16 @@ class ProcessCluster:
         return Observation(job, world)
 
     def _note_stall(self, report: Report | None) -> None:
-        # Without a reported step, the coordinator measures the time until the next round runs,
-        # which is not a stall.
+        # If the script reports no steps, the coordinator measures only the time until the next
+        # round runs. This is not the length of a stall.
         seconds = report.recovery.last_seconds if report is not None and report.progress.get("step") else None
         if seconds is not None and seconds not in self.stalls:
             self.stalls.append(seconds)
 
     def collect(self) -> None:
-        """Check every process, reap orphans, and remove deleted pods once they have ended."""
+        """Check which processes have ended, reap orphans, and remove deleted pods that have
+        ended.
+        """
         processes.reap_orphans(self.processes())
         now = self.clock()
         for pod in list(self.pods.values()):
@@ -271,7 +275,8 @@ class ProcessCluster:
             "reason": event.reason,
             "message": event.message,
         }
-        # If the disk is full, the event is shown but not kept, and training continues.
+        # If the disk is full, training continues. The event is shown, but it is not written to the
+        # file.
         with suppress(OSError), self.folder.events.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -297,7 +302,7 @@ class ProcessCluster:
         self.changed.set()
 
     async def close(self, others: Collection[int]) -> list[int]:
-        """Kill everything that the job has started, and return the ids of remaining processes.
+        """Kill all processes that the job has started, and return the ids of those that remain.
 
         `others` are this process's children that do not belong to the job.
         """

@@ -60,13 +60,14 @@ def find(marks: Mapping[str, str]) -> list[int]:
 def _environment(process: str) -> bytes:
     """Return a process's environment.
 
-    Raises OSError if the process has ended or belongs to another user. A process that is executing
-    a new program (exec) has no environment yet, so this waits. Otherwise the process would be
-    overlooked and survive when the job's processes are killed.
+    While a process executes a new program (exec), it has no environment for an instant. This
+    function waits until the process has one. Otherwise, the process would be overlooked, and would
+    survive when the job's processes are killed. Raises OSError if the process has ended or belongs
+    to another user.
     """
     deadline = time.monotonic() + _EXEC_SECONDS
     while not (found := Path(process, "environ").read_bytes()) and time.monotonic() < deadline:
-        Path(process, "exe").readlink()  # OSError means a kernel thread or a zombie.
+        Path(process, "exe").readlink()  # This raises OSError for a kernel thread or a zombie.
         start, end = Path(process, "stat").read_text().rpartition(")")[2].split()[_ENVIRONMENT]
         if start == end != "0":
             break  # The environment is empty.
@@ -111,9 +112,10 @@ def send_group(leader: int, number: signal.Signals) -> None:
 def reap_orphans(own: Collection[subprocess.Popen[bytes]]) -> None:
     """Reap adopted children that have ended.
 
-    Children in `own` are left to their owners, who reap them by polling and learn how they ended.
+    A child in `own` is reaped through its Popen object, so that the object's owner can read its
+    exit code.
     """
-    # The ids of processes whose end is known are left out, because they may have been reused.
+    # Leave out children that have already been reaped, because their ids may have been reused.
     by_pid = {process.pid: process for process in own if process.returncode is None}
     while True:
         try:
@@ -130,7 +132,7 @@ def reap_orphans(own: Collection[subprocess.Popen[bytes]]) -> None:
 
 
 def parent(pid: int) -> int | None:
-    """Return a process's parent; None if the process has ended."""
+    """Return the id of a process's parent; None if the process has ended."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
@@ -146,7 +148,7 @@ def command_line(pid: int) -> bytes:
 
 
 def children() -> list[int]:
-    """Return this process's children, including adopted ones."""
+    """Return the ids of this process's children, including adopted ones."""
     me, found = os.getpid(), list[int]()
     for task in Path(f"/proc/{me}/task").iterdir():
         with suppress(OSError):  # The thread has ended, or the kernel does not provide the list.
@@ -155,9 +157,10 @@ def children() -> list[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return a process's children, their children, and so on.
+    """Return the ids of a process's children, of their children, and so on.
 
-    Orphans are excluded, since they have a different parent.
+    Descendants whose own parent has ended are not found, because they have been adopted by a
+    different process.
     """
     by_parent: dict[int | None, list[int]] = {}
     for entry in os.scandir("/proc"):
@@ -174,8 +177,9 @@ def end_children(others: Collection[int], own: Collection[subprocess.Popen[bytes
     """Kill and reap all children except `others`.
 
     Return the ids of those that remain after `seconds`. `own` are the children that have a Popen
-    object. Children are not selected by marks, because adopted ones may lack them: their
-    environment may be different, or a program may have overwritten it with its title.
+    object. All children are killed, and not only those that have the job's marks, because adopted
+    children may lack them. They may have been started with a different environment, or may have
+    overwritten it with their title.
     """
     deadline = time.monotonic() + seconds
     while left := set(children()) - set(others):

@@ -23,12 +23,14 @@ class AlreadyRunning(Exception):
 
 
 class RequestRefused(Exception):
-    """The job's runner refuses a request. The message gives the reason."""
+    """The job's runner has refused a request. The message gives the reason."""
 
 
 @contextmanager
 def held(folder: JobFolder) -> Iterator[None]:
-    """Lock the job for this process. The kernel releases the lock however the process ends.
+    """Hold the job's lock during this `with`.
+
+    The kernel releases the lock when the process ends, even if it is killed.
 
     Raises AlreadyRunning, OSError.
     """
@@ -40,7 +42,8 @@ def held(folder: JobFolder) -> Iterator[None]:
                 f"job {folder.name} is already running (process {pid}); run `ddpjob stop {folder.name}` to stop it"
             )
         os.ftruncate(descriptor, 0)
-        # Write immediately, because a process that finds the lock held reports who holds it.
+        # Write this process's id to the lock file without delay. If another process tries to lock
+        # the job, it reports this id.
         os.write(descriptor, str(os.getpid()).encode())
         try:
             if parent := _unlocked_runner(folder):
@@ -70,11 +73,11 @@ def _locked(descriptor: int) -> bool:
 
 
 def _unlocked_runner(folder: JobFolder) -> int | None:
-    """Return the id of a process whose pods use the folder although it is not locked.
+    """Return the id of a `ddpjob run` process that still runs this job without holding the lock.
 
-    This happens if the folder was removed, together with the lock, while the job ran. The pods of a
-    killed run do not count: they end within a moment, and leftover processes have a different
-    parent.
+    This happens if the job's folder was removed, together with the lock, while the job ran. Pods of
+    a run that was killed do not count. They end within a moment, and if processes of them remain,
+    their parent is not a `ddpjob` process.
     """
     marks = {"DDPJOB_NAME": folder.name, "DDPJOB_CHECKPOINT_DIR": str(folder.checkpoints)}
     deadline = time.monotonic() + _ENDING_SECONDS
@@ -85,9 +88,9 @@ def _unlocked_runner(folder: JobFolder) -> int | None:
 
 
 def runner(folder: JobFolder) -> int | None:
-    """Return the id of the `ddpjob run` process that holds the job, or None.
+    """Return the id of the `ddpjob run` process that holds the job's lock, or None.
 
-    Raises an OSError that names a file.
+    Raises OSError, with the name of the file, if this cannot be determined.
     """
     try:
         with folder.lock.open() as file:
@@ -104,10 +107,11 @@ def runner(folder: JobFolder) -> int | None:
 
 
 def holds(folder: JobFolder, pid: int) -> bool:
-    """Whether process `pid` has the lock open.
+    """Whether process `pid` of this machine has the job's lock file open.
 
-    The id may have been written on another machine or in a container, and may then belong to a
-    different process here. Raises PermissionError for another user's process.
+    If the id in the lock file was written on another machine or in a container, it may belong to an
+    unrelated process on this machine. Raises PermissionError if the process belongs to another
+    user.
     """
     lock = folder.lock.stat()
     with suppress(FileNotFoundError, ProcessLookupError):  # There is no such process, or it has ended.
@@ -160,9 +164,10 @@ def read_record(folder: JobFolder) -> Json | None:
 
 
 def ask(folder: JobFolder, verb: str, subject: str, seconds: float = 10.0) -> bool:
-    """Leave a request for the job's runner, and wait up to `seconds` until it is processed.
+    """Write a request for the job's runner, and wait up to `seconds` until it has been processed.
 
-    Return False if it is not processed in time, or if the runner ends first. Raises RequestRefused.
+    Return False if the request is not processed in time, or if the runner ends before that. Raises
+    RequestRefused if the runner refuses the request.
     """
     folder.requests.mkdir(exist_ok=True)
     path = folder.requests / f"{time.time_ns()}-{os.getpid()}.json"
@@ -181,7 +186,10 @@ def ask(folder: JobFolder, verb: str, subject: str, seconds: float = 10.0) -> bo
 
 
 def refuse(request: Path, reason: str) -> None:
-    """Record why a request is refused. Call this before its file is removed. Raises OSError."""
+    """Write down why a request is refused, so that its sender can read it. Raises OSError.
+
+    Call this before the file of the request is removed, because the sender waits for this removal.
+    """
     write_atomically(_refusal(request), reason)
 
 
@@ -206,7 +214,7 @@ def requests(folder: JobFolder) -> list[tuple[Path, str, str]]:
             # user.
             continue
         except (ValueError, KeyError, TypeError):
-            # This is not a request: a conflicting copy in a synchronized folder, or another tool's
-            # file.
+            # The file is not a request. It may be a conflicting copy in a synchronized folder, or
+            # belong to another tool.
             continue
     return found

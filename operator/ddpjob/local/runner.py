@@ -85,7 +85,7 @@ class Outcome:
 
 
 def new_body(manifest: Json, now: datetime) -> Json:
-    """Return the object as an API server would store it."""
+    """Return the object that an API server would store for a new job with this manifest."""
     meta = {"namespace": "default", **manifest["metadata"]}
     stored = {"uid": str(uuid.uuid4()), "resourceVersion": "1", "generation": 1, "creationTimestamp": format_time(now)}
     return {**manifest, "metadata": {**meta, **stored}}
@@ -94,9 +94,9 @@ def new_body(manifest: Json, now: datetime) -> Json:
 def prepare(folder: JobFolder, *, fresh: bool, now: datetime, disposable: bool = False) -> RunFolder:
     """Create the folders of a new run.
 
-    `fresh` moves old checkpoints into the new run's folder. `disposable` means that the run's
-    checkpoints are deleted with the job, unless the folder also has checkpoints of a run that was
-    not disposable. Raises OSError.
+    With `fresh`, the checkpoints of earlier runs are moved into the folder of the new run. With
+    `disposable`, the checkpoints of the new run are deleted together with the job, unless the
+    checkpoint folder also contains checkpoints of a run that was not disposable. Raises OSError.
     """
     name = now.astimezone().strftime("%Y%m%d-%H%M%S")
     run = folder.run(name)
@@ -118,8 +118,8 @@ def prepare(folder: JobFolder, *, fresh: bool, now: datetime, disposable: bool =
     elif not folder.has_checkpoints():
         folder.disposable.touch()
     shutil.rmtree(folder.requests, ignore_errors=True)
-    # Create the folder here. If a request with sudo created it later, this process could not remove
-    # requests.
+    # Create the folder for requests now. If a user sent the first request with sudo, the folder
+    # would belong to root, and this process could not remove any requests from it.
     folder.requests.mkdir(exist_ok=True)
     return run
 
@@ -140,7 +140,10 @@ def _set_aside(checkpoints: Path, earlier: Path) -> None:
 
 @contextmanager
 def watched(uid: str) -> Iterator[None]:
-    """Run the watchdog, which kills the job's processes if this process cannot."""
+    """Run the watchdog during this `with`.
+
+    The watchdog kills the job's processes if this process ends without doing so.
+    """
     command = [sys.executable, "-I", "-S", str(Path(watchdog.__file__).resolve()), uid, str(memory_folder(uid))]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("DDPJOB_")}
     process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
@@ -182,11 +185,12 @@ class Runner:
         loop.add_signal_handler(signal.SIGCHLD, self.cluster.changed.set)
         for number in SIGNALS:
             if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-                continue  # Under nohup, the run outlives its terminal.
+                continue  # nohup ignores SIGHUP, so that the run outlives its terminal.
             loop.add_signal_handler(number, self._on_signal, number)
         left: list[int] = []
         with watched(self.cluster.body["metadata"]["uid"]):
-            # Exclude the watchdog, and children of a shell that has exec'ed this process.
+            # Two kinds of children do not belong to the job: the watchdog, and children of a shell
+            # that has replaced itself with this process (exec).
             others = processes.children()
             try:
                 await self._reconcile_until_over()
@@ -208,7 +212,8 @@ class Runner:
             self._display(lambda: self.display.show(self._shown()))
             await self._sleep(max(0.0, min(TICK, due - clock())))
         if self.interrupted is not None:
-            # Pods may have ended since the last reconcile. Remove them from the record.
+            # Pods may have ended since the last reconcile. Reconcile once more, so that the record
+            # does not list them.
             await reconcile(self.cluster, self.key)
 
     async def _sleep(self, seconds: float) -> None:
@@ -263,7 +268,7 @@ class Runner:
             path.unlink(missing_ok=True)
 
     def _scale(self, nodes: int) -> str:
-        """Scale the job, and return the reason if this is refused; empty if it succeeds."""
+        """Scale the job. If this is refused, return the reason, and otherwise an empty text."""
         refused = too_many_nodes(self.cluster.local_spec, nodes)
         self._note(f"scale to {count(nodes, 'node')}: {refused or 'spec.nodes has changed'}")
         if not refused:
@@ -278,11 +283,11 @@ class Runner:
     def _display(self, update: Callable[[], None]) -> None:
         """Update the display.
 
-        Output errors must not interrupt training, or prevent a signal from stopping it. If the
-        reader of the output has exited (`| head`), this counts as a signal, like Ctrl-C. Ctrl-C
-        also stops a reader such as `tee`; both together count as one signal. A closed terminal
-        sends SIGHUP. If that signal is ignored, or the disk is full, training continues without
-        output.
+        An error of the output must not interrupt the training, and must not prevent a signal from
+        stopping it. If the reader of the output has exited (`| head`), the job is suspended, as
+        after Ctrl-C. If Ctrl-C has also stopped the reader (`| tee`), this does not count as a
+        second signal. If the terminal was closed, SIGHUP has already been sent. If SIGHUP is
+        ignored, or the disk is full, training continues without output.
         """
         try:
             update()

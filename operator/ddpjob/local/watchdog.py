@@ -4,8 +4,8 @@ stdin closes when `ddpjob run` has exited or crashed.
 
     python3 -I -S watchdog.py UID FOLDER
 
-The watchdog is run by path, so that it starts immediately, and in its own session, so that it
-survives a killed terminal.
+The watchdog is started by its path and not as a module, because it then starts without importing
+the package. It has a session of its own, so that it survives when the terminal is killed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ SECONDS = 20.0
 
 
 def main() -> None:
-    """Wait, then kill every process with DDPJOB_UID=UID in its environment until all are gone.
+    """Wait until stdin closes. Then kill the processes of the job, and delete FOLDER.
 
-    FOLDER, which holds the newest states in memory, is deleted afterwards.
+    All processes that have DDPJOB_UID=UID in their environment are killed, until there are none
+    left or SECONDS have passed. FOLDER is the in-memory folder with the newest states of the
+    training.
     """
     mark = f"DDPJOB_UID={sys.argv[1]}".encode()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

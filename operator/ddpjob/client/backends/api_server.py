@@ -28,22 +28,23 @@ from ddpjob.client.backends.backend import Mistake, NoAnswer, NotKnown, Unreacha
 SECONDS = 30
 LARGEST_PAGE = 500
 LARGEST_ANSWER = 16 * 1024 * 1024
-"""Maximum size in bytes of a response for viewers of a dashboard in a cluster. It is doubled for a
-job's pods or events, because a thousand pods take about 20 MB."""
+"""Maximum size in bytes of a response that a dashboard in a cluster reads for its viewers. Twice as
+much is allowed for the list of a job's pods or events, because a thousand pods take about 20 MB."""
 LARGEST_PAGE_BYTES = 2 * 1024 * 1024
-"""Maximum size in bytes of one page of a list for viewers of a dashboard in a cluster. A page with
-only one object may be larger. Parsed into Python objects, a page may take 30 times as much memory.
-"""
+"""Maximum size in bytes of one page of a list that a dashboard in a cluster reads for its viewers.
+Only a page with a single object is allowed to be larger. The Python objects that are parsed from a
+page may take 30 times as much memory as its text."""
 _parsing = threading.Lock()
-"""Lock that is held while objects are parsed and shaped. Otherwise many viewers could have the same
-large object in memory at once."""
+"""Lock that a thread holds while it parses and shapes objects. Without it, the threads of many
+viewers could all have the same large object in memory at once."""
 MERGE_PATCH = "application/merge-patch+json"
 _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPALIVE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-"""Socket options: times in seconds, and the maximum number of unanswered probes. On macOS,
-TCP_KEEPIDLE is called TCP_KEEPALIVE."""
+"""Socket options for TCP keepalive. They set times in seconds, and the maximum number of unanswered
+probes. On macOS, TCP_KEEPIDLE is called TCP_KEEPALIVE."""
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _USER_AGENT = "ddpjob"
-"""The User-Agent. Objects that a user creates or changes list it as a manager in managedFields."""
+"""The User-Agent header. If a user creates or changes an object, the API server adds this name to
+the object's managedFields."""
 
 
 def _with_user_agent(api: Any) -> Any:
@@ -52,7 +53,7 @@ def _with_user_agent(api: Any) -> Any:
 
 
 class ApiRefusal(Mistake):
-    """A 4xx or 5xx response, with the server's message."""
+    """The API server responded with a 4xx or 5xx status. The text is the server's message."""
 
     def __init__(self, status: int, reason: str, message: str) -> None:
         super().__init__(message)
@@ -72,7 +73,8 @@ class ApiServer:
     """
 
     largest_answer: int | None = None
-    """Maximum size of a response in bytes. None means no limit, as in a user's own process."""
+    """Maximum size of a response in bytes. None means that there is no limit, because the process
+    serves only its own user."""
 
     def __init__(self, api: Any, namespace: str, context: str) -> None:
         self.client, self.namespace, self.context = api, namespace, context
@@ -81,7 +83,8 @@ class ApiServer:
     def open(cls, kubeconfig: str | None = None, context: str | None = None) -> ApiServer:
         """Connect as kubectl would.
 
-        This uses $KUBECONFIG or ~/.kube/config or, inside a pod, its service account.
+        The kubeconfig is $KUBECONFIG or ~/.kube/config. If there is none inside a pod, the pod's
+        service account is used.
         """
         from kubernetes import client, config
         from kubernetes.config.kube_config import KUBE_CONFIG_DEFAULT_LOCATION, KubeConfigLoader, KubeConfigMerger
@@ -127,7 +130,7 @@ class ApiServer:
         body: Json | None = None,
         content_type: str = "application/json",
     ) -> Json:
-        """Return the JSON response."""
+        """Send a request, and return its JSON response."""
         response = self._send(method, path, query or {}, body, content_type)
         with self._answering():
             text = response.read()
@@ -136,8 +139,9 @@ class ApiServer:
     def optional(self, path: str, absent: Collection[int] = (403, 404)) -> Json | None:
         """Return the JSON response to a GET request.
 
-        Return None for the HTTP statuses in `absent`. By default, these mean that the object does
-        not exist, or that the user is not permitted to read it.
+        Return None if the response has an HTTP status in `absent`. The default contains the
+        statuses of an object that does not exist, and of an object that the user is not permitted
+        to read.
         """
         try:
             return self.request("GET", path)
@@ -162,12 +166,13 @@ class ApiServer:
         of_a_job: bool = False,
         shape: Callable[[Json], Json] = lambda item: item,
     ) -> tuple[list[Json], str]:
-        """Return the items of a collection and its version.
+        """Return the items of a collection, and the collection's resourceVersion.
 
-        Pages are smaller for large objects. `of_a_job` means that the collection belongs to one
-        job. Its total size is then limited if `largest_answer` is set, because the job's owner can
-        make the collection arbitrarily large. `shape` is called with each item of a page before the
-        next page is read, and returns the part of the item to keep.
+        The collection is read in pages. If its objects are large, a page contains fewer of them.
+        `of_a_job` means that the collection belongs to one job. In that case, the collection's
+        total size is limited too, if `largest_answer` is set, because the job's owner can make the
+        collection arbitrarily large. `shape` is called with each item of a page before the next
+        page is read, and returns the part of the item to keep.
         """
         found: list[Json] = []
         limit, total, more = LARGEST_PAGE, 0, ""
@@ -215,7 +220,7 @@ class ApiServer:
             while piece := raw.read1(65536):
                 yield piece
         except (urllib3.exceptions.HTTPError, OSError):
-            return  # The follower continues from the last piece.
+            return  # The caller can connect again, and continue after the last piece.
         finally:
             raw.close()
 
@@ -226,7 +231,9 @@ class ApiServer:
         silence: float | None = None,
         shape: Callable[[Json], Json] = lambda event: event,
     ) -> Iterator[Json]:
-        """Yield the events of a watch, each as `shape` returns it."""
+        """Yield the events of a watch. `shape` is called with each event, and returns what is
+        yielded.
+        """
         rest = b""
         for piece in self.stream(path, query, silence):
             *whole, rest = (rest + piece).split(b"\n")
@@ -249,9 +256,9 @@ class ApiServer:
 
     @contextmanager
     def _answering(self) -> Iterator[None]:
-        """Raise NoAnswer if a request or its response is interrupted."""
+        """Raise NoAnswer if the code in this `with` gets no response, or only a part of one."""
         import urllib3
-        from kubernetes.client import ApiException  # raised by the client for TLS errors
+        from kubernetes.client import ApiException  # The client raises ApiException for TLS errors.
 
         try:
             yield
@@ -334,10 +341,10 @@ class BearerServer(ApiServer):
         return SimpleNamespace(response=response, status=response.status, read=partial(self._read, response, path))
 
     def _read(self, response: Any, path: str, most: int | None = None) -> bytes:
-        """Read a response up to its maximum size.
+        """Return the text of a response. Raises AnswerTooLarge if it has more than `most` bytes.
 
-        The size is limited because many viewers share this process, and any of them may look at
-        hostile objects.
+        The size is limited because many viewers share this process, and any of them may open an
+        object that was made huge on purpose.
         """
         most = LARGEST_ANSWER if most is None else most
         text: bytes = response.read(most + 1, decode_content=True)
@@ -357,7 +364,7 @@ def _keepalive_options() -> list[tuple[int, int, int]]:
 
 
 def _tls_context(ca: str) -> ssl.SSLContext:
-    """Return a context that trusts the same certificates as kubectl.
+    """Return a TLS context that trusts the same certificates as kubectl.
 
     These include certificates without key identifiers, which many authorities issue.
     """
@@ -373,9 +380,10 @@ _OF_TLS = re.compile(r"\[SSL: \w+\] ")
 
 
 def _innermost_reason(error: BaseException) -> str:
-    """Return the innermost reason of an error.
+    """Return the text of the error that originally caused `error`.
 
-    urllib3 wraps an error several times, and the official client wraps a TLS error once more.
+    urllib3 wraps the original error in several others. If it is a TLS error, the official client
+    wraps it once more.
     """
     wrapped = error.__context__ if getattr(error, "status", None) == 0 else None
     text = _OF_TLS.sub("", str(wrapped or getattr(error, "reason", None) or error))

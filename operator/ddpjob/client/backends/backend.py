@@ -19,7 +19,8 @@ LINE_BYTES = 1 << 20
 """Maximum size of a log line in bytes. The rest of the line is cut off."""
 
 SILENCE_SECONDS = 15.0
-"""Seconds that a stoppable log connection waits for the next line before it is reopened."""
+"""If a log is followed until `LogOptions.stop` is set, its connection is closed and opened again
+whenever it has been silent for this many seconds. Only then, or after a line, is `stop` checked."""
 
 METRICS = "run/metrics.jsonl"
 """File with the training metrics, in the job's checkpoint folder."""
@@ -54,7 +55,7 @@ class Unreachable(Mistake):
 
 
 class NoAnswer(Unreachable):
-    """The API server did not respond this time."""
+    """The API server did not respond to a request. The next request may succeed."""
 
     passing = True
 
@@ -125,7 +126,11 @@ class Happened:
 
 @dataclass(frozen=True)
 class LogOptions:
-    """The part of a log to read. `since` is in seconds; None means the whole log."""
+    """Which part of a log to read, and for how long.
+
+    `tail` selects the last lines, and `since` selects the lines of the last seconds. If both are
+    None, the whole log is read. With `follow`, reading continues until the pod has ended.
+    """
 
     follow: bool = False
     tail: int | None = None
@@ -133,7 +138,8 @@ class LogOptions:
     previous: bool = False
     """Read the log of the previous container, if the kubelet has restarted the pod."""
     stop: threading.Event | None = None
-    """Set by the reader to stop following the log. The log then ends within SILENCE_SECONDS."""
+    """An event that the reader sets to stop following the log. After that, the log ends within
+    SILENCE_SECONDS."""
     line_bytes: int = LINE_BYTES
     """Maximum size of a line in bytes; the rest is cut off."""
 
@@ -161,8 +167,8 @@ class Backend(Protocol):
     local: bool
     """Whether jobs run on this machine, with its files and its Python."""
     notes: list[str]
-    """Notes for the user: what the last list of jobs omits, and why `changes` currently gets no
-    response."""
+    """Notes for the user. They say which jobs the last list omits, and why `changes` currently gets
+    no response."""
     whole: bool
     """Whether `jobs` and `changes` include the large fields of specs that the operator refuses as
     too large. False by default, because these fields may take a hundred times as much memory as all
@@ -181,11 +187,12 @@ class Backend(Protocol):
     def changes(
         self, name: str | None, seconds: float | None = None, known: Iterable[Json] | None = None
     ) -> Iterator[tuple[Json, bool]]:
-        """Yield the current jobs, then every change as (object, deleted).
+        """Yield the current jobs, and then each change, as pairs (object, whether it was deleted).
 
-        Stop after `seconds`; None means never. `known` are the jobs that the caller already has.
-        Those that have been deleted since are yielded first. The object of a deleted job may
-        consist of the job's name alone, because callers keep the other fields that they need.
+        Stop after `seconds`; None means never. `known` are the jobs that the caller already has. If
+        some of them no longer exist, they are yielded first, as deleted. The object of a deleted
+        job may contain only the job's name and namespace, because callers keep the other fields
+        that they need.
 
         Raises NoSuchJob if job `name` does not exist or is deleted.
         """
@@ -197,7 +204,7 @@ class Backend(Protocol):
         """Return the job's events, the oldest first."""
 
     def kept_logs(self, name: str) -> EndedLogs:
-        """Return the kept logs of a job. Most of their pods no longer exist."""
+        """Return the kept logs of a job's pods. Most of these pods no longer exist."""
 
     def log(self, pod: PodLine, options: LogOptions) -> Iterator[bytes]:
         """Yield pieces of a pod's log."""
@@ -233,7 +240,8 @@ def poll_changes(
 ) -> Iterator[tuple[Json, bool]]:  # fmt: skip
     """Yield changes to jobs as `Backend.changes` does, for a backend without a watch.
 
-    `jobs` is called every `pause` seconds. `nowhere` is the message if there is no job `name`.
+    `jobs` is called every `pause` seconds, and returns all current jobs. If there is no job `name`,
+    NoSuchJob is raised with the message `nowhere`.
     """
     end = None if seconds is None else time.monotonic() + seconds
     seen = _by_name(known or ())

@@ -1,8 +1,9 @@
 """Reads the kept logs of deleted pods from a folder, a pod or a bucket.
 
-The launcher keeps the end of each log (`launcher/keep_log.py`). The names and the contents come
-from the job, so they are bounded, links are not followed, and other files are ignored. A claim can
-only be read by a pod that mounts it, so `list_files` and `read_file` also run in a pod of the job.
+The launcher keeps the end of each log (`launcher/keep_log.py`). The job decides on the names and
+the contents of these files, so it cannot be trusted: sizes are bounded, links are not followed, and
+other files are ignored. A claim can only be read by a pod that mounts it, so `list_files` and
+`read_file` are also sent to a pod of the job, and run there.
 
 Why: docs/decisions/0031.
 """
@@ -23,15 +24,16 @@ from ddpjob.api.job_spec import Json
 from ddpjob.client.backends.backend import LogOptions, Mistake, PodLine
 
 GONE = "Gone"
-"""State of a pod that no longer exists, but whose log was kept."""
+"""State that is shown for a pod that no longer exists, if its log was kept."""
 _MARK = "kept logs:\n"
 _MOST_FILES = 10_000
 
 
 def list_files(path: str, most: int) -> list[tuple[str, int]]:
-    """Return names and sizes of the regular files in a folder.
+    """Return the names and sizes of the regular files in a folder.
 
-    The function's source also runs in pods.
+    `in_pod` sends the source of this function to a pod, so the function must not use anything
+    outside of itself.
     """
     import os
     from itertools import islice
@@ -53,7 +55,11 @@ def list_files(path: str, most: int) -> list[tuple[str, int]]:
 
 
 def read_file(path: str, name: str, most: int) -> bytes:
-    """Return the last `most` bytes of a regular file. The function's source also runs in pods."""
+    """Return the last `most` bytes of a regular file. Return nothing for any other file.
+
+    `in_pod` sends the source of this function to a pod, so the function must not use anything
+    outside of itself.
+    """
     import os
     import stat
 
@@ -98,7 +104,9 @@ class KeptLogs:
         return [found[key] for key in sorted(found)]
 
     def joined(self, more: KeptLogs) -> KeptLogs:
-        """Return the logs of both objects. A log that both have is read from `self`."""
+        """Return the logs of this object and of `more`. If both have a log, it is read from this
+        one.
+        """
 
         def read(name: str) -> bytes:
             return self.read(name) if name in self.sizes else more.read(name)
@@ -106,7 +114,7 @@ class KeptLogs:
         return replace(self, sizes={**more.sizes, **self.sizes}, read=read)
 
     def _files(self, pod: str) -> list[str]:
-        """Return the names of a pod's files, the older one first."""
+        """Return the names of the files that contain a pod's log, the older file first."""
         name = kept_log_name(pod, self.uid)
         return [each for each in (name + OLDER, name) if each in self.sizes]
 
@@ -129,7 +137,10 @@ def in_folder(checkpoints: Path, job: str, uid: str) -> KeptLogs:
 
 
 def in_pod(run: Callable[[str], str], job: str, uid: str) -> KeptLogs:
-    """Return the kept logs in the checkpoint folder of a pod. `run` runs Python code there."""
+    """Return the kept logs in the checkpoint folder of a pod.
+
+    `run` runs Python code in this pod, and returns its output.
+    """
     folder = f'__import__("os").environ.get("DDPJOB_CHECKPOINT_DIR", "") + "/{LOGS_FOLDER}"'
 
     def call(function: Callable[..., object], arguments: str, write: str) -> str:

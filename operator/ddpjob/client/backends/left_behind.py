@@ -32,15 +32,18 @@ from ddpjob.core.status.repeated import count_steps, describe_repeats
 from ddpjob.core.status.shown_progress import duration, show_progress
 
 _BYTES = 8 << 20
-"""Maximum number of bytes that are read from the end of the record. The runtime keeps at most two
-files of 4 MiB."""
+"""Maximum number of bytes that are read from the end of the record. This is the whole record,
+because the runtime keeps at most two files of 4 MiB each."""
 _SHOWN = 200
 """Maximum number of rounds shown; older ones are omitted."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A record of the start of a round or the end of the job, with the breaks that preceded it."""
+    """A line of the record. It describes the start of a round or the end of the job.
+
+    `incidents` are the breaks since the previous line.
+    """
 
     time: datetime
     generation: str
@@ -52,7 +55,8 @@ class Line:
     incidents: tuple[Incident, ...]
     progress: Json
     start: Json = field(default_factory=dict)
-    """Where training continued, as `protocol.read_start` returns it; empty if not recorded."""
+    """The point from which the round continued the training, in the form that `protocol.read_start`
+    returns. It is empty if it was not recorded."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +78,8 @@ class LeftBehind:
     def reported(self) -> Line:
         """The newest line with progress, or the last line if none has progress.
 
-        The last line may lack it, because a new coordinator knows no progress until the script's
-        next report.
+        The last line may not contain any progress, because a new coordinator does not know the
+        progress until the script reports again.
         """
         return next((line for line in reversed(self.lines) if line.progress), self.lines[-1])
 
@@ -95,7 +99,8 @@ def read_left_behind(folder: Path) -> LeftBehind:
                 _add_start(found, job, line)
             else:
                 found.append((job, line))
-        except (ValueError, RecursionError):  # The line is cut off, or not from DDPJob.
+        except (ValueError, RecursionError):
+            # The line is incomplete, or was not written by DDPJob.
             unread += 1
     if not found and not metrics:
         raise Mistake(
@@ -109,7 +114,11 @@ def read_left_behind(folder: Path) -> LeftBehind:
 
 
 def _add_start(found: list[tuple[tuple[str, str, str], Line]], job: tuple[str, str, str], start: Line) -> None:
-    """Add `start` to the line of the round that it belongs to, if that line was recorded."""
+    """Copy `start.start` into the line about the start of the same round.
+
+    `found` contains the lines that have been read so far. If the round's line is not among them,
+    nothing is changed.
+    """
     for index in range(len(found) - 1, -1, -1):
         other, line = found[index]
         if other == job and (line.generation, line.round) == (start.generation, start.round):
@@ -140,9 +149,10 @@ def _end_of(path: Path) -> str:
 
 
 def _read(row: Any) -> tuple[tuple[str, str, str], Line]:
-    """Return ((name, namespace, uid), the line). Raises ValueError.
+    """Return the identity (name, namespace, uid) of a line's job, and the line itself.
 
-    A line with a `start` belongs to the earlier line of its round.
+    If the line has a `start`, it adds this to an earlier line about the same round. Raises
+    ValueError if `row` is not a line of the record.
     """
     if not isinstance(row, dict) or row.get("event") not in ("round", "end", START):
         raise ValueError("not a line of the record")
@@ -175,7 +185,8 @@ def _whole(row: Json, key: str) -> int:
 def describe_left_behind(found: LeftBehind) -> Iterator[str]:
     """Yield lines about the job, its last progress and its rounds.
 
-    Rounds are listed in order. The breaks that ended a round are listed before the next round.
+    Rounds are listed in the order in which they began. The breaks that ended a round are listed
+    between this round and the next one.
     """
     lines = found.lines
     yield f"Job:       {found.namespace}/{found.name}" if found.namespace else f"Job:       {found.name}"
@@ -225,7 +236,10 @@ def _progress(line: Line) -> str:
 
 
 def _start(line: Line) -> Iterator[str]:
-    """Yield the step from which a round continued after a restart, and the repeated work."""
+    """Yield a line about the step from which a round continued after a restart.
+
+    The line also says how much work was repeated. Nothing is yielded if this was not recorded.
+    """
     if line.start and line.incidents:
         again = describe_repeats(line.start["source"], count_steps(line.start))
         took = f" in {line.start['seconds']:.1f} s" if line.start.get("seconds") else ""
@@ -242,7 +256,10 @@ def _break(incident: Incident) -> Iterator[str]:
 
 
 def describe_end(incident: Incident) -> list[str]:
-    """Return the exit code, the signal and the number of consequences, if they are known."""
+    """Return a text for each known detail of an incident's end.
+
+    The details are the exit code, the signal, and the number of consequences.
+    """
     parts = [f"exit code {incident.exit_code}"] if incident.exit_code is not None else []
     parts += [incident.signal] if incident.signal else []
     return [*parts, *([count(incident.consequences, "consequence")] if incident.consequences else [])]

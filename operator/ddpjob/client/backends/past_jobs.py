@@ -41,7 +41,7 @@ _READ_ONLY = "jobs that are shown from their checkpoint folders cannot be change
 class PastJobs:
     """Implements `Backend` for a checkpoint folder, or for a folder that contains several of them.
 
-    Raises Mistake.
+    Raises Mistake if the folder does not exist, cannot be read, or does not contain any records.
     """
 
     local = True
@@ -49,10 +49,10 @@ class PastJobs:
     def __init__(self, folder: Path) -> None:
         self._root, self._namespace = folder, ""
         self.notes: list[str] = []
-        self.whole = True  # Local files are the user's own, so they need no limit.
+        self.whole = True  # Large fields are not left out, because the files belong to this user.
         self._known: dict[Path, tuple[tuple[float, ...], LeftBehind]] = {}
-        """Records by folder, with the folder's stamp, so that only changed folders are read
-        again."""
+        """Maps each folder to its stamp (see `_stamp`) and its record. A folder is read again only
+        if its stamp has changed."""
         self._found: dict[tuple[str, str], tuple[Path, LeftBehind]] = {}
         self.jobs()
 
@@ -91,9 +91,10 @@ class PastJobs:
         return sorted(bodies, key=lambda body: str(body["metadata"].get("creationTimestamp")))
 
     def _read_again(self, folder: Path) -> tuple[tuple[float, ...], LeftBehind]:
-        """Read a folder if it has changed since it was last read. Raises Mistake.
+        """Return a folder's stamp and its record. Raises Mistake.
 
-        Metrics are not kept, because many jobs' metrics would fill the memory.
+        The record is read again only if the stamp has changed. It is returned without its metrics,
+        because the metrics of many jobs would fill the memory.
         """
         known, stamp = self._known.get(folder), _stamp(folder)
         if known is not None and known[0] == stamp:
@@ -101,9 +102,10 @@ class PastJobs:
         return stamp, replace(read_left_behind(folder), metrics="")
 
     def _folders(self) -> list[Path]:
-        """Return the folder itself, if a job has used it.
+        """Return the checkpoint folders to read.
 
-        Otherwise return its subfolders that jobs have used, the newest first.
+        This is the backend's folder itself, if a job has used it. Otherwise, it is the list of
+        subfolders that jobs have used, the newest first.
         """
         if _stamp(self._root) or not self._root.is_dir():
             return [self._root]
@@ -127,7 +129,7 @@ class PastJobs:
     ) -> Iterator[tuple[Json, bool]]:
         """Yield changes as `Backend` defines them.
 
-        A job that is still training writes to its folder, so even these jobs may change.
+        Even these jobs may change, because a job that is still training writes to its folder.
         """
         return poll_changes(self.jobs, name, f"no job {name} in {self._root}", _LOOK_SECONDS, seconds, known)
 
@@ -163,9 +165,10 @@ class PastJobs:
 
 
 def _stamp(folder: Path) -> tuple[float, ...]:
-    """Return modification times and sizes of a job's files in its folder, the newest first.
+    """Return the modification times and the sizes of the files that a job wrote to its folder.
 
-    The result is empty if there are no files.
+    The newest time comes first, so that folders can be sorted by their stamps. The result is empty
+    if the folder has no such files.
     """
     times, sizes = list[float](), list[float]()
     for place in (folder, folder / "checkpoints"):
@@ -220,9 +223,10 @@ def _as_job(name: str, left: LeftBehind) -> Json:
 
 
 def _restarts(lines: tuple[Line, ...]) -> Iterator[Json]:
-    """Yield the breaks, each with the round that followed it.
+    """Yield each break in the form of an entry of `status.restarts.recent`.
 
-    The record does not show whether the breaks counted.
+    Its `round` is the round that followed the break. The record does not show whether a break
+    counted, so `counted` is always false.
     """
     for line in lines:
         for incident in line.incidents:
@@ -240,9 +244,10 @@ def _restarts(lines: tuple[Line, ...]) -> Iterator[Json]:
 
 
 def _repeated(start: Json) -> Json:
-    """Return the work that a round repeated, in the fields of a restart.
+    """Return the fields of a restart that describe the repeated work.
 
-    The repeated work is unknown if the record does not contain it.
+    `start` is the record of how the round after the restart began. If it is empty, the repeated
+    work is unknown.
     """
     found: Json = {"continuedFrom": start.get("source", UNKNOWN), "repeatedSteps": count_steps(start)}
     found |= {"repeatedSeconds": start.get("seconds")}

@@ -100,8 +100,7 @@ def judge_slow_ranks(view: View) -> list[PaceVerdict]:
 
 
 def is_named(view: View) -> bool:
-    """Whether a clearly slow rank is reported. Also true while no group runs that could report
-    one."""
+    """Whether a clearly slow rank is reported, or no group runs that could report one."""
     return view.report is None or view.report.state is not CoordinatorState.RUNNING or any(_slow_pods(view))
 
 
