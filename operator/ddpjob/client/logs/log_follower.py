@@ -98,7 +98,7 @@ def _nodes_of_group(status: JobStatus) -> int | None:
 
 
 def _slot(pod: str) -> str:
-    """Return the part of a pod's name that the names of all pods of its slot begin with."""
+    """Return the beginning of a pod's name, which is the same for all pods of its slot."""
     return pod.rpartition("-")[0]
 
 

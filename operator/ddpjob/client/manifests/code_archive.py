@@ -55,10 +55,10 @@ reported at most once in _PROGRESS_SECONDS."""
 
 @dataclass(frozen=True)
 class Found:
-    """The files of a folder that belong in the archive, and the names of those left out of it.
+    """The files of a folder that belong in the archive, and the names of some that do not.
 
-    Only secrets and links to folders are named, because the user should learn that they were left
-    out.
+    The latter are files that look like secrets, and links to folders. The user is told that they
+    were left out.
     """
 
     files: Mapping[str, Path]

@@ -93,7 +93,7 @@ def _kubernetes(names: list[str]) -> str:
 
 
 def paths(of: Schema | None = None) -> list[str]:
-    """Return the path of every field."""
+    """Return the paths of all fields, at any depth."""
     found: list[str] = []
 
     def walk(schema: Schema, above: str) -> None:
@@ -115,10 +115,10 @@ def _elsewhere(name: str) -> list[str]:
 
 
 def _inner(schema: Schema) -> Schema:
-    """Return the schema of the object that has the fields below a field.
+    """Return the schema of the object that contains the fields below a field.
 
-    This object is the field's value, an item of this value if it is a list, or a value in it if it
-    is a map.
+    If the field is a list or a map, this is the schema of its items or of its values. Otherwise, it
+    is the schema of the field itself.
     """
     if "items" in schema:
         return _inner(schema["items"])

@@ -62,7 +62,7 @@ class MetricSeries:
     evaluations: dict[str, dict[int, float]] = field(default_factory=dict)
     """Evaluation on the test set: accuracy, loss, ..."""
     starts: list[int] = field(default_factory=list)
-    """For the first start and for each restart, the step after which training continued."""
+    """The step after which training continued, for the first start and for each restart."""
     restarts: int = 0
     """Number of starts, not counting the first start of each job. Several jobs may have used the
     folder."""
@@ -171,7 +171,8 @@ def _note_loss(series: MetricSeries, step: int, row: dict[str, Any]) -> None:
 def _fractions(epochs: Mapping[int, float]) -> dict[int, float]:
     """Return each step's position, measured in epochs.
 
-    If the script has reported fractions of epochs, they are used without change.
+    If the script has reported fractions of epochs, they are used without change. Otherwise, the
+    steps of each epoch are spread evenly.
     """
     if any(epoch != int(epoch) for epoch in epochs.values()):
         return dict(epochs)
