@@ -57,8 +57,8 @@ reported at most once in _PROGRESS_SECONDS."""
 class Found:
     """The files of a folder that belong in the archive, and the names of some that do not.
 
-    The latter are files that look like secrets, and links to folders. The user is told that they
-    were left out.
+    The latter are files that look like secrets, and links to folders. They are reported to the
+    user.
     """
 
     files: Mapping[str, Path]
