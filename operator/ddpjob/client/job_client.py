@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 
 class JobFailed(Mistake):
-    """The awaited job has failed or was deleted; `job` is its last known state."""
+    """A job was deleted while the client followed it, or ended without reaching `wait`'s goal.
+
+    `job` is the last known state of this job.
+    """
 
     def __init__(self, message: str, job: Job) -> None:
         super().__init__(message)
@@ -36,24 +39,30 @@ class JobFailed(Mistake):
 
 @dataclass(frozen=True)
 class Progress:
-    """The values that the script reported last; None for each value that it has not reported."""
+    """The progress of a job, as last reported by its training script.
+
+    A value is None if the script has not reported it.
+    """
 
     epoch: int | None = None
     epochs: int | None = None
     step: int | None = None
-    """Number of completed optimizer steps."""
+    """Number of optimizer steps that are completed."""
     steps: int | None = None
     percent: float | None = None
-    """Completed share of the work, from 0 to 100."""
+    """Completed share of the whole training, from 0 to 100."""
     loss: float | None = None
     samples_per_second: float | None = None
-    """Sum over all ranks."""
+    """Number of samples that all ranks together process per second."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Other numbers by name, such as accuracy."""
+    """Other numbers that the script reported, such as accuracy, by name."""
 
     @classmethod
     def read(cls, progress: Mapping[str, Any]) -> Progress:
-        """Read `status.progress`, whose values come from the script and may be anything."""
+        """Read the `status.progress` of a job.
+
+        Values that are not numbers are ignored, because a script may report anything.
+        """
         whole = {name: _number(progress.get(name), int) for name in ("epoch", "epochs", "step", "steps")}
         percent, loss, speed = (_number(progress.get(name), float) for name in ("percent", "loss", "samplesPerSecond"))
         others = progress.get("metrics")
@@ -74,28 +83,30 @@ def _number(value: Any, kind: type[_Number]) -> _Number | None:
 
 @dataclass(frozen=True)
 class Job:
-    """A snapshot of a job's state."""
+    """A snapshot of a job. It does not change later; `Client.get` returns a new one."""
 
     name: str
     namespace: str
     """The job's namespace. On this machine, it is the manifest's namespace or `default`."""
     phase: str
-    """Queued, Pending, Starting, Running, Restarting, Suspended, Complete or Failed. A job of this
-    machine may also be Interrupted.
+    """Queued, Pending, Starting, Running, Restarting, Suspended, Complete or Failed. A job on this
+    machine is Interrupted if the process that ran it was killed.
     """
     spec: JobSpec = field(repr=False)
     status: JobStatus = field(repr=False)
-    """Conditions, slots, restarts with their causes, ..."""
+    """The job's `status`, which includes its conditions, its slots, and the causes of its restarts.
+    """
     body: Json = field(repr=False)
-    """The whole object, as `kubectl get -o json` prints it."""
+    """The complete DDPJob object, as `kubectl get -o json` prints it."""
     returned_by: Client | None = field(default=None, repr=False, compare=False)
-    """The Client that returned the job, which the job's own methods use."""
+    """The Client that returned this job. The methods of the job, such as `wait`, use this client."""
 
     @classmethod
     def read(cls, body: Json, client: Client | None = None) -> Job:
-        """Read a job from its object in the API.
+        """Return the job that is described by a DDPJob object.
 
-        Raises Mistake if the object has values from a newer release that this client cannot read.
+        Raises Mistake if the object contains values that were introduced in a newer release, so
+        that this client cannot read them.
         """
         meta = body["metadata"]
         with readable(body):
@@ -104,19 +115,19 @@ class Job:
         return cls(meta["name"], str(meta.get("namespace", "")), phase(body), spec, status, body, client)
 
     def wait(self, **options: Any) -> Job:
-        """Wait as `Client.wait` does, with the same options."""
+        """Wait for this job as `Client.wait` does, with the same options."""
         return self._asked().wait(self, **options)
 
     def logs(self, **options: Any) -> Iterator[tuple[str, str]]:
-        """Read the logs as `Client.logs` does, with the same options."""
+        """Read the logs of this job as `Client.logs` does, with the same options."""
         return self._asked().logs(self, **options)
 
     def metrics(self) -> Sequence[Mapping[str, float]]:
-        """Read the metrics as `Client.metrics` does."""
+        """Read the metrics of this job as `Client.metrics` does."""
         return self._asked().metrics(self)
 
     def plot(self, metric: str = "loss", *, output: str | PathLike[str] | None = None) -> MetricCurve:
-        """Draw the metric as `Client.plot` does."""
+        """Draw a metric of this job as `Client.plot` does."""
         return self._asked().plot(self, metric, output=output)
 
     def _asked(self) -> Client:
@@ -139,7 +150,7 @@ class Job:
 
     @property
     def progress(self) -> Progress:
-        """The values that the script reported last, such as epoch, step and loss."""
+        """The progress that the training script reported last, such as epoch, step and loss."""
         return Progress.read(self.status.progress)
 
     @property
@@ -149,7 +160,10 @@ class Job:
 
     @property
     def failure(self) -> Condition | None:
-        """The condition Failed, with its reason and message; None if the job has not failed."""
+        """The job's condition of type Failed, which has a reason and a message.
+
+        None if the job has not failed.
+        """
         return next((c for c in self.status.conditions if c.type == "Failed" and c.status), None)
 
 
@@ -174,14 +188,17 @@ def if_allowed(read: Callable[[str], list[_Item]], job: str, faults: list[str]) 
 
 
 class Client:
-    """Jobs in a namespace of a cluster, or on this machine, with the same methods and results.
+    """Manages the jobs in a namespace of a cluster, or the jobs on this machine.
 
-    The backend "kubernetes" uses the kubeconfig and its user's rights. The backend "local"
-    uses the jobs on this machine, in $DDPJOB_RUNS or ./runs. `namespace` and `context` default to
-    those of the kubeconfig.
+    The methods and their results are the same in both cases. With the backend "kubernetes", the
+    client connects to the cluster of the kubeconfig, and has the rights of the kubeconfig's user.
+    `namespace` and `context` default to those of the kubeconfig. With the backend "local", it
+    manages the jobs on this machine. Their files are in the folder $DDPJOB_RUNS or, if this
+    variable is not set, in ./runs.
 
-    Methods accept the name of a job or a Job. They raise Mistake, with a message for the user, if a
-    request cannot be carried out. NoSuchJob, JobFailed and Unreachable are subclasses of Mistake.
+    A method that takes a job accepts its name or a Job object. Methods raise Mistake, with a
+    message for the user, if a request cannot be carried out. NoSuchJob, JobFailed and Unreachable
+    are subclasses of Mistake.
     """
 
     def __init__(
@@ -229,29 +246,35 @@ class Client:
         image. Any other string is the name of a module.
         `args`: the arguments of a script, or the keyword arguments of a function. Keyword arguments
         are sent as JSON, so a tuple arrives as a list.
-        `packages`: the packages that a function needs, such as ["einops>=0.8"]. In each pod, pip
-        installs the ones that the image lacks before the function runs. The image's torch is never
-        replaced.
-        `image`: any image with Python and PyTorch. The local backend ignores it.
+        `packages`: the Python packages that a function needs, such as ["einops>=0.8"]. Before the
+        function runs in a pod, pip installs the packages that are missing in the image. It never
+        replaces the image's torch.
+        `image`: the container image, which can be any image with Python and PyTorch. The local
+        backend ignores it.
         `name`: the job's name; by default, the program's name and four random characters.
-        `gpus`, `procs`: the number of GPUs and processes per node; by default, one GPU, and one
-        process per GPU. With gpus=0, the job trains on the CPU.
-        `spares`: the number of pods on standby.
-        `min_nodes`: the minimum number of nodes with which training continues.
+        `nodes`: the number of training pods.
+        `gpus`, `procs`: the number of GPUs per node, and the number of processes per node. The
+        default is one GPU, and one process per GPU. With gpus=0, the job trains on the CPU.
+        `spares`: the number of additional pods, each of which can replace a lost node immediately.
+        `min_nodes`: if nodes are lost, training continues as long as at least this many remain.
         `max_nodes`: the maximum number of nodes that `scale` can set.
-        `mode`: how a group recovers; by default, Standard.
-        `env`: environment variables of the workers.
-        `cpu`, `memory`: the resources of each node, such as "8" and "64Gi".
-        `checkpoints`: "claim:NAME", "s3://BUCKET/FOLDER", or the absolute path of a folder on every
-        Kubernetes node.
-        `entry`: the script to start, if `program` is a folder.
-        `code`: the s3:// folder to which `program` is uploaded, if it is a folder; by default, the
-        folder `code` in the s3:// folder of `checkpoints`.
-        `git`: "URL" or "URL@REF" of a repository. `program` is then a path in the repository, or a
-        module. REF is resolved to a commit when the job is created.
-        `settings`: any other fields of spec, such as {"recovery.maxRestarts": 3,
-        "storage.sharedMemory": "8Gi"}. If another parameter sets the same field, mappings are
-        merged, and any other value in `settings` takes precedence.
+        `mode`: the value of spec.recovery.mode, which determines how training continues after a
+        failure; by default, Standard.
+        `env`: environment variables of the worker processes.
+        `cpu`, `memory`: the CPU cores and memory that each node requests, such as "8" and "64Gi".
+        `checkpoints`: where checkpoints are kept. This is "claim:NAME" for a
+        PersistentVolumeClaim, "s3://BUCKET/FOLDER" for a bucket, or the absolute path of a folder
+        that exists on every Kubernetes node.
+        `entry`: the script in the folder that is started, if `program` is a folder.
+        `code`: the s3:// folder to which `program` is uploaded, if it is a folder of more than 1
+        MiB. The default is the folder `code` in the s3:// folder of `checkpoints`.
+        `git`: "URL" or "URL@REF" of a git repository that contains the program. REF is a branch, a
+        tag or a full commit hash, and is resolved to a commit when the job is created. With `git`,
+        the `program` is a path in the repository, or the name of a module.
+        `settings`: values for other fields of spec, by the paths of these fields, such as
+        {"recovery.maxRestarts": 3, "storage.sharedMemory": "8Gi"}. If another parameter sets the
+        same field, the two values are merged if both are mappings. Otherwise the value in `settings`
+        takes precedence, except that it cannot replace a list from another parameter.
         """
         from ddpjob.client.manifests.manifest_sources import SUFFIXES, check_made
 
@@ -282,7 +305,10 @@ class Client:
         return self.get(self._backend.create(bodies))
 
     def submit(self, manifest: str | Path | Mapping[str, Any]) -> Job:
-        """Create the job that a manifest (a mapping, or a YAML file with one DDPJob) describes."""
+        """Create the job that a manifest describes.
+
+        `manifest` is a mapping, or the path of a YAML or JSON file that contains one DDPJob.
+        """
         return self.get(self._backend.create([_read_manifest(manifest)]))
 
     def list(self) -> tuple[Job, ...]:
@@ -290,14 +316,14 @@ class Client:
         return tuple(Job.read(body, self) for body in self._backend.jobs())
 
     def get(self, job: str | Job) -> Job:
-        """Return the job in its current state. Raises NoSuchJob."""
+        """Return the current state of a job. Raises NoSuchJob if the job does not exist."""
         return Job.read(self._backend.job(_name(job)), self)
 
     def watch(self, job: str | Job, *, timeout: float | None = None) -> Iterator[Job]:
-        """Yield the job now and after each change, until it has finished.
+        """Yield the current state of the job, and then its state after each change.
 
-        Stop after `timeout` seconds. Raises NoSuchJob if the job does not exist, and JobFailed if
-        it is deleted.
+        The iterator stops when the job has ended, or after `timeout` seconds. Raises NoSuchJob if
+        the job does not exist, and JobFailed if the job is deleted.
         """
         for body, gone in self._backend.changes(_name(job), timeout):
             seen = Job.read(body, self)
@@ -317,9 +343,10 @@ class Client:
     ) -> Job:
         """Wait until the job is in the phase `goal`, and return the job.
 
-        If `progress` is true, one line shows state, step, loss and speed while waiting. By default,
-        the line is shown only in a notebook. Raises JobFailed if the job ends in a different phase
-        or is deleted, TimeoutError after `timeout` seconds, and ValueError for an unknown `goal`.
+        If `progress` is true, a line of output shows the job's state, step, loss and speed while
+        this method waits. By default, the line is shown only in a notebook. Raises JobFailed if the
+        job is deleted or ends in a different phase, TimeoutError if the job has not reached the
+        goal after `timeout` seconds, and ValueError for an unknown `goal`.
         """
         if goal not in ("Complete", "Running", "Suspended"):
             raise ValueError(f"goal {goal!r}: write 'Complete', 'Running' or 'Suspended'")
@@ -345,14 +372,15 @@ class Client:
         follow: bool = False,
         tail: int | None = None,
     ) -> Iterator[tuple[str, str]]:
-        """Yield (pod, line) from the logs of the training pods.
+        """Yield the lines in the logs of the training pods, as pairs of a pod's name and a line.
 
-        `rank` selects the pod that has this global rank, and leaves out lines known to come from
-        other ranks. `index` selects the pods of this slot. `tail` is the number of last lines to
-        read from each pod that exists now. With `follow`, the logs continue until the job has
-        finished, and include all lines of replacement pods. Raises Mistake if nothing can be read,
-        for example because no pod has this `rank` or `index`. Warns about each pod that could not
-        be read.
+        `rank` selects the pod in which this global rank runs, and leaves out lines that are known
+        to come from other ranks of the pod. `index` selects the pods of the slot with this number.
+        With `tail`, only this many lines at the end of each existing pod's log are read. With
+        `follow`, new lines are yielded until the job has ended, including all lines of pods that
+        are created in the meantime. Raises Mistake if nothing can be read, for example because no
+        pod has this `rank` or `index`. If only some pods cannot be read, a Python warning is issued
+        for each of them.
         """
         from ddpjob.client.logs.log_follower import Chosen, LogFollower
 
@@ -363,10 +391,11 @@ class Client:
         return _read(follower, stop, named=rank is not None)
 
     def metrics(self, job: str | Job) -> Sequence[Mapping[str, float]]:
-        """Return a row for each reported step, with `step`, `loss` and other numbers by name.
+        """Return one row for each step that the training script has reported.
 
-        The names of metrics on the test set begin with `eval_`. Raises Mistake if the job has not
-        reported a step or, on a cluster, if no pod is running.
+        A row maps names to numbers: `step`, `loss` and other metrics. The names of metrics on the
+        test set begin with `eval_`. Raises Mistake if the script has not reported any step or, on a
+        cluster, if no pod of the job is running.
         """
         from ddpjob.client.texts.metric_series import read_metrics, rows_of
 
@@ -381,10 +410,11 @@ class Client:
         return pandas.DataFrame(self.metrics(job)).set_index("step")
 
     def plot(self, job: str | Job, metric: str = "loss", *, output: str | PathLike[str] | None = None) -> MetricCurve:
-        """Return a metric's curve, which a notebook displays. Dashed lines mark restarts.
+        """Return the curve of a metric over the steps. A notebook displays the curve as a picture.
 
-        `metric` is a column of `metrics`. If `output` is given, the curve is also written to this
-        .svg file. Raises Mistake if fewer than two steps have the metric.
+        Dashed lines mark restarts. `metric` is a name in the rows that `metrics` returns. If
+        `output` is given, the curve is also written to this .svg file. Raises Mistake if fewer than
+        two steps have a value of the metric.
         """
         from ddpjob.client.job_html import MetricCurve
         from ddpjob.client.texts.metric_series import read_metrics, rows_of
@@ -407,16 +437,19 @@ class Client:
         return curve
 
     def stacks(self, job: str | Job) -> Mapping[str, str]:
-        """Return the Python stacks in each running pod, by pod name. Training continues."""
+        """Return the Python stacks of the processes in each running training pod, by pod name.
+
+        Training continues while the stacks are read.
+        """
         from ddpjob.client.logs.worker_stacks import stacks
 
         running = [pod for pod in self.pods(job) if pod.index is not None and pod.state == "Running"]
         return {pod.name: text for pod, text in stacks(self._backend, running)}
 
     def rerun(self, job: str | Job, *, fresh: bool = False) -> Job:
-        """Rerun a finished job from its last checkpoint.
+        """Run a finished job again, with the same name and spec, from its last checkpoint.
 
-        With `fresh`, start from scratch and keep the old checkpoints.
+        With `fresh`, the training starts from scratch, and the old checkpoints are kept.
         """
         from ddpjob.client.rerun_jobs import rerun
 
@@ -424,11 +457,14 @@ class Client:
         return self.get(job)
 
     def events(self, job: str | Job) -> Sequence[Happened]:
-        """Return the job's events, the oldest first. A cluster keeps them for an hour."""
+        """Return the job's events, the oldest first. By default, a cluster keeps events for an hour."""
         return self._backend.events(self.get(job).name)
 
     def why(self, job: str | Job) -> str:
-        """Explain why the job waits or failed, and what to do, as `ddpjob why` does."""
+        """Explain why the job is waiting or has failed, and what to do about it.
+
+        The text is the same as that of `ddpjob why`.
+        """
         from ddpjob.api.job_status import utc_now
         from ddpjob.client.texts.job_text import why
 
@@ -436,25 +472,26 @@ class Client:
         return "\n".join(why(body, if_allowed(self._backend.pods, _name(job), []), utc_now()))
 
     def pods(self, job: str | Job) -> Sequence[PodLine]:
-        """Return the job's pods: the coordinator's, then those of each slot."""
+        """Return the job's pods. The coordinator's pod is first, followed by the pods of each slot."""
         return self._backend.pods(self.get(job).name)
 
     def validate(self, manifest: str | Path | Mapping[str, Any]) -> None:
         """Check a manifest without a cluster, as `ddpjob validate` does.
 
-        Raises Mistake, with a line for each fault.
+        If the manifest is invalid, Mistake is raised, with one line for each fault.
         """
         _read_manifest(manifest)
 
     def restart(self, job: str | Job, *, timeout: float = 600) -> None:
         """Replace all pods of a job.
 
-        This suspends the job, waits until its pods have stopped, and resumes it.
+        This suspends the job, waits until its pods have stopped, and resumes it. Raises Mistake if
+        the pods do not stop within `timeout` seconds.
         """
         restart(self._backend, _name(job), timeout)
 
     def scale(self, job: str | Job, nodes: int) -> None:
-        """Change the number of nodes. The group restarts from its last checkpoint."""
+        """Change the number of nodes. Training restarts from the last checkpoint, with the new number."""
         change(self._backend, _name(job), {"nodes": nodes})
 
     def suspend(self, job: str | Job) -> None:
@@ -462,18 +499,21 @@ class Client:
         change(self._backend, _name(job), {"runPolicy": {"suspend": True}})
 
     def resume(self, job: str | Job) -> None:
-        """Continue a suspended job from its checkpoint."""
+        """Continue a suspended job from its last checkpoint."""
         change(self._backend, _name(job), {"runPolicy": {"suspend": False}})
 
     def kill(self, pod: str | PodLine) -> None:
-        """Kill a pod, as `kubectl delete pod --force --grace-period=0` does, to test recovery."""
+        """Kill a pod in order to test recovery.
+
+        The pod is deleted as by `kubectl delete pod --force --grace-period=0`.
+        """
         self._backend.kill(pod if isinstance(pod, str) else pod.name)
 
     def delete(self, job: str | Job) -> None:
         """Delete a job and its pods.
 
-        Checkpoints on volumes, and in RUNS/JOB/checkpoints on this machine, are kept, unless
-        `whenDeleted: Delete` is set.
+        Checkpoints on volumes are kept, unless storage.checkpoints.claimTemplate.whenDeleted of the
+        job is Delete. On this machine, the same applies to checkpoints in RUNS/JOB/checkpoints.
         """
         self._backend.delete(_name(job))
 

@@ -38,9 +38,9 @@ class Mistake(Exception):
     """The request cannot be carried out. The message says why and what to do."""
 
     passing = False
-    """Whether a later retry may succeed."""
+    """Whether the same request may succeed when it is repeated later."""
     denied = False
-    """Whether the caller is not authenticated, or not permitted to make the request."""
+    """Whether the request failed because the caller is not authenticated or lacks a permission."""
 
     def _render_traceback_(self) -> list[str]:
         """Show only the message in a notebook.
@@ -93,16 +93,18 @@ class OutagePatience:
 
 @dataclass(frozen=True)
 class PodLine:
-    """A job's pod, as shown to users."""
+    """A pod of a job, with the facts that are shown to users."""
 
     name: str
     role: str
+    """`node`, `spare` or `coordinator`."""
     index: int | None
+    """The number of the pod's slot; None for the coordinator."""
     state: str
     """The word that kubectl shows in its STATUS column."""
     host: str = ""
     message: str = ""
-    """The reason why the pod is waiting or has ended."""
+    """The reason why the pod is waiting, or why it has ended."""
     created: datetime | None = None
     containers: tuple[str, ...] = ()
     ended: bool = False
@@ -115,7 +117,7 @@ class PodLine:
 
 @dataclass(frozen=True)
 class Happened:
-    """An event of a job."""
+    """An event that was recorded for a job, such as a restart."""
 
     time: datetime | None
     warning: bool
