@@ -99,7 +99,7 @@ class Job:
     body: Json = field(repr=False)
     """The complete DDPJob object, as `kubectl get -o json` prints it."""
     returned_by: Client | None = field(default=None, repr=False, compare=False)
-    """The Client that returned this job. The methods of the job, such as `wait`, use this client."""
+    """The Client that returned this job. Methods of the job, such as `wait`, use this client."""
 
     @classmethod
     def read(cls, body: Json, client: Client | None = None) -> Job:
@@ -273,8 +273,8 @@ class Client:
         the `program` is a path in the repository, or the name of a module.
         `settings`: values for other fields of spec, by the paths of these fields, such as
         {"recovery.maxRestarts": 3, "storage.sharedMemory": "8Gi"}. If another parameter sets the
-        same field, the two values are merged if both are mappings. Otherwise the value in `settings`
-        takes precedence, except that it cannot replace a list from another parameter.
+        same field, the two values are merged if both are mappings. Otherwise the value in
+        the mapping `settings` is used, except that it cannot replace a list from another parameter.
         """
         from ddpjob.client.manifests.manifest_sources import SUFFIXES, check_made
 
@@ -457,7 +457,7 @@ class Client:
         return self.get(job)
 
     def events(self, job: str | Job) -> Sequence[Happened]:
-        """Return the job's events, the oldest first. By default, a cluster keeps events for an hour."""
+        """Return the job's events, the oldest first. A cluster usually keeps them for an hour."""
         return self._backend.events(self.get(job).name)
 
     def why(self, job: str | Job) -> str:
@@ -472,7 +472,7 @@ class Client:
         return "\n".join(why(body, if_allowed(self._backend.pods, _name(job), []), utc_now()))
 
     def pods(self, job: str | Job) -> Sequence[PodLine]:
-        """Return the job's pods. The coordinator's pod is first, followed by the pods of each slot."""
+        """Return the job's pods: first the coordinator's pod, then the pods of each slot."""
         return self._backend.pods(self.get(job).name)
 
     def validate(self, manifest: str | Path | Mapping[str, Any]) -> None:
@@ -491,7 +491,10 @@ class Client:
         restart(self._backend, _name(job), timeout)
 
     def scale(self, job: str | Job, nodes: int) -> None:
-        """Change the number of nodes. Training restarts from the last checkpoint, with the new number."""
+        """Change the number of nodes.
+
+        Training restarts from the last checkpoint with the new number of nodes.
+        """
         change(self._backend, _name(job), {"nodes": nodes})
 
     def suspend(self, job: str | Job) -> None:
