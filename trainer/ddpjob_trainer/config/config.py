@@ -43,13 +43,13 @@ class Config:
     """All settings that a run depends on."""
 
     strategy: StrategyName = StrategyName.DDP
-    """How ranks share the training. ddp: each rank has the whole model, and gradients are averaged;
-    a single rank trains without a wrapper. fsdp: each rank keeps a shard of the weights and
-    optimizer state. pipeline: ranks are stages of the model, through which micro-batches pass.
-    single: one process, one device. Less supported: dp, one process with several devices; ddp_mp,
-    each process spreads its model over several devices; horovod and deepspeed, through these
-    libraries, which are installed separately; parameter_server, in which rank 0 steps and the other
-    ranks compute gradients.
+    """How ranks share the training. ddp: each rank has the whole model, and gradients are averaged
+    over ranks; a single rank trains without DDP's wrapper. fsdp: each rank keeps a shard of the
+    weights and of the optimizer state. pipeline: each rank is a stage of the model, and
+    micro-batches pass through the stages. single: one process, one device. The following strategies
+    have less support. dp: one process with several devices. ddp_mp: each process spreads its model
+    over several devices. horovod, deepspeed: training with these libraries, which must be installed
+    separately. parameter_server: rank 0 updates the weights, and the other ranks compute gradients.
     """
     data: DataConfig
     model: ModelConfig

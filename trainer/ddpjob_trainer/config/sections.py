@@ -76,78 +76,90 @@ class DataConfig:
     folders from the official archives; prefer the binary version, which does not contain pickles.
     imagefolder: train/ and val/ with one folder of images per class. shards: train/ and val/ with
     tar files of KEY.jpg and KEY.cls (WebDataset's layout), as written by `python -m ddpjob_trainer
-    shards`. shapes: ten classes of generated 16x16 colour images, the same on any machine and hard
-    enough to compare recipes. synthetic: generated images of any shape, easy to learn.
-    package.module:function: your own function, which is called with data.dir (a Path, or None) and
-    returns (train, test) or (train, test, classes). Each set is a torch Dataset with a length, or a
-    pair of arrays (inputs, targets); targets are class numbers or float values.
+    shards`. shapes: ten classes of generated 16x16 colour images, which are the same on any machine
+    and hard enough to compare recipes. synthetic: generated images of any size (data.shape), which
+    are easy to learn. package.module:function: your own function, which is called with data.dir (a
+    Path, or None) and returns (train, test) or (train, test, classes). Each of train and test is a
+    torch Dataset with a length, or a pair of arrays (inputs, targets); targets are class numbers or
+    float values.
     """
     dir: Path | None = field(default=None, metadata=from_env("DDPJOB_DATA_DIR"))
     """Folder of the data set (not needed for digits, shapes and synthetic)."""
     url: str | None = None
-    """shards: URL to use instead of data.dir, such as s3://bucket/imagenet or
-    https://host/imagenet; s3 and gs need s3fs or gcsfs installed. Images are read by byte range.
+    """shards: URL of the data set, used instead of data.dir, such as s3://bucket/imagenet or
+    https://host/imagenet. s3 needs the package s3fs, and gs needs gcsfs. Each image is read by its
+    byte range, so shards are not downloaded as a whole.
     """
     index: Path | None = None
-    """shards, imagefolder: folder for the index of all images. It is built when a run
-    starts, and rebuilt after a shard or folder has changed. Default: next to local shards,
-    otherwise ~/.cache/ddpjob_trainer. An index next to shards on a web server is trusted, so
-    rebuild it whenever these shards change.
+    """shards, imagefolder: folder in which the index of all images is stored. A run builds the
+    index if it does not exist, or if a shard or an image folder has changed. Default: for shards on
+    this machine, the folder of the shards if it is writable; otherwise ~/.cache/ddpjob_trainer. An
+    index next to shards on a web server is used without comparing it with the shards, so rebuild it
+    whenever these shards change.
     """
     batch: int = 128
-    """Global batch: samples per optimizer step over all ranks together. It does not change with the
-    number of ranks.
+    """Global batch: number of samples that all ranks together process in an optimizer step. It
+    stays the same if the number of ranks changes.
     """
     micro_batches: int = 0
-    """Micro-batches per global batch, regardless of the number of ranks. Normalization statistics,
-    dropout and mixing (data.mixup, data.cutmix) stay within a micro-batch, so any number of ranks
-    computes the same result. 0: if the model or the augmentation uses any of these, one micro-batch
-    per initial rank (times train.accumulate). Otherwise samples are divided evenly among ranks,
-    which does not change the result either.
+    """Number of micro-batches in a global batch, regardless of the number of ranks. Batch
+    normalization statistics, dropout and mixing (data.mixup, data.cutmix) are computed within one
+    micro-batch, so the result is the same on any number of ranks. 0: if the run uses any of these,
+    data.batch_transform, ddp.ordered or your own model, the number of micro-batches is fixed when
+    the run first starts. It is then the number of ranks that the job requests (outside a job, the
+    number of ranks), times train.accumulate. In other runs, there are no fixed micro-batches:
+    samples are divided evenly among ranks, which does not change the result either.
     """
     exact: bool = True
-    """How to proceed if micro-batches cannot be divided evenly among ranks. true: ranks share
-    micro-batches (ddp, fsdp) and exchange batch normalization statistics, so that the result does
-    not depend on the number of ranks. false: each rank takes an even share of the samples in as few
-    passes as data.stretch allows. Each sample is still taken once, but statistics, dropout and
-    mixed images depend on the number of ranks.
+    """What happens if the micro-batches of a step cannot be distributed evenly among ranks. true:
+    several ranks compute parts of the same micro-batch (strategy=ddp or fsdp), and exchange their
+    batch normalization statistics, so that the result does not depend on the number of ranks.
+    false: each rank takes an even share of the samples, and processes it in as few forward passes
+    as data.stretch allows. Each sample is still taken once, but normalization statistics, dropout
+    and mixed images then depend on the number of ranks.
     """
     stretch: float = 0
-    """Maximum number of samples in a rank's forward pass, as a multiple of a micro-batch. 0: 1.25, or
-    1.5 with data.exact=false. 1: take at most one micro-batch per pass, which needs the least
-    memory but more passes.
+    """Maximum number of samples that a rank processes in one forward pass, as a multiple of the
+    size of a micro-batch. 0: 1.25 with data.exact=true, and 1.5 with data.exact=false. 1: at most
+    one micro-batch, which needs the least memory but more forward passes.
     """
     seed: int = 0
-    """Seed of the order, the augmentation and the initial weights. It cannot change when a run
-    resumes.
+    """Seed for the order of the samples, their augmentation, and the initial weights. It cannot
+    change when a run resumes.
     """
     repeats: int = 1
-    """Repeated augmentation (Hoffer et al., 2019; Berman et al., 2019), usually 3 or 4: number of
-    differently augmented versions of each sample in a global batch. The number of steps per epoch
-    stays the same, so an epoch takes only a part of the set. It cannot change when a run resumes.
+    """Repeated augmentation (Hoffer et al., 2019; Berman et al., 2019): number of differently
+    augmented versions of each sample in a global batch, usually 3 or 4. The number of steps per
+    epoch stays the same, so an epoch covers only a part of the training set. It cannot change when
+    a run resumes.
     """
     augment: bool = True
-    """Random shift for digits, crop and flip for CIFAR and shapes, random resized crop and flip for
-    image folders and shards. false: none of these, and neither RandAugment nor TrivialAugment. For
-    your own data set, augment the samples in your code, or set data.shift and data.flip.
+    """true: augment training images at random. Digits are shifted, images of CIFAR and shapes are
+    cropped and flipped, and images of image folders and shards are cropped, resized and flipped.
+    false: none of these, and neither RandAugment nor TrivialAugment. For your own data set, augment
+    the samples in your code, or set data.shift and data.flip.
     """
     shift: int = 0
-    """CIFAR, digits, shapes, your own uint8 images: shift training images by up to this number of
-    pixels at random. 0: 4 for CIFAR, 2 for shapes, 1 for digits, no shift for your own images.
+    """CIFAR, digits, shapes, your own uint8 images: maximum number of pixels by which a training
+    image is shifted at random. 0: 4 for CIFAR, 2 for shapes, 1 for digits, and no shift for your
+    own images.
     """
     padding: Padding = Padding.ZEROS
-    """The border that a shift moves into an image. reflect: the image's own pixels, mirrored."""
+    """How to fill the border that becomes empty when an image is shifted. zeros: with zeros.
+    reflect: with the pixels of the image itself, mirrored.
+    """
     flip: bool | Flip = False
-    """true: mirror half of your own uint8 training images at random in each epoch. alternating
-    (also CIFAR and shapes): draw only once for each image, and mirror it in every other epoch.
+    """true: in each epoch, mirror half of your own uint8 training images, chosen at random.
+    alternating (also possible for CIFAR and shapes): choose once for each image whether it is
+    mirrored in the first epoch, and then mirror it in every other epoch.
     """
     mean: tuple[float, ...] = ()
-    """Your own uint8 images: mean of each channel, from 0 to 1, which is subtracted on the device.
-    Default: ImageNet's means for 3 channels, otherwise 0.5.
+    """Your own uint8 images: mean of each channel, on a scale from 0 to 1. It is subtracted from
+    the pixels on the device. Default: ImageNet's means for 3 channels, otherwise 0.5.
     """
     std: tuple[float, ...] = ()
-    """Your own uint8 images: standard deviation of each channel. After data.mean is subtracted,
-    pixels are divided by it. Default: ImageNet's deviations for 3 channels, otherwise 0.5.
+    """Your own uint8 images: standard deviation of each channel, by which the pixels are divided
+    after data.mean is subtracted. Default: ImageNet's deviations for 3 channels, otherwise 0.5.
     """
     batch_transform: str = ""
     """package.module:function: your own transform of training batches, which is called on the
@@ -156,33 +168,34 @@ class DataConfig:
     With this key, ranks do not share micro-batches. It may change when a run resumes.
     """
     randaugment_ops: int = 0
-    """CIFAR, image folders, shards: RandAugment's operations per image (Cubuk et al., 2019),
-    usually 2; 0: none.
+    """CIFAR, image folders, shards: number of operations that RandAugment applies to each image
+    (Cubuk et al., 2019), usually 2; 0: no RandAugment.
     """
     randaugment_magnitude: int = 9
-    """RandAugment's strength, 0 to 30, as in torchvision. timm's scale is 0 to 10, so multiply its
-    value by three.
+    """Strength of RandAugment's operations, from 0 to 30 as in torchvision. In timm, the strength
+    is from 0 to 10, so multiply a value from timm by three.
     """
     trivialaugment: bool = False
-    """CIFAR, image folders, shards: TrivialAugment, one random operation of random strength per
-    image (Mueller, Hutter, 2021). Cannot be combined with RandAugment.
+    """CIFAR, image folders, shards: apply TrivialAugment, which is one random operation of random
+    strength per image (Mueller and Hutter, 2021). It cannot be combined with RandAugment.
     """
     erase: float = 0.0
-    """Random erasing (Zhong et al., 2017): probability that a rectangle of 2 to 33 % of a training
-    image is replaced with the mean colour, usually 0.1. Images only.
+    """Random erasing (Zhong et al., 2017): probability that a rectangle of a training image is
+    replaced with the mean colour, usually 0.1. The rectangle covers 2 to 33 % of the image. Only
+    for images.
     """
     cutout: int = 0
-    """Cutout (DeVries and Taylor, 2017): side of a square in each training image that is replaced
-    with the mean colour, usually 16 for CIFAR-10; 0: off. Images only.
+    """Cutout (DeVries and Taylor, 2017): side, in pixels, of a square in each training image that
+    is replaced with the mean colour, usually 16 for CIFAR-10; 0: off. Only for images.
     """
     mixup: float = 0.0
-    """Mixup's alpha (Zhang et al., 2017), usually 0.2. Images of a micro-batch are blended in
-    pairs, together with their labels; 0: off.
+    """Alpha, the parameter of Mixup (Zhang et al., 2017), usually 0.2. The images of a micro-batch
+    are blended in pairs, together with their labels. 0: off.
     """
     cutmix: float = 0.0
-    """CutMix's alpha (Yun et al., 2019), usually 1. A rectangle is replaced with that of another
-    image in the micro-batch; 0: off. If data.mixup is also set, each micro-batch uses one of the
-    two at random.
+    """Alpha, the parameter of CutMix (Yun et al., 2019), usually 1. A rectangle of each image is
+    replaced with the same rectangle of a different image in the micro-batch. 0: off. If data.mixup
+    is also set, each micro-batch uses one of the two methods, chosen at random.
     """
     download: bool = False
     """Download CIFAR into data.dir if it is missing (needs internet access)."""
@@ -190,8 +203,9 @@ class DataConfig:
     """imagefolder, shards: side of the square images that the model sees, in pixels."""
     early_sizes: tuple[str, ...] = ()
     """imagefolder, shards: smaller sides of training images in early epochs, for speed (progressive
-    resizing). SIDE:EPOCHS, such as 128:6,160:12, means 128 pixels in the first 6 epochs, then 160
-    until the 12th epoch ends, and then data.image_size. May change when a run resumes.
+    resizing). Each entry is SIDE:EPOCHS. For example, 128:6,160:12 means 128 pixels until the end
+    of epoch 6, then 160 pixels until the end of epoch 12, and then data.image_size. May change when
+    a run resumes.
     """
     test_image_size: int = 0
     """imagefolder, shards: side of test images, for models that accept any size and are tested on
@@ -202,22 +216,25 @@ class DataConfig:
     share of the image's shorter side.
     """
     workers: int = 2
-    """imagefolder, shards, your own Datasets: processes per rank that read and decode images, plus
-    the same number for the test set; 0: use the training process.
+    """imagefolder, shards, your own Datasets: number of processes per rank that read and decode
+    training images. The same number of further processes does this for the test set. 0: the
+    training process reads and decodes all images.
     """
     decoder: Decoder = Decoder.AUTO
-    """imagefolder, shards: auto: libjpeg-turbo in the workers. dali: NVIDIA DALI in data.workers
-    threads, on the GPU if there is one, with the same crops but different rounding. dali cannot be
-    combined with RandAugment, and has no effect without random crops (data.augment=false).
+    """imagefolder, shards: decoder of the training images. auto: libjpeg-turbo, in the worker
+    processes. dali: NVIDIA DALI, in data.workers threads, and on the GPU if there is one. The crops
+    are the same, but the pixels are rounded differently. dali cannot be combined with RandAugment,
+    and has no effect without random crops (data.augment=false).
     """
     corrupt: Corrupt = Corrupt.SKIP
-    """imagefolder, shards: an image that cannot be decoded is reported and has weight zero (skip),
-    or ends the training (stop). Formats are JPEG, PNG, WebP, BMP, GIF, TIFF and PPM. Images above
-    178,956,970 pixels or 1 GiB are not decoded.
+    """imagefolder, shards: what happens if an image cannot be decoded. skip: the image is reported,
+    and has weight zero. stop: the training ends. Images can be JPEG, PNG, WebP, BMP, GIF, TIFF and
+    PPM. Images above 178,956,970 pixels or 1 GiB are not decoded.
     """
     corrupt_limit: float = 0.01
-    """imagefolder, shards: training ends if a larger share than this of an epoch's training images,
-    or of an evaluation's test images, cannot be decoded.
+    """imagefolder, shards: maximum share of images that cannot be decoded. Training ends if a
+    larger share of an epoch's training images, or of an evaluation's test images, cannot be
+    decoded.
     """
     shape: tuple[int, ...] = (3, 32, 32)
     """synthetic: channels, height, width."""
@@ -225,7 +242,7 @@ class DataConfig:
     """synthetic: number of classes."""
     size: int = 2048
     """synthetic, shapes: number of training images. The test set of synthetic has a quarter of that
-    number; the test set of shapes has 2048 images.
+    number, and the test set of shapes always has 2048 images.
     """
 
     @property
@@ -279,15 +296,19 @@ class ModelConfig:
     checkpoint.load.
     """
     pretrained: str = ""
-    """Weights to start from in a new run. torchvision:NAME, timm:NAME: default, or a name of the
-    library's weights such as IMAGENET1K_V1, which rank 0 downloads. Any model: a file or folder
-    with a state dict (torch.save, safetensors). The last layer keeps its initial values if its shape
-    differs; all other tensors must fit.
+    """Weights from which a new run starts. For torchvision:NAME and timm:NAME: default, or the name
+    of weights in that library, such as IMAGENET1K_V1. Rank 0 downloads them. For any model: a file
+    or folder with a state dict (torch.save, safetensors). If the last layer has a different shape,
+    it keeps its initial values; all other tensors must have the same shape.
     """
     width: int = 32
-    """small_cnn: channels of the first layer; airbench_cifar: channels of the first group."""
+    """small_cnn: number of channels of the first layer; airbench_cifar: number of channels of the
+    first group.
+    """
     norm: NormName = NormName.GROUP
-    """small_cnn: group normalizes each sample separately, batch each micro-batch."""
+    """small_cnn: type of the normalization layers. group: group normalization, which normalizes
+    each sample separately. batch: batch normalization, which normalizes each micro-batch.
+    """
     dropout: float = 0.0
     """small_cnn: dropout probability before the last layer."""
     freeze: tuple[str, ...] = ()
@@ -300,24 +321,25 @@ class ModelConfig:
     identity at first (Goyal et al., 2017).
     """
     drop_path: float = 0.0
-    """ResNets: stochastic depth (Huang et al., 2016), usually 0.05: the probability that the last
-    block's residual branch is dropped for a sample. The probability rises linearly from 0 over the
-    preceding blocks. 0: off.
+    """ResNets: stochastic depth (Huang et al., 2016): probability that a sample skips the residual
+    branch of the last block, usually 0.05. From the first block to the last, the probability rises
+    linearly from 0 to this value. 0: off.
     """
     sync_batchnorm: bool = False
-    """Compute batch normalization statistics over all ranks' samples (the global batch, or one
-    accumulation step of train.accumulate) instead of micro-batches. This adds one exchange per
-    layer to the forward pass and one to the backward pass.
+    """Compute batch normalization statistics over the samples of all ranks, instead of over each
+    micro-batch. These are the samples of a global batch or, with train.accumulate, of one
+    accumulation step. In each layer, this adds an exchange between ranks to the forward pass, and
+    one to the backward pass.
     """
     channels_last: bool | MemoryLayout = MemoryLayout.AUTO
-    """Memory layout (n, height, width, channels) for images and weights, which makes convolutions
+    """Store images and weights in the order (n, height, width, channels), which makes convolutions
     faster on tensor cores in float16. auto: true for images on a GPU that computes in 16 bits,
     except for your own model.
     """
     compile: bool | CompileMode = False
-    """torch.compile, or one of its modes; true: default. The first steps take a minute or more.
-    reduce-overhead replays CUDA graphs, which helps if the host is the bottleneck, as with a small
-    model on a fast GPU. Needs a C++ compiler.
+    """Whether to use torch.compile, or the name of one of its modes. true: the mode default. The
+    first steps take a minute or more. reduce-overhead replays CUDA graphs, which helps if the GPU
+    has to wait for the CPU, as with a small model on a fast GPU. Needs a C++ compiler.
     """
 
 
@@ -354,87 +376,95 @@ class OptimConfig:
     and returns a torch.optim.Optimizer. The optimizer cannot change when a run resumes.
     """
     lr: float = 0.1
-    """Peak learning rate."""
+    """Peak learning rate. The schedule (optim.schedule) multiplies it by a factor."""
     momentum: float = 0.9
-    """sgd, lars: momentum; muon: momentum of the parameters that it updates as sgd does."""
+    """sgd, lars: momentum. muon: momentum of the parameters that muon updates as sgd does."""
     nesterov: bool = False
     """sgd: Nesterov momentum."""
     betas: tuple[float, ...] = (0.9, 0.999)
     """adamw, lamb: decay rates of the moving averages of gradients and of their squares."""
     trust_coefficient: float = 0.001
-    """lars: length of a step as a share of the weights' norm, at a learning rate of 1."""
+    """lars: length of a layer's update relative to the norm of its weights, at a learning rate of
+    1.
+    """
     muon_momentum: float = 0.95
     """muon: Nesterov momentum of matrices and convolutions."""
     muon_steps: int = 5
-    """muon: Newton-Schulz iterations per update. They run in float32 with amp.level=O0, otherwise
-    in bfloat16.
+    """muon: number of Newton-Schulz iterations per update. They run in float32 with amp.level=O0,
+    otherwise in bfloat16.
     """
     muon_except: tuple[str, ...] = ()
-    """muon: names of matrices (with * and ?) to update as sgd does, usually the last layer and
-    embeddings, such as head.*.
+    """muon: names of matrices (with * and ?) that are updated as by sgd. These are usually the last
+    layer and embeddings, such as head.*.
     """
     muon_fixed_norm: bool = False
-    """muon: before each update, scale a matrix to the norm sqrt(rows). Replaces weight decay."""
+    """muon: before each update, scale each matrix to a norm of sqrt(rows). This replaces weight
+    decay.
+    """
     weight_decay: float = 5e-4
-    """sgd, lars: L2 penalty; adamw, lamb: decoupled decay; muon: decoupled for matrices, otherwise
-    an L2 penalty.
+    """Strength of weight decay. sgd, lars: an L2 penalty. adamw, lamb: decoupled decay. muon:
+    decoupled decay for matrices, and an L2 penalty for other parameters.
     """
     groups: tuple[str, ...] = ()
-    """Learning rates of some parameters: PATTERN=RATE, or PATTERN=RATE/DECAY to also set their
-    weight decay, such as head.*=10,*.bias=2/0. PATTERN matches names (with * and ?), and the first
-    match counts. RATE is a factor of the schedule's learning rate. May change when a run resumes.
+    """Learning rates of some parameters. An entry is PATTERN=RATE, or PATTERN=RATE/DECAY to also
+    set the weight decay of these parameters, such as head.*=10,*.bias=2/0. PATTERN matches the
+    names of parameters (with * and ?). If several patterns match, the first one applies. RATE is a
+    factor by which the schedule's learning rate is multiplied. May change when a run resumes.
     """
     layer_decay: float = 1.0
-    """Below 1, such as 0.75: a block's learning rate is this factor times the next block's, for
-    fine-tuning. The head's rate is optim.lr (BEiT, MAE). A model that is not from timm must
-    register its layers from the input to the head; the first and last groups are printed. May
-    change when a run resumes. 1: the same rate for all.
+    """Learning rates that fall from the head to the input, for fine-tuning (BEiT, MAE). The head's
+    learning rate is optim.lr. Each block's learning rate is that of the next block, multiplied by
+    this factor, such as 0.75. A model that is not from timm must register its layers in the order
+    from the input to the head; to check this, see the first and last groups, which are printed. May
+    change when a run resumes. 1: the same learning rate for all blocks.
     """
     decay_norm_and_bias: bool = True
-    """false: exclude some parameters from weight decay, as in torchvision's and timm's recipes:
-    biases, normalization weights (parameters of one dimension), class tokens, position embeddings
-    and biases, and layer scales of transformers and ConvNeXt. lars always treats parameters of one
-    dimension as plain sgd does, and lamb treats those without decay as adam does.
+    """true: weight decay applies to all parameters. false: exclude the parameters that
+    torchvision's and timm's recipes exclude: biases, normalization weights (parameters of one
+    dimension), class tokens, position embeddings, position biases, and layer scales of transformers
+    and ConvNeXt. With either value, lars updates parameters of one dimension as plain sgd does, and
+    lamb updates parameters without weight decay as adam does.
     """
     clip_norm: float = 0.0
-    """Maximum norm of all gradients together, without the loss scale. Larger gradients are scaled
-    down to this norm. 0: no clipping.
+    """Maximum norm of the gradients of all parameters together, without the loss scale. If their
+    norm is larger, they are scaled down to this norm. 0: no clipping.
     """
     loss: str = "cross_entropy"
-    """cross_entropy: classes. bce: binary cross entropy of each score separately, for float targets
-    from 0 to 1 (one or several labels), or for classes (one against the rest). mse, l1, huber (with
-    a threshold of 1): float targets. A sample's loss is the mean over its values.
-    package.module:function: your own function, which is called with scores (n, ...) in float32 and
-    targets (n, ...), and returns the loss of each sample (n,). The trainer adds these up and
-    divides by the global batch.
+    """cross_entropy: for classes. bce: binary cross entropy of each score separately, for float
+    targets from 0 to 1 (one or several labels), or for classes (one against the rest). mse, l1,
+    huber (with a threshold of 1): for float targets. If a sample has several values, its loss is
+    their mean. package.module:function: your own function, which is called with scores (n, ...) in
+    float32 and targets (n, ...), and returns the loss of each sample (n,). The trainer adds up the
+    losses of all samples, and divides the sum by the global batch.
     """
     label_smoothing: float = 0.0
-    """cross_entropy: share of each label that is spread over all classes."""
+    """cross_entropy: share of each label that is distributed evenly over all classes."""
     ema_decay: float = 0.0
-    """Above 0, such as 0.999: keep an exponential moving average of the weights, and evaluate it
-    instead of the weights. Checkpoints contain both.
+    """Above 0, such as 0.999: keep an exponential moving average of the weights with this decay
+    rate. Evaluations then use the average instead of the weights. Checkpoints contain both.
     """
     schedule: ScheduleName | str = ScheduleName.COSINE
-    """cosine, linear: to zero over the whole training. step: multiply by optim.gamma at each of
-    optim.milestones. one_cycle: a rise and a longer fall, both along a cosine (torch's OneCycleLR;
-    momentum stays the same). constant: no change. package.module:function: your own function, which
-    is called with (epoch, train.epochs), where epoch is 2.5 in the middle of the third epoch, and
-    returns a factor of optim.lr.
+    """How the learning rate changes. cosine, linear: it falls to zero over the whole training.
+    step: it is multiplied by optim.gamma at each of optim.milestones. one_cycle: it rises, and then
+    falls for a longer time, both along a cosine (torch's OneCycleLR; momentum stays the same).
+    constant: it stays the same. package.module:function: your own function, which is called with
+    (epoch, train.epochs), where epoch is 2.5 in the middle of the third epoch, and returns a factor
+    of optim.lr.
     """
     warmup_epochs: float = 0.0
     """Number of epochs (fractions allowed) over which the learning rate rises linearly from zero to
     optim.lr. Not for one_cycle, which has its own warm-up.
     """
     milestones: tuple[float, ...] = (30.0, 60.0, 80.0)
-    """step: epochs at which the learning rate falls."""
+    """step: epochs at which the learning rate is multiplied by optim.gamma."""
     gamma: float = 0.1
-    """step: factor at each milestone."""
+    """step: factor by which the learning rate is multiplied at each of optim.milestones."""
     rise: float = 0.3
-    """one_cycle: share of the training in which the learning rate rises."""
+    """one_cycle: share of the whole training during which the learning rate rises."""
     start_factor: float = 0.04
-    """one_cycle: the first learning rate as a share of optim.lr."""
+    """one_cycle: learning rate at the start of training, as a share of optim.lr."""
     end_factor: float = 4e-6
-    """one_cycle: the last learning rate as a share of optim.lr."""
+    """one_cycle: learning rate at the end of training, as a share of optim.lr."""
 
     def check(self) -> None:
         """Raise ConfigError if a name is neither built in nor a function."""
@@ -472,8 +502,9 @@ class AmpConfig:
     everything is in amp.dtype.
     """
     dtype: AmpDtype = AmpDtype.AUTO
-    """float16, or bfloat16, which has the range of float32 and does not need a loss scale. auto:
-    bfloat16 with amp.level=auto and on the CPU, otherwise float16, as in Apex. O0 ignores it.
+    """The data type with 16 bits: float16, or bfloat16, which has the range of float32 and
+    therefore does not need a loss scale. auto: bfloat16 with amp.level=auto or on the CPU,
+    otherwise float16, as in Apex. With amp.level=O0, this key has no effect.
     """
     loss_scale: str = "auto"
     """Losses are multiplied by this factor, and gradients are divided by it afterwards, so that
@@ -483,7 +514,8 @@ class AmpConfig:
     in Apex. A step whose gradients are not finite is always skipped.
     """
     scale_window: int = 2000
-    """dynamic: number of steps without an overflow after which the scale is doubled."""
+    """amp.loss_scale=dynamic: number of steps without an overflow after which the scale is doubled.
+    """
     tf32: bool = True
     """Compute float32 products in TensorFloat-32 on NVIDIA GPUs since Ampere (10 bits of mantissa,
     several times as fast). false: use all 23 bits.
@@ -501,16 +533,19 @@ class TrainConfig:
     epochs: int = 10
     """Number of passes over the training set."""
     run_dir: Path | None = None
-    """Folder of metrics.jsonl and the ledger; default: CHECKPOINT_DIR/run."""
+    """Folder of metrics.jsonl and the ledger, which other keys call RUN. Default:
+    CHECKPOINT_DIR/run if checkpoint.dir is set, otherwise ./runs/NAME.
+    """
     backend: str = field(default="auto", metadata=from_env("DDPJOB_BACKEND"))
-    """auto, nccl, gloo, hccl, xccl or mpi. auto: the available accelerator, otherwise the CPU with
-    gloo.
+    """Backend for communication between ranks: auto, nccl, gloo, hccl, xccl or mpi. auto: the
+    backend of the available accelerator; without an accelerator, the CPU with gloo.
     """
     timeout_seconds: float = 600.0
-    """Timeout of a collective operation."""
+    """Timeout of a collective operation between ranks, in seconds."""
     threads: int = 0
-    """CPU threads per rank. 0: an equal share of the cores that the container may use, or one if
-    ddp.ordered trains on CPUs, because sums there depend on the number of threads.
+    """Number of CPU threads per rank. 0: an equal share of the cores that the container may use. If
+    ddp.ordered trains on CPUs, 0 means one thread, because sums there depend on the number of
+    threads. If OMP_NUM_THREADS is set to a number other than 1, 0 keeps that number of threads.
     """
     log_every: int = 10
     """Number of steps between two progress reports."""
@@ -521,11 +556,12 @@ class TrainConfig:
     evaluate, not even the last epoch.
     """
     eval_batch: int = 512
-    """Number of test samples per rank and forward pass."""
+    """Number of test samples that a rank processes in one forward pass."""
     accumulate: int = 1
-    """Gradient accumulation steps: the number of parts in which a rank computes its share of a
-    global batch, to save memory. Gradients are exchanged once for all parts. May change when a run
-    resumes. Cannot be combined with data.micro_batches, which already divides the batch.
+    """Gradient accumulation: the number of parts in which a rank processes its share of a global
+    batch one after another, to save memory. Gradients are exchanged once, after the last part. May
+    change when a run resumes. Cannot be combined with data.micro_batches, which already divides the
+    batch.
     """
     callbacks: tuple[str, ...] = ()
     """Your own objects, each as package.module:name, which is called without arguments. Their
@@ -533,12 +569,12 @@ class TrainConfig:
     when a run resumes.
     """
     nonfinite_limit: int = 3
-    """Number of consecutive skipped steps after which training ends. A step whose loss or gradient
-    is not finite is skipped on all ranks, with a warning.
+    """A step whose loss or gradient is not finite is skipped on all ranks, with a warning. Training
+    ends with an error after this number of consecutive skipped steps.
     """
     ledger: bool = False
-    """Record on each rank which samples each step took. `python -m ddpjob_trainer ledger RUN`
-    checks the records, and shows skipped steps and unreadable images.
+    """Record on each rank which samples were taken in each step. `python -m ddpjob_trainer ledger
+    RUN` checks these records, and shows skipped steps and unreadable images.
     """
 
 
@@ -574,46 +610,48 @@ class CheckpointConfig:
     dir: Path | None = field(default=None, metadata=from_env("DDPJOB_CHECKPOINT_DIR"))
     """Folder of checkpoints; default: RUN/checkpoints."""
     shared: bool = field(default=True, metadata=from_env("DDPJOB_CHECKPOINT_SHARED"))
-    """true: all nodes see the same folder, and rank 0 writes. false: each node has its own folder,
-    to which one of its processes writes. A run resumes from the newest checkpoint that any node
-    still has.
+    """true: all nodes see the same folder, and only rank 0 writes to it. false: each node has its
+    own folder, and one process of each node writes to it. A run resumes from the newest checkpoint
+    that any of the nodes still has.
     """
     url: str = field(default="", metadata=from_env("DDPJOB_CHECKPOINT_URL"))
-    """s3://BUCKET/PREFIX to which each checkpoint is copied while training continues. A run
-    resumes from the newest complete checkpoint in this bucket or in checkpoint.dir. In a job,
-    storage.checkpoints.url gives each job its own folder, but a URL set here is used unchanged.
+    """s3://BUCKET/PREFIX to which each checkpoint is copied while training continues. A run resumes
+    from the newest complete checkpoint in this bucket or in checkpoint.dir. In a job,
+    storage.checkpoints.url gives each job its own folder, but a URL in this key is used unchanged.
     Credentials, region and endpoint come from AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION
     and AWS_ENDPOINT_URL. Needs `pip install obstore`. Empty: no copies.
     """
     url_wait_seconds: float = 600.0
-    """How long to wait at the end of training until the last copy has reached checkpoint.url. On
-    SIGTERM, the limit is what remains of the grace period. A missing copy causes a warning or, with
-    checkpoint.shared=false, an error, because the folder is lost with its machine.
+    """Maximum number of seconds to wait at the end of training until the last checkpoint has been
+    copied to checkpoint.url. On SIGTERM, the limit is the rest of the grace period. If the copy is
+    not complete by then, there is a warning. With checkpoint.shared=false, this is an error
+    instead, because the local folder is lost together with its machine.
     """
     format: Format = Format.TORCH
-    """torch: a single file that any script can read with torch.load. dcp: a folder of
-    torch.distributed.checkpoint, into which each rank writes its shard, for models that are too
-    large for one rank; needs checkpoint.shared=true or checkpoint.url. A run can resume from either
-    format.
+    """torch: a single file that any script can read with torch.load. dcp: a folder in the format of
+    torch.distributed.checkpoint, into which each rank writes its shard. It is meant for models that
+    are too large for one rank, and needs checkpoint.shared=true or checkpoint.url. A run can resume
+    from either format.
     """
     every_steps: int = 0
-    """Save every N steps; 0: not by steps."""
+    """Save every N steps; 0: do not save by steps."""
     every_seconds: float | Interval = Interval.AUTO
-    """Save every N seconds; 0: not by time. auto: as often as possible at a cost of at most 1 % of
-    the time, but every 10 to 300 s. The cost is measured on the last save: how long training
-    paused, plus the CPU time of writing.
+    """Save every N seconds; 0: do not save by time. auto: choose the interval so that saving costs
+    at most 1 % of the training time, but not below 10 s and not above 300 s. The cost is measured
+    at the last save. It is the time for which training paused, plus the CPU time of writing.
     """
     every_epochs: int = 1
-    """Save at the end of every N epochs; 0: not by epochs."""
+    """Save at the end of every N epochs; 0: do not save by epochs."""
     keep: int = 3
     """Number of the newest intact checkpoints to keep."""
     keep_best: int = 0
-    """Number of checkpoints with the best evaluations to keep in addition to the newest ones; 0:
-    none. DIR/best.pt links to the best one, and DIR/best.json names it. train.eval_every must be a
-    multiple of checkpoint.every_epochs.
+    """Number of checkpoints to keep because their evaluations are the best, in addition to the
+    newest checkpoints; 0: none. In the checkpoint folder, best.pt links to the best checkpoint, and
+    best.json names it. train.eval_every must be a multiple of checkpoint.every_epochs.
     """
     best_by: Metric = Metric.ACCURACY
-    """Metric of the best checkpoint: accuracy (the highest) or loss (the lowest) on the test set.
+    """Metric on the test set that determines the best checkpoint: accuracy (the highest is the
+    best) or loss (the lowest is the best).
     """
     keep_every_epochs: int = 0
     """Keep the checkpoint at the end of every N epochs forever; 0: none."""
@@ -631,13 +669,13 @@ class CheckpointConfig:
     training resumes from that checkpoint.
     """
     load_average: bool = True
-    """checkpoint.load: start from the moving average of the weights, if the checkpoint has one
-    (optim.ema_decay, model_ema in timm and torchvision). The evaluations that chose the best
-    checkpoint used the average. false: start from the weights themselves.
+    """checkpoint.load: if the checkpoint contains a moving average of the weights (optim.ema_decay,
+    or model_ema in timm and torchvision), start from this average. The evaluations that chose the
+    best checkpoint used it too. false: start from the weights themselves.
     """
     load_except: tuple[str, ...] = ()
-    """checkpoint.load: names of tensors (with * and ?) that keep their initial values, such as fc.*
-    for a different number of classes.
+    """checkpoint.load: names of tensors (with * and ?) that are not loaded and keep their initial
+    values, such as fc.* if the number of classes is different.
     """
 
     def check(self) -> None:
@@ -698,27 +736,29 @@ class EvalConfig:
     """The numbers that an evaluation reports in addition to loss, top-1, top-5 and MAE."""
 
     tta: Views = Views.NONE
-    """Test-time augmentation: average a test image's scores over several versions of it. mirror:
-    the image and its mirror image. mirror_translate: half of the weight goes to these two, and half
-    to both of them shifted by a pixel up and left, and down and right.
+    """Test-time augmentation: average the scores of a test image over several versions of it.
+    mirror: the image and its mirror image. mirror_translate: these two images have half of the
+    weight. The other half is for the same two images shifted by one pixel up and left, and by one
+    pixel down and right.
     """
     pr: PrKind = PrKind.NONE
-    """Precision-recall curve and average precision per class, macro and micro, as in scikit-learn.
-    exact: all scores are gathered on rank 0, which needs about 35 bytes per test sample and class.
-    binned: 16 bytes per class and bin on each rank, regardless of the test set's size; scores in
-    the same bin count as equal.
+    """Compute a precision-recall curve and the average precision for each class, and their macro
+    and micro averages, as in scikit-learn. exact: all scores are gathered on rank 0, which needs
+    about 35 bytes per test sample and class. binned: scores are counted in bins, and scores in the
+    same bin count as equal. This needs 16 bytes per class and bin on each rank, regardless of the
+    size of the test set.
     """
     pr_bins: int = 2000
-    """binned: number of bins, of equal width in log odds. With 2000 bins, average precision differs
-    from the exact value by about 0.001.
+    """eval.pr=binned: number of bins, which have equal width in log odds. With 2000 bins, the
+    average precision differs from the exact value by about 0.001.
     """
     confusion: bool = True
-    """Report the confusion matrix, and precision, recall and F1 of each class. It takes 8 bytes per
-    pair of classes, and is omitted above 4096 classes.
+    """Report the confusion matrix, and the precision, recall and F1 of each class. The matrix takes
+    8 bytes per pair of classes, and is omitted if there are more than 4096 classes.
     """
     pictures: bool = True
-    """Draw the curves (eval.pr) and the confusion matrix as PNG files next to the numbers in
-    RUN/eval. A separate process does this.
+    """Draw the precision-recall curves (eval.pr) and the confusion matrix as PNG files in RUN/eval,
+    next to the files with their numbers. A separate process draws them.
     """
 
 
@@ -733,7 +773,7 @@ class ReportConfig:
     tensorboard: bool = False
     """Write event files for TensorBoard to RUN/tensorboard (pip install tensorboard)."""
     prometheus_port: int = 0
-    """Port of rank 0 that serves metrics for Prometheus under /metrics (pip install
+    """Port on which rank 0 serves metrics for Prometheus under /metrics (pip install
     prometheus-client); 0: off.
     """
     wandb: str = ""
@@ -747,22 +787,24 @@ class ReportConfig:
     mlflow_experiment: str = "ddpjob"
     """MLflow: name of the experiment."""
     straggler_factor: float = 1.5
-    """Report a rank as a straggler if it works this many times as long per step as the median rank
-    (waiting for data, forward and backward pass, but not waiting for others). strategy=ddp, fsdp
-    and pipeline; 0: off.
+    """Report a rank as a straggler if its own work takes this many times as long per step as that
+    of the median rank. A rank's own work includes waiting for data and the forward and backward
+    pass, but not waiting for other ranks. Only for strategy=ddp, fsdp and pipeline. 0: off.
     """
     straggler_seconds: float = 30.0
-    """Number of seconds for which a rank must lag to be reported as a straggler. After the same time
-    without a lag, the report ends.
+    """Number of seconds for which a rank must be slow before it is reported as a straggler. The
+    report ends when the rank has not been slow for the same time.
     """
     peak_flops: float = 0.0
-    """Peak FLOP/s of a device in the dtype in which it computes. The share that training uses is
-    reported as MFU. 0: look up the GPU's name; if its peak is unknown, MFU is not reported.
+    """Peak FLOP/s of a device in the dtype in which it computes. The share of this peak that
+    training achieves is reported as MFU. 0: use the known peak of the GPU, which is found by its
+    name. If the peak is unknown, MFU is not reported.
     """
     profile_steps: tuple[int, ...] = ()
-    """[START, COUNT]: run torch.profiler for COUNT steps from step START on. It writes a trace of
-    each rank for chrome://tracing or Perfetto, and a table of the most expensive operators, to
-    RUN/profile. Step START - 1 warms up the profiler. COUNT steps are kept in memory.
+    """[START, COUNT]: run torch.profiler for COUNT steps, beginning with step START. It writes a
+    trace of each rank for chrome://tracing or Perfetto, and a table of the most expensive
+    operators, to RUN/profile. The profiler warms up in step START - 1. It keeps the records of all
+    COUNT steps in memory until it writes them.
     """
 
 
@@ -776,20 +818,22 @@ class PreflightConfig:
     run: bool = False
     """Run the checks before training. A failed check ends the run."""
     join_seconds: float = 30.0
-    """How long to wait for ranks. Missing ranks are then reported by name."""
+    """Number of seconds to wait until all ranks have started the checks. Ranks that are still
+    missing then are reported by name.
+    """
     step_seconds: float = 10.0
-    """Timeout of a single check. A check without a result by then fails."""
+    """Timeout of a single check, in seconds. A check that has no result by then fails."""
     clock_skew_seconds: float = 1.0
-    """Warn if clocks differ by more than this, because logs of different nodes then cannot be put in
-    order. NTP achieves 0.01 s.
+    """Warn if the clocks of two nodes differ by more than this number of seconds, because logs of
+    different nodes then cannot be put in order. NTP achieves 0.01 s.
     """
     free_gb: float = 1.0
-    """Warn if the checkpoint folder has less free space than this, or than twice its largest
-    checkpoint.
+    """Warn if the file system of the checkpoint folder has less free space than this number of GB,
+    or less than twice the size of the largest checkpoint in the folder.
     """
     bandwidth_gbs: float = 0.0
-    """Warn if an all-reduce between several nodes is slower than this (bus bandwidth in GB/s); 0:
-    only show the bandwidth.
+    """Warn if the bandwidth of an all-reduce between several nodes is lower than this (bus
+    bandwidth in GB/s); 0: only show the bandwidth.
     """
 
 
@@ -807,23 +851,26 @@ class DdpConfig:
     """strategy=ddp."""
 
     ordered: bool = False
-    """Add up gradients in micro-batch order, regardless of the ranks that computed them (needs
-    data.micro_batches above 0). Weights then have identical bits on any number of ranks. This costs
-    an all-gather of data.micro_batches gradients instead of one all-reduce.
+    """Add up the gradients of micro-batches in the order of the micro-batches, regardless of the
+    ranks that computed them. Weights then have identical bits on any number of ranks, if the number
+    of micro-batches is the same (see data.micro_batches). Instead of one all-reduce, each step
+    needs an all-gather of the gradients of all micro-batches.
     """
     comm_hook: CommHook = CommHook.NONE
-    """The form in which ranks send gradients. none: unchanged. fp16, bf16: as 16-bit numbers.
-    powersgd: as products of two narrow matrices (Vogels et al., 2019), whose error is added to the
-    next step's gradients. Results then depend on the number of ranks: slightly
-    because of rounding, and more strongly with powersgd. Checkpoints do not include powersgd's
-    error memory, so a restart loses it.
+    """The form in which ranks send gradients to each other. none: unchanged. fp16, bf16: as 16-bit
+    numbers. powersgd: as products of two narrow matrices (Vogels et al., 2019). The error of this
+    approximation is added to the gradients of the next step. With all values except none, results
+    depend on the number of ranks: slightly because of rounding, and more strongly with powersgd.
+    Checkpoints do not include the error that powersgd remembers, so a restart loses it.
     """
     powersgd_rank: int = 1
     """powersgd: number of columns of the matrices. More columns approximate better but take longer
     to send.
     """
     powersgd_start: int = 1000
-    """powersgd: number of uncompressed steps after each start of the ranks."""
+    """powersgd: number of steps after each start of the ranks in which gradients are sent
+    uncompressed.
+    """
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -832,17 +879,17 @@ class FsdpConfig:
 
     reshard: bool = True
     """Free a block's weights after its forward pass, and gather them again for the backward pass.
-    This saves memory but adds half as much traffic again.
+    This saves memory, but increases the traffic between ranks by half.
     """
     short_gathers: bool = False
-    """Gather weights in the 16 bits of amp.level=O1 instead of float32, which halves this traffic.
-    Each rank keeps its shard in float32, and gradients are added up in float32. Normalization
-    layers stay in float32. No effect at other levels.
+    """With amp.level=O1, gather weights in 16 bits instead of float32, which halves the traffic of
+    gathering. Each rank keeps its shard in float32, and gradients are added up in float32.
+    Normalization layers stay in float32. No effect with other values of amp.level.
     """
     recompute: bool = False
-    """Free activations inside a block after its forward pass, and compute them again in the
-    backward pass (activation checkpointing). This saves memory, but adds a third of the work. Ranks
-    take whole micro-batches unless data.exact is false.
+    """Free the activations inside a block after its forward pass, and compute them again in the
+    backward pass (activation checkpointing). This saves memory, but adds a third of the work. Each
+    micro-batch is then computed by a single rank, unless data.exact is false.
     """
 
 
@@ -862,13 +909,14 @@ class PipelineConfig:
     of this number. 0: one stage per rank.
     """
     schedule: PipelineSchedule = PipelineSchedule.ONE_FORWARD_ONE_BACKWARD
-    """gpipe: all forward passes, then all backward passes. 1f1b: backward passes as soon as
-    possible, which needs less memory; the same as gpipe if there are fewer micro-batches than
-    stages.
+    """Order of the forward and backward passes of micro-batches. gpipe: all forward passes, then
+    all backward passes. 1f1b: each backward pass as soon as possible, which needs less memory. If
+    there are fewer micro-batches than stages, 1f1b is the same as gpipe.
     """
     micro_batches: int = 4
-    """Number of micro-batches into which each replica divides its share of a global batch. This key
-    has no effect if data.micro_batches is set, which divides the whole global batch.
+    """Number of micro-batches into which each replica divides its share of a global batch. If
+    data.micro_batches is set, this key has no effect, because that key divides the whole global
+    batch.
     """
 
 
@@ -877,8 +925,8 @@ class DdpMpConfig:
     """strategy=ddp_mp."""
 
     devices: int = 2
-    """Number of devices per process. The model is split into as many parts, one per device. On the
-    CPU, all parts are on the same device.
+    """Number of devices per process. The model is split into the same number of parts, one part per
+    device. On the CPU, all parts are on the same device.
     """
 
 
@@ -894,7 +942,9 @@ class HorovodConfig:
     """strategy=horovod."""
 
     compression: CompressionName = CompressionName.NONE
-    """none, or fp16: send and add up gradients in half precision."""
+    """Compression of gradients. none: send gradients unchanged. fp16: send and add up gradients in
+    half precision.
+    """
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -902,8 +952,10 @@ class DeepSpeedConfig:
     """strategy=deepspeed."""
 
     stage: int = 1
-    """ZeRO stage: 0 shards nothing, 1 the optimizer's state, 2 also gradients, 3 also weights."""
+    """ZeRO stage. 0: nothing is sharded. 1: the optimizer's state is sharded. 2: gradients too. 3:
+    weights too.
+    """
     config: Path | None = None
-    """JSON file with more settings for DeepSpeed. Keys that the trainer controls (batch,
-    precision, optimizer, schedule, clipping) are ignored, and reported in the output.
+    """JSON file with additional settings for DeepSpeed. Settings that the trainer controls (batch,
+    precision, optimizer, schedule, clipping) are ignored, and the output names them.
     """
