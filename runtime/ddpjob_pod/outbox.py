@@ -12,8 +12,8 @@ from ddpjob_runtime import protocol
 from ddpjob_pod.posting import TIMEOUT_SECONDS
 
 INTERVAL_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 15.0
-"""Seconds between two posts: usually, and at most. The pause grows while the coordinator does not
-respond.
+"""Number of seconds between two posts: the usual number, and the maximum, to which the pause grows
+while the coordinator does not respond.
 """
 
 

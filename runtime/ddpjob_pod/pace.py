@@ -3,10 +3,10 @@
 Few steps fall between two reports, so two reports alone give a poor estimate. With half a second
 between posts and steps of 0.3 s, the speed would change by a factor of two from post to post.
 
-The window ends with the newest report. It begins with the latest report that makes it long enough:
-it must cover SECONDS, and also either STEPS or LONGEST_SECONDS. No speed is given before the
-reports cover FIRST_SECONDS or FIRST_STEPS. If the count falls, the script has started again, so a
-new window begins.
+The window ends with the newest report, and is kept as short as its minimum length allows: it must
+cover SECONDS, and also either STEPS or LONGEST_SECONDS. No speed is given before the reports cover
+FIRST_SECONDS or FIRST_STEPS. If the count falls, the script has started again, so a new window
+begins.
 
 Example, with steps of 0.3 s and a report every half second:
 

@@ -107,8 +107,8 @@ considers how much a copy lengthens a step.
 _GROWTH = 4
 """Maximum factor by which "auto" lengthens the interval from one copy to the next."""
 _COMPARED = 64
-"""Maximum number of steps between two copies whose times are compared with the time of the step
-that included a copy.
+"""Maximum number of step times that are kept between two copies, for comparison with the step that
+included a copy.
 """
 _UNKNOWN = math.nan
 _CHUNK_BYTES = 1 << 26
@@ -190,7 +190,9 @@ class TorchExchange:
     """
 
     def __init__(self, local_rank: int, local_world: int, distributed: Any = None, group: Any = None) -> None:
-        """Use `distributed` (torch.distributed), or None for a single process."""
+        """Exchange bytes through `group` in `distributed`, which is torch.distributed or, for a
+        single process, None.
+        """
         self._distributed, self._group = distributed, group
         self.rank = distributed.get_rank(group) if distributed else 0
         self.world = distributed.get_world_size(group) if distributed else 1
@@ -295,8 +297,8 @@ class _StepTimes:
             self._others.append(seconds)
 
     def complete(self, cost: Cost) -> Cost:
-        """Return the cost of the last copy, completed by two times: the usual time of a step, and
-        by how much the copy lengthened a step.
+        """Return the cost of the last copy with two times added: the usual time of a step, and by
+        how much the copy lengthened a step.
         """
         if not cost.copy or self._with_copy is None:
             return cost
@@ -400,7 +402,7 @@ class _Place:
 
     offset: int
     count: int
-    """Number of elements."""
+    """Number of the tensor's elements."""
     dtype: Any
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -580,7 +582,7 @@ class RankSnapshots:
         self._said: dict[str, Any] = {}
         self._began = 0.0
         self._last: int | None = None
-        """The last step that was recorded."""
+        """The last step that `note` has recorded."""
         self._cost, self._noted, self._times = Cost(), 0.0, _StepTimes()
 
     @property
@@ -757,7 +759,8 @@ class RankSnapshots:
     def note(self, step: int) -> None:
         """Record that a step is complete.
 
-        Only callers that call `take` late, during the next step, need this.
+        `take` does so too. A caller must call this itself only if it calls `take` late, during the
+        next step.
         """
         if step == self._last:
             return

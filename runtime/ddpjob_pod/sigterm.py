@@ -76,8 +76,7 @@ class SigtermFlag:
         self._heard()
 
     def forget_in_child(self) -> None:
-        """Let SIGTERM end this process again, which is a forked child, unless a framework handles
-        the signal.
+        """Let SIGTERM end this forked child process again, unless a framework handles the signal.
 
         The child has inherited the pipe of the rank that forked it, and must not write the signal
         to it.

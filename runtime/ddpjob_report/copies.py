@@ -38,7 +38,9 @@ from ddpjob_pod.job_environment import JobEnvironment, VariableError
 from ddpjob_report import link
 
 RECORD = ".ddpjob-newest.json"
-"""Name of the file that names the newest checkpoint in the folder, if the job has no bucket."""
+"""Name of the file that says which checkpoint in the folder is the newest, if the job has no
+bucket.
+"""
 _FETCHED, _LOCK, _LINKS = ".ddpjob-fetched.json", ".ddpjob-fetch.lock", ".ddpjob-copy-"
 LAST_SECONDS = 600.0
 """Maximum number of seconds for which the script waits for its last copy when it ends."""
@@ -316,8 +318,8 @@ def _at_exit() -> None:
 
 
 def _has_failed() -> bool:
-    """Whether the script is ending because of an exception. In that case the last copy matters
-    less, because the job restarts from an earlier one.
+    """Whether the script is ending because of an exception. In that case it does not wait for the
+    last copy, because the job restarts anyway.
     """
     written = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     return hasattr(sys, "last_type") or (bool(written) and Path(written).exists())

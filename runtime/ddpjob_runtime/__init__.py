@@ -11,6 +11,6 @@ from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent
 PROGRAM = _PACKAGE if _PACKAGE.is_dir() else _PACKAGE.parent
-"""The path that Python runs: this folder, or in job pods the archive that contains it."""
+"""The path to give to Python: this folder or, in job pods, the archive that contains it."""
 WORKER = PROGRAM / "worker.py" if PROGRAM == _PACKAGE else PROGRAM.with_name("ddpjob_worker.py")
-"""The workers' entry point, which is a separate file."""
+"""The entry point of workers. In job pods, it is a separate file next to the archive."""

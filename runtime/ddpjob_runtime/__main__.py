@@ -13,8 +13,9 @@ import signal
 import sys
 
 if os.getpid() == 1 and {"launcher", "coordinator"} & set(sys.argv[1:2]):
-    # The kernel drops a signal for PID 1 if PID 1 neither handles nor blocks it. Without the block,
-    # a pod that is deleted during the imports would stay for its whole grace period.
+    # The kernel drops signals that PID 1 neither handles nor blocks. If SIGTERM were not blocked, a
+    # pod that is deleted while this process still imports modules would stay for its whole grace
+    # period.
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
 
 import importlib
@@ -29,7 +30,7 @@ PROGRAMS = {
 
 
 def main() -> None:
-    """Run the program named by the first argument."""
+    """Run the program that the first argument names."""
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name not in PROGRAMS:
         sys.exit(f"usage: python3 {sys.argv[0]} {'|'.join(PROGRAMS)} ARGUMENTS")
@@ -37,17 +38,19 @@ def main() -> None:
 
     del sys.argv[1]
     sys.path_hooks.insert(0, Archive)
-    sys.path_importer_cache.clear()  # Importing Archive cached zipimport's own loader.
+    # When Archive was imported, Python cached the loader of zipimport for the archive's path.
+    sys.path_importer_cache.clear()
     program = importlib.import_module(PROGRAMS[name])
     sys.path_hooks.remove(Archive)
     program.main()
 
 
 def find_package() -> None:
-    """Make the packages importable without changing `sys.path`, which belongs to the user.
+    """Import the runtime's packages without changing `sys.path`, which belongs to the user.
 
-    Python has put this folder on `sys.path` or, in job pods, the archive that contains this file.
-    Once a package is imported, its submodules are found through the package's own path.
+    Python has put the folder of this file on `sys.path`. In job pods, it has put the archive there
+    that contains this file. Once a package is imported, Python finds its submodules through the
+    package's own path.
     """
     folder = Path(__file__).resolve().parent
     sys.path[0] = str(folder.parent if folder.is_dir() else folder)

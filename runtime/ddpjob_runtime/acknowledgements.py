@@ -11,21 +11,21 @@ import socket
 import sys
 
 _UNACKED = slice(24, 28)
-"""The position of tcpi_unacked in Linux's struct tcp_info."""
+"""The position of the field tcpi_unacked in Linux's struct tcp_info."""
 _THIN_LINEAR_TIMEOUTS = 16
 """Linux's TCP_THIN_LINEAR_TIMEOUTS, for which Python has no constant."""
 
 
 def shows_acknowledgements() -> bool:
-    """Whether this system shows which bytes were acknowledged."""
+    """Whether this system reports which bytes a connection's peer has acknowledged."""
     return sys.platform == "linux" and hasattr(socket, "TCP_INFO")
 
 
 def is_acknowledged(stream: socket.socket) -> bool:
     """Whether the peer's kernel has acknowledged all bytes that were sent to it.
 
-    False if the system does not report acknowledgements. Raises OSError if this process has closed
-    the connection.
+    The result is False if the system does not report acknowledgements. Raises OSError if this
+    process has closed the connection.
     """
     if not shows_acknowledgements():
         return False
@@ -34,9 +34,10 @@ def is_acknowledged(stream: socket.socket) -> bool:
 
 
 def resend_often(stream: socket.socket) -> None:
-    """Make the kernel resend single bytes every 0.2 s, instead of after 0.2, 0.4, 0.8 s and so on.
+    """Make the kernel resend a small number of bytes every 0.2 s.
 
-    Otherwise, a link that was down for 0.5 s could appear dead for 0.8 s.
+    By default, it would resend them after 0.2, 0.4, 0.8 s and so on. A link that was down for 0.5 s
+    would then appear to be down for 0.8 s.
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # The kernel is too old for this option.

@@ -6,9 +6,9 @@ import zipimport
 
 
 class Archive(zipimport.zipimporter):
-    """Finds a module's file name without compiling it.
+    """Finds modules in an archive, and compiles each of them only once.
 
-    zipimport's own loader compiles each module twice.
+    zipimport's own loader would compile a module once to find its file name, and again to run it.
     """
 
     def get_filename(self, fullname: str) -> str:

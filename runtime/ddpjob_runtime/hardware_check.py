@@ -24,20 +24,20 @@ from pathlib import Path
 from typing import Any
 
 FILE_BYTES = 1 << 20
-"""Size of the file written to the checkpoint folder, synced and read back."""
+"""Size in bytes of the file that is written to the checkpoint folder, synced and read back."""
 SUM_BYTES = 16 << 20
-"""Size of the timed all-reduce."""
+"""Size in bytes of the tensor in the all-reduce that is timed."""
 FREE_SHARE = 0.5
-"""The share of a GPU's memory that must be free; if less is free, another process is using the GPU.
-Time-sliced GPUs are never completely free."""
+"""The share of a GPU's memory that must be free. If less is free, another process uses the GPU. The
+share is not 1, because time-sliced GPUs are never completely free."""
 _SIDE = 1024
 _SIOCGIFADDR = 0x8915
 
 
 def main() -> None:
-    """Run the check that the argument describes.
+    """Run the check that the first argument describes.
 
-    Exit immediately when stdin ends, because the launcher is then gone.
+    Exit immediately when standard input ends, because the launcher is then gone.
     """
     settings = json.loads(sys.argv[1])
     threading.Thread(target=_end_with_launcher, daemon=True).start()
@@ -46,7 +46,8 @@ def main() -> None:
     except Exception as error:
         found = {"problem": f"{type(error).__name__}: {str(error)[:1000]}"}
     _say(**found)
-    os._exit(0)  # Otherwise a failed process group could keep this process from exiting.
+    # Do not exit in the ordinary way, because a failed process group could prevent that.
+    os._exit(0)
 
 
 def _end_with_launcher() -> None:
@@ -63,10 +64,11 @@ def _say(**fields: Any) -> None:
 
 
 def check_node(settings: dict[str, Any]) -> dict[str, Any]:
-    """Check this node.
+    """Check this node's checkpoint folder and devices.
 
-    In `settings`, `folder` is the checkpoint folder (empty: not checked), and `pod` is this pod's
-    name. `gpus` and `resource` are the number and kind of devices that the pod must have.
+    The result contains the problem, which is empty if the node passes. In `settings`, `folder` is
+    the checkpoint folder; if it is empty, no folder is checked. `pod` is the name of this pod.
+    `gpus` is the number of devices that the pod must have, and `resource` is their kind.
     """
     folder = settings["folder"]
     if folder:
@@ -78,7 +80,8 @@ def check_node(settings: dict[str, Any]) -> dict[str, Any]:
     try:
         import torch
     except ImportError:
-        return {"problem": ""}  # The launcher reports this case, with the remedy.
+        # The launcher will report that torch is missing, and how to correct that.
+        return {"problem": ""}
     devices, problem = _devices(torch, settings["gpus"], settings["resource"])
     for device in devices:
         _say(step=device)
@@ -104,14 +107,16 @@ def folder_problem(folder: Path, pod: str) -> str:
 
 
 def _devices(torch: Any, wanted: int, resource: str) -> tuple[list[str], str]:
-    """Return torch's names for the node's devices, and what is wrong with their number, if
-    anything.
+    """Return torch's names of the node's devices, and what is wrong with their number.
+
+    The second part is empty if the number is right.
     """
     if not wanted or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return ["cpu"], ""
     kind = "xpu" if resource.startswith("gpu.intel.com/") else "cuda"
     if kind == "cuda" and resource.partition("/")[0] not in ("nvidia.com", "amd.com") and not torch.cuda.is_available():
-        return ["cpu"], ""  # A device that torch supports through a plugin unknown to this module.
+        # torch supports this device through a plugin that this module does not know.
+        return ["cpu"], ""
     module = getattr(torch, kind, None)
     there = module.device_count() if module is not None and module.is_available() else 0
     problem = f"torch sees {there} of {wanted} devices ({resource})" if there < wanted else ""
@@ -119,9 +124,10 @@ def _devices(torch: Any, wanted: int, resource: str) -> tuple[list[str], str]:
 
 
 def device_problem(torch: Any, device: str) -> str:
-    """Return what is wrong with a device, such as a wrong result; empty if it works.
+    """Return what is wrong with a device; empty if its memory and its computations are correct.
 
-    All sums are whole numbers below 2**24, which float32 and TF32 represent exactly.
+    All sums in the computations are whole numbers below 2**24, which float32 and TF32 represent
+    exactly.
     """
     if device.startswith("cuda"):
         free, total = torch.cuda.mem_get_info(device)
@@ -138,7 +144,7 @@ def device_problem(torch: Any, device: str) -> str:
         v = ((torch.arange(_SIDE) * 13) % 7 - 3).double()
         product = torch.mm(a, b).cpu().double()
         wrong = int((torch.mv(product, v) != torch.mv(a.cpu().double(), torch.mv(b.cpu().double(), v))).sum())
-    except RuntimeError as error:  # torch raises it for any driver error
+    except RuntimeError as error:  # torch raises this error for every error of a driver.
         return f"{device}: {(str(error).splitlines() or [type(error).__name__])[0][:300]}"
     return f"{device}: {wrong} of {_SIDE} rows of a matrix product are wrong" if wrong else ""
 
@@ -147,11 +153,11 @@ def device_problem(torch: Any, device: str) -> str:
 
 
 def check_links(settings: dict[str, Any]) -> dict[str, Any]:
-    """Run one rank of an all-reduce of whole numbers. Verify the result and time it.
+    """Run one rank of an all-reduce of whole numbers, verify its result, and time it.
 
     `settings` contains `rank`, `world`, `local`, the store's `host` and `port`, `backend`, `gpus`
-    and `seconds`. In addition to the problem, the result has `transport` and `rate`, the bus
-    bandwidth as defined by nccl-tests, in 10^6 bytes per second (None with one rank).
+    and `seconds`. The result contains `problem`, `transport` and `rate`. The rate is the bus
+    bandwidth as defined by nccl-tests, in 10^6 bytes per second. With only one rank, it is None.
     """
     import torch
     import torch.distributed as dist
@@ -172,15 +178,18 @@ def check_links(settings: dict[str, Any]) -> dict[str, Any]:
     pattern = torch.arange(SUM_BYTES // 4, dtype=torch.int32, device=device) % 1000
     expected = pattern * sum(other % 8 + 1 for other in range(world))
     shortest, problem = float("inf"), ""
-    for count in (1000, SUM_BYTES // 4, SUM_BYTES // 4):  # The first exchange opens the connections.
+    # The first exchange opens the connections, so it is not timed.
+    for count in (1000, SUM_BYTES // 4, SUM_BYTES // 4):
         _say(step=f"all-reduce of {4 * count} bytes with {backend}")
         numbers = pattern[:count] * (rank % 8 + 1)
         began = time.monotonic()
         dist.all_reduce(numbers)
-        wrong = int((numbers != expected[:count]).sum())  # This also waits for the device.
+        # Reading this number also waits until the device has finished.
+        wrong = int((numbers != expected[:count]).sum())
         if count > 1000:
             shortest = min(shortest, time.monotonic() - began)
-        if wrong and not problem:  # Ending here would break the connections of ranks that may be healthy.
+        # Do not end here. That would break the connections of other ranks, which may be healthy.
+        if wrong and not problem:
             problem = f"{wrong} of {count} sums of an all-reduce with {backend} are wrong"
     rate = 2 * (world - 1) / world * SUM_BYTES / shortest / 1e6 if world > 1 else None
     if log is not None:
@@ -192,9 +201,9 @@ def check_links(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _keep_nccl_log() -> Path:
-    """Make NCCL log its choices to a file.
+    """Make NCCL log its choices to a file, and return the file's path.
 
-    Must be called before NCCL is first used.
+    Call this before NCCL is first used.
     """
     handle, name = tempfile.mkstemp(prefix="ddpjob-nccl-")
     os.close(handle)
@@ -203,7 +212,10 @@ def _keep_nccl_log() -> Path:
 
 
 def nccl_transport(log: str) -> str:
-    """Return the network, devices and channel types according to NCCL's log (NCCL_DEBUG=INFO)."""
+    """Return the network, devices and kinds of channels that NCCL uses, according to its log.
+
+    The log must have been written with NCCL_DEBUG=INFO.
+    """
     network = re.search(r"NET/(IB|Socket) : Using (.*)", log) or re.search(r"Using network (\S+)()", log)
     how = sorted(
         {"/".join(found.split("/")[:2]) for found in re.findall(r"\bvia ((?:P2P|SHM|NET|COLLNET|NVLS)\S*)", log)}
@@ -220,10 +232,10 @@ def nccl_transport(log: str) -> str:
 
 
 def _gloo_interface() -> str:
-    """Return the interface that gloo uses.
+    """Return the name of the network interface that gloo uses.
 
-    As in torch, this is GLOO_SOCKET_IFNAME or, if it is not set, the interface of the host name's
-    address. If neither is known, return the loopback interface.
+    As in torch, this is GLOO_SOCKET_IFNAME. If that is not set, it is the interface that has the
+    address of the host's name. If there is no such interface, it is the loopback interface.
     """
     named = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if named:
@@ -237,7 +249,7 @@ def _gloo_interface() -> str:
 
 
 def _interfaces() -> dict[str, str]:
-    """Return the interface of each address of this host."""
+    """Return the network interface of each of this host's addresses, by address."""
     import fcntl
 
     found = {}
@@ -250,6 +262,6 @@ def _interfaces() -> dict[str, str]:
             try:
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
             except OSError:
-                continue  # it has no IPv4 address
+                continue  # This interface has no IPv4 address.
             found[socket.inet_ntoa(answer[20:24])] = name
     return found

@@ -11,14 +11,16 @@ from types import ModuleType
 from typing import Any
 
 META_KERNELS = "torch._meta_registrations"
-"""This module defines how torch's operators treat tensors without data. It takes a fifth of torch's
-import time.
-"""
+"""The module that defines how torch's operators treat tensors without data. Importing it takes a
+fifth of torch's import time."""
 
 
 @contextlib.contextmanager
 def for_rendezvous() -> Iterator[None]:
-    """Defer META_KERNELS while torch is imported. The module runs on first use, if ever."""
+    """Defer META_KERNELS while torch is imported inside this `with`.
+
+    The module is run when it is first used, which may never be the case.
+    """
     hook = _MetaKernelsLater()
     sys.meta_path.insert(0, hook)
     try:
@@ -28,10 +30,10 @@ def for_rendezvous() -> Iterator[None]:
 
 
 class _MetaKernelsLater:
-    """Import hook that defers META_KERNELS."""
+    """Import hook that makes META_KERNELS run only when it is first used."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return a spec that runs META_KERNELS later; None for any other module."""
+        """Return a spec that defers META_KERNELS; None for every other module."""
         spec = PathFinder.find_spec(name, path, target) if name == META_KERNELS else None
         if spec is not None and spec.loader is not None:
             spec.loader = _Later(spec.loader)
@@ -39,20 +41,21 @@ class _MetaKernelsLater:
 
 
 class _Later(Loader):
-    """Loads a module that runs only when it is needed.
+    """Loads a module, but runs it only when it is first used.
 
-    Python's LazyLoader would run the module as soon as torch makes `inspect` look at it.
+    Python's own LazyLoader is not suitable. It would run the module as soon as torch lets `inspect`
+    look at it.
     """
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Create the module. Python fills in its name, file and other attributes."""
+        """Create an empty module. Python sets its name, file and other attributes."""
         return _NotRun(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing yet, because the module runs on first use."""
+        """Do nothing. The module is run when it is first used."""
 
 
 class _NotRun(ModuleType):

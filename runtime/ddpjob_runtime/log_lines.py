@@ -1,9 +1,9 @@
 """Writes log lines without blocking. Lines are lost if the disk is full or nobody reads the pipe.
 
-A container's output is a pipe, which the container runtime reads. The runtime stops reading while
-the host's log folder is full or hangs, so the pipe fills up. A write would then block the
-coordinator's event loop, or the launcher's only thread that reads from the coordinator. The pipe is
-not made non-blocking, because the workers share it and expect blocking writes.
+A container's output is a pipe, which the container runtime reads. The container runtime stops
+reading while the host's log folder is full or hangs, so the pipe fills up. A write would then block
+the coordinator's event loop, or the launcher's only thread that reads from the coordinator. The
+pipe is not made non-blocking, because the workers share it and expect blocking writes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from typing import TextIO
 from ddpjob_runtime import protocol
 
 PIECE = select.PIPE_BUF
-"""Number of bytes that a pipe accepts at once, if it accepts any."""
+"""Number of bytes that a pipe accepts in one write without blocking, if it can accept any bytes."""
 PATIENCE_SECONDS = 0.05
-"""Seconds to wait for a slow reader, unless the previous line was lost."""
+"""How many seconds to wait for a slow reader. If the previous line was lost, there is no waiting.
+"""
 
 
 class Log:
@@ -32,11 +33,11 @@ class Log:
         self._who, self._stream, self._lost = who, stream, 0
 
     def __call__(self, text: str) -> None:
-        """Write one line, or lose it."""
+        """Write one line with the time and the program's name, or lose it."""
         self.write(f"{protocol.log_line(protocol.time_of(time.time()), self._who, text)}\n")
 
     def write(self, line: str) -> None:
-        """Write a complete line, or lose it."""
+        """Write a line that is already complete, or lose it."""
         if self._lost:
             line = f"({self._lost} lines are missing here, because nothing read this log)\n{line}"
         data = line.encode(errors="backslashreplace")
@@ -54,9 +55,9 @@ class Log:
 
 
 def divert_loggers(log: Log) -> None:
-    """Redirect loggers' output from stderr to `log`.
+    """Redirect to `log` the output that loggers would write to stderr.
 
-    The thread that restarts workers calls torchrun's loggers, and must not block.
+    torchrun's loggers are called by the thread that restarts workers, which must not block.
     """
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     handlers = [h for logger in loggers if isinstance(logger, logging.Logger) for h in logger.handlers]
@@ -72,12 +73,12 @@ class _Emit:
     def __call__(self, record: logging.LogRecord) -> None:
         try:
             self._log.write(self._handler.format(record) + "\n")
-        except Exception:  # The record's arguments do not match its format.
+        except Exception:  # The arguments of the record do not match its format.
             self._handler.handleError(record)
 
 
 def _write(descriptor: int, piece: bytes, wait: float) -> bool:
-    """Write a piece, and return whether the descriptor has accepted it."""
+    """Write a piece of a line. Return False if that is not possible within `wait` seconds."""
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)
     return bool(poll.poll(wait * 1000)) and os.write(descriptor, piece) > 0

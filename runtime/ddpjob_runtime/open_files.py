@@ -8,10 +8,10 @@ OPEN_FILES = 65536
 
 
 def raise_open_files() -> None:
-    """Raise the soft limit to OPEN_FILES, or to the hard limit if that is lower.
+    """Raise the limit on open files to OPEN_FILES, or to the hard limit if that is lower.
 
-    This applies to the process and its children. Containers often start with a limit of 1,024, but
-    the store has a connection to each rank and each node.
+    This applies to the process and its children. Containers often start with a soft limit of 1,024,
+    but the store has a connection to each rank and each node.
     """
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if most == resource.RLIM_INFINITY else min(most, OPEN_FILES)

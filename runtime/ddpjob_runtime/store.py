@@ -20,14 +20,14 @@ from ddpjob_runtime import lean_torch, protocol
 
 
 def serve(host: str, port: int = 0, seconds: float = 300.0) -> Any:
-    """Return a TCPStore that listens on one address, with a timeout of `seconds`.
+    """Return a TCPStore that listens on one address. Its timeout is `seconds`.
 
     Port 0 means any free port.
 
-    torch itself would listen on every address of the machine, although the store has no
+    torch itself would let the store listen on every address of the machine, although a store has no
     authentication.
 
-    Raises OSError if this machine does not have the address, or the port is in use.
+    Raises OSError if this machine does not have the address, or if the port is in use.
     """
     import torch
     from torch.distributed import TCPStore  # type: ignore[attr-defined, unused-ignore]
@@ -46,7 +46,7 @@ def serve(host: str, port: int = 0, seconds: float = 300.0) -> Any:
             f"cannot host a store on {host!r}, port {port}: {why}; POD_IP, --local-addr (of torchrun) and --host (of"
             " the coordinator) must name an address of this machine on which the port is free"
         ) from error
-    # Before torch 2.8, only torch's older server accepts an existing socket.
+    # Before version 2.8, torch accepts an existing socket only for the older of its two servers.
     uses_libuv, timeout = torch.__version__ >= "2.8", timedelta(seconds=seconds)
     return TCPStore(
         host, port, is_master=True, wait_for_workers=False, timeout=timeout,
@@ -55,19 +55,22 @@ def serve(host: str, port: int = 0, seconds: float = 300.0) -> Any:
 
 
 def main() -> None:
-    """Serve until standard input ends."""
+    """Serve the store until standard input ends."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--host", required=True)
     arguments = parser.parse_args()
-    gc.disable()  # Saves a tenth of torch's import time; this process creates no objects later.
+    # This saves a tenth of torch's import time. The process does not create objects later.
+    gc.disable()
     try:
         with lean_torch.for_rendezvous():
             import torch.distributed  # noqa: F401
-    except Exception as error:  # includes OSError, when a CUDA library is missing
+    # This includes OSError, which is raised if a library of CUDA is missing.
+    except Exception as error:
         if isinstance(error, MemoryError) or getattr(error, "errno", None) is not None:
-            raise  # The node has a temporary problem. If the image lacked a library, there would be no errno.
-        why = " ".join(str(error).split())  # The coordinator reads the last line.
+            raise  # This node has a temporary problem. An error of a missing library has no errno.
+        # The coordinator reads only the last line of the output, so the reason must be one line.
+        why = " ".join(str(error).split())
         sys.stdout.write(f"\nthe image has no usable torch, which the rendezvous store needs: {why}\n")
         sys.stdout.flush()
         os._exit(protocol.EXIT_INIT_FAILURE)
@@ -76,8 +79,9 @@ def main() -> None:
         store = serve(arguments.host, arguments.port)
     except OSError as error:
         sys.exit(f"store: {error}")
-    sys.stdout.write(f"\nready {store.port}\n")  # The image's code may have printed text without a newline.
+    # The image's own code may have printed text without a newline.
+    sys.stdout.write(f"\nready {store.port}\n")
     sys.stdout.flush()
     while sys.stdin.buffer.read(4096):
         pass
-    os._exit(0)  # the store's threads need not be shut down
+    os._exit(0)  # The threads of the store need no shutdown.

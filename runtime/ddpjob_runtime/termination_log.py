@@ -15,14 +15,14 @@ MAX_BYTES = 4096
 
 
 def write_termination_log(kind: str, message: str, traceback: str = "") -> None:
-    """Write the reason as a JSON object of at most 4096 bytes.
+    """Write the reason why the container ends, as a JSON object of at most 4096 bytes.
 
-    Long messages are shortened in the middle.
+    If the message or the traceback is too long, its middle is left out.
     """
     named = JobEnvironment.read().termination_log
     path = Path(named or "/dev/termination-log")
     if not named and not path.exists():
-        return  # not in a container
+        return  # This process does not run in a container.
     room = MAX_BYTES
     while True:
         text = json.dumps(
@@ -38,5 +38,6 @@ def write_termination_log(kind: str, message: str, traceback: str = "") -> None:
     try:
         path.write_text(text)
     except OSError as error:
-        with contextlib.suppress(OSError):  # stderr may be on the same full disk.
+        # stderr may be on the same full disk, so this may also fail.
+        with contextlib.suppress(OSError):
             sys.stderr.write(f"ddpjob: cannot write {path}: {error}\n")

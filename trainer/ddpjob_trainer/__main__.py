@@ -17,9 +17,12 @@ from ddpjob_trainer.lifecycle import fast_exit
 
 _EXTRA = ("torch", "torchvision", "numpy", "simplejpeg", "PIL", "fsspec", "sklearn", "matplotlib", "rich", "psutil",
           "prometheus_client")  # fmt: skip
-"""Import names of the packages in the extra `trainer`, some of which an image may lack."""
+"""Import names of the packages that the extra `trainer` installs. An image may lack some of them.
+"""
 _INSTALL = "pip install '.[trainer]' in the checkout of DDPJob"
-"""The wording is that of ddpjob/missing_package.py, which the trainer cannot import."""
+"""How to install these packages, worded as in ddpjob/missing_package.py, which the trainer must not
+import.
+"""
 
 
 def main() -> int:
@@ -29,7 +32,7 @@ def main() -> int:
     or another job is using the checkpoint folder.
     """
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
-        # `record` does this too, but importing it imports torch, which would delay --help by
+        # `record` does this too. But importing it imports torch, which would delay --help by
         # seconds.
         faulthandler.enable(all_threads=True)
         return _main()
@@ -57,7 +60,8 @@ def _refused(error: ConfigError | FolderTakenError) -> StartRefused:
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-        get_error_handler().record_exception(error)  # `record` ignores SystemExit.
+        # `record` ignores SystemExit, so record the error here.
+        get_error_handler().record_exception(error)
     return StartRefused(f"{error}", fast_exit.with_code(exit_code(error)))
 
 

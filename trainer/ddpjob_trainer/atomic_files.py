@@ -18,9 +18,10 @@ Check = Callable[[], None]
 def replacing(path: Path, before_rename: Check | None = None) -> Iterator[IO[bytes]]:
     """Yield a temporary file that replaces `path` at the end of the `with`.
 
-    The file is next to `path`. It is synced and renamed to `path`, then the folder is synced.
-    `before_rename`, if given, is called once the content is on disk. If it or the body raises an
-    exception, the old file is kept. Raises OSError.
+    The temporary file is next to `path`. At the end, it is synced and renamed to `path`, and then
+    the folder is synced. `before_rename`, if given, is called once the content is on disk. If
+    `before_rename` or the body of the `with` raises an exception, the old file is kept. Raises
+    OSError.
     """
     # Process ids alone are not enough: containers that share the folder usually have the same
     # process ids.
@@ -40,15 +41,15 @@ def replacing(path: Path, before_rename: Check | None = None) -> Iterator[IO[byt
 
 
 def write_atomically(path: Path, content: bytes, before_rename: Check | None = None) -> None:
-    """Replace `path` with `content`; see `replacing`."""
+    """Replace the file `path` with one that has `content`, in the same way as `replacing`."""
     with replacing(path, before_rename) as file:
         write_all(file, content)
 
 
 def write_all(file: IO[bytes], content: bytes | memoryview) -> None:
-    """Write everything to an unbuffered file, which accepts at most 2 GiB at a time.
+    """Write the whole content to an unbuffered file. Raises OSError.
 
-    Raises OSError.
+    A single call of the file's `write` accepts at most 2 GiB.
     """
     view = memoryview(content).cast("B")
     while len(view):
@@ -67,7 +68,7 @@ def sync_folder(path: Path) -> None:
 def remove(path: Path) -> None:
     """Remove a file or folder. Raises OSError.
 
-    A folder is renamed first, so that it is never seen half removed.
+    A folder is renamed before its content is removed, so that nobody sees half of it.
     """
     if not path.is_dir() or path.is_symlink():
         path.unlink(missing_ok=True)
@@ -77,7 +78,7 @@ def remove(path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove a file or folder if possible. Errors are ignored, because a volume may be gone."""
+    """Remove a file or folder if possible. Errors are ignored, because the volume may be gone."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
         return

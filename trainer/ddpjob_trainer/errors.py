@@ -67,15 +67,17 @@ class LedgerError(TrainerError):
 
 
 EXIT_USAGE, EXIT_CONFIGURATION = 2, 78
-"""Exit codes for invalid arguments: argparse's, and EX_CONFIG from sysexits.h. The latter is also
-used if another job is using the folder."""
+"""Exit codes for an invalid configuration: that of argparse, and EX_CONFIG from sysexits.h. The
+second one is also used if another job uses the checkpoint folder.
+"""
 
 
 def exit_code(error: BaseException) -> int:
     """Return the exit code for an error that ends the program.
 
-    In a job's pod, an invalid configuration causes 78. If a program exits with 78 before its first
-    step, the job fails with the message, because retrying would not help.
+    In a job's pod, the exit code for an invalid configuration is 78. If a program exits with 78
+    before its first step, the job fails at once and shows the message, because a retry would not
+    help.
     """
     if isinstance(error, FolderTakenError):
         return EXIT_CONFIGURATION
@@ -85,9 +87,9 @@ def exit_code(error: BaseException) -> int:
 
 
 class StartRefused(SystemExit):
-    """Raised to end the program with `code`, because it cannot start as configured.
+    """Ends the program with the exit code `code`, because it cannot start as configured.
 
-    The error's message appears in the job's status.
+    The message appears in the job's status.
     """
 
     def __init__(self, message: str, code: int) -> None:
@@ -96,7 +98,7 @@ class StartRefused(SystemExit):
 
 
 def install_hook() -> None:
-    """Make Python print an uncaught TrainerError as one line. The exit code is still 1."""
+    """Make Python print an uncaught TrainerError as one line. The exit code remains 1."""
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

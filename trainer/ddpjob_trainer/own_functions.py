@@ -14,14 +14,16 @@ from typing import Any
 from ddpjob_trainer.errors import ConfigError, TrainerError, first_line
 
 _OTHERS = (f"{Path(__file__).parent}{os.sep}", f"{Path(os.__file__).parent}{os.sep}", "<frozen ")
-"""Folders of code that is not the user's. Other packages are in site-packages."""
+"""Folders of code that does not belong to the user. Other packages are found by their folder
+site-packages.
+"""
 
 
 def load_function(key: str, name: str, kinds: Sequence[str] = ()) -> Callable[..., Any]:
-    """Return the function or class named by `key`.
+    """Return the function or class that `name`, the value of `key`, refers to.
 
-    `kinds` lists other words that may precede the colon in that key. They improve the hint. Raises
-    ConfigError with the remedy.
+    Values of this key may also begin with one of the words `kinds`. If no module is found, the
+    error suggests the most similar word. Raises ConfigError with the remedy.
     """
     where, _, attribute = name.partition(":")
     if not where or not attribute:
@@ -30,7 +32,8 @@ def load_function(key: str, name: str, kinds: Sequence[str] = ()) -> Callable[..
         try:
             module = importlib.import_module(where)
         except ModuleNotFoundError as error:
-            if not f"{where}.".startswith(f"{error.name}."):  # The module exists, but not one that it imports.
+            # The module itself exists, but not one that it imports.
+            if not f"{where}.".startswith(f"{error.name}."):
                 raise
             near = difflib.get_close_matches(where, kinds, n=1)
             hint = (
@@ -48,7 +51,10 @@ def load_function(key: str, name: str, kinds: Sequence[str] = ()) -> Callable[..
 
 @contextmanager
 def explain(key: str, name: str, call: str, kind: type[TrainerError] = ConfigError) -> Iterator[None]:
-    """Convert an exception from the user's code to a `kind` that names the key, call and line."""
+    """Replace an exception from the user's code with an error that explains it.
+
+    The error has the class `kind`, and names the key, the call and the line.
+    """
     try:
         yield
     except TrainerError:
@@ -62,9 +68,9 @@ def explain(key: str, name: str, call: str, kind: type[TrainerError] = ConfigErr
 
 
 def _find_line(error: Exception) -> tuple[str, int | None]:
-    """Return the file and line of the user's code where the error occurred.
+    """Return the file and line of the user's code in which the error occurred.
 
-    If no line is the user's, return the last line.
+    If no line belongs to the user's code, return the last line of the traceback.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return error.filename, error.lineno

@@ -37,11 +37,11 @@ _LONGEST_MESSAGE = 1000
 
 
 class _ShortUnpicklingError(pickle.UnpicklingError):
-    """An error from torch's restricted unpickler, with its message cut to 1000 characters.
+    """An error of torch's restricted unpickler, with a message of at most 1000 characters.
 
     torch.load searches the message with a regular expression whose time grows with the square of
-    the longest word. A 20 kB file kept the CPU busy for eight seconds, and a 1 MB file would
-    take hours.
+    the longest word. A 20 kB file kept the CPU busy for eight seconds, and a 1 MB file would take
+    hours.
     """
 
     def __init__(self, message: object = "") -> None:
@@ -49,34 +49,43 @@ class _ShortUnpicklingError(pickle.UnpicklingError):
 
 
 def shorten_unpickling_errors() -> None:
-    """Make torch.load raise errors with short messages, for the rest of the process."""
+    """Make torch.load raise errors with short messages for the rest of the process."""
     from torch import _weights_only_unpickler
 
     _replace(_weights_only_unpickler, "UnpicklingError", lambda _: _ShortUnpicklingError)
 
 
 def wrap_waits(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Wrap the method by which a rank waits for a collective, for the rest of the process."""
+    """Replace the method by which a rank waits for a collective, for the rest of the process.
+
+    `wrap` is given the original method, and returns the new one.
+    """
     _replace(dist.Work, "wait", wrap)
 
 
 def wrap_collectives(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Wrap the methods that begin a collective, if this version of torch has them."""
+    """Replace the methods that begin a collective, if this version of torch has them.
+
+    `wrap` is given an original method, and returns the new one.
+    """
     for name in COLLECTIVES:
         if hasattr(dist.ProcessGroup, name):
             _replace(dist.ProcessGroup, name, wrap)
 
 
 def call_after_backward(act: Callable[[], None]) -> None:
-    """Call `act` at the end of the current backward pass, in the order of these calls."""
+    """Let torch call `act` at the end of the current backward pass.
+
+    If there are several such functions, torch calls them in the order in which they were passed.
+    """
     _part(_part(torch.autograd.Variable, "_execution_engine"), "queue_callback")(act)
 
 
 def find_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return, for each device, whether unscaling has found a non-finite gradient.
+    """Return, for each device, whether the scaler has found a non-finite gradient.
 
-    After this call, the optimizer leaves skipping to the scaler. A fused optimizer would skip the
-    step itself. In the first step, that would leave SGD's momentum uninitialized.
+    From this call on, only the scaler decides whether the optimizer skips a step. A fused optimizer
+    would skip the step itself. In the first step, that would leave SGD's momentum uninitialized.
     """
     optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
     return list(_part(scaler, "_found_inf_per_device")(optimizer).values())
@@ -88,7 +97,7 @@ def check_all_reduced(network: torch.nn.parallel.DistributedDataParallel) -> Non
 
 
 def check_dimensions(module: torch.nn.Module, values: torch.Tensor) -> None:
-    """Raise ValueError if a batch normalization does not accept values of this shape."""
+    """Raise ValueError if the batch normalization `module` does not accept values of this shape."""
     _part(module, "_check_input_dim")(values)
 
 

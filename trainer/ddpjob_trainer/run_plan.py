@@ -38,16 +38,18 @@ from ddpjob_trainer.optim.parameter_groups import check_rules
 from ddpjob_trainer.strategies.strategy import Strategy
 
 _STRETCH, _INEXACT_STRETCH = 1.25, 1.5
-"""Defaults of data.stretch. With larger values, a job that lost ranks could run out of memory."""
+"""Defaults of data.stretch with data.exact=true and with data.exact=false. With larger values, a
+job that lost ranks could run out of memory.
+"""
 _WORTH_A_NOTE = 1.1
-"""The log mentions the busiest rank's load if it is more than this many times an even share."""
+"""The log says that ranks wait if the busiest rank has more than this many times an even share."""
 
 
 def check_same_data(group: Group, data: DataSet, config: Config) -> int:
-    """Return the data's fingerprint, which must be the same on all ranks.
+    """Return the data's fingerprint, after checking that it is the same on all ranks.
 
-    Raises DataError on every rank if ranks see different data, because a sample number would then
-    mean different images.
+    Raises DataError on every rank if ranks see different data. A sample number would then mean
+    different samples on different ranks.
     """
     seen = group.gather(data.fingerprint())
     if len(set(seen)) == 1:
@@ -78,7 +80,7 @@ def check_same_data(group: Group, data: DataSet, config: Config) -> int:
 def check_fit(config: Config, data: DataSet, strategy: Strategy) -> None:
     """Raise ConfigError if the loss, evaluation, checkpoints or strategy does not suit the data."""
     keys, criterion = config.data, strategy.criterion
-    # Otherwise the error would occur only after an epoch of training.
+    # Check these image sizes now. Otherwise, an error would occur only after an epoch of training.
     if side := keys.size_tested:
         check_image_size(config.model, (3, side, side), data.classes, "data.test_image_size")
     if keys.early_sizes:
@@ -118,9 +120,10 @@ def check_fit(config: Config, data: DataSet, strategy: Strategy) -> None:
 
 
 def check_optimizer(group: Group, config: Config, data: DataSet, model: nn.Module) -> list[str]:
-    """Return notes on optim.groups and on the user's own schedule, and check optim.muon_except.
+    """Check settings of the optimizer against the model and data, and return notes for the log.
 
-    Raises ConfigError if they do not suit the model or the steps of the training. All ranks must
+    The settings are optim.groups, optim.muon_except, and the user's own schedule. Raises
+    ConfigError if one of them does not suit the model or the steps of the training. All ranks must
     call this together.
     """
     notes, optim, size, batch = [], config.optim, data.train_size, config.data.batch
@@ -143,22 +146,25 @@ def check_optimizer(group: Group, config: Config, data: DataSet, model: nn.Modul
 
 
 def make_accumulator(config: Config, data: DataSet, strategy: Strategy) -> Adding:
-    """Return the accumulator for an evaluation's results.
+    """Return a new accumulator for the results of one evaluation.
 
-    Raises ConfigError if `eval` does not suit the data.
+    Raises ConfigError if the section `eval` does not suit the data.
     """
     criterion = strategy.criterion
     return open_accumulator(data.targets, data.classes, criterion.each, config.eval, decisions=criterion.of_decisions)
 
 
 def explain_sizes(config: Config, data: DataSet) -> AbstractContextManager[None]:
-    """Explain an error in the model's first pass, if the image size is its cause."""
+    """Return a context manager for the model's first pass.
+
+    If the pass fails because of the image size, it raises an error that explains the cause.
+    """
     return explain_image_size(config.model, data.shape, data.classes, config.data.size_key)
 
 
 @dataclass(frozen=True)
 class Division:
-    """How global batches are divided into micro-batches, and these among ranks.
+    """How global batches are divided into micro-batches, and how these are divided among ranks.
 
     If `micro_batches` is 0, the samples themselves are divided among ranks.
     """
@@ -173,14 +179,16 @@ class Division:
     def choose(
         cls, config: Config, data: DataSet, strategy: Strategy, group: Group, model: nn.Module, *, tied: bool
     ) -> Division:
-        """Choose how to divide.
+        """Return the division for a new run.
 
-        `tied` means that the output of `model` for a sample depends on its micro-batch.
+        `tied` means that the output of `model` for a sample depends on the other samples in its
+        micro-batch.
         """
         tied = tied or config.ddp.ordered or mixup.is_wanted(config.data) or bool(config.data.batch_transform)
         parts = strategy.data_share.parts * max(group.world, wanted_world()) // group.world
         micro_batches = config.data.micro_batches or (parts * strategy.portions if tied else 0)
-        # ddp.ordered needs whole micro-batches, because sums over parts differ in the last bits.
+        # ddp.ordered needs whole micro-batches, because sums over parts of micro-batches would
+        # differ in the last bits.
         if config.ddp.ordered or not strategy.divides:
             return cls(config, data, strategy, micro_batches, Dividing.NO)
         if not config.data.exact:
@@ -191,8 +199,9 @@ class Division:
     def resume(self, snapshot: Snapshot) -> Division:
         """Return the division with which training continues from a checkpoint.
 
-        A different number of ranks does not change the division. A different train.accumulate does,
-        because users raise it when memory is short.
+        It keeps the checkpoint's number of micro-batches, even if the number of ranks is different.
+        If train.accumulate is different, that number changes in proportion, because users raise
+        train.accumulate when memory is short.
         """
         kept = int(snapshot["micro_batches"])
         if not kept or self.config.data.micro_batches or self.config.model.sync_batchnorm:
@@ -207,7 +216,7 @@ class Division:
 
     @property
     def dealing(self) -> Dealing:
-        """How the sampler distributes samples to this rank."""
+        """The rules by which the sampler distributes samples to this rank."""
         strategy, keys = self.strategy, self.config.data
         stretch = keys.stretch or (_STRETCH if keys.exact else _INEXACT_STRETCH)
         return Dealing(
@@ -221,21 +230,21 @@ class Division:
         )
 
     def full_sizes(self, state: SamplerState) -> set[int]:
-        """Return the sizes of this rank's micro-batches of a full global batch."""
+        """Return the sizes of the micro-batches that this rank has in a full global batch."""
         samples = list(range(min(self.config.data.batch, self.data.train_size)))
         return {len(micro.samples) for micro in self.dealing.deal(samples, state)}
 
     def steps_left(self, state: SamplerState) -> int:
-        """Return the number of steps until the configured training is complete."""
+        """Return the number of steps from `state` until the configured training is complete."""
         size, batch, epochs = self.data.train_size, self.config.data.batch, self.config.train.epochs - state.epoch
         if epochs <= 0:
             return 0
         return steps_per_epoch(size - state.consumed, batch) + (epochs - 1) * steps_per_epoch(size, batch)
 
     def check_work(self) -> None:
-        """Raise ConfigError if a rank would be idle in a new run.
+        """Raise ConfigError if a rank would be idle.
 
-        Ranks that join later may be idle; their weight is zero.
+        This is checked only in a new run. Ranks that join later may be idle; their weight is zero.
         """
         keys, parts, batch, micro_batches = self.config.data, self.parts, self.config.data.batch, self.micro_batches
         portions, pipeline = self.strategy.portions, self.config.strategy is StrategyName.PIPELINE
@@ -261,15 +270,20 @@ class Division:
         )
 
     def check_smallest_micro_batch(self, state: SamplerState) -> None:
-        """Raise ConfigError if a later micro-batch has a single sample, but the model needs two."""
+        """Raise ConfigError if a remaining step has a micro-batch of one sample, but the model
+        needs two.
+        """
         config, size, batch, parts = self.config, self.data.train_size, self.config.data.batch, self.micro_batches
-        to_come = {size - state.consumed, size}  # Samples left in this epoch, and in later epochs.
-        # Here, each rank's share is a separate micro-batch.
+        # The numbers of samples that are left in this epoch, and in each later epoch.
+        to_come = {size - state.consumed, size}
+        # With this kind of division, each rank's share in a pass is a separate micro-batch.
         if parts and self.dividing is Dividing.LOCAL:
             parts = max(parts, self.parts * self.dealing.passes(batch))
 
         def single(batch: int) -> set[int]:
-            """Return the step sizes that would have a micro-batch of one sample."""
+            """Return the sizes of those steps that have a micro-batch of one sample with this
+            `batch`.
+            """
             steps = {samples % batch for samples in to_come} | {min(batch, size)}
             return {step for step in steps if 0 < step < 2 * parts}
 
@@ -287,7 +301,7 @@ class Division:
         )
 
     def explain_waits(self) -> str:
-        """Return why ranks or pipelines wait at each step; empty if full batches divide evenly."""
+        """Return why ranks (or pipelines) have to wait in each step; empty if they do not."""
         batch, dealing = self.config.data.batch, self.dealing
         if dealing.passes(batch):
             return ""
@@ -309,10 +323,11 @@ class Division:
 def note_choices(
     config: Config, strategy: Strategy, float32_for: Sequence[int], steps: range, peaks: Sequence[float], flops: float
 ) -> list[str]:
-    """Return notes on decisions made for the user that would otherwise not be visible.
+    """Return notes for the log on choices that the user would not notice otherwise.
 
     `steps` are the numbers of the remaining steps. `float32_for` are the ranks whose devices do not
-    support bfloat16. `peaks` are the ranks' FLOP/s and `flops` a sample's FLOPs; 0 means unknown.
+    support bfloat16. `peaks` are the peak FLOP/s of each rank's devices, and `flops` is the number
+    of FLOPs per sample; 0 means unknown.
     """
     notes = []
     if float32_for:
@@ -350,7 +365,7 @@ def note_choices(
 
 
 def note_changed_data(epoch: int) -> str:
-    """Return the warning that the data differs from the checkpoint's data."""
+    """Return the warning that the data is not the same as when the checkpoint was saved."""
     return (
         "warning: the data differs from the checkpoint's (names of classes or files, sizes, labels, content)."
         f" If sample numbers now mean different samples, epoch {epoch} repeats some and omits others"
@@ -358,7 +373,10 @@ def note_changed_data(epoch: int) -> str:
 
 
 def _refuse(*rules: tuple[object, str]) -> None:
-    """Raise ConfigError with the message of the first violated rule."""
+    """Raise ConfigError with the message of the first rule that is broken.
+
+    Each rule is (whether it is broken, the message).
+    """
     for is_broken, message in rules:
         if is_broken:
             raise ConfigError(message)

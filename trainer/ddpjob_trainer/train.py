@@ -57,7 +57,7 @@ _SAVING = "saving a checkpoint"
 
 
 def run(config: Config) -> int:
-    """Train as configured, from the newest checkpoint if there is one, and return the exit code.
+    """Train as configured, and return the exit code. Resume from the newest checkpoint, if any.
 
     The code is 0 if training is complete, and 75 if SIGTERM stopped it and a checkpoint was saved.
     Raises TrainerError with a message for the user if the input is invalid, and RuntimeError if a
@@ -92,12 +92,12 @@ def run(config: Config) -> int:
 
 
 class _StepBatches:
-    """One step's micro-batches with their data, taken from the stream of the whole run."""
+    """The micro-batches of one step with their data, taken from the stream of the whole run."""
 
     def __init__(
         self, micros: list[Micro], loaded: Iterator[tuple[Micro, Batch]], complete: Callable[[], None]
     ) -> None:
-        """`complete` is called as soon as the last micro-batch is loaded."""
+        """Store `complete`, which is called as soon as the last micro-batch is loaded."""
         self._micros, self._loaded, self._complete = micros, loaded, complete
 
     def __len__(self) -> int:
@@ -114,7 +114,7 @@ class _StepBatches:
 
 
 class Trainer:
-    """The state of a run on one rank, and the loop."""
+    """Runs the training loop on one rank, and holds that rank's state of the run."""
 
     def __init__(
         self,
@@ -126,8 +126,10 @@ class Trainer:
         flops: float = 0.0,
         fingerprint: int = 0,
     ) -> None:
-        """Prepare the run. `flops` is per sample, and `fingerprint` identifies the data; 0 means
-        unknown.
+        """Prepare the run.
+
+        `flops` is the number of FLOPs per sample, and `fingerprint` is the hash that identifies the
+        data. 0 means unknown.
         """
         self.config, self.group, self.device = config, group, device
         self.data, self.checkpoints = data, checkpoints
@@ -142,7 +144,9 @@ class Trainer:
         layout = choose_layout(config.model, amp, data.shape, device)
         model = build_model(layout, data.shape, data.classes, config.data.seed, device)
         self._notes = run_plan.check_optimizer(group, config, data, model)
-        if is_own(config.model):  # The user's function may draw from generators that are not seeded.
+        # The user's function may draw initial weights from generators that are not seeded, so give
+        # all ranks the weights of rank 0.
+        if is_own(config.model):
             group.broadcast_tensors([*model.parameters(), *model.buffers()])
         self._filters = find_filters(model, data)
         parameters = sum(weight.numel() for weight in model.parameters())
@@ -226,7 +230,7 @@ class Trainer:
         while not (stopped or self.ended_by) and self.sampler.state.epoch < self.config.train.epochs:
             stopped = self._train_epoch()
         self.stop.over()
-        self._save()  # Does nothing if exactly this state is already saved.
+        self._save()  # This does nothing if exactly this state is already saved.
         with self.reporter.during(_SAVING):
             self.checkpoints.finish(self.stop.seconds_left if stopped else None)
         self._report_checkpoints()
@@ -240,12 +244,12 @@ class Trainer:
         self.profile.close()
         self.memory.close()
         self.strategy.close()
-        # Wait until rank 0 has saved, because torchrun ends all ranks when one exits.
+        # torchrun ends all ranks when one of them exits, so wait until rank 0 has saved.
         self.group.barrier()
         return EXIT_STEPPED_ASIDE if stopped else 0
 
     def _train_epoch(self) -> bool:
-        """Train the rest of the current epoch and evaluate.
+        """Train the rest of the current epoch, and evaluate if that is due.
 
         Return whether all ranks agreed to stop.
         """
@@ -284,11 +288,13 @@ class Trainer:
     def _optimize(self, step: Step) -> tuple[torch.Tensor, int | torch.Tensor]:
         """Take one optimizer step.
 
-        Return this rank's sum of losses, and the number of readable samples in the global batch.
-        Both are zero if the step was skipped. If images may be unreadable, the ranks exchange their
-        numbers of unreadable images. The exchange begins before the last forward pass if the
-        strategy `divides` micro-batches. Otherwise, and in the first two steps, it begins after all
-        passes, because ranks may load data at different points between their other messages: in the
+        Return (this rank's sum of losses, the number of readable samples in the global batch). Both
+        are zero if the step was skipped.
+
+        If images may be unreadable, the ranks exchange how many of them each rank could not read.
+        If the strategy `divides` micro-batches, the exchange begins before the last forward pass.
+        Otherwise, and in the first two steps of a process, it begins after all passes. The reason
+        is that ranks may load data at different points between their other messages, and in the
         second step, DDP's first forward pass sends the new order of its buckets.
         """
 
@@ -321,15 +327,16 @@ class Trainer:
         return self.guard.record(self.step + 1, samples, losses, count - unreadable, self.last_update)
 
     def _load(self, steps: Iterator[Step]) -> Iterator[tuple[Micro, Batch]]:
-        """Yield each micro-batch of `steps` with its data, mixed if configured.
+        """Yield each micro-batch of `steps` with its data, erased, mixed and transformed as configured.
 
-        The steps may span several epochs. If the data set reads ahead, it also takes steps ahead.
-        The time spent waiting for data is reported.
+        The steps may span several epochs. If the data set reads ahead of training, it takes steps
+        ahead of training too. The time for which training waits for data is reported.
         """
         asked, micros = tee((step.epoch, micro) for step in steps for micro in step.micros)
         loaded = self.data.train_stream((epoch, mixup.samples_for(self.config.data, micro)) for epoch, micro in asked)
         for epoch, micro in micros:
-            self._clock.lap(self._end_of_passes)  # This ends the previous micro-batch's passes.
+            # The time until here belongs to the passes of the previous micro-batch.
+            self._clock.lap(self._end_of_passes)
             waiting = time.perf_counter()
             batch = next(loaded)
             self.reporter.waited(time.perf_counter() - waiting)
@@ -345,11 +352,18 @@ class Trainer:
 
     @property
     def _end_of_passes(self) -> StepPhase:
-        """The phase that includes the time until the end of a micro-batch's passes."""
+        """The phase to which the time until the end of a micro-batch's passes belongs.
+
+        It is the exchange if the strategy measures waiting separately (`waits_apart`); otherwise,
+        it is the computation.
+        """
         return StepPhase.EXCHANGE if self.strategy.waits_apart else StepPhase.COMPUTE
 
     def _count_computed(self, step: Step) -> int:
-        """Return how many samples this rank's model computes, even if they do not count."""
+        """Return how many samples this rank's model computes in a step.
+
+        These include samples whose results do not count.
+        """
         if self.config.model.sync_batchnorm:
             return len(step.mine)
         return sum(len(micro.samples) for micro in step.micros)
@@ -383,9 +397,10 @@ class Trainer:
         self.callbacks.call("on_step", self.step, mean)
 
     def _exchange_figures(self, loss: torch.Tensor) -> tuple[float, Machines]:
-        """Return the ranks' sum of `loss`, (1,), and each machine's figures since the last report.
+        """Return the sum of all ranks' losses, and figures about each rank since the last report.
 
-        This takes one collective: each rank adds its own columns to zeros.
+        `loss` is this rank's loss, (1,). A single collective sums everything: each rank writes its
+        figures into its own columns, in which all other ranks have zeros.
         """
         (steps, taken), phases = self._window, self._clock.take()
         spent = sum(phases.values())
@@ -396,7 +411,9 @@ class Trainer:
         figures[1 + self.group.rank :: self.group.world] = torch.tensor(
             [
                 own / steps,
-                own / steps * even / taken if taken else 0.0,  # A rank with more samples is not slow.
+                # Scale the time to an even share, because a rank that has more samples is not
+                # slower.
+                own / steps * even / taken if taken else 0.0,
                 phases.get(StepPhase.DATA, 0.0) / spent if spent else 0.0,
                 float(peak_memory(self.device)),
             ],
@@ -409,14 +426,14 @@ class Trainer:
         share = {phase.value: seconds / steps for phase, seconds in phases.items()}
         peak = sum(self._peaks) if all(self._peaks) else 0.0
         stages = self.strategy.stages
-        # A convolution's FLOPs grow with the pixels (data.early_sizes).
+        # The FLOPs of convolutions grow with the number of pixels, which data.early_sizes changes.
         size = math.prod(self.data.shape_in(self.sampler.state.epoch)) / max(1, math.prod(self.data.shape))
         return summed, Machines(own_seconds, even_seconds, data, memory, share, self._flops * size, peak, stages)
 
     def _exchange_peaks(self) -> list[float]:
-        """Return the FLOP/s of each rank's devices, which may differ; 0 means unknown.
+        """Return the peak FLOP/s of each rank's devices; 0 means unknown.
 
-        All ranks must call this together.
+        The ranks may have different devices. All ranks must call this together.
         """
         own = device_peak(self.config, self.device, self.strategy.precision.dtype)
         peaks = torch.zeros(self.group.world, dtype=torch.float64)
@@ -429,13 +446,14 @@ class Trainer:
         self._window = 0, 0
 
     def _evaluate_if_due(self) -> bool:
-        """Evaluate after the last complete epoch if an evaluation is due.
+        """Evaluate if an evaluation is due at the end of the last complete epoch.
 
         Return whether all ranks agreed to stop.
         """
         complete, epochs = self.sampler.state.epoch, self.config.train.epochs
-        # If train.eval_every has changed and training has resumed within the next epoch, the
-        # weights are no longer those at the end of the last complete epoch.
+        # If training has resumed within the next epoch, the weights are no longer those at the end
+        # of the last complete epoch. Its evaluation is not made up for, even if train.eval_every
+        # has changed.
         passed = self.sampler.state.consumed > 0 and complete < epochs
         every = self.config.train.eval_every
         due = every > 0 and ((complete % every == 0 and not passed) or complete == epochs)
@@ -471,7 +489,10 @@ class Trainer:
         self.reporter.alive()
 
     def _is_milestone(self, step: Step) -> bool:
-        """Whether a save may be due after exactly this step."""
+        """Return whether `step` ends an epoch or is a multiple of checkpoint.every_steps.
+
+        A save may be due after exactly such a step.
+        """
         every = self.config.checkpoint.every_steps
         return step.after.consumed >= self.data.train_size or bool(every and (self.step + 1) % every == 0)
 
@@ -481,7 +502,7 @@ class Trainer:
 
     def _save(self) -> None:
         """Save the state after the last step. The state is written while training continues."""
-        # After a resume from this state, the steps before it are not repeated. Check and record
+        # A run that resumes from this state does not repeat the earlier steps, so check and record
         # their results first.
         self.guard.check()
         with self.reporter.during(_SAVING):
@@ -497,8 +518,8 @@ class Trainer:
             self.reporter.copies = copies.figures()
         for step in copied:
             self.reporter.copied(step)
-        # Post only checkpoints that a restart is certain to find. With checkpoint.url, the folder
-        # may be lost with its machine.
+        # Record only checkpoints that a restart is certain to find. With checkpoint.url, the folder
+        # may be lost together with its machine, so only uploaded checkpoints count.
         for step in copied if self.config.checkpoint.url else [save.step for save in completed]:
             self.ledger.checkpoint(step)
 
@@ -517,17 +538,18 @@ class Trainer:
 
     @property
     def _recorded(self) -> dict[str, Any]:
-        """The configuration to store in checkpoints, with the shape and number of classes of the
-        data.
+        """The configuration to store in checkpoints.
 
-        Data sets other than synthetic ignore the keys data.shape and data.classes.
+        data.shape and data.classes are those of the data set, because every data set except
+        synthetic ignores these keys.
         """
         return {**self.config.flat(), "data.shape": list(self.data.shape), "data.classes": self.data.classes}
 
     def resume(self) -> None:
-        """Continue from the newest state in the nodes' memory or checkpoint, if there is one.
+        """Continue from the newest training state, which is in a checkpoint or the nodes' memory.
 
-        Raises CheckpointError if the state belongs to a different model, optimizer or data set.
+        If there is none, begin a new run. Raises CheckpointError if the state belongs to a
+        different model, optimizer or data set.
         """
         kept = self.memory.restore()
         newer_than = -1 if kept is None else int(kept["step"])
@@ -563,7 +585,11 @@ class Trainer:
         self.division.check_smallest_micro_batch(self.sampler.state)
 
     def _load_weights(self) -> None:
-        """Start with computed filters, and the weights in checkpoint.load or model.pretrained."""
+        """Set the weights with which a new run starts.
+
+        If the model's first layer is computed from the data, this is done first. If checkpoint.load
+        or model.pretrained is set, the weights that it names are loaded.
+        """
         if self._filters:
             state = self.strategy.state()
             self.strategy.load({**state, "model": whiten(state["model"], self._filters, self.data, self.group)})

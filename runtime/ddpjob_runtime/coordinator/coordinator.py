@@ -282,8 +282,9 @@ class Coordinator:
     def set_patience(
         self, hang_after: float | None, initial: float, maximum: float, hangs: Hangs | None = None
     ) -> None:
-        """Set the time limit for hangs, the back-off, and what to do about a proven hang. If
-        `hangs` is None, the latter stays as it is.
+        """Set the time limit for hangs, the back-off, and what to do about a proven hang (`hangs`).
+
+        If `hangs` is None, that setting stays as it is.
 
         Raises:
             ValueError: the message names the field and states the rule.
@@ -344,11 +345,11 @@ class Coordinator:
         self._notify()
 
     def replaced(self, generation: int, attempt: int) -> None:
-        """Exit, because a member has found a different coordinator at the job's name. Do nothing
-        unless that one is later.
+        """Exit, because a member has found a different coordinator at the job's name.
 
-        All members then look up the name again, and find the later coordinator. Until this one
-        exits, it does not judge any round.
+        Do nothing unless the other coordinator is later than this one. All members then look up the
+        name again, and find the later coordinator. Until this one exits, it does not judge any
+        round.
         """
         if (generation, attempt) <= (self.settings.generation, self.settings.attempt):
             return

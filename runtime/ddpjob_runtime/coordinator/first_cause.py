@@ -6,11 +6,11 @@ reported before the error that caused it.
 
 1. Each failure gets a suspicion (`_suspicion`): 0 for a worker's own error, 1 for an abort, 2 for a
    communication error, and 3 for any failure after the members were asked to stop their workers.
-   The higher it is, the more likely the failure is a consequence. The failure with the lowest
-   suspicion is the cause; if several have it, the earliest of them.
-2. If members were lost or have left, the cause is the earliest of these events and of the failures
-   with suspicion 0. Then all other failures are consequences, and so are deaths by signal (except
-   OOM kills), because a pod's workers are killed with the pod.
+   The higher the suspicion is, the more likely the failure is a consequence. The failure with the
+   lowest suspicion is the cause. If several failures have it, the earliest of them is the cause.
+2. If members were lost or have left, these events compete with the failures whose suspicion is 0,
+   and the earliest is the cause. A death by signal does not compete, unless it is an OOM kill,
+   because the workers of a lost pod are killed with it.
 3. If only suspicious failures are known, and a worker has ended with exit code 0, that end is the
    cause, because the worker's peers were still waiting for it in a collective.
 
@@ -40,8 +40,8 @@ DEVICE_ERROR = re.compile(r"unhandled cuda error|\bCuda failure\b", re.I)
 """Matches NCCL's reports of a driver error that concerns this rank's own device."""
 SIGABRT = 6
 ORDER_SECONDS = 0.05
-"""Number of seconds after the coordinator's `restart` from which on a failure counts as a
-consequence of that `restart`.
+"""Number of seconds after the coordinator's `restart`. A failure later than that counts as a
+consequence of the `restart`.
 """
 
 
@@ -137,8 +137,9 @@ class Verdict:
 
 
 def _suspicion(failure: WorkerFailure, ended_at: float | None) -> int:
-    """Return the suspicion that a failure is only a consequence of another failure. The higher it
-    is, the more likely this is the case.
+    """Return the suspicion that a failure is only a consequence of another failure.
+
+    The higher the number, the more likely the failure is a consequence:
 
     - 0: the worker's own error.
     - 1: an abort, by which communication libraries end a process when a peer is gone, or an NCCL

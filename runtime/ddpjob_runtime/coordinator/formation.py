@@ -5,11 +5,11 @@ it waits for them, it wastes the nodes that are ready. The rules weigh these cos
 about the missing nodes:
 
 - A round of `nodes` nodes begins immediately; a round of fewer than `min_nodes` never begins.
-- With a number of nodes in between, the first round waits FIRST_GRACE for more, because pods start
-  at different times.
+- If the number of ready nodes is in between, the first round waits FIRST_GRACE for more nodes,
+  because pods start at different times.
 - A later round begins immediately if as many nodes are ready as the last round had. With fewer, it
-  waits SHRINK_GRACE for more. That is 10 s in Standard mode and 0 in Fast mode, where a restart is
-  cheap.
+  waits SHRINK_GRACE for more nodes. That is 10 s in Standard mode and 0 in Fast mode, where a
+  restart is cheap.
 - If a running round could have more nodes, it is restarted with them. If the new nodes complete the
   group, the round must have run for FILL_SECONDS. If they do not complete it, the round must have
   run for GROW_SECONDS, because every restart costs steps.

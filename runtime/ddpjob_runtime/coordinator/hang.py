@@ -255,8 +255,8 @@ class HangDump:
     def __init__(self, loop: Loop, done: Callable[[], None], stacks: Stacks | None = None) -> None:
         self._loop, self._done = loop, done
         self.stacks = Stacks({}, {}) if stacks is None else stacks
-        self._idle: dict[int, bool | None] = {}  # rank -> whether it has not moved; None if unknown
-        self._answered: set[int] = set()  # indices of members
+        self._idle: dict[int, bool | None] = {}  # rank -> whether it has been idle; None if that is unknown
+        self._answered: set[int] = set()  # indices of the members that have responded
 
     def request(self, number: int, members: list[Member]) -> None:
         """Ask these members of round `number` for the stacks of their ranks."""

@@ -254,8 +254,8 @@ def _order(coordinator: Coordinator, content: Any) -> None:
 def _exit(coordinator: Coordinator, content: Any) -> None:
     to_some = isinstance(content, dict) and "before" in content
     _fields(content, {"why": str, "before": int} if to_some else {"why": str})
-    # With "before", only an earlier coordinator should exit. The request may have reached this one
-    # because it has the same address.
+    # If the request names "before", it is meant for a coordinator of an earlier attempt. It may
+    # have reached this one because both have the same address.
     if not to_some or coordinator.settings.attempt < content["before"]:
         coordinator.exit(content["why"])
 

@@ -26,7 +26,7 @@ class Loop:
 
 
 class Alarm:
-    """Calls `ring` when the earliest time is reached that was set."""
+    """Calls `ring` at the earliest of the times that were set."""
 
     def __init__(self, loop: Loop, ring: Callable[[], None]) -> None:
         self._loop, self._ring = loop, ring

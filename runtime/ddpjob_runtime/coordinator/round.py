@@ -144,7 +144,7 @@ class Round:
         known = self._drains
         if known is None or not self._has(known) or not self._may_have_workers(known):
             # Members mostly end in the order of their ranks, so a search from the highest rank
-            # finds one sooner.
+            # finds a member with workers sooner.
             self._drains = next(filter(self._may_have_workers, reversed(self.members.values())), None)
         return self._drains is not None
 
@@ -179,8 +179,8 @@ class Round:
         for rank, member in self.members.items():
             member.enter(self.number, rank)
         first = self.members[0]
-        # Only the address of rank 0 is sent. With 1,024 nodes, the addresses of all members were a
-        # megabyte per member.
+        # Only the address of rank 0 is sent. With 1,024 nodes, a list of all addresses took a
+        # megabyte for each member.
         host = [{"rank": 0, "host": first.host, "port": first.port, "pod": first.pod}]
         # A member asks for a check of the links when it has new ones. If any member asks, all
         # members check.
@@ -344,7 +344,7 @@ class Round:
         """Ask for the stacks of all ranks without breaking the round. `done` is called with the
         result.
 
-        It is not called if the round breaks meanwhile.
+        `done` is not called if the round breaks in the meantime.
         """
 
         def end() -> None:
@@ -424,8 +424,7 @@ class Round:
         self._loop.later(SETTLE_SECONDS, self._judge_if_clear)
 
     def _end_workers(self, why: str, planned: bool = False) -> None:
-        """Ask all members to stop their workers. Do nothing if they were already asked, and as
-        urgently.
+        """Ask all members to stop their workers, unless an earlier request was at least as urgent.
 
         An unplanned end is more urgent than a planned one.
         """

@@ -353,7 +353,8 @@ class Rounds:
     def finished(self, member: Member, number: int) -> None:
         """Record that all workers of the member have ended with exit code 0.
 
-        If the round has broken meanwhile, the member cannot be finished, and is asked to drain.
+        If the round has broken in the meantime, ask the member to report `ready` instead, because
+        its workers have to run again.
         """
         current = self.current
         if self.over:
@@ -371,9 +372,7 @@ class Rounds:
         self._loop.changed()
 
     def failed(self, member: Member, number: int | None, failure: WorkerFailure) -> None:
-        """Record that a worker of the member has exited with an error, or with
-        0 while others fail.
-        """
+        """Record that a worker of the member has exited on its own, with or without an error."""
         current = self.current
         if current is None or number != current.number or current.judged or self.over:
             return

@@ -112,7 +112,8 @@ class Strangers:
     """Keeps track of connections whose peers have not proved that they know the job's token.
 
     If there are too many of these connections, one is closed: the oldest one from the address that
-    has the most. So strangers that hold connections open cannot lock out members and the operator.
+    has the most of them. So strangers that hold connections open cannot lock out members and the
+    operator.
     """
 
     def __init__(self) -> None:

@@ -59,8 +59,9 @@ PATIENCE = {
     WaitKind.STOPPED: 60.0, WaitKind.STORAGE: 120.0, WaitKind.SERVER: 120.0, WaitKind.ASLEEP: 120.0,
     WaitKind.TRACED: float("inf"),
 }  # fmt: skip
-"""Number of seconds for which ranks must stand still if they wait for something that often ends by
-itself. A process under a debugger never proves a hang, because it waits for the debugger.
+"""Kinds of waits that often end by themselves, each with the number of seconds for which ranks must
+stand still in it. A process under a debugger never proves a hang, because it waits for the
+debugger.
 """
 
 FRAME = re.compile(r'^[ \t]*File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$', re.M)

@@ -39,12 +39,12 @@ from ddpjob_runtime.protocol import MemberState, ToMember
 CONFIRM_SECONDS = 0.35
 """Number of seconds in which the kernels of the members' hosts must acknowledge a heartbeat."""
 LATE_SECONDS = 0.3
-"""Minimum number of seconds by which a check is late if this process or its host was paused. A late
-check proves nothing, so it is repeated.
+"""Maximum number of seconds by which a check may be late. If it is later, this process or its host
+was paused, so the check proves nothing and is repeated.
 """
 FRESH_SECONDS = 2.0
-"""Number of seconds for which a neighbour's report is valid. Neighbours repeat the report every
-second while it is true. It expires because the line that withdraws it may be lost.
+"""Number of seconds for which a neighbour's report is valid. Neighbours repeat a report every
+second while it is true. Reports expire because the line that withdraws one may be lost.
 """
 PAUSE_SECONDS = 1.0
 """Minimum number of seconds from a check that finds no loss to the next check."""

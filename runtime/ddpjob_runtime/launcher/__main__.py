@@ -48,15 +48,16 @@ from ddpjob_runtime.open_files import raise_open_files
 from ddpjob_runtime.protocol import FromMember, Mode
 
 LOST_GRACE = 3.0
-"""How many seconds workers may take to save when the coordinator is gone."""
+"""How many seconds workers have to save if the coordinator is gone or this launcher fails."""
 REPORT_SECONDS = 15.0
-"""How many seconds a node that cannot start tries to report the failure."""
+"""If the entry point cannot start, the launcher waits this many seconds for the coordinator, to
+report the failure."""
 WORKER = str(ddpjob_runtime.WORKER)
 REQUIRED = ("coordinator", "token", "pod", "index", "attempt")
 
 
 def main() -> NoReturn:
-    """Run until the job is done or this node has to exit. Never returns."""
+    """Run the launcher until the job is done or this node has to exit. Never return."""
     faulthandler.enable()
     raise_open_files()
     kept = KeptLog.prepare()
@@ -72,7 +73,8 @@ def main() -> NoReturn:
     except InitFailure as error:
         shutdown.exit(protocol.EXIT_INIT_FAILURE, "InitFailure", str(error))
         raise
-    fork_server, cold = warm_up() if mode == Mode.FAST else (None, "")  # before any thread is started
+    # The fork server must be forked before any thread is started.
+    fork_server, cold = warm_up() if mode == Mode.FAST else (None, "")
     stacks.prepare()
     client.neighbours = watch_neighbours(
         os.environ.get("POD_IP", ""), JobEnvironment.read().token, client.report_neighbour
@@ -90,7 +92,8 @@ def main() -> NoReturn:
     shutdown.clean_up = clean_up
     watch_signals(lambda number: on_signal(number, client, shutdown))
     shutdown.close_client = client.close
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # otherwise, a replacement never finds rank 0's store
+    # Without this, a replaced node would never find the store of rank 0.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ["DDPJOB_LAUNCHER_PID"] = str(os.getpid())
     if preflight is not None:
         preflight.begin()
@@ -114,9 +117,9 @@ def main() -> NoReturn:
 
 
 def grace_seconds() -> float:
-    """Return how long workers have between SIGTERM and SIGKILL.
+    """Return how many seconds workers have between SIGTERM and SIGKILL.
 
-    This is the pod's grace period minus the time that the launcher needs.
+    This is the grace period of the pod, minus two seconds that the launcher itself needs.
     """
     text = JobEnvironment.read().grace_seconds or "30"
     try:
@@ -127,7 +130,7 @@ def grace_seconds() -> float:
 
 
 def recovery_mode() -> Mode:
-    """Return how this job recovers."""
+    """Return the job's recovery mode, which is Standard if it is not set."""
     text = JobEnvironment.read().recovery or Mode.STANDARD
     try:
         return Mode(text)
@@ -136,7 +139,7 @@ def recovery_mode() -> Mode:
 
 
 def connect(shutdown: Shutdown, mode: Mode) -> MemberClient:
-    """Return the coordinator client, which is not started yet."""
+    """Return a client for the coordinator. It connects only when it is started."""
     job = JobEnvironment.read()
     missing = [name for name in REQUIRED if not getattr(job, name)]
     if missing:
@@ -145,7 +148,8 @@ def connect(shutdown: Shutdown, mode: Mode) -> MemberClient:
                 ", ".join(f"DDPJOB_{name.upper()}" for name in missing)
             )
         )
-    os.environ["DDPJOB_PROTOCOL"] = str(protocol.VERSION)  # for workers (docs/protocol.md)
+    # Workers read this version (docs/protocol.md).
+    os.environ["DDPJOB_PROTOCOL"] = str(protocol.VERSION)
     identity: dict[str, Any] = {
         "pod": job.pod,
         "pid": os.getpid(),
@@ -176,7 +180,10 @@ def connect(shutdown: Shutdown, mode: Mode) -> MemberClient:
 
 
 def on_signal(number: signal.Signals, client: MemberClient, shutdown: Shutdown) -> None:
-    """Announce this node's departure immediately, then give the workers the pod's grace period."""
+    """End the launcher, because its pod was asked to stop.
+
+    The coordinator is notified first. Then the workers get the pod's grace period.
+    """
     why = f"asked to stop by {number.name}"
     shutdown.exit(
         128 + number,
@@ -198,15 +205,15 @@ def torchrun(
     data: Any = None,
     code: Any = None,
 ) -> None:
-    """Run torchrun with the launcher's agent and entry point until all nodes are done."""
+    """Run torchrun, with the launcher's agent and entry point, until all nodes are done."""
     run = require_torchrun()
     divert_loggers(log)
     parsed = parse(run, arguments)
     if not parsed.run_path and code is None:
         check_entry_point(parsed)
     if str(parsed.nproc_per_node).isdigit():
-        # All nodes have the same number of workers, so torchrun need not exchange these numbers. A
-        # dying node could block the exchange.
+        # All nodes have the same number of workers. So torchrun's agents need not exchange these
+        # numbers, and a dying node cannot block the exchange.
         os.environ.setdefault("TORCH_ELASTIC_WORKER_IDENTICAL", "1")
     client.wait_welcome()
     if client.done:
@@ -236,7 +243,7 @@ def torchrun(
 
 
 def pass_node(preflight: NodePreflight, client: MemberClient, shutdown: Shutdown) -> None:
-    """Wait for the check of this node, and end the launcher if it has found a problem."""
+    """Wait for the check of this node. If it has found a problem, end the launcher."""
     try:
         problem = preflight.node_problem(lambda: shutdown.begun or client.done)
     except Abandoned:
@@ -247,9 +254,10 @@ def pass_node(preflight: NodePreflight, client: MemberClient, shutdown: Shutdown
 
 
 def data_to_fetch() -> Any:
-    """Return the settings of storage.data.url, or None if it is not set.
+    """Return the settings of storage.data.url; None if it is not set.
 
-    Must run before any process inherits the credentials for the bucket. Raises InitFailure.
+    Call this before any other process is started, because it removes the bucket's credentials from
+    the environment. Raises InitFailure.
     """
     if not JobEnvironment.read().data_url:
         return None
@@ -263,9 +271,10 @@ def data_to_fetch() -> Any:
 
 
 def code_to_fetch() -> Any:
-    """Return the settings of code.archive, or None if it is not set.
+    """Return the settings of code.archive; None if it is not set.
 
-    Must run before any process inherits the credentials for the bucket. Raises InitFailure.
+    Call this before any other process is started, because it removes the bucket's credentials from
+    the environment. Raises InitFailure.
     """
     if not JobEnvironment.read().code_url:
         return None
@@ -279,9 +288,9 @@ def code_to_fetch() -> Any:
 
 
 def fetch_code(code: Any, client: MemberClient, shutdown: Shutdown) -> None:
-    """Fetch code.archive into its folder before the launcher looks for the program there.
+    """Fetch code.archive into its folder, before the launcher looks for the program there.
 
-    Meanwhile, this node stays in contact with the coordinator.
+    The connection to the coordinator stays open during the fetch.
     """
     from ddpjob_runtime.launcher.fetch_code import CodeFetch
 
@@ -289,9 +298,9 @@ def fetch_code(code: Any, client: MemberClient, shutdown: Shutdown) -> None:
 
 
 def fetch_data(data: Any, client: MemberClient, shutdown: Shutdown) -> None:
-    """Fetch storage.data.url into its folder, however long that takes.
+    """Fetch storage.data.url into its folder. There is no time limit.
 
-    Meanwhile, this node stays in contact with the coordinator.
+    The connection to the coordinator stays open during the fetch.
     """
     from ddpjob_runtime.launcher.fetch_data import Fetch
 
@@ -299,7 +308,7 @@ def fetch_data(data: Any, client: MemberClient, shutdown: Shutdown) -> None:
 
 
 def data_note(client: MemberClient) -> Callable[[str], None]:
-    """Return a function that reports to the coordinator what this node is fetching."""
+    """Return a function that reports to the coordinator how far this node's fetch is."""
 
     def report(text: str) -> None:
         client.note(protocol.DATA, text)
@@ -308,7 +317,11 @@ def data_note(client: MemberClient) -> Callable[[str], None]:
 
 
 def await_fetch(field: str, fetch: Any, shutdown: Shutdown) -> None:
-    """Run a fetch to its end. If it fails, end the job, or only this node if its disk is unfit."""
+    """Run a fetch to its end.
+
+    BucketRefusal fails the job, as InitFailure. Unfit ends only this node, because its disk cannot
+    hold the files.
+    """
     from ddpjob_runtime.launcher.fetch_data import FetchAbandoned, Unfit
     from ddpjob_runtime.launcher.s3_reader import BucketRefusal
 
@@ -323,12 +336,14 @@ def await_fetch(field: str, fetch: Any, shutdown: Shutdown) -> None:
 
 
 def warm_up() -> tuple[Any, str]:
-    """Return (fork server or None, why workers cannot be forked).
+    """Import torch and start the fork server.
 
-    An image without torch fails later, when torchrun is imported.
+    Return (fork server, why workers cannot be forked). The fork server is None, or the reason is
+    empty. If the image has no torch, the launcher will end later, when it imports torchrun.
     """
     if "OMP_NUM_THREADS" not in os.environ and processes_per_node() > 1:
-        os.environ["OMP_NUM_THREADS"] = "1"  # As in torchrun. torch, which is imported next, reads it.
+        # torchrun sets this value, too. torch reads it when it is imported, which follows below.
+        os.environ["OMP_NUM_THREADS"] = "1"
     if not hasattr(os, "fork"):
         return None, "this system cannot fork"
     from ddpjob_runtime.launcher import forkserver
@@ -341,22 +356,23 @@ def warm_up() -> tuple[Any, str]:
 
 
 def processes_per_node() -> int:
-    """Return --nproc-per-node, or 1 if it is not a number."""
+    """Return the value of --nproc-per-node; 1 if it is not a number."""
     found = re.findall(r"--nproc[-_]per[-_]node[= ](\d+)", torchrun_options())
     return int(found[-1]) if found else 1
 
 
 def torchrun_options() -> str:
-    """Return the arguments before `--`.
+    """Return the arguments before `--`, which are those of torchrun itself.
 
-    The script's arguments are excluded, because they may have the same names.
+    The script's arguments follow after `--`. They are left out, because they may have the same
+    names.
     """
     options = sys.argv[1:]
     return " ".join(options[: options.index("--")] if "--" in options else options)
 
 
 def why_cold(parsed: Any) -> str:
-    """Return why the arguments do not allow workers to be forked; empty if they do."""
+    """Return why workers cannot be forked with these arguments; empty if they can be."""
     if parsed.no_python:
         return "with --no-python every worker starts a separate program; specify a Python script or module"
     if parsed.run_path:
@@ -365,7 +381,7 @@ def why_cold(parsed: Any) -> str:
 
 
 def warm_workers(fork_server: Any, report_cold: Callable[[str], None]) -> str:
-    """Make torchrun take its workers from the fork server.
+    """Make torchrun get its workers from the fork server.
 
     Return why this version of torch does not allow that; empty if it does.
     """
@@ -379,17 +395,18 @@ def warm_workers(fork_server: Any, report_cold: Callable[[str], None]) -> str:
 
 
 def require_torchrun() -> Any:
-    """Return torch.distributed.run.
+    """Import and return torch.distributed.run.
 
-    Raises InitFailure if the image lacks torchrun, because a retry would not help.
+    Raises InitFailure if the image has no usable torchrun, because a retry would not help.
     """
     try:
-        with lean_torch.for_rendezvous():  # In Fast mode, all of torch has been imported already.
+        with lean_torch.for_rendezvous():  # In Fast mode, all of torch was already imported.
             run = import_torchrun()
             lacks = torch_parts.missing()
-    except Exception as error:  # includes OSError, when a CUDA library is missing
+    # This includes OSError, which is raised if a library of CUDA is missing.
+    except Exception as error:
         if isinstance(error, MemoryError) or getattr(error, "errno", None) is not None:
-            raise  # The node has a temporary problem. If the image lacked a library, there would be no errno.
+            raise  # This node has a temporary problem. An error of a missing library has no errno.
         what = f"{sys.executable} (Python {sys.version.split()[0]}) cannot import torch.distributed.run: {error}"
         raise InitFailure(f"{what}; use an image whose python3 has PyTorch 2.6 or later") from error
     if lacks:
@@ -401,14 +418,15 @@ def require_torchrun() -> Any:
 
 
 def parse(run: Any, arguments: list[str]) -> Any:
-    """Parse the arguments as torchrun does.
+    """Parse the launcher's arguments as torchrun does.
 
     Raises InitFailure if torchrun rejects them, because the job's manifest must then be corrected.
     """
     parser = run.get_args_parser()
 
     def refuse(message: str) -> NoReturn:
-        log("arguments of torchrun: {}".format(" ".join(arguments)))  # Too long for the job's status.
+        # The arguments may be too long for the job's status.
+        log("arguments of torchrun: {}".format(" ".join(arguments)))
         raise InitFailure(f"torchrun rejects its arguments: {message}; correct spec.torchrunArgs")
 
     parser.error = refuse
@@ -423,7 +441,7 @@ def parse(run: Any, arguments: list[str]) -> Any:
 
 
 def check_entry_point(parsed: Any) -> None:
-    """Raise InitFailure if the program to run cannot be found."""
+    """Raise InitFailure if the program that torchrun is to run cannot be found."""
     if parsed.no_python:
         check_command(parsed.training_script)
     elif parsed.module:
@@ -433,7 +451,7 @@ def check_entry_point(parsed: Any) -> None:
 
 
 def patch_torch(client: MemberClient, shutdown: Shutdown, mode: Mode, preflight: NodePreflight | None) -> None:
-    """Replace torchrun's agent, entry point and signal handling with the launcher's."""
+    """Replace torchrun's agent, entry point and signal handler with those of the launcher."""
     from ddpjob_runtime.launcher import agent, rendezvous
 
     configs: list[Any] = []
@@ -466,7 +484,7 @@ def patch_torch(client: MemberClient, shutdown: Shutdown, mode: Mode, preflight:
 
 
 def run_worker(parsed: Any) -> None:
-    """Make torchrun start worker.py, which starts the program named in the arguments."""
+    """Make torchrun start worker.py, which in turn starts the program that the arguments name."""
     if not parsed.run_path:
         kind = "--exec" if parsed.no_python else "--module" if parsed.module else "--script"
         parsed.training_script_args = [kind, parsed.training_script, *parsed.training_script_args]
@@ -474,12 +492,14 @@ def run_worker(parsed: Any) -> None:
 
 
 def classify(error: BaseException) -> tuple[str, int]:
-    """Return (kind, exit code) for an exception that ended torchrun.
+    """Return (kind, exit code) for an exception with which torchrun ended.
 
-    A lost rendezvous is a consequence; any other exception is a failure of this node.
+    A lost rendezvous is a consequence of a failure elsewhere. Any other exception is a failure of
+    this node.
     """
     if "torch.distributed.elastic.rendezvous.api" not in sys.modules:
-        return "Error", 1  # No rendezvous was begun, and importing torch here could fail too.
+        # There was no rendezvous yet. Importing torch here might raise the same error again.
+        return "Error", 1
     import torch.distributed as dist
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 

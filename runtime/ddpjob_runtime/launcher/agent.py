@@ -1,16 +1,17 @@
 """torchrun's elastic agent, controlled by the coordinator: reports failures and obeys `restart`.
 
-torchrun alone would restart its workers when it sees a failure, wait 30 s for a hung one, and leave
-children behind. Here the coordinator decides, and a round's workers are gone before the next round
-begins:
+torchrun alone would restart its workers when it sees a failure, wait 30 s for a hung worker, and
+leave the workers' child processes behind. Here the coordinator decides when to restart, and the
+workers of a round are gone before the next round begins:
 
 - A worker's failure is reported immediately, with its error file. Workers that this launcher has
   ended are not reported, because their errors are consequences.
-- `restart` stops all workers and their sessions with SIGTERM, and with SIGKILL after the grace
-  period. The launcher then waits until the kernel has removed them, because they may hold the
-  device. In a planned restart, workers have the pod's grace period to save.
-- A worker that exits with EXIT_STEPPED_ASIDE has saved. The launcher then waits for the node's
-  other workers.
+- When the coordinator sends `restart`, the launcher stops all workers and their sessions with
+  SIGTERM, and with SIGKILL after the grace period. The launcher then waits until the kernel has
+  removed them, because they may hold the device. In a planned restart, workers have the pod's grace
+  period to save a checkpoint.
+- A worker that exits with EXIT_STEPPED_ASIDE has saved a checkpoint. The launcher then waits until
+  the node's other workers have ended, too.
 
 Example: rank 5 fails on node 1. Node 1 reports the ValueError and ends its other workers. Nodes 0
 and 2 get `restart` and stop their workers within 0.3 s (Fast mode). All three then send `ready`.
@@ -56,37 +57,34 @@ ABORTED = (
     ": a library aborted the process; its reason is at the end of the pod's log. With GPUs, it is usually NCCL's "
     "watchdog, because a device failed or a collective timed out"
 )
-"""Added to the message if SIGABRT ended a worker without an exception, because only the worker's
-output then shows the reason.
-"""
+"""Added to a worker's message if SIGABRT ended the worker without an exception. Only the worker's
+output shows the reason in this case."""
 STAYED = " (its process was still running 10 s later, and was killed)"
-"""Added to the message if a worker's program failed and the alarm that worker.py sets then ended
-the process.
-"""
+"""Added to a worker's message if its program had failed, but its process had to be ended by the
+alarm that worker.py sets."""
 LOADER_KILLED = re.compile(r"DataLoader worker \(pid.*\) (is killed by signal: Killed|exited unexpectedly)")
-"""How torch's DataLoader reports, in the worker, that one of its processes was killed."""
+"""The error with which torch's DataLoader reports to its worker that one of its processes was
+killed."""
 GONE_SECONDS = 60.0
-"""How many seconds workers may take to end after SIGKILL. The kernel needs time to release a device
-or a lot of memory.
-"""
+"""How many seconds workers can take to end after SIGKILL. The kernel needs time to release a device
+or a lot of memory."""
 TRACKER_SECONDS = 1.0
-"""How many seconds resource trackers may take to end. Then they are killed, because a tracker stays
-as long as a process outside its session uses it.
-"""
+"""How many seconds resource trackers can take to end by themselves. After that, they are killed,
+because a tracker continues as long as a process outside its session uses it."""
 _COUNTS_PER_ATTEMPT = 1000
 LAST_SECONDS = 3.0
-"""How many seconds workers may take to end when this node ends. Processes that take longer are
-killed with the container.
-"""
+"""How many seconds workers can take to end after SIGKILL if this launcher itself is ending.
+Processes that take longer are killed together with the container."""
 RESTART_GRACE = {Mode.STANDARD: 2.0, Mode.FAST: 0.3}
-"""Seconds between SIGTERM and SIGKILL in a broken round, whose step can no longer be completed."""
+"""Seconds between SIGTERM and SIGKILL for the workers of a broken round. They need no more time,
+because their step can no longer be completed."""
 
 
 class CoordinatedAgent(LocalElasticAgent):
-    """torchrun's agent for one launcher.
+    """torchrun's agent, changed so that the coordinator controls it.
 
-    `parameters()` returns the parameters of torchrun's own rendezvous (Standard mode). The
-    remaining arguments come from torchrun.
+    `parameters()` returns the parameters of torchrun's own rendezvous, which is used in Standard
+    mode. The remaining arguments come from torchrun.
     """
 
     def __init__(
@@ -104,12 +102,15 @@ class CoordinatedAgent(LocalElasticAgent):
         self._round: int | None = None
         self._remaining_restarts: int
         self._grace = RESTART_GRACE[mode]
-        self._ended: dict[int, int] = {}  # exit codes, by local rank, of workers that we did not end
-        self._ending: dict[int, int] = {}  # exit codes of programs whose process has not ended yet
+        # The exit codes of workers that this launcher has not ended, by local rank.
+        self._ended: dict[int, int] = {}
+        # The exit codes of programs that have failed, but whose process has not ended yet.
+        self._ending: dict[int, int] = {}
         self._oom_kills = 0
         self._activity = stacks.Activity()
         shutdown.stop_workers = self._stop_for_good
-        self._vitals: dict[int, Vitals] = {}  # what the last check has read, by pid
+        # The vitals that the last check has read, by the worker's pid.
+        self._vitals: dict[int, Vitals] = {}
         self._looks = threading.Lock()
         client.on_dump, client.on_look, client.on_hurry = self._dump, self._look, self._hurry
         spec = self._worker_group.spec
@@ -126,7 +127,8 @@ class CoordinatedAgent(LocalElasticAgent):
             try:
                 super()._rendezvous(worker_group)
                 break
-            except dist.DistStoreError as error:  # a node died between the rendezvous and its first key
+            # A node died after the rendezvous, before it had written its first key to the store.
+            except dist.DistStoreError as error:
                 log(f"the round broke ({str(error)[:200]}); waiting for the next one")
         self._round = worker_group.spec.rdzv_handler.number
 
@@ -135,13 +137,14 @@ class CoordinatedAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: Any) -> Any:
         self._node_shutdown.block_if_begun()
         assert self._round is not None
-        # This must be equal on all nodes, regardless of their history, because scripts and stores
-        # use TORCHELASTIC_RESTART_COUNT.
+        # TORCHELASTIC_RESTART_COUNT must be equal on all nodes, even if they joined at different
+        # times, because scripts and stores use it.
         self._remaining_restarts = worker_group.spec.max_restarts - restarts_before(self._round)
         os.environ["DDPJOB_FENCE"] = f"{JobEnvironment.read().generation or 0}.{self._round}"
         self._oom_kills = oom.oom_kills()
         pids: Any = {}
-        with self._node_shutdown.starting:  # must not block inside: the shutdown waits for this lock
+        # The shutdown waits for this lock, so no code in this block may wait for the shutdown.
+        with self._node_shutdown.starting:
             if not self._node_shutdown.begun:
                 self._ended, self._ending, self._grace = {}, {}, RESTART_GRACE[self._mode]
                 pids = super()._start_workers(worker_group)
@@ -151,7 +154,7 @@ class CoordinatedAgent(LocalElasticAgent):
         return pids
 
     def _wrap_close(self, context: Any) -> None:
-        """Make the context close with this node's grace period, not torchrun's 30 s."""
+        """Make torchrun end workers with this launcher's grace period instead of its own 30 s."""
         close = context.close
         seen: list[bool] = []
 
@@ -160,7 +163,8 @@ class CoordinatedAgent(LocalElasticAgent):
                 seen.append(True)
                 self._note_ended(context)
             if self._end_workers(context, death_sig or signal.SIGTERM):
-                close(death_sig, self._grace)  # Only the log files still have to be closed.
+                # The workers have ended, so this only closes the log files.
+                close(death_sig, self._grace)
 
         context.close = close_with_grace
 
@@ -173,19 +177,22 @@ class CoordinatedAgent(LocalElasticAgent):
         self._ending = {r: code for r, code in left.items() if code is not None and r not in self._ended}
 
     def _let_step_aside(self, handlers: Any) -> None:
-        """Give this node's other workers time to end, because they may still be saving."""
+        """Wait for the node's other workers to end, because they may still be saving.
+
+        This wait is limited to the pod's grace period.
+        """
         deadline = time.monotonic() + self._node_shutdown.grace_seconds
         while time.monotonic() < deadline and any(h.proc.poll() is None for h in handlers.values()):
             time.sleep(0.05)
         self._ended = {rank: h.proc.returncode for rank, h in handlers.items() if h.proc.poll() is not None}
 
     def _end_workers(self, context: Any, death_sig: signal.Signals) -> bool:
-        """Stop the workers, and return whether they and their children are gone.
+        """Stop the workers, and return whether they and their children have ended.
 
-        They get SIGTERM, and SIGKILL after the grace period. A new worker must not start while a
-        worker of an earlier round, or its child, still holds the device. After SIGKILL, torch
-        itself waits forever (2.6) or gives up after the grace period (2.15), and it never waits for
-        children.
+        They get SIGTERM, and SIGKILL after the grace period. This method waits for their end,
+        because new workers must not start while a process of an earlier round still holds the
+        device. torch does not do that: after SIGKILL, it waits for workers either forever (2.6) or
+        only as long as the grace period (2.15), and it never waits for the workers' children.
         """
         handlers = list(context.subprocess_handlers.values())
         for handler in handlers:
@@ -211,7 +218,10 @@ class CoordinatedAgent(LocalElasticAgent):
         super()._stop_workers(worker_group, *args, **kwargs)
 
     def _hurry(self, number: int) -> None:
-        """Kill workers in a planned restart, because a lost peer keeps them from saving."""
+        """Kill the workers in a planned restart, without waiting until they have saved.
+
+        They can no longer save, because a peer was lost.
+        """
         if number == self._round and self._pcontext is not None:
             _kill_sessions(self._pcontext, spare_trackers=True)
 
@@ -230,7 +240,7 @@ class CoordinatedAgent(LocalElasticAgent):
         self._node_shutdown.block_if_begun()
         if result.state == WorkerState.FAILED:
             self._report(self._pcontext, self._round, _ranks(worker_group))
-            # Never give up here, because the operator counts restarts.
+            # torchrun must not give up here, because the operator counts the restarts.
             self._remaining_restarts = max(self._remaining_restarts, 1)
         elif result.state == WorkerState.UNHEALTHY:
             self._remaining_restarts = max(self._remaining_restarts, 1)
@@ -254,15 +264,15 @@ class CoordinatedAgent(LocalElasticAgent):
         return RunResult(state=WorkerState.HEALTHY)
 
     def _report(self, context: Any, number: Any, ranks: dict[int, int]) -> None:
-        """Report the workers that ended on their own, not because this launcher stopped them.
+        """Report the workers that have ended without being stopped by this launcher.
 
-        They include a worker whose exception is in its error file although its process still waits
-        for a thread or a device. Exit code 0 is reported too, because it may explain the errors of
-        the worker's peers.
+        This includes a worker whose error file has an exception although its process still waits
+        for a thread or a device. Exit code 0 is also reported, because the end of this worker may
+        explain the errors of its peers.
         """
         codes = {**self._ending, **self._ended}
         if not any(codes.values()) and len(codes) == len(ranks):
-            return  # All have finished, and the coordinator knows it.
+            return  # All workers have finished, which the coordinator already knows.
         for local_rank, code in codes.items():
             path = _error_files(context)[local_rank]
             self._send_failure(number, ranks[local_rank], local_rank, context.pids()[local_rank], code, path)
@@ -308,7 +318,7 @@ class CoordinatedAgent(LocalElasticAgent):
             threading.Thread(target=self._send_look, args=arguments, name="ddpjob-look", daemon=True).start()
 
     def _send_look(self, number: int, record: bool) -> None:
-        """Send what each rank has done since the last check, and its stack."""
+        """Send the stack of each rank, and what the rank has done since the last check."""
         context, workers = self._pcontext, self._worker_group.workers
         if context is None:
             return
@@ -317,8 +327,8 @@ class CoordinatedAgent(LocalElasticAgent):
             local = {worker.global_rank: pids[worker.local_rank] for worker in workers}
             before, now = self._vitals, read_vitals(local.values())
             texts = stacks.collect(local, record)
-            # The next check must compare with this moment, because writing stacks makes workers
-            # active.
+            # The next check must compare with the counters from now on, because workers become
+            # active when they write their stacks.
             self._vitals = read_vitals(local.values())
         share = protocol.MAX_LOOKS // max(1, len(local))
         self._client.send(
@@ -327,7 +337,7 @@ class CoordinatedAgent(LocalElasticAgent):
             ranks=[
                 {
                     "rank": rank,
-                    "text": text[:share],  # the innermost frames come first
+                    "text": text[:share],  # The beginning of the text has the innermost frames.
                     "digest": hashlib.sha256(text.encode()).hexdigest()[:16],
                     **now[pid].since(before.get(pid)),
                 }
@@ -337,37 +347,39 @@ class CoordinatedAgent(LocalElasticAgent):
         )
 
     def _exit_barrier(self) -> None:
-        """Do nothing, because `_monitor_workers` waits for the other nodes.
+        """Do nothing. `_monitor_workers` has already waited for the other nodes.
 
-        A barrier would not notice a lost peer.
+        torchrun's own barrier would not notice that a peer was lost.
         """
 
 
 def restarts_before(number: int) -> int:
-    """Return TORCHELASTIC_RESTART_COUNT of a round.
+    """Return TORCHELASTIC_RESTART_COUNT for the round `number`.
 
-    Workers use the count to meet in the store. It must be equal on all nodes, so it depends only on
-    the round's number. After a restart it is never 0, because scripts use it to decide whether
-    to resume. It always grows (by a thousand with each coordinator that takes over), because
-    torchrun empties the log folder of a repeated count.
+    Workers use the count to find each other in the store, so it must be equal on all nodes.
+    Therefore it depends only on the round's number. It is not 0 in any round after a restart,
+    because scripts use it to decide whether to resume. It never repeats, because torchrun empties
+    the log folder of a repeated count. With each coordinator that takes over, it grows by a
+    thousand.
     """
     attempt, number_of_attempt = divmod(number, NUMBERS_PER_ATTEMPT)
     return _COUNTS_PER_ATTEMPT * attempt + number_of_attempt - 1
 
 
 def _ask_to_end(handler: Any, number: signal.Signals) -> None:
-    """Send the signal to a worker and its children, as torchrun does, or only to the worker.
+    """Send the signal to a worker, and in most cases also to the worker's children.
 
-    A Python worker that handles the signal is signalled alone, because its data-loader processes
-    must survive until it has completed its step and saved. They are killed once the worker has
-    exited. Any other program that handles the signal, such as a shell with a trap, is signalled
-    with its children, because it may be waiting for the training that it started. Raises
-    ProcessLookupError if the worker has exited.
+    If the worker runs the same Python as the launcher and handles the signal, only the worker gets
+    it. Its data-loader processes must survive until the worker has completed its step and saved.
+    They are killed once it has exited. All other workers get the signal together with their
+    children, as in torchrun. For example, a shell with a trap may be waiting for the training that
+    it started. Raises ProcessLookupError if the worker has exited.
     """
     try:
         pid = handler.proc.pid
         alone = stacks.catches(pid, number) and Path(f"/proc/{pid}/exe").samefile("/proc/self/exe")
-    except OSError:  # no /proc, no such process, or a hidden program
+    # There is no /proc, the process has ended, or its program is hidden from this user.
+    except OSError:
         alone = False
     if alone:
         os.kill(handler.proc.pid, number)
@@ -376,27 +388,28 @@ def _ask_to_end(handler: Any, number: signal.Signals) -> None:
 
 
 def _kill_sessions(context: Any, spare_trackers: bool) -> set[int]:
-    """Send SIGKILL to leftover worker processes, and return the pids that have not ended yet.
+    """Send SIGKILL to processes of workers, and return the pids of those that have not ended yet.
 
-    Every worker leads its own session. With `spare_trackers`, Python's resource trackers are not
-    killed, because a tracker ends by itself after the processes that use it, and removes what
-    killed processes have left in /dev/shm.
+    Every worker leads its own session, whose processes are killed with it. With `spare_trackers`,
+    Python's resource trackers are not killed. A tracker removes what killed processes have left in
+    /dev/shm, and ends by itself after the processes that use it.
     """
     left = set()
     for pid in _processes_of(set(context.pids().values())):
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # Other users' processes are left alone.
+        # Processes of other users cannot be killed.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, 0 if spare_trackers and _is_tracker(pid) else signal.SIGKILL)
             left.add(pid)
     return left
 
 
 def _processes_of(sessions: set[int]) -> list[int]:
-    """Return these sessions' processes that are still running or still releasing resources."""
+    """Return the pids of these sessions' processes that run or still hold resources."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # The process has just ended.
+        with contextlib.suppress(OSError):  # This process has just ended.
             state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
-            # A zombie holds nothing, unless it is the first of several threads.
+            # A zombie holds no resources, unless other threads of its process are still running.
             if int(session) in sessions and (state not in "ZX" or len(list((folder / "task").iterdir())) > 1):
                 found.append(int(folder.name))
     return found
@@ -409,29 +422,29 @@ def _is_tracker(pid: int) -> bool:
 
 
 def _error_files(context: Any) -> dict[int, str]:
-    """Return the workers' error files by local rank."""
+    """Return the path of each worker's error file, by the worker's local rank."""
     files: dict[int, str] = getattr(context, "error_files", {})
     return files
 
 
 def _ranks(worker_group: Any) -> dict[int, int]:
-    """Return the global rank of each local rank."""
+    """Return the global rank of each worker, by the worker's local rank."""
     return {worker.local_rank: worker.global_rank for worker in worker_group.workers}
 
 
 def _find_running(handlers: list[Any]) -> set[int]:
-    """Return the pids of the workers that have not ended yet."""
+    """Return the pids of those workers that have not ended yet."""
     return {handler.proc.pid for handler in handlers if handler.proc.poll() is None}
 
 
 def _wait(handlers: list[Any], until: float) -> None:
-    """Wait until all workers have ended, or until `until` (monotonic seconds)."""
+    """Wait until all workers have ended, but no longer than until `until` (monotonic seconds)."""
     while time.monotonic() < until and _find_running(handlers):
         time.sleep(POLL_SECONDS)
 
 
 def rendezvous_parameters(config: Any) -> Any:
-    """Return the parameters that torchrun would build from its arguments."""
+    """Return the rendezvous parameters that torchrun itself would build from its arguments."""
     return RendezvousParameters(
         config.rdzv_backend,
         config.rdzv_endpoint,
@@ -453,10 +466,10 @@ def send_failure(
     error_file: str,
     kernel_killed: bool,
 ) -> None:
-    """Report a worker that exited on its own, with the content of its error file.
+    """Report to the coordinator a worker that this launcher has not ended.
 
-    `kernel_killed` indicates whether the kernel killed this worker, or another process in the
-    container, to free memory.
+    The report contains the content of the worker's error file. `kernel_killed` indicates whether
+    the kernel has killed this worker, or another process in the container, to free memory.
     """
     error = read_error_file(error_file)
     message = error.message
@@ -492,11 +505,11 @@ def signal_name(code: int) -> str | None:
 
 @dataclass(frozen=True)
 class ErrorFile:
-    """A worker's own record of its end.
+    """A worker's own record of why it failed.
 
     `init` means that the worker had not begun to train, and that a retry would not help.
-    `exit_code` is the program's exit code if this error ended it; None if the program may have
-    caught the error.
+    `exit_code` is the exit code of the program if it ended with this error. It is None if the
+    program may have caught the error and continued.
     """
 
     message: str = ""
@@ -507,9 +520,10 @@ class ErrorFile:
 
 
 def read_error_file(path: str) -> ErrorFile:
-    """Read torchrun's error file.
+    """Read the error file that a worker has written for torchrun.
 
-    The time is the file's modification time, because the recorded time is only in whole seconds.
+    The time of the error is the file's modification time, because the time recorded in the file has
+    only whole seconds.
     """
     file = Path(path)
     if not file.is_file():

@@ -12,22 +12,24 @@ from types import ModuleType
 
 
 class InitFailure(Exception):
-    """The entry point cannot start, and a retry would not help. The message says what to change."""
+    """The program cannot start, and a retry would not help. The message says what to change."""
 
 
 def check_script(script: str) -> None:
-    """Check that `script` is a file, or a folder or archive with a __main__.py."""
+    """Raise InitFailure unless `script` is a readable file, or a folder with a __main__.py."""
     path = Path(script)
     where = f"{script!r} (working directory {Path.cwd()})"
     unreadable = f"script {where} cannot be read by user {os.getuid()}; change its permissions, or those of its folders"
     try:
-        path.stat()  # If a parent is unreadable, Path.exists() raises or returns False, depending on the version.
+        # If a parent folder is not readable, Path.exists() raises an error in some versions of
+        # Python, and returns False in others.
+        path.stat()
         lacks_main = path.is_dir() and not (path / "__main__.py").is_file()
     except PermissionError:
         raise InitFailure(unreadable) from None
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-            raise  # The cause is this node or its volume.
+            raise  # The script may exist. This node or its volume has a problem.
         raise InitFailure(
             f"script {where} does not exist; correct the path, or put the file into the image or a volume"
         ) from None
@@ -38,7 +40,7 @@ def check_script(script: str) -> None:
 
 
 def check_command(command: str) -> None:
-    """Check that the command is a program on PATH or the path of a program (--no-python)."""
+    """Raise InitFailure unless the command is on PATH or is the path of a program (--no-python)."""
     if shutil.which(command) is None:
         raise InitFailure(
             "command {!r} is neither an executable file nor on PATH ({})".format(command, os.environ.get("PATH", ""))
@@ -46,7 +48,7 @@ def check_command(command: str) -> None:
 
 
 def check_module(name: str) -> None:
-    """Check that `python -m NAME` finds a module, or a package with a __main__ module.
+    """Raise InitFailure unless `python -m NAME` would find a module or a package with a __main__.
 
     Parent packages are not imported.
     """
@@ -67,10 +69,10 @@ def check_module(name: str) -> None:
 
 
 def _missing_part(name: str, placeholders: list[str]) -> str:
-    """Return what is wrong with a dotted name; empty if it is valid.
+    """Return what is wrong with a dotted module name; empty if the module can be found.
 
-    The import system looks up parent packages by name in sys.modules, so placeholder modules take
-    their place there.
+    The import system expects parent packages in sys.modules. This function puts placeholders there
+    instead of importing them, and adds the placeholders' names to `placeholders`.
     """
     path: list[str] | None = None
     parts = name.split(".")

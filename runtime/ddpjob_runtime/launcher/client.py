@@ -11,7 +11,7 @@ lose information for the coordinator.
 - In Standard mode, a node gives up after RECONNECT_SECONDS. In Fast mode, a node with workers never
   gives up; a node without workers gives up after torchrun's join timeout.
 - In Fast mode, a coordinator that was replaced may still be running. So `_look` checks whether the
-  name leads to a later coordinator, and `_place` never goes back to an earlier one.
+  coordinator's name leads to a later coordinator, and `_place` never goes back to an earlier one.
 
 Example, in Fast mode: the coordinator's pod is replaced. The connection breaks, attempts fail for 8
 s, and the hello to the new pod reports round 7, rank 2, Running. The workers have not noticed
@@ -40,24 +40,25 @@ from ddpjob_runtime.protocol import FromMember, MemberState, Mode, ToMember
 
 CONNECT_SECONDS = 2.0
 LOOKUP_SECONDS = 10.0
-"""Seconds between checks whether the coordinator's name leads to a later coordinator. They are
-needed because a coordinator that was replaced when its host was unreachable may still be running.
-"""
+"""Seconds between two checks whether the coordinator's name already leads to a later coordinator. A
+coordinator whose host was unreachable may have been replaced, but still be running."""
 FIRST_SECONDS = 60.0
-"""Seconds without a coordinator after which attempts to connect become less frequent."""
+"""If there is no coordinator for this many seconds, attempts to connect become less frequent."""
 MAX_UNSENT = 1000
-"""Maximum number of lines that wait for a connection. There may be many, because a node reports the
-failure of each of its ranks, and any of them may be the cause."""
+"""Maximum number of lines that wait for a connection. It is large, because a node reports the
+failure of each of its ranks, and any of these failures may be the first cause."""
 SHORT_MESSAGE = 300
-"""Number of characters of a failure message that fit into one packet on any link."""
+"""Maximum number of characters of a failure message that is to fit into one packet on every link.
+"""
 GOODBYE_SECONDS = 1.0
 
 
 class MemberClient:
-    """The launcher's connection, which reconnects when it breaks.
+    """The launcher's connection to the coordinator. It reconnects when it breaks.
 
     `on_end(exit_code, kind, message)` is called on the client's thread when this process has to
-    end, because it was refused or stopped, or has no coordinator.
+    end. This is the case if the coordinator refuses or stops this node, or if there is no
+    coordinator.
     """
 
     def __init__(
@@ -76,27 +77,27 @@ class MemberClient:
         self._token = token
         self._mode, self._join_seconds, self._reconnect_seconds = mode, join_seconds, protocol.RECONNECT_SECONDS
         self._idle_since: float | None = time.monotonic()
-        """When this node began to need a coordinator (monotonic seconds); None while its workers
-        run.
-        """
+        """The time (monotonic seconds) since which this node has needed a coordinator; None while
+        its workers run."""
         self._place, self._outdated = (-1, -1), False
-        """Generation and attempt of the latest known coordinator. They never go back to an earlier
-        one.
-        """
+        """Generation and attempt of the latest coordinator known to this node. The client never
+        connects to an earlier one."""
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
         self._unsent: list[tuple[str, dict[str, Any]]] = []
         self._notes: dict[str, str] = {}
-        """The last note of each kind. Every hello contains them, because a later coordinator does
-        not have them and a link may lose a note."""
+        """The last note of each kind. All of them are part of every hello, because a later
+        coordinator does not know them, and because a broken link may have lost some."""
         self._failures: list[tuple[tuple[int, int], dict[str, Any]]] = []
-        """This node's failures in the current round, with the generation and attempt of the
-        coordinator that they were sent to."""
+        """The failures of this node in the current round. Each is stored with the generation and
+        attempt of the coordinator to which it was sent."""
         self._thread = threading.Thread(target=self._guard, args=(self._keep,), name="ddpjob-client", daemon=True)
         self._closing = False
-        self._refusal = ""  # why the connected coordinator is not this pod's
-        self._position: dict[str, Any] = {}  # round, rank, world and state; set from the first round on
-        self._ready: dict[str, Any] | None = None  # the last `ready` sent, until its round begins
+        self._refusal = ""  # Why the connected coordinator is not this pod's; empty if it is.
+        # The round, rank, world and state of this node; empty before its first round.
+        self._position: dict[str, Any] = {}
+        # The last `ready` that was sent; None once a round has begun.
+        self._ready: dict[str, Any] | None = None
         self._go: dict[str, Any] | None = None
         self.changed = threading.Condition()
         self.welcomed = False
@@ -105,47 +106,51 @@ class MemberClient:
         self.why = ""
         self.on_hurry: Callable[[int], None] = lambda number: (
             None
-        )  # a member was lost in a planned restart, so ranks cannot save
+        )  # Called if a member is lost in a planned restart. The ranks can then no longer save.
         self.on_dump: Callable[[int], None] = lambda number: None
         self.on_look: Callable[[int, bool], None] = lambda number, record: None
         self.neighbours: Neighbours | None = None
         self.on_record: Callable[[dict[str, Any]], None] = lambda line: None
 
     def start(self) -> None:
-        """Begin to connect, and return immediately."""
+        """Start the threads that connect, and return immediately."""
         with contextlib.suppress(OSError):
-            # glibc reads the environment at the first lookup. In a thread, that could crash if a
-            # variable is being set at the same time.
+            # glibc reads the environment at the first lookup of a name. If a thread did that, it
+            # could crash, because a variable may be set at the same time.
             socket.getaddrinfo("localhost", None)
         self._thread.start()
         threading.Thread(target=self._guard, args=(self._beat,), name="ddpjob-heartbeat", daemon=True).start()
-        if self._mode == Mode.FAST:  # In Standard mode, the name differs in each generation.
+        # In Standard mode, the name of the coordinator is different in each generation.
+        if self._mode == Mode.FAST:
             threading.Thread(target=self._guard, args=(self._look,), name="ddpjob-lookup", daemon=True).start()
 
     # ---- for the agent
 
     def wait_welcome(self, seconds: float | None = None) -> bool:
-        """Wait until this node is admitted or the coordinator reports that the job is done."""
+        """Wait until the coordinator has admitted this node, or has reported that the job is done.
+
+        Return whether that has happened within `seconds`.
+        """
         with self.changed:
             return self.changed.wait_for(lambda: self.welcomed or self.done, seconds)
 
     def must_restart(self, number: int | None) -> bool:
-        """Whether round `number` is over."""
+        """Whether the coordinator has ended round `number`, so its workers must be restarted."""
         return number is not None and self._restart_round >= number
 
     def is_planned(self, number: int | None) -> bool:
-        """Whether round `number` ends without a loss, so that workers can still agree and save."""
+        """Whether round `number` was ended without a loss, so that its workers can still save."""
         return self.must_restart(number) and self._planned
 
     def ran_out_of_memory(self, why: str) -> None:
-        """Report that this node's workers ended because the kernel killed their parent process."""
+        """Report that this node's workers ended when the kernel killed the fork server."""
         if self._position:
             self.send(FromMember.FAILURE, round=self._position["round"], message=why, oom=True)
 
     def wait_verdict(self, number: int) -> bool:
-        """Report `finished` and wait.
+        """Report that this node's workers have finished, and wait for the other nodes.
 
-        Return True when every node has finished, or False if the round must be run again.
+        Return True once all nodes have finished. Return False if the round has to be run again.
         """
         with self.changed:
             self._position["state"] = MemberState.FINISHED
@@ -156,11 +161,12 @@ class MemberClient:
             return self.done
 
     def wait_go(self, host: str, port: int, check: int = 0) -> dict[str, Any] | None:
-        """Report that this node can begin a round, and return the coordinator's `go`.
+        """Report that this node is ready for a round, and wait for the coordinator's `go`.
 
-        Return None if the job is done. `port` is the port of the store that this node would host as
-        rank 0; 0 without a store. `check` is the maximum number of seconds that the round spends on
-        checking its links before it trains; 0 if this node does not request a check.
+        Return the `go`, or None if the job is done. `port` is the port of the store that this node
+        would host if it became rank 0; 0 if it does not host a store. `check` is the maximum number
+        of seconds for checking the links before the round trains; 0 if this node does not request
+        the check.
         """
         with self.changed:
             self._go, self._idle_since = None, time.monotonic()
@@ -178,13 +184,14 @@ class MemberClient:
             return self._go
 
     def joined(self, number: int) -> None:
-        """Report that the workers of round `number` have been started."""
+        """Report that this node has started the workers of round `number`."""
         self.send(FromMember.JOINED, round=number)
 
     def note(self, kind: str, why: str) -> None:
-        """Give the operator a note about this pod.
+        """Send a note about this pod, which the operator will read in the coordinator's report.
 
-        The note replaces the previous note of its kind. If `why` is empty, that note is removed.
+        The note replaces the previous note of the same kind. If `why` is empty, it only removes
+        that note.
         """
         why = protocol.clip(why, protocol.MAX_NOTE)
         with self._lock:
@@ -192,18 +199,21 @@ class MemberClient:
         self.send(FromMember.NOTE, kind=kind, why=why)
 
     def report_neighbour(self, number: int, rank: int, silent: bool) -> None:
-        """Report that a neighbour's host no longer acknowledges bytes, or does so again."""
+        """Report that a neighbour's host has stopped acknowledging bytes, or does so again."""
         log(f"the host of node rank {rank} " + ("does not acknowledge bytes" if silent else "acknowledges bytes again"))
         self.send_now(FromMember.NEIGHBOUR, round=number, rank=rank, silent=silent)
 
     def send_now(self, verb: str, **fields: Any) -> None:
-        """Send a line if connected. Use this only for lines that are sent again after a welcome."""
+        """Send a line if there is a connection; otherwise, drop it.
+
+        Use this only for lines that will be sent again after the next welcome.
+        """
         with self._lock:
             if self._socket is not None and self.welcomed:
                 self._write(protocol.encode(verb, **fields))
 
     def send(self, verb: str, **fields: Any) -> None:
-        """Send a line now, or after the next welcome if there is no connection."""
+        """Send a line. If there is no connection, send it after the next welcome."""
         data = protocol.encode(verb, **fields)
         with self._lock:
             if self._socket is not None and self.welcomed and self._write(data):
@@ -213,9 +223,10 @@ class MemberClient:
             del self._unsent[:-MAX_UNSENT]
 
     def _keep_failure(self, verb: str, fields: dict[str, Any]) -> None:
-        """Keep a failure that was sent, because a broken link accepts lines that never arrive.
+        """Keep a failure that was sent, because lines sent over a broken link may never arrive.
 
-        If the report of this failure were lost, errors on other nodes would be blamed.
+        If the coordinator did not learn of it, it would take an error on a different node for the
+        first cause.
         """
         if verb == FromMember.FAILURE:
             self._failures.append((self._place, fields))
@@ -223,15 +234,17 @@ class MemberClient:
 
     def _write_kept(self, verb: str, fields: dict[str, Any]) -> bool:
         if "sent" in fields:
-            fields["sent"] = time.time()  # The coordinator computes the failure's age from it.
+            # The coordinator subtracts this time to compute the age of the failure.
+            fields["sent"] = time.time()
         return self._write(protocol.encode(verb, **fields))
 
     def _write_all_kept(self) -> None:
         """Send the waiting lines, and resend failures that this coordinator may have missed.
 
-        The coordinator recognizes failures that it already knows. A different coordinator does not
-        get them, because it could count the same break again. Failures are resent once in full and
-        once without their long parts, because a link may lose only large packets.
+        The coordinator recognizes failures that it already knows. If this is a different
+        coordinator than before, failures sent to the previous one are not resent, because the new
+        one might count the same break again. Each failure is resent once in full, and once more
+        without its long texts, because some broken links lose only large packets.
         """
         failures, self._failures = self._failures, []
         for place, fields in failures:
@@ -253,13 +266,15 @@ class MemberClient:
             self._socket.sendall(data)
             return True
         except OSError:
-            return False  # the reader notices the end of this connection and opens a new one
+            # The thread that reads from this connection will notice that it is broken, and open a
+            # new one.
+            return False
 
     def close(self) -> None:
-        """Close the connection cleanly.
+        """Close the connection so that the coordinator receives all lines.
 
-        Exiting with unread data in the socket would reset the connection and might lose the last
-        line.
+        If the process exited with unread data in the socket, the kernel would reset the connection,
+        and the last line might be lost.
         """
         self._closing = True
         with self._lock:
@@ -269,15 +284,16 @@ class MemberClient:
         try:
             stream.shutdown(socket.SHUT_WR)
         except OSError:
-            return  # the connection has already ended
+            return  # The connection was already closed by the other end.
         self._thread.join(GOODBYE_SECONDS)
 
     # ---- threads
 
     def _guard(self, work: Callable[[], None]) -> None:
-        """Run a thread's work, and end the launcher if the work fails.
+        """Run the function of a thread, and end the launcher if the function fails.
 
-        Otherwise, an unreachable launcher would train or wait forever.
+        Without this thread, the launcher would train or wait forever, and the coordinator could not
+        reach it.
         """
         try:
             work()
@@ -288,17 +304,19 @@ class MemberClient:
     def _keep(self) -> None:
         missed_since, known = time.monotonic(), False
         pause, why = 0.05, "no attempt yet"
-        chance = random.Random()  # Spreads out the reconnections of members that lost a coordinator together.
+        # This spreads out the attempts of members that lost the coordinator at the same moment.
+        chance = random.Random()
         while not self._gives_up(missed_since, known):
             try:
                 stream = self._connect()
-            except OSError as error:  # including NXDOMAIN, because the name is resolved each time
+            # This includes NXDOMAIN, because each attempt resolves the name again.
+            except OSError as error:
                 why = str(error)
             else:
                 over, why, welcomed = self._read(stream)
                 if over or self._closing:
                     return
-                if welcomed:  # otherwise, the time limit still applies
+                if welcomed:  # If the node was not welcomed, the time limit is not extended.
                     missed_since, known, pause = time.monotonic(), True, 0.05
             time.sleep(pause * chance.uniform(0.5, 1.5))
             pause = min(pause * 1.5, 1.0 if time.monotonic() < missed_since + FIRST_SECONDS else 5.0)
@@ -307,9 +325,10 @@ class MemberClient:
         )
 
     def _gives_up(self, missed_since: float, known: bool) -> bool:
-        """Whether to stop waiting for a coordinator.
+        """Whether this node has waited long enough for a coordinator.
 
-        `known` indicates whether a coordinator has ever admitted this node.
+        `known` indicates whether any coordinator has ever admitted this node. `missed_since` is the
+        time since which there has been no coordinator.
         """
         if known and self._mode == Mode.STANDARD:
             return time.monotonic() >= missed_since + self._reconnect_seconds
@@ -317,9 +336,10 @@ class MemberClient:
         return idle_since is not None and time.monotonic() >= max(missed_since, idle_since) + self._join_seconds
 
     def _connect(self) -> socket.socket:
-        """Connect to the first of the name's addresses at which this job's coordinator responds.
+        """Connect to the coordinator of this job.
 
-        Raises OSError.
+        Its name may have several addresses. They are tried in order, until the coordinator responds
+        at one of them. Raises OSError.
         """
         problem = OSError(f"no address was found for {self._address[0]}")
         for host in self._resolve():
@@ -337,7 +357,7 @@ class MemberClient:
     def _dial(self, host: str) -> socket.socket:
         stream = socket.create_connection((host, self._address[1]), timeout=CONNECT_SECONDS)
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # a host that vanished sends no FIN
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # A host that has vanished does not send a FIN.
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(protocol.SILENCE_SECONDS * 1000))
         stream.settimeout(protocol.SILENCE_SECONDS)
         return stream
@@ -368,11 +388,12 @@ class MemberClient:
         self._place = place
 
     def _challenge(self, stream: socket.socket) -> tuple[tuple[str, str], tuple[int, int]]:
-        """Make the coordinator prove that it knows the job's token.
+        """Make the other end prove that it is a coordinator that knows the job's token.
 
-        Return both nonces, and (generation, attempt). The name or address may currently belong to a
-        different job, or to this job with an older token. The proof also covers the generation and
-        attempt, because otherwise a relay could claim any numbers. Raises OSError.
+        Return both nonces, and the coordinator's (generation, attempt). The name or address may by
+        now lead to a different job, or to an earlier coordinator of this job with an older token.
+        The proof also covers the generation and attempt, because a relay could otherwise claim
+        different numbers. Raises OSError.
         """
         nonce = secrets.token_hex(16)
         stream.sendall(protocol.encode(FromMember.CHALLENGE, nonce=nonce))
@@ -392,13 +413,15 @@ class MemberClient:
         parts = "coordinator", *nonces, str(generation), str(attempt)
         if not protocol.is_sealed(answer.get("proof"), self._token, *parts):
             raise ConnectionError("the coordinator there does not know this job's token (DDPJOB_TOKEN)")
-        if not isinstance(generation, int) or not isinstance(attempt, int):  # a relay may have made them strings
+        # The proof does not exclude that a relay has sent strings instead of these numbers.
+        if not isinstance(generation, int) or not isinstance(attempt, int):
             raise ConnectionError("its generation or its attempt is not a number")
         return nonces, (generation, attempt)
 
     def _look(self) -> None:
-        """Check regularly whether the name leads to a later coordinator than the connected one."""
-        chance = random.Random()  # The global generator is left to the script, which may have seeded it.
+        """Check regularly whether the coordinator's name already leads to a later coordinator."""
+        # Do not use the global generator, which the script may have seeded.
+        chance = random.Random()
         while not self._closing:
             time.sleep(LOOKUP_SECONDS * chance.uniform(0.75, 1.25))
             with self._lock:
@@ -416,18 +439,21 @@ class MemberClient:
                 with self._dial(host) as other:
                     _, place = self._challenge(other)
             except OSError:
-                continue  # not a coordinator of this job
+                continue  # There is no coordinator of this job at this address.
             if place[0] > self._identity.get("generation", place[0]):
                 self._leave_generation(place[0])
-                return  # another address of the same coordinator must not count as the second time
+                # Do not check the other addresses. They may lead to the same coordinator, which
+                # must not be counted twice.
+                return
             if place > self._place:
                 self._move(stream, place)
                 return
 
     def _leave_generation(self, found: int) -> None:
-        """End when a later generation is found for the second time.
+        """End this launcher when a later generation is found for the second time.
 
-        By then, this host's kubelet would have asked this pod to end, if it were alive.
+        By then, the kubelet of this pod's host would have asked the pod to end, if the host were
+        still connected to the cluster.
         """
         if self._outdated:
             expected = self._identity["generation"]
@@ -436,7 +462,10 @@ class MemberClient:
         self._outdated = True
 
     def _move(self, stream: socket.socket, place: tuple[int, int]) -> None:
-        """Leave the current coordinator, which then exits so that the other members leave too."""
+        """Leave the current coordinator and connect to the later one.
+
+        The current coordinator is notified. It then exits, so that the other members leave it, too.
+        """
         log("the coordinator of generation {}, attempt {}, has taken over; connecting to it".format(*place))
         self._place = place
         self.send_now(FromMember.REPLACED, generation=place[0], attempt=place[1])
@@ -444,10 +473,10 @@ class MemberClient:
             stream.shutdown(socket.SHUT_RDWR)
 
     def _read(self, stream: socket.socket) -> tuple[bool, str, bool]:
-        """Handle lines until the connection ends.
+        """Handle lines from the coordinator until the connection ends.
 
-        Return (whether the coordinator has sent its last line, why the connection ended, whether
-        this node was welcomed).
+        Return whether the coordinator has sent its last line, the reason why the connection ended,
+        and whether this node was welcomed.
         """
         why, self._refusal = "it closed the connection", ""
         try:
@@ -498,7 +527,9 @@ class MemberClient:
     def _on_go(self, message: dict[str, Any]) -> None:
         with self.changed:
             if self._ready is None or message["round"] <= self._ready["after"]:
-                return  # stale: sent before the coordinator got this node's latest line
+                # This `go` is stale. The coordinator sent it before it got this node's latest
+                # `ready`.
+                return
             self._ready, self._go, self._idle_since = None, message, None
             with self._lock:
                 self._failures = []
@@ -530,7 +561,8 @@ class MemberClient:
         if expected is not None and found != expected:
             text = f"this pod belongs to generation {expected}, the coordinator to {found}"
             if isinstance(found, int) and found < expected:
-                # That coordinator is about to end, and its name will belong to a new one.
+                # That coordinator is about to end, and its name will then lead to a new
+                # coordinator.
                 self._refusal = text
                 return False
             self._on_end(protocol.EXIT_RENDEZVOUS_LOST, "RendezvousLost", text)
@@ -538,8 +570,9 @@ class MemberClient:
         with self._lock:
             self.welcomed = True
             self._write_all_kept()
-            # Read `_ready` only after setting `welcomed`. `wait_go` sets `_ready` and then sends it
-            # only if this node is welcomed, so one of the two threads sends it.
+            # Read `_ready` only after `welcomed` was set. `wait_go`, on a different thread, first
+            # sets `_ready`, and then sends it only if `welcomed` is set. So at least one of the two
+            # threads sends it.
             ready = self._ready
             if ready is not None:
                 self._write(protocol.encode(FromMember.READY, **ready))

@@ -7,14 +7,15 @@ with a link check in stages. The later stages are needed only if the first one f
 2. `alone`: the ranks of each node do an all-reduce, if a node has several ranks.
 3. `pairs0` to `pairs2`: neighbours in a ring do an all-reduce, so that each link is tried once.
 
-A node fails if its own ranks fail, or if both of its links fail. If only one link fails, the fault
-may be at either end. Then one of the two nodes ends with an ordinary failure, and no culprit is
-named.
+A node fails if its own ranks fail, or if both of its links fail. If only one of a node's links
+fails, the fault may be at either end of the link. In that case, one of the two nodes ends with an
+ordinary failure, and no culprit is named.
 
 Example: the all-reduce of 4 nodes fails. Pairs (0, 1) and (2, 3) are tried, then (1, 2) and (3, 0).
 The pairs (0, 1) and (1, 2) fail, so the node of rank 1 is the culprit and ends as unfit.
 
-The results are collected in the round's store. Rank 0 judges, and all nodes obey its verdict.
+The nodes write their results into the round's store. The node with rank 0 judges the results, and
+all nodes obey its verdict.
 """
 
 from __future__ import annotations
@@ -40,28 +41,31 @@ from ddpjob_runtime.store import serve
 
 PACKAGE = Path(__file__).resolve().parent.parent
 STAGES = 5
-"""Maximum number of stages, each with its own time limit: the group, each node alone, and three
-stages of pairs.
-"""
+"""Maximum number of stages in a link check. These are the stage of the group, the stage of each
+node alone, and three stages of pairs. Each stage has its own time limit."""
 MARGIN_SECONDS = 15.0
-"""Seconds to allow for an exchange over the store. In addition to its check, a stage may take this
-long once for the meeting address, once for the results, and twice for the verdict."""
+"""Seconds to allow for one exchange over the store. A stage consists of its check and of four such
+exchanges: one for the address at which its ranks meet, one for the results, and two for the
+verdict."""
 _POLL_SECONDS = 0.05
 _MAX_OUTPUT = 64 * 1024
 
 Cancelled = Callable[[], bool]
 Group = tuple[int, ...]
-"""The ranks of nodes that are checked together."""
+"""The group ranks of nodes that do an all-reduce together."""
 
 
 class Abandoned(Exception):
-    """A check was cancelled because its result is no longer needed."""
+    """A check was cancelled, because its result is no longer needed."""
 
 
 @dataclass(frozen=True)
 class PreflightSettings:
-    """The settings in DDPJOB_PREFLIGHT. `least` is the minimum rate in 10^6 bytes per second; 0
-    accepts any rate."""
+    """The settings in DDPJOB_PREFLIGHT.
+
+    `least` is the minimum rate of an all-reduce in 10^6 bytes per second. If it is 0, any rate is
+    enough.
+    """
 
     group: bool
     seconds: float
@@ -73,7 +77,7 @@ class PreflightSettings:
 
     @classmethod
     def read(cls) -> PreflightSettings | None:
-        """Read the settings; None if the job has no preflight. Raises InitFailure."""
+        """Read the settings; return None if the job has no preflight. Raises InitFailure."""
         text = JobEnvironment.read().preflight
         if not text:
             return None
@@ -88,7 +92,7 @@ class PreflightSettings:
 
 
 class HardwareCheck:
-    """A `hardware_check` process."""
+    """A process that runs one check of `hardware_check`."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         command = [sys.executable, str(PACKAGE), "check", json.dumps(settings)]
@@ -96,9 +100,10 @@ class HardwareCheck:
         self._output, self._ended = b"", False
 
     def wait(self, until: float, cancelled: Cancelled) -> dict[str, Any]:
-        """Return the result or, after `until` (monotonic seconds), the step that hangs.
+        """Wait for the process, and return the result of its check.
 
-        Raises Abandoned.
+        If there is no result at the time `until` (monotonic seconds), the returned problem names
+        the step that hangs. Raises Abandoned.
         """
         assert self._process.stdout is not None
         try:
@@ -116,7 +121,8 @@ class HardwareCheck:
     def _result(self) -> dict[str, Any]:
         step = "start"
         for line in self._output.splitlines():
-            with contextlib.suppress(ValueError, TypeError, KeyError):  # The image's own code may print other lines.
+            # Code in the image may print other lines.
+            with contextlib.suppress(ValueError, TypeError, KeyError):
                 said = json.loads(line)
                 if "problem" in said:
                     return dict(said)
@@ -126,15 +132,16 @@ class HardwareCheck:
         return {"problem": f"the check ended with exit code {self._process.returncode} in this step: {step}"}
 
     def kill(self) -> None:
-        """Kill the process, whatever it is doing."""
+        """Kill the process, even if it hangs."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # If a driver blocks the process, leave it behind.
+        # If a driver blocks the process, do not wait for its end.
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1)
 
 
 class NodePreflight:
-    """The checks that a node must pass before it trains."""
+    """The checks that this node must pass before it trains."""
 
     def __init__(self, settings: PreflightSettings, procs: int) -> None:
         self.settings, self._procs = settings, procs
@@ -143,8 +150,9 @@ class NodePreflight:
 
     @property
     def wanted_seconds(self) -> int:
-        """Maximum number of seconds by which a link check delays this node's next round; 0 if no
-        check is needed.
+        """Maximum number of seconds by which a link check would delay this node's next round.
+
+        It is 0 if no link check is needed.
         """
         if not self.settings.group or self.passed_group:
             return 0
@@ -158,7 +166,7 @@ class NodePreflight:
         self._until = time.monotonic() + known.seconds
 
     def node_problem(self, cancelled: Cancelled) -> str:
-        """Wait for the check, and return what is wrong with this node; empty if it passed.
+        """Wait for the check of this node, and return its problem; empty if the node passed.
 
         Raises Abandoned.
         """
@@ -169,16 +177,16 @@ class NodePreflight:
         return problem
 
     def kill(self) -> None:
-        """Kill the running checks."""
+        """Kill all checks that are still running."""
         for check in self._checks:
             check.kill()
 
     def check_links(self, store: Any, rank: int, world: int, host: str, cancelled: Cancelled) -> LinkVerdict:
-        """Check a round's links, and return the verdict, which is the same on every node.
+        """Check the links between a round's nodes, and return the verdict.
 
-        `host` is this node's address.
+        All nodes of the round return the same verdict. `host` is this node's address.
 
-        Raises Abandoned, and torch's store errors.
+        Raises Abandoned, and the errors of torch's store.
         """
         results: dict[str, dict[int, NodeResult]] = {}
         for stage, groups in stages(world, self._procs):
@@ -200,7 +208,7 @@ class NodePreflight:
         raise AssertionError("the last stage returned no verdict")
 
     def _join(self, store: Any, stage: str, group: Group, rank: int, host: str, cancelled: Cancelled) -> NodeResult:
-        """Run this node's part of one all-reduce among the nodes of `group`."""
+        """Do this node's part of one all-reduce among the nodes in `group`."""
         known, place, key = self.settings, group.index(rank), f"{stage}/{group[0]}/store"
         pod = JobEnvironment.read().pod
         on = os.environ.get("NODE_NAME", "")
@@ -230,9 +238,9 @@ class NodePreflight:
         return NodeResult(pod, on, problem, min(rates, default=0.0), str(found[0].get("transport", "")))
 
     def _linger(self, store: Any, stage: str, group: Group, cancelled: Cancelled) -> None:
-        """Keep the group's store until the group's other nodes are done.
+        """Keep the store of the group open until the group's other nodes no longer need it.
 
-        Otherwise, the loss of the store would look like a broken link.
+        For them, the loss of the store would look like a broken link.
         """
         until = time.monotonic() + MARGIN_SECONDS
         while time.monotonic() < until and not store.check([f"{stage}/{other}" for other in group[1:]]):
@@ -247,9 +255,10 @@ def _collect(store: Any, stage: str, rank: int, until: float, cancelled: Cancell
 
 
 def _await(store: Any, key: str, until: float, cancelled: Cancelled) -> str:
-    """Return the value of a key; empty if it is missing at `until` (monotonic).
+    """Wait until the store has a key, and return its value.
 
-    Raises Abandoned.
+    If there is no value at the time `until` (monotonic seconds), return an empty string. Raises
+    Abandoned.
     """
     pause = 0.01
     while not store.check([key]):
@@ -267,7 +276,10 @@ def _await(store: Any, key: str, until: float, cancelled: Cancelled) -> str:
 
 @dataclass(frozen=True)
 class NodeResult:
-    """A node's result in one stage. `rate` is in 10^6 bytes per second; 0 if not measured."""
+    """The result of one node in one stage.
+
+    `rate` is in 10^6 bytes per second; 0 if it was not measured.
+    """
 
     pod: str = ""
     node: str = ""
@@ -280,7 +292,7 @@ class NodeResult:
         return f"pod {self.pod}" + (f" on Kubernetes node {self.node}" if self.node else "")
 
     def fault(self, least: float) -> str:
-        """Return why the result is not good enough; empty if it is."""
+        """Return why this result is not good enough; empty if it is good."""
         if self.problem:
             return self.problem
         return f"{self.rate:.0f} MB/s, less than {least:.0f}" if self.rate and self.rate < least else ""
@@ -288,11 +300,12 @@ class NodeResult:
 
 @dataclass(frozen=True)
 class LinkVerdict:
-    """The outcome of a link check.
+    """The verdict of a link check.
 
-    `culprits` maps ranks to the reason why a node must not train. `failed` is why the check failed;
-    if it is empty, all nodes can train and `passed` describes the group. `ends` is the rank that
-    ends with an ordinary failure if no culprit is known.
+    `failed` is the reason why the check failed. If it is empty, all nodes can train, and `passed`
+    describes the group. `culprits` has the group ranks of the nodes that must not train, with the
+    reason for each. If no culprit is known, `ends` is the group rank of the node that ends with an
+    ordinary failure.
     """
 
     passed: str = ""
@@ -301,19 +314,19 @@ class LinkVerdict:
     ends: int | None = None
 
     def write(self) -> dict[str, Any]:
-        """Return the verdict as a JSON object. Its keys are strings."""
+        """Return the verdict as a JSON object, in which the culprits' ranks are strings."""
         return {**asdict(self), "culprits": {str(rank): why for rank, why in self.culprits.items()}}
 
     @classmethod
     def read(cls, body: dict[str, Any]) -> LinkVerdict:
-        """Parse the output of `write`."""
+        """Parse a verdict that was written with `write`."""
         return cls(**{**body, "culprits": {int(rank): why for rank, why in body["culprits"].items()}})
 
 
 def stages(world: int, procs: int) -> Iterator[tuple[str, list[Group]]]:
-    """Yield the stages in order, as (name, groups of nodes).
+    """Yield the stages of a link check in order, each as (name, groups of nodes).
 
-    A node is in at most one group of a stage.
+    No stage has a node in more than one of its groups.
     """
     yield "group", [tuple(range(world))]
     if procs > 1 and world > 1:
@@ -328,11 +341,12 @@ def stages(world: int, procs: int) -> Iterator[tuple[str, list[Group]]]:
 
 
 def judge(world: int, procs: int, results: Mapping[str, Mapping[int, NodeResult]], least: float) -> LinkVerdict | None:
-    """Return the verdict after these stages, or None if the next one is needed.
+    """Return the verdict after the stages in `results`; None if another stage is needed.
 
-    A culprit is a node that fails alone, or whose links to both neighbours in the ring fail while
-    other links pass. If several consecutive nodes are suspect, only the fewest that explain the
-    failures are named, and the next check tests the others again.
+    A node is a culprit if its ranks fail without other nodes. It is also a culprit if its links to
+    both neighbours in the ring fail while other links pass. If this is true for several consecutive
+    nodes, the smallest number of them that explains the failures is named. The next check tests the
+    others again.
     """
     group = results["group"]
     faults = {rank: fault for rank, result in group.items() if (fault := result.fault(least))}
@@ -375,7 +389,7 @@ def judge(world: int, procs: int, results: Mapping[str, Mapping[int, NodeResult]
 def _middles(world: int, group: Mapping[int, NodeResult], broken: Mapping[Group, str]) -> dict[int, str]:
     """Return every second node in each sequence of broken links, and why it is a culprit.
 
-    A sequence begins with the first node whose links are both broken.
+    A sequence begins with the first node whose links to both neighbours are broken.
     """
     culprits: dict[int, str] = {}
     start = next(rank for rank in range(world) if not _broken(broken, world, rank - 1))
@@ -390,7 +404,7 @@ def _middles(world: int, group: Mapping[int, NodeResult], broken: Mapping[Group,
 
 
 def _broken(broken: Mapping[Group, str], world: int, rank: int) -> str:
-    """Return why the link from a node to the next one in the ring is broken; empty if it works."""
+    """Return why the link from a node to the next one is broken; empty if the link works."""
     a, b = rank % world, (rank + 1) % world
     return broken.get((a, b), "")
 

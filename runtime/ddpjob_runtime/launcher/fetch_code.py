@@ -18,8 +18,9 @@ single read may exceed 1 MiB.
     .ddpjob-part-code         the archive while it is being fetched
     .ddpjob-lock              held by the fetching pod; the kernel releases it when the pod ends
 
-A launcher that finds the marker changes nothing, so files that the program has written are kept.
-A job's pods on the same machine share the folder, and the first pod fetches the archive.
+A launcher that finds the marker changes nothing in the folder, so files that the program has
+written there are kept. A job's pods on the same machine share the folder, and the first pod fetches
+the archive.
 
 Why: docs/decisions/0029.
 """
@@ -70,25 +71,26 @@ from ddpjob_runtime.protocol import MOST_CODE_BYTES, MOST_CODE_FILES, MOST_UNPAC
 
 _MARKER, _PART, _LOCK = OWN + "code-", OWN + "part-code", OWN + "lock"
 _LARGEST_READ = 2**20
-"""Maximum number of bytes that one read of an archive may request. Without this limit, Python's
-tarfile would read a header of any size in one call."""
+"""Maximum number of bytes that one read of an archive can request. Without this limit, Python's
+tarfile would read a header of any size at once."""
 _MALFORMED = (
     tarfile.TarError, zlib.error, gzip.BadGzipFile, EOFError, ValueError, OverflowError, RecursionError, LookupError,
     struct.error, TypeError, AttributeError,
 )  # fmt: skip
-"""Exceptions that Python's tarfile and gzip raise for malformed archives, across versions."""
+"""The exceptions with which tarfile and gzip respond to malformed archives, in all versions of
+Python."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 _CLASHING = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EILSEQ)
 
 
 class BadArchive(Exception):
-    """The archive cannot be unpacked safely. The message states the reason."""
+    """The archive cannot be unpacked safely. The message has the reason."""
 
 
 @dataclass(frozen=True)
 class CodeSettings:
-    """The archive to fetch, its checksum, and the folder to unpack it into."""
+    """Where the archive is, its checksum, and the folder to unpack it into."""
 
     place: BucketPlace
     name: str
@@ -98,9 +100,10 @@ class CodeSettings:
 
     @classmethod
     def take(cls) -> CodeSettings | None:
-        """Read the DDPJOB_CODE_* variables, and remove the credentials so that no worker gets them.
+        """Read the DDPJOB_CODE_* variables; return None if the job has no archive.
 
-        Return None if the job has no archive. Raises BucketRefusal.
+        Remove the credentials from the environment, so that no worker gets them. Raises
+        BucketRefusal.
         """
         job, keys = JobEnvironment.read(), take_keys("CODE")
         if not job.code_url:
@@ -118,8 +121,8 @@ class CodeSettings:
 class CodeFetch:
     """Fetches the archive once, when a launcher starts.
 
-    `report(text)` is called occasionally to update the job's status, and with an empty string at
-    the end.
+    While the fetch runs, `report(text)` is called now and then to update the job's status. At the
+    end, it is called with an empty string. If `cancelled()` returns true, the fetch is abandoned.
     """
 
     def __init__(self, settings: CodeSettings, cancelled: Callable[[], bool], report: Callable[[str], None]) -> None:
@@ -129,7 +132,7 @@ class CodeFetch:
         self._due = self._began + FIRST_NEWS_SECONDS
 
     def run(self) -> None:
-        """Fetch and unpack the archive, unless the folder contains it.
+        """Fetch and unpack the archive, unless it was already unpacked into the folder.
 
         Raises BucketRefusal, Unfit, FetchAbandoned, OSError.
         """
@@ -180,7 +183,7 @@ class CodeFetch:
         log(f"code: {count} files of {self._url}, {size_text(size)}, fetched in {took:.1f} s and verified")
 
     def _download(self, part: Path) -> int:
-        """Download the archive, retrying while the bucket is unreachable, and return its size."""
+        """Download the archive, and return its size. Retry while the bucket is unreachable."""
         failures = wrong = 0
         while True:
             reader = Reader(self._settings.place, self._settings.credentials)
@@ -234,14 +237,17 @@ class CodeFetch:
             time.sleep(min(0.1, left))
 
     def _say(self, text: str) -> None:
-        """Report to the coordinator, but only every few seconds."""
+        """Report `text` to the coordinator, but only every FIRST_NEWS_SECONDS."""
         if (now := time.monotonic()) >= self._due and text != self._reported:
             self._due, self._reported = now + FIRST_NEWS_SECONDS, text
             self._report(text)
 
 
 class _Unpacked:
-    """The uncompressed bytes of an archive, read forward only, in limited reads, up to a limit."""
+    """The uncompressed bytes of an archive, as a file that can only be read forward.
+
+    Each read is limited in size, and so is the total number of bytes.
+    """
 
     def __init__(self, packed: IO[bytes], most: int) -> None:
         self._packed, self._most, self._position = gzip.GzipFile(fileobj=packed), most, 0
@@ -259,7 +265,11 @@ class _Unpacked:
         return self._position
 
     def seek(self, position: int, whence: int = 0) -> int:
-        """Skip forward. tarfile seeks backward only for headers with negative sizes."""
+        """Skip forward to a position.
+
+        Raise BadArchive if the position is not ahead. tarfile seeks backward only if a header has a
+        negative size.
+        """
         if whence or position < self._position:
             raise BadArchive("a header has a negative size")
         while self._position < position:
@@ -271,17 +281,19 @@ class _Unpacked:
 def unpack(archive: Path, folder: Path, most: int = MOST_UNPACKED_BYTES, most_files: int = MOST_CODE_FILES) -> int:
     """Unpack an untrusted .tar.gz into a folder, and return the number of files.
 
-    An existing file with the same name is replaced, so that an interrupted call can be repeated.
-    Files get mode 644, or 755 if their owner may execute them. Raises BadArchive, OSError.
+    An existing file with the same name is replaced, so an interrupted call can be repeated. Files
+    get mode 755 if their owner is allowed to execute them, and otherwise 644. Raises BadArchive,
+    OSError.
     """
     names, count = set[str](), 0
     with archive.open("rb") as packed, _malformed():
-        # The limit includes 2 KiB for the headers and padding of each file.
+        # In addition to the files' own bytes, 2 KiB are allowed for the headers and padding of each
+        # file.
         plain: Any = _Unpacked(packed, most + 2048 * most_files)
         tar: Any = tarfile.TarFile(fileobj=plain, mode="r")
         unpacked = 0
         while (member := tar.next()) is not None:
-            tar.members = []  # Otherwise, tarfile would keep every header.
+            tar.members = []  # tarfile would otherwise keep every header in memory.
             name = _checked(member)
             if not name:
                 continue
@@ -304,7 +316,10 @@ def unpack(archive: Path, folder: Path, most: int = MOST_UNPACKED_BYTES, most_fi
 
 
 def _checked(member: tarfile.TarInfo) -> str:
-    """Return a member's path below the folder; empty for the folder itself. Raises BadArchive."""
+    """Return the path of an archive's member relative to the folder; empty for the folder itself.
+
+    Raises BadArchive.
+    """
     name = member.name
     while name.startswith("./"):
         name = name[2:]

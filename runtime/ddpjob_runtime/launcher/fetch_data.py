@@ -5,21 +5,23 @@
     .ddpjob-part-HASH         an object that is being fetched
     .ddpjob-lock              held by the fetching pod; the kernel releases it when the pod ends
 
-All pods that mount the folder wait for the lock. The first pod fetches, and the others find
-everything there. A pod that starts again with the same folder downloads only what has changed:
+All pods that mount the folder wait for the lock. The first pod fetches the objects, and the others
+then find all of them in the folder. A pod that starts again with the same folder downloads only
+what has changed:
 
 - The bucket is listed. An object counts as fetched if the record has its ETag, and the file still
   has the recorded size and time. Recorded files that the bucket no longer has are deleted.
 - THREADS threads download the missing objects. They continue partial downloads that were begun
   since the host booted.
-- A part is renamed only if its size and checksums match. After WRONG_TRIES, the job fails.
+- A part is renamed only if its size and checksums match. After WRONG_TRIES downloads of an object
+  with a wrong checksum, the job fails.
 - During outages of the bucket, requests are retried indefinitely. A full disk makes the node
   unfit, so that the operator replaces its pod on a different host. If the bucket changes during
   the fetch, it is listed again.
 
-Example: the pod is killed after 60 of 100 objects. Its successor lists the bucket and finds 60
-objects in the record. It reads the partial downloads to compute their checksums, and continues
-them.
+Example: the pod is killed after it has fetched 60 of 100 objects. Its successor lists the bucket
+and finds 60 objects in the record. It reads the partial downloads of the others to compute their
+checksums, and continues these downloads.
 """
 
 from __future__ import annotations
@@ -60,18 +62,18 @@ from ddpjob_runtime.launcher.s3_reader import (
 from ddpjob_runtime.launcher.shutdown import log
 
 THREADS = 8
-"""Number of objects to fetch at the same time. Each has its own connection and at most two pieces
-in memory.
-"""
+"""Number of objects that are downloaded at the same time. Each download has its own connection, and
+at most two pieces of its object in memory."""
 OWN = ".ddpjob-"
 LONGEST_PAUSE = 60.0
 LOG_SECONDS = 30.0
 FIRST_NEWS_SECONDS = 3.0
-"""Seconds after which a running fetch is reported to the coordinator."""
+"""A fetch is reported to the coordinator only if it runs for more than this many seconds."""
 WRONG_TRIES = 3
-"""Maximum number of attempts to fetch an object whose checksum differs."""
+"""Maximum number of downloads of one object, if its checksum is wrong each time."""
 LISTINGS = 5
-"""Maximum number of listings in one fetch, if the bucket changes while it is read."""
+"""Maximum number of listings of the bucket in one fetch. The bucket is listed again if it changes
+during the fetch."""
 _RECORD, _PART, _LOCK = OWN + "fetched.jsonl", OWN + "part-", OWN + "lock"
 _SECRETS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -82,7 +84,7 @@ _Found = TypeVar("_Found")
 
 
 class Unfit(Exception):
-    """This host's disk cannot hold the data, but the disk of a different host might."""
+    """The disk of this host cannot hold the data, but the disk of a different host might."""
 
 
 class FetchAbandoned(Exception):
@@ -90,16 +92,16 @@ class FetchAbandoned(Exception):
 
 
 def take_keys(what: str) -> dict[str, str]:
-    """Remove the keys DDPJOB_`what`_AWS_* from the environment, and return them by their AWS names.
+    """Remove the variables DDPJOB_`what`_AWS_* from the environment, so that no worker gets them.
 
-    They are removed so that no worker gets them.
+    Return their values by the names of AWS's own variables.
     """
     return {name: value for name in _SECRETS if (value := os.environ.pop(f"DDPJOB_{what}_{name}", ""))}
 
 
 @dataclass(frozen=True)
 class FetchSettings:
-    """The source of the data, and the folder to fetch it into."""
+    """Where to fetch the data from, and the folder to fetch it into."""
 
     place: BucketPlace
     credentials: Credentials
@@ -107,9 +109,10 @@ class FetchSettings:
 
     @classmethod
     def take(cls) -> FetchSettings | None:
-        """Read the DDPJOB_DATA_* variables, and remove the credentials so that no worker gets them.
+        """Read the DDPJOB_DATA_* variables; return None if there is nothing to fetch.
 
-        Return None if there is nothing to fetch. Raises BucketRefusal.
+        Remove the credentials from the environment, so that no worker gets them. Raises
+        BucketRefusal.
         """
         job, keys = JobEnvironment.read(), take_keys("DATA")
         if not job.data_url:
@@ -121,8 +124,8 @@ class FetchSettings:
 class Fetch:
     """Fetches the data once, when a launcher starts.
 
-    `report(text)` is called occasionally to update the job's status, and with an empty string at
-    the end.
+    While a fetch runs, `report(text)` is called now and then to update the job's status. At the
+    end, it is called with an empty string. If `cancelled()` returns true, the fetch is abandoned.
     """
 
     def __init__(self, settings: FetchSettings, cancelled: Callable[[], bool], report: Callable[[str], None]) -> None:
@@ -136,7 +139,7 @@ class Fetch:
         self._reported = ""
 
     def run(self) -> None:
-        """Fetch until the folder has every object of the bucket.
+        """Fetch objects until the folder has every object of the bucket.
 
         Raises BucketRefusal, Unfit, FetchAbandoned, OSError.
         """
@@ -160,9 +163,10 @@ class Fetch:
 
     @contextlib.contextmanager
     def _hold_lock(self) -> Iterator[None]:
-        """Hold the folder's lock.
+        """Wait for the lock of the folder, and hold it.
 
-        The lock does not depend on a clock, and the kernel releases it if its holder is killed.
+        A kernel lock does not depend on a clock, and the kernel releases it if the process is
+        killed.
         """
         with (self._folder / _LOCK).open("a") as file:
             self._began, waited = time.monotonic(), False
@@ -217,7 +221,11 @@ class Fetch:
     # --- what is there
 
     def _read_record(self) -> dict[str, list[Any]]:
-        """Return {name: [name, ETag, size, nanoseconds]}, skipping malformed lines."""
+        """Return the recorded objects by name.
+
+        Each is a list of its name, ETag, size, and the time of its file in nanoseconds. Malformed
+        lines are skipped.
+        """
         found: dict[str, list[Any]] = {}
         with contextlib.suppress(FileNotFoundError), (self._folder / _RECORD).open("rb") as file:
             while line := file.readline(16384):
@@ -249,20 +257,25 @@ class Fetch:
         return [found.st_size, found.st_mtime_ns] == [remote.size, entry[3]]
 
     def _forget(self, known: Iterable[str], wanted: set[str]) -> None:
-        """Remove fetched files that the bucket no longer has. Other files are not touched."""
+        """Remove files that were fetched earlier, but whose objects the bucket no longer has.
+
+        Files that are not in the record are not touched.
+        """
         for name in known:
             if name in wanted:
                 continue
-            with contextlib.suppress(OSError, ValueError):  # A recorded name might not be a valid file name.
+            # A name in the record might not be a valid file name.
+            with contextlib.suppress(OSError, ValueError):
                 (self._folder / name).unlink()
                 for folder in list((self._folder / name).parents)[: name.count("/")]:
-                    folder.rmdir()  # This fails, which ends the loop, if the folder is not empty.
+                    # If the folder is not empty, this raises an error, which ends the loop.
+                    folder.rmdir()
 
     def _part(self, remote: Remote) -> Path:
-        """Return the path of the partial download of this version of an object.
+        """Return the path for the partial download of this version of an object.
 
-        The path depends on the host's boot ID, so that a download truncated by a power failure is
-        never resumed.
+        The path depends on the boot ID of the host. So a download is not continued after the host
+        was booted again, because a power failure may have truncated the file.
         """
         text = f"{remote.name}\0{remote.etag}\0{_read_boot_id()}"
         return self._folder / (_PART + hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:32])
@@ -337,15 +350,17 @@ class Fetch:
         )
 
     def _fill(self, reader: Reader, remote: Remote, part: Path) -> str:
-        """Complete the part, and return what is wrong with it; empty if it is correct.
+        """Download the missing bytes of a part, and check the part's checksums.
 
-        Raises Away, Changed, BucketRefusal, OSError.
+        Return what is wrong with the part; empty if it is correct. Raises Away, Changed,
+        BucketRefusal, OSError.
         """
         sums, counted = Sums(remote), 0
         with os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), "r+b") as file:
             try:
                 if os.fstat(file.fileno()).st_size > remote.size:
-                    file.truncate(0)  # It is too long, so the runtime did not write it.
+                    # The runtime has not written this file, because it is longer than the object.
+                    file.truncate(0)
                 while piece := file.read(PIECE):
                     sums.update(piece)
                     counted = self._count(counted, piece)
@@ -353,7 +368,8 @@ class Fetch:
                     headers, pieces = reader.open(remote, counted)
                     sums.expect(headers)
                     with self._lock:
-                        self._problem = ""  # The bucket responds, and the rest of the object may take hours.
+                        # The bucket responds again. The download of the rest may take hours.
+                        self._problem = ""
                     for piece in pieces:
                         if counted + len(piece) > remote.size:
                             reader.close()
@@ -378,7 +394,7 @@ class Fetch:
         target = self._folder / remote.name
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.is_dir() and not target.is_symlink():
-            target.rmdir()  # The bucket previously had a folder with this name.
+            target.rmdir()  # In an earlier version of the bucket, this name was a folder.
         part.replace(target)
         line = json.dumps([remote.name, remote.etag, remote.size, target.stat().st_mtime_ns])
         with self._lock:
@@ -387,7 +403,7 @@ class Fetch:
             self._problem = ""
 
     def _count(self, before: int, piece: bytes) -> int:
-        """Count a piece, and return the number of the object's bytes up to and including it."""
+        """Count the bytes of a piece. Return the object's number of bytes including the piece."""
         with self._lock:
             self._done += len(piece)
         return before + len(piece)
@@ -395,9 +411,9 @@ class Fetch:
     # --- patience
 
     def _retry(self, act: Callable[[], _Found], ended: Callable[[], bool]) -> _Found:
-        """Return the result of `act`, which is retried while the bucket is unreachable.
+        """Return the result of `act`, which is called again while the bucket is unreachable.
 
-        Raises BucketRefusal, Changed, FetchAbandoned, OSError.
+        `ended()` says whether to give up. Raises BucketRefusal, Changed, FetchAbandoned, OSError.
         """
         failures = 0
         while True:
@@ -408,14 +424,16 @@ class Fetch:
                 pause = pause_after(failures)
                 with self._lock:
                     known, self._problem = self._problem, str(error)
-                if not known or failures > 3:  # Only one of the eight downloads logs the problem.
+                # If the bucket is unreachable, all eight downloads fail, but only one of them logs
+                # that.
+                if not known or failures > 3:
                     log(f"data: {error}; retrying in {pause:.0f} s")
                 if not self._total:
                     self._say(f"waiting for the bucket with the data: {error}")
             self._pause(pause, ended)
 
     def _pause(self, seconds: float, ended: Callable[[], bool]) -> None:
-        """Sleep, but raise FetchAbandoned when `ended()` becomes true."""
+        """Sleep for `seconds`. Raise FetchAbandoned as soon as `ended()` returns true."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             if ended():
@@ -429,9 +447,9 @@ class Fetch:
         return f" ({self._problem})" if self._problem else ""
 
     def _say(self, text: str) -> None:
-        """Log `text` at most twice a minute.
+        """Log `text`, but at most every LOG_SECONDS.
 
-        Report it to the coordinator every 5 %, and when the problem changes.
+        Also report it to the coordinator after each 5 % of the data, and when the problem changes.
         """
         now = time.monotonic()
         if now - self._logged >= LOG_SECONDS:
@@ -444,7 +462,7 @@ class Fetch:
 
 
 class Sums:
-    """Compares the checksums that the server sends for an object with the object's bytes."""
+    """Compares the bytes of a downloaded object with the checksums that the server has sent."""
 
     def __init__(self, remote: Remote) -> None:
         self._etag = remote.etag
@@ -453,21 +471,21 @@ class Sums:
         self._headers: Mapping[str, str] = {}
 
     def update(self, piece: bytes) -> None:
-        """Add the next bytes."""
+        """Add the next bytes of the object."""
         if self._md5 is not None:
             self._md5.update(piece)
         self._sha256.update(piece)
         self._crc32 = zlib.crc32(piece, self._crc32)
 
     def expect(self, headers: Mapping[str, str]) -> None:
-        """Set the response's headers, which contain the whole object's checksums."""
+        """Set the headers of the server's response, which contain checksums of the whole object."""
         self._headers = headers
 
     def problem(self) -> str:
-        """Return which checksum differs; empty if all match.
+        """Return which checksum is wrong; empty if all of them match.
 
-        For an object uploaded in one part, the ETag is the MD5, unless the object is encrypted with
-        a KMS key or a customer-provided key.
+        The ETag of an object is its MD5 if the object was uploaded in one part, and is not
+        encrypted with a KMS key or a key of the customer.
         """
         said = self._headers.get
         encrypted = said("x-amz-server-side-encryption", "AES256") != "AES256"
@@ -482,7 +500,7 @@ class Sums:
 
 
 def check_names(objects: list[Remote], url: str) -> None:
-    """Raise BucketRefusal unless each object can be a separate file below a folder."""
+    """Raise BucketRefusal if an object's name cannot be the path of a file below the folder."""
     if not objects:
         raise BucketRefusal(f"{url} contains no objects; check storage.data.url, which must be a folder in the bucket")
     names = set[str]()
@@ -507,7 +525,7 @@ def check_names(objects: list[Remote], url: str) -> None:
 
 
 def why_not_a_file(name: str) -> str:
-    """Return why an object's name cannot be a path below a folder; empty if it can."""
+    """Return why an object's name cannot be a path below a folder; empty if it can be one."""
     if re.search(r"[\x00-\x1f\x7f]", name):
         return "its name contains a control character"
     if "\\" in name or re.match(r"[A-Za-z]:", name):
@@ -523,15 +541,15 @@ def why_not_a_file(name: str) -> str:
 
 
 def pause_after(failures: int) -> float:
-    """Return how many seconds to wait before the next attempt.
+    """Return how many seconds to wait before the next attempt, after this number of failures.
 
-    The pause is random, because all pods of a job would otherwise retry at the same moment.
+    The pause is random, because otherwise all pods of a job would retry at the same moment.
     """
     return min(LONGEST_PAUSE, 2.0 ** (min(failures, 10) - 1)) * random.Random().uniform(0.5, 1.5)
 
 
 def size_text(size: float) -> str:
-    """Format a size, such as 3.2 GiB."""
+    """Format a number of bytes, for example as 3.2 GiB."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if size < 1024:
             return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"

@@ -4,9 +4,9 @@ After a loss, the workers on surviving nodes are restarted too. A new interprete
 on `import torch`; forking a process that has imported it takes about 20 ms.
 
 The launcher imports torch and forks the server from itself before it starts threads. The server
-imports the modules of DDPJOB_PRELOAD, freezes the garbage collector so that workers share its
-pages, and waits for orders. It and the launcher exchange JSON objects, one per line, over a pair of
-sockets:
+imports the modules of DDPJOB_PRELOAD, freezes the garbage collector so that workers share the
+server's memory pages, and waits for orders to start workers. The server and the launcher exchange
+JSON objects, one per line, over a pair of sockets:
 
     server -> launcher   {"importing": "timm"}                   to be named if the import hangs
     server -> launcher   {"ready": ""}                           or the reason for a refusal
@@ -14,14 +14,15 @@ sockets:
     server -> launcher   {"number": 1, "pid": 4711}              or "problem": why it cannot fork
     server -> launcher   {"pid": 4711, "code": -9}               the worker's end
 
-A fork copies only memory and one thread. Other threads and device contexts do not survive it, so
-the server refuses to serve if an import starts threads or initializes CUDA. The launcher then
-starts its workers cold, and a condition of the job shows the reason.
+A fork copies only memory and one thread. Other threads and device contexts do not survive the fork,
+so the server refuses to fork workers if an import starts threads or initializes CUDA. The launcher
+then starts its workers cold, and a condition of the job shows the reason.
 
 A worker must look like a fresh process (`_become`). It gets its own session, signals, environment,
 output streams, random seeds and number of threads. torch is hidden from it, so that `import torch`
 in the script makes torch reread the environment variables. At its end, a worker finalizes the
-program's modules as the interpreter would. It does not finalize torch, because that takes a second.
+program's modules as the interpreter would. It does not finalize torch, because that would take a
+second.
 
 The server ends with the launcher, and the workers end with the server, because each process asks
 the kernel to signal it when its parent dies.
@@ -64,34 +65,32 @@ from ddpjob_runtime.launcher.late_environment import hide_torch
 from ddpjob_runtime.launcher.shutdown import ENDING_SIGNALS, die_with_parent, log
 
 PRELOADED = ("torch", "torch.optim", "torch.nn.parallel", "torch.utils.data")
-"""Modules that every DDP script imports."""
+"""Modules that every script for DDP training imports."""
 IDLE_SECONDS = 30.0
-"""Seconds without an order after which the fork server imports torch's compiler, which some scripts
-need (see late_dynamo). The import does not begin earlier, because an order that arrives during the
-import has to wait, and losses are common in a job's first seconds.
-"""
+"""If no worker is ordered for this many seconds, the fork server imports torch's compiler, which
+some scripts need (see late_dynamo). An order that arrives during the import has to wait. So the
+import does not begin earlier, because losses are common in a job's first seconds."""
 SHARED_PACKAGES = ("ddpjob_report", "ddpjob_pod", "ddpjob_runtime")
-"""Packages of DDPJob that a program may import."""
+"""Packages of DDPJob that a program can import. The fork server hides them until then."""
 SHARED_RUNTIME = ("ddpjob_runtime", "ddpjob_runtime.protocol")
-"""Modules of the launcher that `ddpjob_report` uses."""
+"""Modules that both the launcher and `ddpjob_report` use."""
 POLL_SECONDS = 0.002
 PRELOAD_SECONDS = 300.0
 """Time limit in seconds for importing the modules in DDPJOB_PRELOAD. If it is exceeded, workers are
-started cold, and their own imports have no limit.
-"""
+started cold. They then import the modules themselves, without a limit."""
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 TORCH_PATHS: list[str] = []
-"""Paths that torch has added to sys.path on import. Up to torch 2.8, it adds a folder for generated
-modules.
-"""
+"""Paths that torch added to sys.path when it was imported. Up to version 2.8, torch adds a folder
+for generated modules."""
 DEVICES = ("/dev/nvidia-uvm", "/dev/kfd")
-"""Files that a process has open once it has initialized CUDA or ROCm. NVML, which only lists
-devices, opens neither file."""
+"""Device files that a process has open once it has initialized CUDA or ROCm. A process that only
+lists the devices with NVML does not open them."""
 
 
 def preload() -> None:
-    """Import the modules that every worker needs. Raises ImportError, or any error of a broken
-    torch.
+    """Import the modules that every worker needs.
+
+    Raises ImportError, or any other error if torch is broken.
     """
     with _remove_traces():
         import_torchrun()
@@ -102,7 +101,10 @@ def preload() -> None:
 
 @contextlib.contextmanager
 def _remove_traces() -> Iterator[None]:
-    """Undo torch's changes to the environment on import, and record what it adds to sys.path."""
+    """Undo the changes that torch makes to the environment when it is imported.
+
+    Also record the paths that it adds to sys.path.
+    """
     before, paths = dict(os.environ), list(sys.path)
     try:
         with late_dynamo.uncollected():
@@ -114,7 +116,7 @@ def _remove_traces() -> Iterator[None]:
 
 
 class ForkServerEnded(RuntimeError):
-    """The fork server and its workers have ended.
+    """The fork server has ended, and so have its workers.
 
     `out_of_memory` indicates whether the kernel killed the server to free memory.
     """
@@ -126,11 +128,16 @@ class ForkServerEnded(RuntimeError):
 
 
 class ForkServer:
-    """The launcher's side. `more` lists additional modules to import, separated by commas."""
+    """The launcher's side of the fork server.
+
+    `more` lists additional modules that the server imports, separated by commas.
+    """
 
     def __init__(self, more: str = "") -> None:
         ours, theirs = socket.socketpair()
-        gc.freeze()  # a garbage collection in a worker would copy the pages that all workers share
+        # Without this, a garbage collection in a worker would copy the memory pages that all
+        # workers share.
+        gc.freeze()
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
@@ -141,7 +148,8 @@ class ForkServer:
         self._socket, self._buffer, self._lock = ours, b"", threading.RLock()
         self._number, self._oom_kills = 0, oom.oom_kills()
         self._started: dict[int, int | str] = {}
-        """Maps an order's number to the worker's pid, or to why it could not be forked."""
+        """Maps the number of an order to the worker's pid, or to the reason why it could not be
+        forked."""
         self._ended: dict[int, int] = {}
         self._importing, self._ready, self._refusal = "", False, ""
         if threads := _threads():
@@ -150,7 +158,7 @@ class ForkServer:
             )
 
     def why_not(self, seconds: float = PRELOAD_SECONDS) -> str:
-        """Wait until the server has imported everything.
+        """Wait until the server has imported all modules.
 
         Return why it cannot fork workers; empty if it can.
         """
@@ -179,8 +187,8 @@ class ForkServer:
     ) -> Worker:
         """Start a worker.
 
-        `words` are the arguments of worker.py. `stdout` and `stderr` are files, or None for the
-        launcher's own streams.
+        `words` are the arguments of worker.py. `stdout` and `stderr` are the paths of the files to
+        write to, or None to use the launcher's own streams.
 
         Raises OSError if the worker cannot currently be forked.
         """
@@ -203,7 +211,10 @@ class ForkServer:
             return Worker(self, pid, words)
 
     def refusal(self) -> str:
-        """Return the reported reason why the server can no longer fork workers; empty if it can."""
+        """Return why the server can no longer fork workers; empty if it can.
+
+        The reason is known only once the server has reported it.
+        """
         with self._lock:
             self._hear(block=False)
             return self._refusal
@@ -226,7 +237,8 @@ class ForkServer:
             event = json.loads(line)
             if "number" in event:
                 self._started[event["number"]] = event.get("problem") or event["pid"]
-                self._ended.pop(event["pid"], None)  # the code of an earlier worker that had the same pid
+                # An earlier worker may have had the same pid, so forget its exit code.
+                self._ended.pop(event["pid"], None)
             elif "importing" in event:
                 self._importing = event["importing"]
             elif "ready" in event:
@@ -236,20 +248,23 @@ class ForkServer:
 
 
 class Worker:
-    """A forked worker, with the part of subprocess.Popen's interface that torchrun uses."""
+    """A forked worker. It has the part of subprocess.Popen's interface that torchrun uses."""
 
     def __init__(self, fork_server: ForkServer, pid: int, args: Sequence[str]) -> None:
         self._server, self.pid, self.args = fork_server, pid, args
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit code; None while it runs."""
+        """Return the worker's exit code; None while the worker runs."""
         if self.returncode is None:
             self.returncode = self._server.exit_code(self.pid)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the exit code and return it. Raises subprocess.TimeoutExpired."""
+        """Wait for the worker to end, and return its exit code.
+
+        Raises subprocess.TimeoutExpired.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
         while self.poll() is None:
             if deadline is not None and time.monotonic() > deadline:
@@ -265,10 +280,11 @@ class Worker:
 
 
 def handler_class(base: Any, fork_server: ForkServer, entry: str, on_cold: Callable[[str], None]) -> Any:
-    """Return a subclass of torch's SubprocessHandler (`base`) that forks the workers.
+    """Return a subclass of torch's SubprocessHandler (`base`) whose workers are forked.
 
-    Only workers that run `entry` (worker.py) in this Python can be forked. `on_cold(why)` is called
-    for each other worker.
+    Only workers that run the file `entry` (worker.py) in this Python can be forked. Other workers
+    are started as torchrun would start them, and for each of them `on_cold` is called with the
+    reason.
     """
 
     class WarmHandler(base):  # type: ignore[misc]
@@ -290,10 +306,11 @@ def handler_class(base: Any, fork_server: ForkServer, entry: str, on_cold: Calla
 
 
 def _serve(orders: socket.socket, modules: list[str]) -> NoReturn:
-    """Import modules, fork workers on demand, report their ends, and end with the launcher."""
+    """Import modules, fork workers on demand, and report when they end. End with the launcher."""
     die_with_parent()
     for number in ENDING_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # the launcher decides when this process ends
+        # The launcher decides when this process ends, so ignore these signals.
+        signal.signal(number, signal.SIG_IGN)
     _send(orders, ready=_import(modules, orders))
     import_report(worker.packages())
     gc.collect()
@@ -315,21 +332,21 @@ def _serve(orders: socket.socket, modules: list[str]) -> NoReturn:
         if orders.fileno() in ready:
             try:
                 data = orders.recv(65536)
-            except ConnectionError:  # The launcher has died with unread events.
+            except ConnectionError:  # The launcher has died before it read all events.
                 data = b""
             if not data:
-                os._exit(0)  # the kernel ends the workers
+                os._exit(0)  # The kernel then ends the workers, because their parent is gone.
             *lines, buffer = (buffer + data).split(b"\n")
             for line in lines:
                 _fork(json.loads(line), orders, (reader, writer))
 
 
 def import_report(place: str) -> None:
-    """Import `ddpjob_report` for all workers, and hide it from programs until they import it.
+    """Import `ddpjob_report` for all workers, and hide it until their programs import it.
 
     Without this, each restarted worker would spend a tenth of a second of CPU time on the import
-    while its group waits. The package is hidden because an image may have a different version
-    installed, which needs its own modules.
+    while its group waits. The package is hidden, because an image may have installed a different
+    version of it, and that version needs its own modules.
     """
     spec = importlib.util.find_spec("ddpjob_report")
     if spec is not None and spec.origin != str(Path(place, "ddpjob_report", "__init__.py")):
@@ -345,7 +362,8 @@ def import_report(place: str) -> None:
     for name in names:
         del sys.modules[name]
         package, _, child = name.rpartition(".")
-        if package in sys.modules:  # Otherwise, `from package import child` would still find it.
+        # Otherwise, `from package import child` would still find the hidden module.
+        if package in sys.modules:
             delattr(sys.modules[package], child)
 
 
@@ -357,19 +375,21 @@ def _send(orders: socket.socket, **event: Any) -> None:
 
 
 def _import(modules: list[str], orders: socket.socket) -> str:
-    """Import the modules in order.
+    """Import the modules in DDPJOB_PRELOAD, in their order.
 
-    Return why workers must not be forked from this process; empty if they may be.
+    Return why workers must not be forked from this process; empty if they can be.
     """
     if why := _find_obstacle():
         return f"{why} when Python starts or torch is imported in this image, and forked processes do not survive that"
     asked = os.environ.get(NVML_CHECK)
-    os.environ[NVML_CHECK] = "1"  # torch.cuda.is_available() then checks without initializing CUDA
+    # With this, torch.cuda.is_available() does not initialize CUDA when it checks for a GPU.
+    os.environ[NVML_CHECK] = "1"
     for name in modules:
         _send(orders, importing=name)
         try:
             importlib.import_module(name)
-        except ImportError as error:  # The script might not need this module.
+        # An import error is only logged, because the script might not need this module.
+        except ImportError as error:
             log(f"DDPJOB_PRELOAD: {name} cannot be imported: {error}")
         except BaseException as error:
             return f"importing {name} (DDPJOB_PRELOAD) fails: {type(error).__name__}: {error}"
@@ -385,14 +405,16 @@ def _import(modules: list[str], orders: socket.socket) -> str:
 
 
 def _import_compiler(orders: socket.socket) -> None:
-    """Import the compiler while no worker is requested.
+    """Import torch's compiler at a time when no worker is ordered.
 
-    If forked processes would not survive the import, refuse to fork workers from now on.
+    If forked processes would not survive the import, the server refuses to fork workers from now
+    on.
     """
     try:
         with _remove_traces():
             late_dynamo.load()
-    except BaseException as error:  # Scripts that need the compiler would fail in any case.
+    # An error is only logged, because scripts that need the compiler would fail in any case.
+    except BaseException as error:
         log(f"torch._dynamo cannot be imported: {type(error).__name__}: {error}")
     gc.freeze()
     try:
@@ -401,16 +423,19 @@ def _import_compiler(orders: socket.socket) -> None:
                 orders,
                 ready=f"{why} when torch._dynamo is imported in this image, and forked processes do not survive that",
             )
-    except OSError as error:  # Too many processes. This must not end the running workers.
+    # There are too many processes to fork. This must not end the workers that are running.
+    except OSError as error:
         _send(orders, ready=f"it is unknown whether a forked process survives torch._dynamo: {error}")
 
 
 def _find_obstacle() -> str:
-    """Return the reason why this process cannot be forked safely; empty if it can.
+    """Return why this process cannot be forked safely; empty if it can.
 
     Raises OSError if the process cannot fork at all.
     """
-    child = os.fork()  # Libraries that support forks, such as OpenBLAS, stop their threads before a fork.
+    # Test this with a fork, because libraries that support forks, such as OpenBLAS, stop their
+    # threads before one.
+    child = os.fork()
     if child == 0:
         code = 2
         try:
@@ -426,14 +451,15 @@ def _find_obstacle() -> str:
 
 def _open_devices() -> bool:
     for file in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # the listing's own descriptor is closed by now
+        # The descriptor with which this folder was listed is already closed.
+        with contextlib.suppress(OSError):
             if str(file.readlink()).startswith(DEVICES):
                 return True
     return False
 
 
 def _threads() -> str:
-    """Return the names of all threads except the main thread; empty if there are none."""
+    """Return the names of all threads except the main thread; empty if there are no others."""
     others = sum(1 for _ in Path("/proc/self/task").iterdir()) - 1
     names = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
     return ", ".join(names) or (f"{others} of a library" if others else "")
@@ -456,13 +482,14 @@ def _fork(order: dict[str, Any], orders: socket.socket, pipe: tuple[int, int]) -
     try:
         reader, writer = opened = os.pipe()
         pid = os.fork()
-    except OSError as error:  # Too many processes. The launcher reports this as the reason why this node ends.
+    # There are too many processes. The launcher will report this as the reason why this node ends.
+    except OSError as error:
         for end in opened:
             os.close(end)
         _send(orders, number=order["number"], pid=0, problem=str(error))
         return
     if pid == 0:
-        os.setsid()  # torchrun's workers have their own sessions too
+        os.setsid()  # Workers that torchrun starts have their own sessions, too.
         signal.set_wakeup_fd(-1)
         for number in (*ENDING_SIGNALS, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
@@ -471,13 +498,14 @@ def _fork(order: dict[str, Any], orders: socket.socket, pipe: tuple[int, int]) -
             os.close(end)
         _become(order, parent)
     os.close(writer)
-    os.read(reader, 1)  # Returns once the worker has its session and handles signals, or has ended.
+    # This returns once the worker has its own session and handles signals, or once it has ended.
+    os.read(reader, 1)
     os.close(reader)
     _send(orders, number=order["number"], pid=pid)
 
 
 def _become(order: dict[str, Any], parent: int) -> NoReturn:
-    """Become the worker.
+    """Turn this forked process into a worker, and run the worker's program.
 
     worker.py finds the same state as in a new interpreter, except that torch is already imported.
     """
@@ -488,15 +516,18 @@ def _become(order: dict[str, Any], parent: int) -> NoReturn:
         os.environ.clear()
         os.environ.update(environment)
         if not (os.environ.get("PYTHONFAULTHANDLER") or "faulthandler" in sys._xoptions or sys.flags.dev_mode):
-            faulthandler.disable()  # the launcher has enabled it
+            # The launcher has enabled faulthandler. A new interpreter enables it only if it is
+            # asked to.
+            faulthandler.disable()
         _redirect(order)
         _renew_libraries()
         shared = set(sys.modules)
         runtime = [sys.modules.pop(name) for name in shared if name.partition(".")[0] == __name__.partition(".")[0]]
-        # worker.py hides torch once it has installed its hook in torch.optim, which counts steps.
+        # worker.py calls `hide_torch` only after it has installed its hook in torch.optim. The hook
+        # counts steps.
         code = _exit_code_of(lambda: worker.run(order["words"], lambda: hide_torch(TORCH_PATHS)))
         _finalize(shared)
-        del runtime  # keeps the hidden modules alive until here
+        del runtime  # Until here, this reference has kept the hidden modules alive.
     finally:
         if code == -signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -505,19 +536,21 @@ def _become(order: dict[str, Any], parent: int) -> NoReturn:
 
 
 def _redirect(order: dict[str, Any]) -> None:
-    """Redirect the output to the order's files, and give the program the streams of `python -u`."""
+    """Redirect the output to the files in the order, and make the streams those of `python -u`."""
     for target, path in ((1, order["stdout"]), (2, order["stderr"])):
         if path:
             opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
             os.dup2(opened, target)
             os.close(opened)
     libc = ctypes.CDLL(None)
-    for name in ("stdin", "stdout", "stderr"):  # C's own streams as well; 2 is _IONBF
-        with contextlib.suppress(ValueError):  # a C library with different names
+    # Make C's own streams unbuffered, too. The 2 means _IONBF.
+    for name in ("stdin", "stdout", "stderr"):
+        # A different C library may have different names for its streams.
+        with contextlib.suppress(ValueError):
             libc.setvbuf(ctypes.c_void_p.in_dll(libc, name), None, 2, 0)
     for number, name in ((1, "stdout"), (2, "stderr")):
         old = getattr(sys, name)
-        if old is None:  # it was closed when the launcher was started
+        if old is None:  # This stream was already closed when the launcher was started.
             continue
         raw = io.FileIO(number, "wb", closefd=False)
         raw.name = f"<{name}>"
@@ -534,9 +567,9 @@ def _redirect(order: dict[str, Any]) -> None:
 
 
 def _renew_libraries() -> None:
-    """Renew state that all forks would share, or that was read from the launcher's environment.
+    """Renew the state that all workers would otherwise share, or that depends on the environment.
 
-    Python's own random generator reseeds itself.
+    Python's own random generator needs no renewal, because it reseeds itself after a fork.
     """
     tempfile.tempdir = None  # The script may set TMPDIR to a different folder.
     if "numpy.random" in sys.modules:
@@ -548,7 +581,7 @@ def _renew_libraries() -> None:
 
 
 def _exit_code_of(program: Callable[[], None]) -> int:
-    """Run the program, and handle its end as the interpreter does.
+    """Run the program, and handle its exceptions as the interpreter does.
 
     Return the exit code; -SIGINT if the process should end with that signal.
     """
@@ -568,15 +601,16 @@ def _exit_code_of(program: Callable[[], None]) -> int:
 
 
 def _finalize(shared: set[str]) -> None:
-    """Finalize the program and the modules that it imported, as the interpreter does at exit.
+    """Finalize the program and the modules that it has imported, as the interpreter does at exit.
 
-    torch and the other `shared` modules are not finalized, because that takes a second.
+    torch and the other modules in `shared` are not finalized, because that would take a second.
     """
     threading._shutdown()  # type: ignore[attr-defined]
-    with contextlib.suppress(BaseException):  # Python 3.9 raises the last exception, which it has already printed
+    # Python 3.9 raises the last exception again, although it has already printed it.
+    with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
-    # The interpreter suspends daemon threads while it ends. Here, a long switch interval keeps them
-    # from running without their globals.
+    # While an interpreter ends, it suspends daemon threads. Here, a long switch interval keeps them
+    # from running after their modules have lost their globals.
     sys.setswitchinterval(1000.0)
     threading.excepthook = lambda _: None
     program = [sys.modules.pop(name) for name in list(sys.modules) if name not in shared or name == "__main__"]
@@ -587,7 +621,8 @@ def _finalize(shared: set[str]) -> None:
         module = reference()
         if module is not None:
             for name in [n for n in vars(module) if n != "__builtins__"]:
-                vars(module)[name] = None  # closes open files and writes their buffers
+                # This closes files that are still open, and writes their buffers.
+                vars(module)[name] = None
     gc.collect()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -17,9 +17,9 @@ BACKPORT = "importlib_metadata"
 
 
 def import_torchrun() -> Any:
-    """Return torch.distributed.run.
+    """Import and return torch.distributed.run.
 
-    Raises any error from a broken torch, such as ImportError or OSError.
+    Raises any error of a broken torch, such as ImportError or OSError.
     """
     with uncollected(), _backport():
         return importlib.import_module("torch.distributed.run")
@@ -27,10 +27,11 @@ def import_torchrun() -> Any:
 
 @contextlib.contextmanager
 def _backport() -> Iterator[None]:
-    """Provide a substitute for a package that torch imports on Python 3.9 but does not depend on.
+    """Provide a substitute for the package BACKPORT, which torch needs on Python 3.9.
 
-    torch imports `entry_points` from it (pytorch/pytorch#163946). Images without the package get
-    the substitute, but only during torch's import, because scripts must not find it later.
+    torch imports `entry_points` from this package, but does not install it
+    (pytorch/pytorch#163946). If an image lacks the package, the substitute exists only while torch
+    is imported, because scripts must not find it later.
     """
     if sys.version_info >= (3, 10) or importlib.util.find_spec(BACKPORT) is not None:
         yield
@@ -45,7 +46,7 @@ def _backport() -> Iterator[None]:
 
 
 class _EntryPoints(tuple):  # type: ignore[type-arg]
-    """The entry points of a group, which can also be looked up by name."""
+    """The entry points of a group. `points[NAME]` looks up one of them by its name."""
 
     def __getitem__(self, name: Any) -> Any:
         return next(point for point in self if point.name == name)

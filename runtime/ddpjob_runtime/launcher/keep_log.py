@@ -16,8 +16,8 @@ bounded buffer and passes it on unchanged. A thread writes the buffer to a file 
   The grace period of the launcher and its workers is shorter by this time, so that PID 1 returns
   the exit code before the pod is killed.
 - PID 1 outlives the launcher and the workers, so their last lines are kept no matter what ends
-  them. If the whole container is killed without warning, the output of the last second is lost;
-  with a bucket, that of the last minute.
+  them. If the whole container is killed without warning, the output of the last second is lost.
+  If the log is kept in a bucket, the output of the last minute is lost.
 - A pod keeps at most MAX_KEPT_LOG bytes. When it starts, it removes the oldest logs of its slot.
   DDPJOB_LOGS_KEPT is the number of logs per slot. If it is 0 or unset, no logs are kept.
 
@@ -45,19 +45,21 @@ from ddpjob_runtime import protocol
 from ddpjob_runtime.launcher.shutdown import log
 
 PIECE = 65536
-"""Maximum number of bytes to read at once, which is also the capacity of a pipe."""
+"""Maximum number of bytes to read at once. A pipe can hold as many."""
 FILE_BYTES = protocol.MAX_KEPT_LOG // 2
-"""Maximum size of each of the two files. A full file is renamed, replacing the older one."""
+"""Maximum size in bytes of each of a log's two files. A full file is renamed and then replaces the
+older one."""
 _NOTE_BYTES = 100
 _FILE_SECONDS, _BUCKET_SECONDS = 1.0, 60.0
-"""Seconds between two writes. A bucket replaces whole objects, so it is written less often."""
+"""Seconds between two writes of new output. A bucket is written less often, because an object can
+only be replaced as a whole."""
 _CLOSE_SECONDS = 3.0
-"""Maximum time for passing on and writing the last output, because a hung volume must not keep the
+"""How many seconds passing on and writing the last output can take. A hung volume must not keep the
 pod from ending."""
 
 
 class Tail:
-    """The newest bytes of the output. Older bytes are dropped and counted."""
+    """A buffer for the newest bytes of the output. It drops older bytes and counts them."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -65,11 +67,12 @@ class Tail:
         self._data, self._dropped, self._added = bytearray(), 0, 0
 
     def add(self, data: bytes) -> None:
-        """Add bytes, without waiting for a writer."""
+        """Add bytes to the buffer. This never waits for the thread that writes."""
         with self._lock:
             self._data += data
             self._added += len(data)
-            if len(self._data) > 2 * self._limit:  # Not at each addition, because dropping bytes moves the rest.
+            # This is not done at each addition, because dropping bytes moves all bytes after them.
+            if len(self._data) > 2 * self._limit:
                 self._drop(len(self._data) - self._limit)
 
     def _drop(self, count: int) -> None:
@@ -77,9 +80,9 @@ class Tail:
         self._dropped += count
 
     def read(self, take: bool) -> tuple[bytes, int, int]:
-        """Return the newest bytes, the number dropped before them, and the number ever added.
+        """Return the newest bytes, how many were dropped before them, and how many were ever added.
 
-        With `take`, the bytes are removed.
+        With `take`, the returned bytes are removed from the buffer.
         """
         with self._lock:
             if len(self._data) > self._limit:
@@ -92,7 +95,7 @@ class Tail:
 
 
 class FileKeeper:
-    """Appends the output to a file. A full file is kept as the older one of two."""
+    """Appends the output to a file. A full file becomes the older one of two files."""
 
     seconds = _FILE_SECONDS
 
@@ -103,33 +106,37 @@ class FileKeeper:
         self._lost = 0
 
     def names(self) -> list[str]:
-        """Return the names of all kept logs. Raises OSError."""
+        """Return the file names of all kept logs. Raises OSError."""
         return [path.name for path in self._folder.iterdir()] if self._folder.is_dir() else []
 
     def remove(self, name: str) -> None:
-        """Remove a kept log. Raises OSError."""
+        """Remove a file of a kept log. Raises OSError."""
         (self._folder / name).unlink()
 
     def write(self) -> None:
-        """Append the new output. If that fails, the output is lost. Raises OSError."""
+        """Append the new output to the file. Raises OSError.
+
+        If that fails, the output is lost.
+        """
         data, dropped, _ = self.tail.read(take=True)
         self._lost += dropped
         if not data:
             return
         left = bytearray(_note(self._lost) + data)
         try:
-            # The checkpoint folder is not created, because without the volume it would be on the
-            # host's own disk.
+            # Do not create the checkpoint folder. If the volume is not mounted, the folder would be
+            # on the host's own disk.
             if self._folder.parent.is_dir():
                 self._append(left)
         finally:
-            # The next note must report the unwritten bytes and, unless this note was written
-            # completely, the earlier losses too.
+            # The next note must include the bytes that were not written. If this note was not
+            # written completely, the next one must also include the losses that this one reported.
             self._lost = len(left) if len(left) <= len(data) else self._lost + len(data)
 
     def _append(self, left: bytearray) -> None:
-        """Append `left`, and remove the written bytes from it. A full volume may accept only some
-        of them.
+        """Append `left` to the file, and remove the written bytes from `left`.
+
+        A full volume may accept only some of the bytes.
         """
         self._folder.mkdir(exist_ok=True)
         size = self.place.lstat().st_size if self.place.exists() else 0
@@ -141,12 +148,13 @@ class FileKeeper:
 
 
 def _open_file(path: str, flags: int) -> int:
-    # The same mode as checkpoints, because readers, such as a dashboard, may be other users.
+    # Give the file the same mode as checkpoints. Its readers, such as a dashboard, may be other
+    # users.
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 class BucketKeeper:
-    """Uploads the newest output as one object."""
+    """Uploads the newest output as one object to a bucket."""
 
     seconds = _BUCKET_SECONDS
 
@@ -167,11 +175,11 @@ class BucketKeeper:
         return self._open
 
     def names(self) -> list[str]:
-        """Return the names of all kept logs. Raises BucketRefusal, Away."""
+        """Return the object names of all kept logs. Raises BucketRefusal, Away."""
         return [remote.name for remote in self._writer().objects()]
 
     def remove(self, name: str) -> None:
-        """Remove a kept log. Raises BucketRefusal, Away."""
+        """Remove the object of a kept log. Raises BucketRefusal, Away."""
         self._writer().delete(name)
 
     def write(self) -> None:
@@ -179,7 +187,8 @@ class BucketKeeper:
         data, dropped, added = self.tail.read(take=False)
         if added > self._written:
             writer = self._writer()
-            writer.close()  # A server closes a connection that was idle for a minute.
+            # The server has closed this connection, because it was idle for a minute.
+            writer.close()
             writer.put(self._name, _note(dropped) + data)
             self._written = added
 
@@ -189,15 +198,20 @@ def _note(missing: int) -> bytes:
 
 
 class KeptLog:
-    """Passes on the output of this container, and keeps it with a FileKeeper or a BucketKeeper."""
+    """Passes on the output of this container, and keeps the end of it.
+
+    `keeper` is a FileKeeper or a BucketKeeper. `kept` is the number of logs to keep for this pod's
+    slot.
+    """
 
     def __init__(self, keeper: Any, job: JobEnvironment, kept: int) -> None:
         self._keeper, self._job, self._kept = keeper, job, kept
         self._pipes = {1: os.pipe(), 2: os.pipe()}
-        """The pipe that replaces each of the two descriptors, as (read end, write end)."""
+        """The pipes that replace standard output (1) and standard error (2), each as (read end,
+        write end)."""
         self._end = os.pipe()
         self._rests = {1: b"", 2: b""}
-        """The incomplete last line of each stream."""
+        """The last line of each stream, while it is incomplete."""
         self._grace = _read_grace(job)
         known = GRACE_SECONDS if self._grace is None else self._grace
         self._close_seconds = max(0.5, min(_CLOSE_SECONDS, known / 4))
@@ -207,9 +221,10 @@ class KeptLog:
 
     @classmethod
     def prepare(cls) -> KeptLog | None:
-        """Create the pipes if this pod's log is to be kept; otherwise return None.
+        """Create the pipes, and return a KeptLog; return None if this pod's log is not to be kept.
 
-        The log of a container with a terminal is not kept, because a pipe is not a terminal.
+        If the container has a terminal, its log is not kept, because programs can tell a pipe from
+        a terminal.
         """
         job = JobEnvironment.read()
         kept = int(job.logs_kept) if job.logs_kept.isdecimal() else 0
@@ -221,9 +236,10 @@ class KeptLog:
         return cls(FileKeeper(Path(job.checkpoint_dir), name), job, kept) if job.checkpoint_dir else None
 
     def divert(self) -> None:
-        """Make this process, the launcher, write into the pipes and end before PID 1 has to.
+        """Make this process, which is the launcher, write its output into the pipes.
 
-        Its workers inherit the pipes and the shorter grace period.
+        Also shorten its grace period, so that it ends before PID 1 has to. The workers inherit the
+        pipes and the shorter grace period.
         """
         if self._grace is not None:
             os.environ["DDPJOB_GRACE_SECONDS"] = str(max(0.0, self._grace - self._close_seconds))
@@ -233,9 +249,9 @@ class KeptLog:
             os.close(descriptor)
 
     def begin(self) -> None:
-        """Pass on and keep the launcher's output, in threads.
+        """Start threads that pass on and keep the output of the launcher.
 
-        Must be called while signals are blocked. The threads then keep them blocked, so that the
+        Call this while signals are blocked. Signals then stay blocked in the threads, so that the
         kernel delivers them to the main thread.
         """
         for target, (reader, writer) in self._pipes.items():
@@ -246,8 +262,10 @@ class KeptLog:
         self._thread.start()
 
     def finish(self) -> None:
-        """Pass on and write the rest. The launcher has ended, but other processes may hold the
-        pipes.
+        """Pass on and write the rest of the output after the launcher has ended.
+
+        This does not wait for the ends of the pipes, because other processes may still have them
+        open.
         """
         os.close(self._end[1])
         deadline = time.monotonic() + self._close_seconds
@@ -272,9 +290,10 @@ class KeptLog:
             _pass_on(target, piece)
 
     def _keep(self, target: int, piece: bytes) -> None:
-        """Add whole lines, so that lines of the two streams do not break each other."""
+        """Add only whole lines to the buffer, so that lines of the two streams do not mix."""
         lines, newline, rest = (self._rests[target] + piece).rpartition(b"\n")
-        if len(rest) > PIECE:  # for example, a progress bar
+        # A very long line without an end, such as a progress bar, is not held back.
+        if len(rest) > PIECE:
             lines, newline, rest = lines + newline + rest, b"", b""
         self._rests[target] = rest
         if lines or newline:
@@ -305,13 +324,14 @@ def _read_grace(job: JobEnvironment) -> float | None:
     try:
         return job.grace
     except VariableError:
-        return None  # The launcher reports the invalid value.
+        return None  # The launcher itself reports that this value is invalid.
 
 
 def surplus(names: Iterable[str], job: JobEnvironment, kept: int) -> list[str]:
-    """Return the logs of this pod's slot to remove, so that `kept` remain, including this pod's.
+    """Return the logs of this pod's slot that must be removed so that only `kept` logs remain.
 
-    Logs of an earlier job with the same name count as older.
+    The log of this pod is one of the `kept`. Logs of an earlier job with the same name count as
+    older than those of this job.
     """
     found: dict[tuple[bool, int, str], list[str]] = {}
     own = protocol.read_kept_log(protocol.kept_log_name(job.pod, job.uid))
@@ -325,8 +345,9 @@ def surplus(names: Iterable[str], job: JobEnvironment, kept: int) -> list[str]:
 
 
 def _pass_on(target: int, piece: bytes) -> None:
-    """Write to the container's output, however long that takes. If the output is broken, bytes are
-    lost.
+    """Write bytes to the container's output, however long that takes.
+
+    If the output is broken, the bytes are lost.
     """
     left = memoryview(piece)
     while left:

@@ -1,8 +1,8 @@
 """Applies variables that a script sets before `import torch`, although torch is already imported.
 
 In a worker that was forked with torch imported, torch is hidden until the program imports it. At
-that import, torch rereads the variables that it had already read, if possible. A line on stderr
-names the variables that it cannot reread.
+that import, torch rereads those variables that the program has changed. If it cannot reread some of
+them, a line on stderr names them.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ READ_ONCE = (
     "PYTORCH_JIT", "KINETO_", "TORCH_CPP_LOG_LEVEL", "TORCH_SHOW_CPP_STACKTRACES", "TORCH_DEVICE_BACKEND_AUTOLOAD",
     "TORCH_CUDA_SANITIZER", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_", "TORCH_LINALG_PREFER_",
 )  # fmt: skip
-"""Prefixes of variables that torch and its libraries read only while they are loaded."""
+"""Prefixes of variables that torch or its libraries read only when they are loaded. They cannot be
+read again."""
 
 
 def hide_torch(paths: list[str]) -> None:
-    """Remove torch from sys.modules until the program imports it. Then compare the environment.
+    """Remove torch from sys.modules until the program imports it.
 
-    `paths` are the entries that torch has added to sys.path. They are removed and restored in the
-    same way.
+    When the program does so, restore torch, and find the variables that the program has changed in
+    the environment. `paths` are the entries that torch has added to sys.path. They are also removed
+    until then.
     """
     hidden = {name: module for name, module in sys.modules.items() if name == "torch" or name.startswith("torch.")}
     for name in hidden:
@@ -40,7 +42,10 @@ def hide_torch(paths: list[str]) -> None:
 
 
 def hide_loggers() -> dict[str, logging.Logger]:
-    """Remove torch's loggers, because logging.config disables existing loggers."""
+    """Remove torch's loggers, and return them by name.
+
+    They are removed because logging.config would disable loggers that exist already.
+    """
     known = logging.root.manager.loggerDict
     names = [name for name in known if name == "torch" or name.startswith("torch.")]
     found = {name: known.pop(name) for name in names}
@@ -50,8 +55,8 @@ def hide_loggers() -> dict[str, logging.Logger]:
 def reveal_loggers(hidden: dict[str, logging.Logger]) -> None:
     """Restore torch's loggers.
 
-    A logger that the program has configured in the meantime keeps its settings, and torch's logger
-    shares its state.
+    If the program has configured a logger with the same name in the meantime, its settings are
+    kept. torch's own logger object then shares the state of the program's logger.
     """
     manager: Any = logging.root.manager
     for name, logger in hidden.items():
@@ -63,20 +68,25 @@ def reveal_loggers(hidden: dict[str, logging.Logger]) -> None:
             continue
         manager.loggerDict[name] = logger
         manager._fixupParents(logger)
-        if made is not None:  # a placeholder, because the program has created only a child logger
+        # This is a placeholder, which means that the program has only created a child of this
+        # logger.
+        if made is not None:
             manager._fixupChildren(made, logger)
     manager._clear_cache()
 
 
 class Reveal:
-    """Import hook that restores the hidden modules when one of them is first imported."""
+    """Import hook that restores torch's hidden modules when the program imports torch."""
 
     def __init__(self, hidden: dict[str, ModuleType], paths: list[str], loggers: dict[str, logging.Logger]) -> None:
         self._hidden, self._paths, self._loggers, self._before = hidden, paths, loggers, dict(os.environ)
         self._spec = hidden["torch"].__spec__
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Find torch. Its submodules are never imported before torch itself."""
+        """Return a spec for the hidden torch; None for every other module.
+
+        torch's submodules need no spec, because Python imports torch before them.
+        """
         if name != "torch" or self._spec is None:
             return None
         spec = ModuleSpec(name, self, origin=self._spec.origin, is_package=True)  # type: ignore[arg-type]
@@ -85,11 +95,14 @@ class Reveal:
         return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the existing module."""
+        """Return the hidden module instead of creating one."""
         return self._hidden["torch"]
 
     def exec_module(self, module: ModuleType) -> None:
-        """Restore torch's modules instead of running the module."""
+        """Restore torch's modules instead of running torch's code again.
+
+        Then make torch reread the variables that have changed.
+        """
         module.__spec__ = self._spec
         sys.meta_path.remove(self)
         sys.modules.update(self._hidden)
@@ -102,12 +115,13 @@ class Reveal:
 
 
 def read_again(changed: Iterable[str]) -> None:
-    """Make torch reread these variables, and report those that it cannot reread."""
+    """Make torch reread these variables, and report the variables that it cannot reread."""
     left = {name for name in changed if name.startswith(READ_ONCE)}
     for names, read in RENEWALS:
         found = names.intersection(changed)
         if found:
-            with contextlib.suppress(Exception):  # if this torch lacks the function, the variable is reported
+            # If this version of torch lacks the function, the variable is reported.
+            with contextlib.suppress(Exception):
                 read(sys.modules["torch"])
                 left -= found
     read_configurations(changed)
@@ -120,15 +134,16 @@ def read_again(changed: Iterable[str]) -> None:
 
 
 def read_threads(torch: Any) -> None:
-    """Set the number of threads per operation from the variables for OpenMP and MKL."""
+    """Set torch's number of threads per operation from the variables of OpenMP and MKL."""
     torch.set_num_threads(int(os.environ.get("MKL_NUM_THREADS") or os.environ["OMP_NUM_THREADS"]))
 
 
 def read_allocator(torch: Any) -> None:
-    """Set the options of the GPU allocator, which has not been used yet."""
+    """Set the options of the GPU allocator. The program has not used the allocator yet."""
     text = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    if change is not None:  # otherwise the allocator reads the variable on first use
+    # Versions of torch without this function read the variable when the allocator is first used.
+    if change is not None:
         change(text)
 
 
@@ -141,9 +156,10 @@ RENEWALS: tuple[tuple[frozenset[str], Callable[[Any], None]], ...] = (
 
 
 def read_configurations(changed: Iterable[str]) -> None:
-    """Give torch's settings modules (of dynamo, inductor, ...) the defaults of the new environment.
+    """Give the modules with torch's settings the defaults that follow from the new environment.
 
-    A module that mentions one of the variables is run again in a copy.
+    Such modules belong to dynamo and inductor, for example. A copy of a module is run if its source
+    mentions one of the changed variables.
     """
     words = [name.encode() for name in changed]
     for name, module in list(sys.modules.items()):
@@ -151,14 +167,18 @@ def read_configurations(changed: Iterable[str]) -> None:
         file = getattr(module, "__file__", None)
         if not name.startswith("torch.") or not isinstance(settings, dict) or not file:
             continue
-        with contextlib.suppress(Exception):  # a different version of torch, or torch without its source
+        # This may be a different version of torch, or torch without its source.
+        with contextlib.suppress(Exception):
             source = Path(file).read_bytes()
             if any(word in source for word in words):
                 replace_defaults(name, module, settings, file)
 
 
 def replace_defaults(name: str, module: Any, settings: dict[str, Any], file: str) -> None:
-    """Run the module again and adopt its defaults. Values that the program has set are kept."""
+    """Run a copy of the module, and adopt the copy's defaults.
+
+    Values that the program itself has set are kept.
+    """
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
     fresh: Any = importlib.util.module_from_spec(spec)
@@ -171,4 +191,4 @@ def replace_defaults(name: str, module: Any, settings: dict[str, Any], file: str
         for field in ("default", "env_value_force", "env_value_default"):
             if key in settings and hasattr(entry, field):
                 setattr(settings[key], field, getattr(entry, field))
-    module._is_dirty = True  # otherwise the module keeps its old hash
+    module._is_dirty = True  # The module would otherwise keep the hash of its old settings.

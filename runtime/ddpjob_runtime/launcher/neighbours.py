@@ -10,8 +10,8 @@ acknowledged for SILENT_SECONDS reports this to the coordinator, and reports aga
 acknowledged. In a job of any size, a node has only two such connections, and they cost the
 coordinator nothing.
 
-A single connection may break for other reasons. So the coordinator also checks its own connection
-to the silent member before it declares the member lost (`coordinator/witnesses.py`).
+A single connection may also break although both hosts are alive. So the coordinator also checks its
+own connection to the silent member before it declares the member lost (`coordinator/witnesses.py`).
 
 Example with 8 nodes, when the host of rank 3 loses its network:
 
@@ -23,8 +23,8 @@ A connection begins with one line from each side. Each line proves that the send
 token and is in the same round. With a copy of such a line, an attacker could forge only one of the
 two observations that a loss requires.
 
-Without POD_IP, as under `ddpjob run`, all nodes share a host and nothing is watched. Why:
-docs/decisions/0025.
+If POD_IP is not set, as under `ddpjob run`, all nodes are on the same host, and nothing is watched.
+Why: docs/decisions/0025.
 """
 
 from __future__ import annotations
@@ -46,30 +46,33 @@ from ddpjob_runtime.launcher.shutdown import log
 
 TICK_SECONDS = 0.1
 SILENT_SECONDS = 0.5
-"""A neighbour is reported when its kernel has acknowledged nothing for this long."""
-REPEAT_SECONDS = 1.0
-"""Seconds after which a silent neighbour is reported again, in case a report was lost."""
-STALL_SECONDS = 0.5
-"""If a tick is this late, this process or its host must have been paused, so the measurement
-restarts.
+"""A neighbour is reported as silent if its kernel has acknowledged nothing for this many seconds.
 """
+REPEAT_SECONDS = 1.0
+"""A silent neighbour is reported again after this many seconds, in case the report was lost."""
+STALL_SECONDS = 0.5
+"""If a tick comes this many seconds after the previous one, this process or its host was paused,
+and the measurement of the neighbours' silence begins again."""
 GREETING_SECONDS = 2.0
-"""How long both sides of a connection may take to prove that they know the token."""
+"""How many seconds the two sides of a new connection have to prove that they know the token."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
-"""Pauses between attempts to connect."""
+"""The first and the longest pause between attempts to connect, in seconds."""
 GIVEN_UP_SECONDS = 30.0
-"""How long the kernel keeps a connection whose bytes are not acknowledged."""
+"""How many seconds the kernel keeps a connection on which bytes are not acknowledged."""
 MAX_GREETING = 512
 MAX_STRANGERS = 8
-"""Maximum number of connections whose peers have not yet proved that they know the token."""
+"""Maximum number of connections whose other side has not yet proved that it knows the token."""
 BEAT = b"."
 GREETING = "neighbour"
-"""Verb of the lines that begin a connection."""
+"""Verb of the two lines with which a connection begins."""
 
 
 @dataclass(frozen=True)
 class RingPlace:
-    """This node's place in a round, and the address of the next node (None if unknown)."""
+    """The place of this node in the ring of a round.
+
+    `next` is the address of the next node; None if it is unknown.
+    """
 
     generation: int
     round: int
@@ -79,25 +82,25 @@ class RingPlace:
 
     @property
     def before(self) -> int:
-        """The rank whose node connects to this one."""
+        """The group rank of the node that connects to this node."""
         return (self.rank - 1) % self.world
 
     @property
     def after(self) -> int:
-        """The rank whose node this one connects to."""
+        """The group rank of the node to which this node connects."""
         return (self.rank + 1) % self.world
 
     @property
     def connects(self) -> bool:
-        """Whether this node opens a connection. Two nodes need only one connection."""
+        """Whether this node connects to the next one. In a ring of two, only rank 0 connects."""
         return self.next is not None and (self.world > 2 or self.rank == 0)
 
     @classmethod
     def read(cls, generation: int, go: dict[str, Any]) -> RingPlace | None:
-        """Read the coordinator's `go`. Return None if this node has no neighbours.
+        """Read the place from the coordinator's `go`; return None if this node has no neighbours.
 
         Raises:
-            ValueError: the message names the field.
+            ValueError: a field is invalid; the message names it.
         """
         number = protocol.whole_number(go.get("round"), "round")
         world = protocol.whole_number(go.get("world"), "world", 1, protocol.MAX_PODS)
@@ -105,14 +108,14 @@ class RingPlace:
         return cls(generation, number, rank, world, _read_address(go.get("next"))) if world > 1 else None
 
     def seal(self, token: str, side: str, rank: int, nonce: str) -> str:
-        """Return the proof of the node with this rank.
+        """Return the proof that the node with the group rank `rank` knows the token.
 
-        `side` indicates whether the node connects or accepts.
+        `side` says whether that node has opened or accepted the connection.
         """
         return protocol.seal(token, *self._parts(side, rank, nonce))
 
     def is_sealed(self, proof: Any, token: str, side: str, rank: int, nonce: str) -> bool:
-        """Whether `proof` equals the result of `seal`."""
+        """Whether `proof` is what `seal` returns for the same arguments."""
         return protocol.is_sealed(proof, token, *self._parts(side, rank, nonce))
 
     def _parts(self, side: str, rank: int, nonce: str) -> tuple[str, ...]:
@@ -120,7 +123,10 @@ class RingPlace:
 
 
 def _read_address(given: Any) -> tuple[str, int] | None:
-    """Return an address to connect to. Names are ignored, because a lookup could take long."""
+    """Return the IP address and port to connect to; None if they are invalid.
+
+    A name instead of an IP address is also invalid, because looking it up could take long.
+    """
     if not isinstance(given, dict):
         return None
     try:
@@ -131,9 +137,10 @@ def _read_address(given: Any) -> tuple[str, int] | None:
 
 
 class _Link:
-    """One connection. `rank` is None until the neighbour has proved itself.
+    """One connection to a neighbour.
 
-    This node sends `nonce` once it is connected. The nonce is empty if the other node connects.
+    `rank` is None until the neighbour has proved who it is. `nonce` is part of the line that this
+    node sends after it has connected. It is empty if the other node connects.
     """
 
     def __init__(self, stream: socket.socket, until: float, nonce: str = "") -> None:
@@ -145,11 +152,11 @@ class _Link:
 
 
 class Neighbours:
-    """Watches the neighbours of each round in turn.
+    """Watches the neighbours of this node, in one round after another.
 
-    `report(round, rank, silent)` is called when a neighbour becomes silent, every REPEAT_SECONDS
-    while it is silent, and when it is heard again. `host` is the address to listen on. Raises
-    OSError.
+    `report(round, rank, silent)` is called with `silent=True` when a neighbour becomes silent, and
+    again every REPEAT_SECONDS. It is called with `silent=False` when the neighbour is heard again.
+    `host` is the address to listen on. Raises OSError.
     """
 
     def __init__(self, host: str, token: str, report: Callable[[int, int, bool], None]) -> None:
@@ -157,19 +164,24 @@ class Neighbours:
         self._listener = socket.create_server((host, 0), family=_family(host), backlog=16)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
-        self._wanted: RingPlace | None = None  # Other threads set this.
+        # The place that another thread has set; it applies from the next tick on.
+        self._wanted: RingPlace | None = None
         self._place: RingPlace | None = None
         self._links: list[_Link] = []
-        self._reported: dict[int, float] = {}  # silent rank -> when it was last reported
+        # When each silent neighbour was last reported, by its rank.
+        self._reported: dict[int, float] = {}
         self._connect_at, self._pause = 0.0, FIRST_PAUSE
         self._ticked: float | None = None
 
     def enter(self, place: RingPlace | None) -> None:
-        """Watch the neighbours of this round from the next tick on. May be called by any thread."""
+        """Watch the neighbours in this round from the next tick on. Any thread can call this."""
         self._wanted = place
 
     def run(self) -> None:
-        """Tick until this process ends. An exception here does not stop the launcher."""
+        """Call `tick` regularly until this process ends.
+
+        An exception ends only the watching, and not the launcher.
+        """
         try:
             while True:
                 time.sleep(TICK_SECONDS)
@@ -179,14 +191,14 @@ class Neighbours:
             self.close()
 
     def close(self) -> None:
-        """Close all connections."""
+        """Close the listener and all connections."""
         self._listener.close()
         for link in self._links:
             link.stream.close()
         self._links = []
 
     def tick(self, now: float) -> None:
-        """Do whatever is due at `now` (monotonic seconds), without waiting for anything."""
+        """Do everything that is due at `now` (monotonic seconds). Do not wait for anything."""
         place = self._wanted
         if place != self._place:
             for link in self._links:
@@ -200,11 +212,11 @@ class Neighbours:
         with contextlib.suppress(OSError):  # For example, too many open files.
             self._connect(place, now)
         for link in list(self._links):
-            if link in self._links:  # unless it was dropped during this tick
+            if link in self._links:  # The connection may have been dropped earlier in this tick.
                 self._attend(link, place, now, stalled)
 
     def _attend(self, link: _Link, place: RingPlace, now: float, stalled: bool) -> None:
-        """Serve a connection, and close it if it cannot be used."""
+        """Serve a connection, and close it if it can no longer be used."""
         try:
             if self._serve(link, place, now, stalled):
                 return
@@ -212,11 +224,13 @@ class Neighbours:
             return
         except (ConnectionResetError, BrokenPipeError):
             pass
-        except OSError:  # The kernel has given up. The last report about the neighbour stays valid.
+        # The kernel has given up this connection. The last report about the neighbour remains
+        # valid.
+        except OSError:
             self._drop(link)
             return
         self._drop(link)
-        if link.rank is not None:  # The other side has ended the connection, so its host is alive.
+        if link.rank is not None:  # The other side has closed the connection, so its host is alive.
             self._withdraw(place, link.rank)
 
     def _accept(self, now: float) -> None:
@@ -233,7 +247,8 @@ class Neighbours:
             return
         self._connect_at, self._pause = now + self._pause, min(2 * self._pause, LONGEST_PAUSE)
         stream = _prepared(socket.socket(_family(place.next[0])))
-        stream.connect_ex(place.next)  # An error shows up when the greeting is sent.
+        # If connecting fails, that is noticed later, when the greeting is sent.
+        stream.connect_ex(place.next)
         self._links.append(_Link(stream, now + GREETING_SECONDS, secrets.token_hex(16)))
 
     def _drop(self, link: _Link) -> None:
@@ -247,7 +262,10 @@ class Neighbours:
     # ---- one connection
 
     def _serve(self, link: _Link, place: RingPlace, now: float, stalled: bool) -> bool:
-        """Read, greet and beat. Return False if the connection cannot be used. Raises OSError."""
+        """Do what is due on a connection: greet, read and send a byte.
+
+        Return False if the connection can no longer be used. Raises OSError.
+        """
         if not link.has_greeted:
             return self._greet(link, place) or now < link.until
         with contextlib.suppress(BlockingIOError):
@@ -262,7 +280,7 @@ class Neighbours:
         return True
 
     def _greet(self, link: _Link, place: RingPlace) -> bool:
-        """Send the first line of a connection that this node opens.
+        """Send the first line of a connection that this node has opened.
 
         Return False if the connection is not established yet. Raises OSError.
         """
@@ -279,7 +297,7 @@ class Neighbours:
         return True
 
     def _read_greeting(self, link: _Link, place: RingPlace) -> bool:
-        """Check the other side's line once it is complete, and return False if it is wrong."""
+        """Check the other side's line, if it is complete. Return False if it is wrong."""
         line, newline, _ = link.received.partition(b"\n")
         if len(line) > MAX_GREETING:
             return False
@@ -308,7 +326,7 @@ class Neighbours:
         return True
 
     def _beat(self, link: _Link, place: RingPlace, rank: int, now: float, stalled: bool) -> None:
-        """Send the next byte, or report that the last one is not acknowledged."""
+        """Send the next byte, or report that the neighbour has not acknowledged the last one."""
         if is_acknowledged(link.stream):
             self._withdraw(place, rank)
             link.stream.send(BEAT)
@@ -321,7 +339,7 @@ class Neighbours:
 
 
 def watch_neighbours(host: str, token: str, report: Callable[[int, int, bool], None]) -> Neighbours | None:
-    """Watch neighbours in a thread; return None if that is impossible."""
+    """Watch the neighbours of this node in a thread; return None if that is impossible."""
     if not host or not shows_acknowledgements():
         return None
     try:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-# cgroup v2 and v1: a line "oom_kill N".
+# The files of cgroup v2 and v1. Each of FILES has a line "oom_kill N".
 FILES = (Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/memory.oom_control"))
 LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 def oom_kills() -> int:
-    """Return how many of this container's processes were killed for memory; 0 if unknown."""
+    """Return how many processes of this container the kernel has killed to free memory.
+
+    The result is 0 if the number is unknown.
+    """
     for text in _readable(FILES):
         for line in text.splitlines():
             name, _, number = line.partition(" ")
@@ -21,7 +24,7 @@ def oom_kills() -> int:
 
 
 def limit() -> str:
-    """Return the container's memory limit as a string; empty if there is none."""
+    """Return the container's memory limit, such as "512 MiB"; empty if there is none."""
     for text in _readable(LIMITS):
         if text.strip().isdigit() and int(text) < 1 << 60:
             return f"{int(text) / (1 << 20):.0f} MiB"
@@ -33,4 +36,4 @@ def _readable(paths: tuple[Path, ...]) -> Iterator[str]:
         try:
             yield path.read_text()
         except OSError:
-            continue  # the other version of cgroups
+            continue  # This file belongs to the other version of cgroups.

@@ -9,17 +9,19 @@ from types import FrameType
 
 from ddpjob_runtime.launcher.keep_log import KeptLog
 
-# No other signals are forwarded, because some of them, such as SIGUSR1, would end the launcher. The
-# kernel does not deliver a signal to PID 1 unless PID 1 has a handler for it.
+# Other signals are not forwarded, because some of them, such as SIGUSR1, would end the launcher.
+# The kernel delivers a signal to PID 1 only if PID 1 has a handler for it.
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def become_init(kept: KeptLog | None = None) -> None:
-    """Fork. Return in the child, which continues as the launcher; the parent never returns.
+    """Fork this process. Return only in the child, which continues as the launcher.
 
-    The parent passes on the child's output and keeps it in `kept`.
+    The parent stays PID 1. It passes on the output of the child, keeps it in `kept`, and exits when
+    the child has ended.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # so that none is lost between the fork and the handlers
+    # No signal must be lost between the fork and the installation of the handlers.
+    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     child = os.fork()
     if child == 0:
         if kept is not None:
@@ -31,7 +33,7 @@ def become_init(kept: KeptLog | None = None) -> None:
         try:
             os.kill(child, number)
         except ProcessLookupError:
-            return  # it has just ended; the loop below notices that
+            return  # The child has just ended, which the loop below will notice.
 
     for number in PASSED_ON:
         signal.signal(number, pass_on)

@@ -1,10 +1,10 @@
 """torchrun's rendezvous handler, with which the coordinator decides a round's members and ranks.
 
-torchrun's agent calls its handler's `next_rendezvous` for the next group, and starts workers with
-the rank, world size and store that it gets. With torchrun's own handler, c10d, the agents find each
-other through a store. Each agent polls the store about once a second, and if there are many agents,
-they overwrite each other's view of the group. Here the coordinator knows which agents are ready, so
-an agent only waits for its `go`.
+To get its next group, torchrun's agent calls `next_rendezvous` of its handler. It then starts
+workers with the rank, world size and store that the handler returns. With torchrun's own handler,
+c10d, the agents find each other through a store. Each agent polls the store about once a second,
+and if there are many agents, they overwrite each other's view of the group. Here the coordinator
+knows which agents are ready, so an agent only waits for its `go`.
 
     agent -> coordinator   ready {host, port}      no workers here; a store would be at host:port
     coordinator -> agent   go {round 8, rank 2, world 3, members [rank 0's host and port]}
@@ -15,13 +15,13 @@ The handler only has to provide a store, in rank 0's agent, in which the round's
   each round (`RUN-8/`), so that keys of a dead round do not matter. Rank 0 opens a store for the
   workers and writes its address there. The others poll for the address, because a store's own wait
   could not be interrupted when the round is over.
-- Fast does not need a central store. Every agent opens one before it sends `ready`. Rank 0's store
-  is used; the other agents drop theirs and connect to it.
+- Fast: there is no central store. Every agent opens a store before it sends `ready`. The store of
+  rank 0 is used. The other agents drop their own stores and connect to it.
 
 A round may end before it is complete, because one of its nodes has died. Then a store is
 unreachable or a key is missing. Such an error (CAME_APART) makes the handler wait for the next
-`go`. While waiting for a store, it keeps checking whether the round is over (`must_restart`), so a
-dead rank 0 does not cost the others STORE_SECONDS.
+`go`. While the handler waits for a store, it keeps checking whether the round is over
+(`must_restart`), so a dead rank 0 does not cost the others STORE_SECONDS.
 
 The coordinator ends rounds, so `num_nodes_waiting` and `is_closed` never make torchrun restart or
 stop on its own. Why: docs/decisions/0001, and 0008 for the two modes.
@@ -53,24 +53,28 @@ from ddpjob_runtime.launcher.shutdown import Shutdown, log
 
 FAST_BACKEND = "ddpjob"
 STORE_SECONDS = 15.0
-"""How long to wait for a key in a complete rendezvous. By then, the node that writes the key is
-either there or dead."""
+"""How many seconds to wait for a key in a complete rendezvous. After that time, the node that
+should have written the key must be dead."""
 CONNECT_SECONDS = 2.0
 LOOKUP_SECONDS = 25.0
-"""How long to wait for a connection to a listening store. It is long because torch first looks up
-the address's name, and the name server may be slow or down."""
+"""How many seconds connecting to a listening store can take. torch first looks up the name of the
+store's address, and the name server may be slow or down."""
 LONGEST_PAUSE = 0.5
-"""Longest pause between checks for a missing key. A store's own wait could not be interrupted when
-the round is over."""
+"""Longest pause in seconds between checks whether the store has a key. The store's own wait is not
+used, because it could not be interrupted when the round is over."""
 VERDICT_SECONDS = 30.0
-"""How long a round may take to end after a check has found a faulty node, which then exits."""
+"""If a link check has found a faulty node, that node exits. This is how many seconds the other
+nodes wait for the end of the round."""
 CAME_APART = (RendezvousClosedError, RendezvousTimeoutError, dist.DistStoreError)
-"""Errors after which the coordinator forms a new round, because a node died before the round was
-complete."""
+"""Errors that mean that a node has died before the round was complete. The coordinator then forms a
+new round."""
 
 
 class CoordinatedRendezvous(RendezvousHandler):
-    """Code shared by both modes. `number` is this node's round, or 0 before its first round."""
+    """The part of the rendezvous that is the same in both modes.
+
+    `number` is the number of this node's round; 0 before the first round.
+    """
 
     def __init__(
         self, client: MemberClient, shutdown: Shutdown, host: str, preflight: NodePreflight | None = None
@@ -80,7 +84,7 @@ class CoordinatedRendezvous(RendezvousHandler):
         self.number = 0
 
     def next_rendezvous(self) -> Any:
-        """Block until a round is complete, and return it. Exit if there is nothing left to do."""
+        """Wait until a round is complete, and return it. If the job is done, end the launcher."""
         while True:
             self._shutdown.block_if_begun()
             wanted = self._preflight.wanted_seconds if self._preflight is not None else 0
@@ -101,9 +105,10 @@ class CoordinatedRendezvous(RendezvousHandler):
                     log(f"round {self.number} broke: {str(error)[:200]}")
 
     def _check_links(self, preflight: NodePreflight, info: Any) -> None:
-        """Check the links before the workers start.
+        """Check the links between the round's nodes, before the workers start.
 
-        Raises RendezvousClosedError if the round is over or about to end.
+        Raises RendezvousClosedError if the round is over, or if the check has failed and the round
+        will end.
         """
 
         def over() -> bool:
@@ -114,7 +119,8 @@ class CoordinatedRendezvous(RendezvousHandler):
             verdict = preflight.check_links(notes, info.rank, info.world_size, self._host, over)
         except Abandoned:
             raise RendezvousClosedError(self._client.why) from None
-        except RuntimeError as error:  # torch raises it when rank 0, which hosts the store, is gone
+        # torch raises this error if rank 0, which hosts the store, is gone.
+        except RuntimeError as error:
             raise RendezvousClosedError(f"the check of the links lost its store: {error}") from error
         log(f"preflight: {verdict.failed or verdict.passed}")
         if not verdict.failed:
@@ -131,42 +137,43 @@ class CoordinatedRendezvous(RendezvousHandler):
         raise RendezvousClosedError(verdict.failed)
 
     def _offer(self) -> int:
-        """Return the port of the store that this node would host as rank 0; 0 without a store."""
+        """Return the port of the store that this node would host as rank 0; 0 without one."""
         raise NotImplementedError
 
     def _join(self, go: dict[str, Any]) -> Any:
-        """Form this round's group. Raises one of CAME_APART if that fails."""
+        """Form and return the group of this round. Raises one of CAME_APART if that fails."""
         raise NotImplementedError
 
     # ---- other methods that torchrun calls
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether workers are clients of a store that rank 0's launcher hosts.
+        """Whether the workers use a store that rank 0's launcher hosts, which is always the case.
 
-        If the workers hosted a store, it would listen on every address of the machine. Its port
-        would be chosen before the store opens it, so another program could take the port first.
+        A store that a worker hosted would listen on every address of the machine. Its port would
+        also be chosen some time before the store opens it, so another program could take the port
+        in between.
         """
         return True
 
     def num_nodes_waiting(self) -> int:
-        """Return 0, because the coordinator decides when the group changes."""
+        """Return 0, because only the coordinator decides when the group changes."""
         return 0
 
     def is_closed(self) -> bool:
-        """Return False, because the coordinator ends rounds."""
+        """Return False, because only the coordinator ends rounds."""
         return False
 
     def set_closed(self) -> None:
-        """Do nothing, because the coordinator ends rounds."""
+        """Do nothing, because only the coordinator ends rounds."""
 
     def shutdown(self) -> bool:
-        """Do nothing, because it would end the rendezvous for the other nodes too."""
+        """Do nothing. Shutting down the rendezvous would end it for the other nodes, too."""
         return True
 
 
 class StandardRendezvous(CoordinatedRendezvous):
-    """Lets the agents meet at c10d's store, which runs next to the coordinator."""
+    """The rendezvous in Standard mode. The agents meet at c10d's store next to the coordinator."""
 
     def __init__(
         self,
@@ -180,11 +187,11 @@ class StandardRendezvous(CoordinatedRendezvous):
         self._parameters = parameters
 
     def get_backend(self) -> str:
-        """Return the backend in torchrun's arguments."""
+        """Return the rendezvous backend that torchrun's arguments name."""
         return str(self._parameters.backend)
 
     def get_run_id(self) -> str:
-        """Return the job's id, which is the same in all rounds."""
+        """Return the id of the job, which stays the same in all rounds."""
         return str(self._parameters.run_id)
 
     def _offer(self) -> int:
@@ -206,9 +213,9 @@ class StandardRendezvous(CoordinatedRendezvous):
         return RendezvousInfo(of_round, rank, int(go["world"]), first)
 
     def _wait_for_first(self, ranks: Any) -> None:
-        """Wait until rank 0 has written its address.
+        """Wait until rank 0 has written its address to the store.
 
-        Raises one of CAME_APART if the round ends first, or if rank 0 does not write it in time.
+        Raises one of CAME_APART if the round ends before that, or if rank 0 takes too long.
         """
         deadline, pause = time.monotonic() + STORE_SECONDS, 0.01
         while not ranks.check([RendezvousStoreInfo.MASTER_ADDR_KEY, RendezvousStoreInfo.MASTER_PORT_KEY]):
@@ -221,7 +228,7 @@ class StandardRendezvous(CoordinatedRendezvous):
 
 
 class FastRendezvous(CoordinatedRendezvous):
-    """Lets the agents meet at a store that rank 0's agent hosts for the round."""
+    """The rendezvous in Fast mode. The agents meet at a store that rank 0's agent hosts."""
 
     def __init__(
         self,
@@ -236,11 +243,11 @@ class FastRendezvous(CoordinatedRendezvous):
         self._store: Any = None
 
     def get_backend(self) -> str:
-        """Return the name under which this handler is registered."""
+        """Return the backend's name, with which this handler is registered."""
         return FAST_BACKEND
 
     def get_run_id(self) -> str:
-        """Return the job's id, which is the same in all rounds."""
+        """Return the id of the job, which stays the same in all rounds."""
         return self._run_id
 
     def _offer(self) -> int:
@@ -265,8 +272,8 @@ class FastRendezvous(CoordinatedRendezvous):
             try:
                 found = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=wait))
             except (dist.DistNetworkError, dist.DistStoreError) as error:
-                # Before connecting, torch looks up the address's name, and the timeout includes the
-                # lookup.
+                # torch looks up the name of the address before it connects, and its timeout
+                # includes this lookup.
                 wait = LOOKUP_SECONDS if _listens(host, port) else CONNECT_SECONDS
                 if self._client.must_restart(self.number) or time.monotonic() > began + max(wait, STORE_SECONDS):
                     raise dist.DistStoreError(f"no store of rank 0 at {host}:{port}: {error}") from error
@@ -284,7 +291,7 @@ def _listens(host: str, port: int) -> bool:
 
 
 def register_fast(client: MemberClient, shutdown: Shutdown, preflight: NodePreflight | None = None) -> None:
-    """Register `--rdzv-backend=ddpjob` with torchrun."""
+    """Register this rendezvous with torchrun, for `--rdzv-backend=ddpjob`."""
 
     def create(parameters: Any) -> Any:
         host = str(parameters.local_addr or "127.0.0.1")

@@ -15,17 +15,19 @@ from ddpjob_runtime import protocol
 from ddpjob_runtime.launcher.shutdown import log
 
 MAX_BYTES = 4 << 20
-"""Maximum size of the file in bytes. A full file is renamed to .ddpjob-rounds.jsonl.1, replacing
-any earlier file with that name."""
+"""Maximum size of the file in bytes. A full file is renamed to .ddpjob-rounds.jsonl.1, which
+replaces an earlier file with that name."""
 _WAITING = 100
 _CLOSE_SECONDS = 2.0
-"""Time limit in seconds for writing the remaining lines at the end. An unresponsive volume must not
-keep the pod from ending.
-"""
+"""How many seconds writing the remaining lines can take when the launcher ends. A volume that does
+not respond must not keep the pod from ending."""
 
 
 class RoundLog:
-    """Appends lines in a separate thread. A hung or full volume costs only lines."""
+    """Appends lines to the record of rounds, in a separate thread.
+
+    If the volume hangs or is full, lines are lost, but nothing else is delayed.
+    """
 
     def __init__(self) -> None:
         job = JobEnvironment.read()
@@ -37,7 +39,10 @@ class RoundLog:
         self._thread: threading.Thread | None = None
 
     def write(self, line: dict[str, Any]) -> None:
-        """Queue a line, with the names of the job and pod, and return immediately."""
+        """Queue a line for writing, and return immediately.
+
+        The names of the job and the pod are added to it.
+        """
         if self._path is None:
             return
         if self._thread is None:
@@ -47,7 +52,7 @@ class RoundLog:
         self._put((json.dumps({**self._identity, **fields}) + "\n").encode())
 
     def close(self) -> None:
-        """Write the remaining lines, for at most two seconds."""
+        """Write the remaining lines, but take no longer than two seconds."""
         if self._thread is not None:
             self._put(None)
             self._thread.join(_CLOSE_SECONDS)
@@ -71,12 +76,15 @@ class RoundLog:
     def _append(self, line: bytes) -> None:
         path = self._path
         if path is None or not path.parent.is_dir():
-            return  # It is not created, because without the volume it would be on the host's disk.
+            # The folder is not created. If the volume is not mounted, it would be on the host's own
+            # disk.
+            return
         with path.open("ab+", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
             if size:
                 file.seek(size - 1)
-                line = line if file.read(1) == b"\n" else b"\n" + line  # An earlier writer was killed while writing.
+                # The process that wrote the last line was killed before it was complete.
+                line = line if file.read(1) == b"\n" else b"\n" + line
             file.write(line)
         if size + len(line) > MAX_BYTES:
             path.replace(path.with_name(path.name + ".1"))

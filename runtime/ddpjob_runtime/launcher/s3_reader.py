@@ -26,48 +26,54 @@ from typing import Any
 from urllib.parse import quote, unquote, urlencode, urlsplit
 
 MOST_OBJECTS = 500_000
-"""Maximum number of objects; their names take about 150 MiB of memory. A larger data set should be
-packed into shards, which are also read faster.
-"""
+"""Maximum number of objects that are listed. Their names take about 150 MiB of memory. A data set
+with more objects should be packed into shards, which can also be read faster."""
 MOST_BYTES = 2**60
 PIECE = 2**20
-"""Number of bytes that a download reads at a time."""
+"""Maximum number of bytes that a download reads at once."""
 CONNECT_SECONDS = 10.0
 SILENCE_SECONDS = 60.0
-"""Seconds without a single byte after which a connection is closed. A slow connection is kept."""
+"""A connection is closed if no byte arrives for this many seconds. A connection that is only slow
+is kept."""
 _MOST_PAGES = 10_000
 _PAGE_BYTES = 16 * 2**20
 _ERROR_BYTES = 64 * 1024
 _RENEW_SECONDS = 300.0
-"""Credentials are renewed this many seconds before they expire."""
+"""Credentials are renewed when they would expire in less than this many seconds."""
 _PASSING = frozenset(
     {"SlowDown", "RequestTimeout", "InternalError", "ServiceUnavailable", "OperationAborted", "RequestTimeTooSkewed"}
 )
-"""Transient error codes. RequestTimeTooSkewed is one of them because a host whose clock is not set
-yet should not fail the job."""
+"""Codes of errors after which a request is retried. RequestTimeTooSkewed is one of them, because a
+host whose clock has not been set yet should not fail the job."""
 _PASSING_OF_KEYS = re.compile(r"\b(Throttling|ThrottlingException|TooManyRequestsException|IDPCommunicationError)\b")
-"""HTTP 400 errors that occur when many pods request keys at the same time."""
+"""Errors that a source of keys reports with HTTP 400 if many pods request keys at the same time.
+Such a request is retried."""
 _UNRESERVED = "-_.~"
 
 
 class BucketRefusal(Exception):
-    """The bucket has refused a request: the job, its credentials or the bucket must be changed.
+    """The bucket has refused a request, and a retry would not help.
 
-    The message names the URL and the reason.
+    The job, its credentials or the bucket must be changed. The message names the URL and the
+    reason.
     """
 
 
 class Away(Exception):
-    """The bucket is currently unreachable."""
+    """The bucket is currently unreachable, so the request should be retried."""
 
 
 class Changed(Exception):
-    """An object differs from the listing."""
+    """An object is different from what the listing said."""
 
 
 @dataclass(frozen=True)
 class Remote:
-    """An object. `name` is its key without the place's prefix, and `etag` is without quotes."""
+    """An object in a bucket.
+
+    `name` is the object's key without the prefix of its BucketPlace. `etag` is its ETag without
+    quotes.
+    """
 
     name: str
     size: int
@@ -76,7 +82,10 @@ class Remote:
 
 @dataclass(frozen=True)
 class BucketPlace:
-    """Where objects are: a server, a bucket, and a key prefix that is empty or ends with `/`."""
+    """Where objects are: a server, a bucket, and a prefix of keys.
+
+    The prefix is empty or ends with `/`.
+    """
 
     url: str
     bucket: str
@@ -84,14 +93,14 @@ class BucketPlace:
     server: str
     region: str
     field: str = "storage.data"
-    """The field of spec that names the place, for messages."""
+    """The field of the job's spec that names this place. Messages mention it."""
 
     @classmethod
     def read(cls, url: str, endpoint: str, region: str, field: str = "storage.data") -> BucketPlace:
-        """Return the place of s3://BUCKET/PREFIX.
+        """Return the place that s3://BUCKET/PREFIX names.
 
-        `endpoint` is the server's URL (empty: AWS). An empty `region` means us-east-1. Raises
-        BucketRefusal.
+        `endpoint` is the URL of the server; if it is empty, the server is AWS. If `region` is
+        empty, the region is us-east-1. Raises BucketRefusal.
         """
         split = urlsplit(url)
         if split.scheme != "s3" or not split.netloc:
@@ -102,14 +111,14 @@ class BucketPlace:
 
 
 def region_of(given: str = "") -> str:
-    """Return the given region or, if it is empty, the region in AWS's variables."""
+    """Return the given region. If it is empty, return the region in AWS's variables."""
     known = os.environ.get
     return given or known("AWS_REGION", "") or known("AWS_DEFAULT_REGION", "")
 
 
 @dataclass(frozen=True)
 class Keys:
-    """Credentials in AWS's format. They expire at `until`, in Unix seconds."""
+    """Keys for signing requests to AWS. They expire at the time `until`, in Unix seconds."""
 
     access: str
     secret: str = field(repr=False)
@@ -118,11 +127,11 @@ class Keys:
 
 
 class Credentials:
-    """Reads signing keys as a container's variables specify, and renews them in time.
+    """Gets signing keys from the source that a container's variables name, and renews them in time.
 
-    The variables may contain the keys themselves or name sources of keys: a role for the service
-    account's token (IRSA) or EKS Pod Identity. The first one that is set is used. If none is set,
-    requests are not signed, which is enough for a public bucket.
+    The source is the first one of these that is set: keys in the variables themselves, a role for
+    the service account's token (IRSA), and EKS Pod Identity. If none is set, requests are not
+    signed, which is enough for a public bucket.
     """
 
     def __init__(self, variables: Mapping[str, str], region: str, field: str = "storage.data") -> None:
@@ -131,16 +140,16 @@ class Credentials:
         self._lock = threading.Lock()
 
     def keys(self) -> Keys | None:
-        """Return the current keys, if any. Raises BucketRefusal, Away."""
+        """Return the current keys; None if requests are not signed. Raises BucketRefusal, Away."""
         with self._lock:
             if self._keys is None or self._keys.until < time.time() + _RENEW_SECONDS:
                 self._keys = self._read()
             return self._keys
 
     def renew(self, refused: Keys) -> bool:
-        """Discard keys that the server reports as expired, because the server's clock decides.
+        """Discard keys that the server has refused as expired.
 
-        Return whether new keys may be available.
+        The server's clock decides whether they are. Return whether new keys may be available.
         """
         with self._lock:
             if self._keys is refused and refused.until < float("inf"):
@@ -148,7 +157,8 @@ class Credentials:
         return refused.until < float("inf")
 
     def _read(self) -> Keys | None:
-        given = {name: value.strip() for name, value in self._variables.items()}  # Secrets often end with a newline.
+        # Secrets often end with a newline.
+        given = {name: value.strip() for name, value in self._variables.items()}
         known = given.get
         access, secret = known("AWS_ACCESS_KEY_ID", ""), known("AWS_SECRET_ACCESS_KEY", "")
         if access and secret:
@@ -189,7 +199,7 @@ class Credentials:
 
 
 def _aws(service: str, region: str) -> str:
-    """Return the URL of an AWS service."""
+    """Return the URL of an AWS service in a region."""
     return f"https://{service}.{region}.amazonaws.com" + (".cn" if region.startswith("cn-") else "")
 
 
@@ -209,7 +219,8 @@ def _answer(request: urllib.request.Request, what: str) -> bytes:
                     raise Away(f"no credentials from {what}: the response is incomplete")
                 return body
         except urllib.error.HTTPError as error:
-            text = error.read(_ERROR_BYTES).decode(errors="replace")  # The connection may break here too.
+            # The connection may break while this is read.
+            text = error.read(_ERROR_BYTES).decode(errors="replace")
             kind = Away if error.code >= 500 or error.code == 429 or _PASSING_OF_KEYS.search(text) else BucketRefusal
             raise kind(f"no credentials from {what}: HTTP {error.code}: {' '.join(text.split())[:300]}") from None
     except (OSError, http.client.HTTPException) as error:
@@ -218,7 +229,7 @@ def _answer(request: urllib.request.Request, what: str) -> bytes:
 
 def _keys_of(found: Mapping[str, Any], token: str, what: str) -> Keys:
     try:
-        # Before 3.11, Python cannot parse Z or Go's nine-digit fractional seconds.
+        # Python before 3.11 cannot parse the suffix Z or Go's fractional seconds with nine digits.
         text = re.sub(r"[.]\d+", "", str(found["Expiration"])).replace("Z", "+00:00")
         until = datetime.datetime.fromisoformat(text).timestamp()
         return Keys(str(found["AccessKeyId"]), str(found["SecretAccessKey"]), str(found[token]), until)
@@ -227,7 +238,7 @@ def _keys_of(found: Mapping[str, Any], token: str, what: str) -> Keys:
 
 
 class Reader:
-    """A connection to a place, which is reopened when it breaks.
+    """A connection to the server of a BucketPlace. It is opened again after it has broken.
 
     Methods raise BucketRefusal, Away, Changed.
     """
@@ -237,7 +248,10 @@ class Reader:
         self._connection: http.client.HTTPConnection | None = None
 
     def objects(self) -> Iterator[Remote]:
-        """Yield all objects below the prefix, except folder markers, in the server's order."""
+        """Yield all objects whose keys have the prefix of the place, in the server's order.
+
+        Empty objects that only stand for a folder are left out.
+        """
         token, count, place = "", 0, self._place
         for _ in range(_MOST_PAGES):
             query = {"list-type": "2", "prefix": place.prefix, "encoding-type": "url", "max-keys": "1000"}
@@ -276,7 +290,10 @@ class Reader:
         return found
 
     def open(self, remote: Remote, offset: int) -> tuple[Mapping[str, str], Iterator[bytes]]:
-        """Return an object's headers (names in lower case) and its pieces from `offset` on."""
+        """Request an object from the byte `offset` on. Return the response's headers and the bytes.
+
+        The names of the headers are in lower case. The bytes come in pieces.
+        """
         headers = {"If-Match": f'"{remote.etag}"', "x-amz-checksum-mode": "ENABLED"}
         if offset:
             headers["Range"] = f"bytes={offset}-"
@@ -298,7 +315,7 @@ class Reader:
         return {name.lower(): value for name, value in response.getheaders()}, self._pieces(response)
 
     def open_object(self, name: str) -> tuple[int, Iterator[bytes]]:
-        """Return an object's size and its pieces, without listing the bucket.
+        """Return an object's size, and its bytes in pieces, without listing the bucket.
 
         Raises Changed if there is no such object.
         """
@@ -310,10 +327,13 @@ class Reader:
 
     def _pieces(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
         while True:
-            # `read` would wait for a full piece, which may take minutes on a slow connection.
+            # Use `read1`, because `read` would wait until a piece is full. On a slow connection,
+            # that may take minutes.
             piece = self._read(response.read1, PIECE)
             if not piece:
-                response.close()  # An open response blocks the connection's next request before Python 3.13.
+                # Before Python 3.13, the connection cannot send its next request while this
+                # response is open.
+                response.close()
                 return
             yield piece
 
@@ -358,7 +378,7 @@ class Reader:
         if response.status in (200, 204, 206):
             return response
         body = self._read(response.read, _ERROR_BYTES).decode(errors="replace")
-        self.close()  # The rest of the response will not be read.
+        self.close()  # The response may have more bytes, which will not be read.
         raise self._problem(response, key, body, keys)
 
     def _problem(self, response: http.client.HTTPResponse, key: str, body: str, keys: Keys | None) -> Exception:
@@ -386,7 +406,7 @@ class Reader:
 
 
 class BucketWriter(Reader):
-    """A connection that also changes objects. Methods raise BucketRefusal, Away."""
+    """A connection that can also change objects. Methods raise BucketRefusal, Away."""
 
     def put(self, name: str, content: bytes) -> None:
         """Create or replace an object."""
@@ -424,10 +444,10 @@ def sign(
     keys: Keys, region: str, path: str, query: str, headers: Mapping[str, str], now: time.struct_time,
     method: str = "GET", content: bytes = b"",
 ) -> dict[str, str]:  # fmt: skip
-    """Return the headers of a request with a version 4 signature.
+    """Return a request's headers, with AWS's signature version 4 added to them.
 
-    `path` and `query` are quoted, and the query's names are sorted. See "Signature Version 4
-    signing process" on docs.aws.amazon.com.
+    `path` and `query` must be quoted, and the names in `query` must be sorted. See "Signature
+    Version 4 signing process" on docs.aws.amazon.com.
     """
     moment, day = time.strftime("%Y%m%dT%H%M%SZ", now), time.strftime("%Y%m%d", now)
     digest = hashlib.sha256(content).hexdigest()

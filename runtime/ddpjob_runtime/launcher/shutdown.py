@@ -2,8 +2,9 @@
 
 Signals, the coordinator's `stop`, a lost coordinator and errors can all end the launcher, on
 different threads and at the same time. The first caller decides the exit code, and the others
-sleep. The order is fixed: announce the departure, stop the workers, close the connection, clean up,
-write the termination log. If a step fails, the next ones still run.
+sleep. The steps have a fixed order: announce the departure, stop the workers, close the connection
+to the coordinator, clean up, and write the termination log. If a step fails, the next ones still
+run.
 
 Example: SIGTERM arrives while a worker fails. The launcher sends `leaving`, gives the workers the
 grace period, and exits with 143. The agent, which has seen the failure, blocks in `block_if_begun`.
@@ -32,14 +33,15 @@ PR_SET_PDEATHSIG = 1
 
 
 class Shutdown:
-    """Ends this process. The first caller wins; others block until the end."""
+    """Ends this process. The first caller of `exit` decides how; later callers wait for the end."""
 
     def __init__(self, grace_seconds: float) -> None:
         self.grace_seconds = grace_seconds
         self.stop_workers: Callable[[float], None] = lambda grace: None
         self.close_client: Callable[[], None] = lambda: None
         self.clean_up: Callable[[], None] = lambda: None
-        self.starting = threading.Lock()  # held while workers start, so that no worker is missed
+        # This lock is held while workers start, so that the shutdown also stops those workers.
+        self.starting = threading.Lock()
         self._once = threading.Lock()
         self.begun = False
 
@@ -52,8 +54,9 @@ class Shutdown:
         grace: float = 0.0,
         announce: Callable[[], None] | None = None,
     ) -> NoReturn:
-        """Stop the workers (SIGTERM, `grace`, SIGKILL), write the termination log, and exit with
-        `code`.
+        """Stop the workers, write the termination log, and exit with `code`.
+
+        The workers get SIGTERM, and SIGKILL after `grace` seconds. `announce` is called first.
         """
         if not self._once.acquire(blocking=False):
             wait_for_the_end()
@@ -70,21 +73,21 @@ class Shutdown:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):
                 stream.flush()
-        os._exit(code)  # torch's threads need not be shut down, and must not change this exit code
+        os._exit(code)  # torch's threads need no shutdown. They must not change this exit code.
 
     def block_if_begun(self) -> None:
-        """Block the calling thread if the shutdown has begun.
+        """Block the calling thread until the process ends, if the shutdown has begun.
 
-        The agent calls this between its actions.
+        The agent calls this between its actions, so that it takes no more of them.
         """
         if self.begun:
             wait_for_the_end()
 
 
 def _attempt(act: Callable[[], None]) -> None:
-    """Run a step of the shutdown.
+    """Run one step of the shutdown.
 
-    If it fails, only log that, because the later steps must still end this process.
+    If the step fails, log that, and return. The later steps must still run and end this process.
     """
     try:
         act()
@@ -99,10 +102,10 @@ def wait_for_the_end() -> NoReturn:
 
 
 def watch_signals(on_signal: Callable[[signal.Signals], None]) -> None:
-    """Call `on_signal` on a separate thread as soon as the process is asked to stop.
+    """Call `on_signal` on a separate thread as soon as this process is asked to stop.
 
-    A Python handler would wait for the main thread, which may spend a minute in a store's blocking
-    C++ call.
+    Python would run an ordinary handler on the main thread, which may spend a minute in a blocking
+    C++ call of a store.
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)
@@ -121,7 +124,7 @@ def watch_signals(on_signal: Callable[[signal.Signals], None]) -> None:
 
 
 def ignore_signal(number: int, frame: FrameType | None) -> None:
-    """Do nothing. This is only the signal's Python handler; the watching thread acts."""
+    """Do nothing when a signal arrives. The thread of `watch_signals` handles it instead."""
 
 
 def die_with_parent() -> None:

@@ -21,24 +21,26 @@ from ddpjob_runtime.launcher.shutdown import log
 NONE = "(this rank has written no stack)"
 WRITING_SECONDS = 1.0
 IDLE_SWITCHES, IDLE_SHARE = 20, 0.02
-"""A worker is idle if, between two checks, its main thread wakes up fewer times than this and its
-session uses less than this share of a core."""
+"""A worker is idle if two things are true between two checks. Its main thread wakes up fewer than
+IDLE_SWITCHES times, and its session uses less than IDLE_SHARE of a core."""
 ENVIRONMENT = "DDPJOB_STACKS_DIR"
 PREFIX = "ddpjob-worker-stacks-"
 
 
 def prepare() -> None:
-    """Create a folder for the stack files, and put its name into the workers' environment.
+    """Create a folder for the files with stacks, and put its name into the workers' environment.
 
-    If that fails, stacks are not available.
+    If that fails, stacks are not available in this job.
     """
     try:
-        for old in Path(tempfile.gettempdir()).glob(PREFIX + "*"):  # left by launchers that were killed
+        # A launcher that was killed has left this folder.
+        for old in Path(tempfile.gettempdir()).glob(PREFIX + "*"):
             with contextlib.suppress(OSError):
                 descriptor = _lock(old)
                 shutil.rmtree(old)
                 os.close(descriptor)
-        made = Path(tempfile.mkdtemp(prefix="new-" + PREFIX))  # other launchers do not remove folders with this name
+        # Other launchers do not remove folders whose names begin like this.
+        made = Path(tempfile.mkdtemp(prefix="new-" + PREFIX))
         prepare.lock = _lock(made)  # type: ignore[attr-defined]
         os.environ[ENVIRONMENT] = str(made.rename(made.with_name(made.name[len("new-") :])))
     except OSError as error:
@@ -46,7 +48,7 @@ def prepare() -> None:
 
 
 def remove() -> None:
-    """Remove the folder, because this launcher is ending."""
+    """Remove the folder for the files with stacks, because this launcher is ending."""
     folder = os.environ.pop(ENVIRONMENT, "")
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
@@ -67,9 +69,10 @@ def _lock(folder: Path) -> int:
 
 
 def collect(ranks: Mapping[int, int], record: bool = True) -> dict[int, str]:
-    """Return the stacks {global rank: text} of the workers {global rank: pid}.
+    """Return the stacks of the workers in `ranks`, by global rank.
 
-    With `record`, the stacks are also logged and kept in the checkpoint folder.
+    `ranks` maps global ranks to pids. With `record`, the stacks are also logged, and kept in the
+    checkpoint folder.
     """
     folder = JobEnvironment.read().stacks_dir
     if not folder:
@@ -96,7 +99,7 @@ def collect(ranks: Mapping[int, int], record: bool = True) -> dict[int, str]:
 
 
 def strip_runtime_frames(text: str) -> str:
-    """Return the stack without the frames of the runtime and of `python -m`."""
+    """Return a stack without the frames of the runtime and of `python -m`."""
     lines = text.splitlines(keepends=True)
     kept = [line for line in lines if not _OWN_FRAME.match(line)]
     return "".join(kept) if any(line.startswith("  File ") for line in kept) else text
@@ -110,16 +113,17 @@ _OWN_FRAME = re.compile(
 class Activity:
     """Measures whether workers have done anything since the last check.
 
-    A rank that waits in a collective is idle: its main thread is never woken up, and the rest of
-    its session, such as watchdogs, takes almost no CPU time.
+    A rank that waits in a collective counts as idle: its main thread does not wake up, and the rest
+    of its session, such as watchdogs, takes almost no CPU time.
     """
 
     def __init__(self) -> None:
         self._before: dict[int, tuple[float, int, float]] = {}
 
     def idle(self, pid: int) -> bool | None:
-        """Whether the worker was idle since the last check; None at the first, or if the worker is
-        gone.
+        """Whether the worker was idle since the last check.
+
+        The result is None at the first check, or if the worker has ended.
         """
         before, now = self._before.get(pid), _counters(pid)
         if before is None or now is None:
@@ -128,16 +132,19 @@ class Activity:
         return switches < IDLE_SWITCHES and cpu < IDLE_SHARE * seconds
 
     def remember(self, pids: Iterable[int]) -> None:
-        """Make the next check compare with the current state.
+        """Store the current counters of the workers, so that the next check compares with them.
 
-        Call this after stacks are written, because writing them wakes up the workers.
+        Call this after stacks were written, because workers wake up to write them.
         """
         found = {pid: _counters(pid) for pid in pids}
         self._before = {pid: counters for pid, counters in found.items() if counters is not None}
 
 
 def _counters(pid: int) -> tuple[float, int, float] | None:
-    """Return (now, switches to the main thread, CPU seconds of the worker's session)."""
+    """Return the time, the main thread's number of switches, and the CPU seconds of the session.
+
+    Return None if the worker has ended.
+    """
     try:
         status = Path(f"/proc/{pid}/status").read_text()
         cpu = sum(_processor_ticks(path, pid) for path in Path("/proc").glob("[0-9]*/stat"))
@@ -148,7 +155,7 @@ def _counters(pid: int) -> tuple[float, int, float] | None:
 
 
 def _processor_ticks(path: Path, session: int) -> int:
-    """Return the ticks of a process and its ended children; 0 if it is not in the session."""
+    """Return the CPU ticks of a process and its ended children; 0 in a different session."""
     try:
         fields = path.read_bytes().rpartition(b")")[2].split()
     except OSError:
@@ -157,7 +164,7 @@ def _processor_ticks(path: Path, session: int) -> int:
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether the process handles the signal, which would otherwise end it.
+    """Whether the process handles the signal. The signal would end a process without a handler.
 
     Raises FileNotFoundError or ProcessLookupError if the process does not exist.
     """

@@ -20,9 +20,9 @@ torchrun's own handler or barrier. Only `get_subprocess_handler` has a fallback:
 started cold, and the log says so.
 
 worker.py itself replaces `FileBaton.try_acquire`, because it cannot import other modules. The
-modules `late_*.py` call the parts that exist, and report those that they cannot find. The trainer
-has its own module for this purpose, `ddpjob_trainer/private_torch.py`; neither may import the
-other.
+modules `late_*.py` call those parts of torch that exist, and report the parts that they cannot
+find. The trainer has its own module for this purpose, `ddpjob_trainer/private_torch.py`; neither
+may import the other.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ NAMES = {
     ELASTIC + "multiprocessing.errors": ("ProcessFailure.__post_init__",),
     ELASTIC + "multiprocessing.subprocess_handler": ("SubprocessHandler.close",),
 }
-"""Names to replace, override or call, for each module."""
+"""The names that the launcher replaces, overrides or calls, by module."""
 SET = {
     (ELASTIC + "agent.server.api", "SimpleElasticAgent"): ("_worker_group", "_remaining_restarts"),
     (ELASTIC + "agent.server.local_elastic_agent", "LocalElasticAgent"): ("_pcontext",),
@@ -61,16 +61,17 @@ SET = {
     (ELASTIC + "multiprocessing.api", "SubprocessContext"): ("subprocess_handlers",),
     (ELASTIC + "multiprocessing.subprocess_handler", "SubprocessHandler"): ("proc",),
 }
-"""Attributes that are set by a class's constructor."""
+"""Attributes that the constructor of a class must set, by the module and name of the class."""
 CALLED = {
     (ELASTIC + "rendezvous.c10d_rendezvous_backend", "create_backend"): 1,
     (ELASTIC + "rendezvous.api", "RendezvousStoreInfo.build"): 4,
 }
-"""Number of arguments with which each function is called."""
+"""The number of arguments with which the launcher calls a function, by the function's module and
+name."""
 
 
 def missing() -> list[str]:
-    """Return the parts that this version of torch lacks."""
+    """Return the names of the parts that this version of torch lacks."""
     wanted = [(module, name) for module, names in NAMES.items() for name in names]
     lacks = [f"{module}.{name}" for module, name in wanted if _find(module, name) is None]
     for (module, name), attributes in SET.items():
@@ -87,27 +88,28 @@ def missing() -> list[str]:
 
 
 def use_agent(agent: Callable[..., Any]) -> None:
-    """Make torchrun create its agent with `agent`."""
+    """Make torchrun call `agent` to create its agent."""
     _replace("torch.distributed.launcher.api", "LocalElasticAgent", lambda _: agent)
 
 
 def use_signal_handler(handler: Callable[..., None]) -> None:
-    """Make torchrun install `handler` for the signals that would end it."""
+    """Make torchrun install `handler` for the signals that would otherwise end it."""
     _replace(ELASTIC + "multiprocessing.api", "_terminate_process_handler", lambda _: handler)
 
 
 def wrap_configuration(wrap: Callable[[Callable[[Any], Any]], Callable[[Any], Any]]) -> None:
-    """Replace the FUNCTION that turns torchrun's parsed arguments into its configuration.
+    """Wrap the function that turns torchrun's parsed arguments into its configuration.
 
-    The replacement is `wrap(FUNCTION)`.
+    `wrap` gets the original function, and returns the function to use instead.
     """
     _replace("torch.distributed.run", "config_from_args", wrap)
 
 
 def use_worker_handler(make: Callable[[Any], Callable[..., Any]]) -> bool:
-    """Make torchrun start workers with `make(SubprocessHandler)`.
+    """Make torchrun start workers with the class that `make` returns.
 
-    Return False if this version of torch starts them in an unknown way.
+    `make` gets torch's SubprocessHandler. Return False if this version of torch starts workers in
+    an unknown way.
     """
     base = _find(ELASTIC + "multiprocessing.subprocess_handler", "SubprocessHandler")
     if not hasattr(base, "_popen") or _find(ELASTIC + "multiprocessing.api", "get_subprocess_handler") is None:
@@ -120,9 +122,9 @@ def use_worker_handler(make: Callable[[Any], Callable[..., Any]]) -> bool:
 
 
 def tolerate_error_files() -> None:
-    """Make torch ignore unreadable error files, which would otherwise end the launcher.
+    """Make torch ignore error files that cannot be read. They would otherwise end the launcher.
 
-    A full disk leaves an empty file, and a killed worker leaves a partial one.
+    A full disk can leave an empty error file, and a killed worker can leave an incomplete one.
     """
 
     def tolerate(read: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -132,7 +134,8 @@ def tolerate_error_files() -> None:
             except Exception:
                 path, failure.error_file = failure.error_file, ""
                 read(failure)
-                failure.error_file = path  # For `read_error_file`, which reports what is wrong with the file.
+                # `read_error_file` needs the path to report what is wrong with the file.
+                failure.error_file = path
 
         return read_or_leave
 
@@ -140,7 +143,7 @@ def tolerate_error_files() -> None:
 
 
 def _replace(module: str, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace a name with `make(its current value)`. `missing` has checked that it exists."""
+    """Replace the value of a name with `make(VALUE)`. `missing` has checked that it exists."""
     *owners, attribute = name.split(".")
     place: Any = importlib.import_module(module)
     for owner in owners:

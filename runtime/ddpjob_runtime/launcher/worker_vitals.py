@@ -2,8 +2,8 @@
 
 A worker is judged together with all processes of its session, because its data-loader processes or
 a program that it started may do its work. Activity that the kernel does not show is not counted.
-That is safe, because the stacks must also be equal, and the coordinator compares several checks
-(`standstill`).
+This is safe, because a lack of activity alone does not prove a hang. The stacks must also be equal,
+and the coordinator compares several checks (`standstill`).
 
     stat         CPU time, and whether a process is stopped (T) or waits in the kernel (D)
     io           bytes read and written through files and pipes
@@ -14,7 +14,8 @@ That is safe, because the stacks must also be equal, and the coordinator compare
 
 A request is unanswered if no data on its connection was received after it was sent. Stacks would
 not show such a wait, because it may be in a different thread or process, or in a native library.
-Other ranks are not servers. Their ports are ephemeral, so only lower ports count.
+Other ranks do not count as servers. Their ports are ephemeral, so only connections to lower ports
+are examined.
 
 Only the names of open files are read, because even a stat of a file on a dead server would block.
 Why: docs/decisions/0024.
@@ -49,7 +50,8 @@ ON_FILES = {
         82: "fsync", 83: "fdatasync", 46: "ftruncate", 61: "getdents64", 47: "fallocate", 285: "copy_file_range",
     },
 }  # fmt: skip
-"""System calls whose first argument is a file descriptor."""
+"""System calls whose first argument is the descriptor of a file. Such a call may wait for storage.
+"""
 ON_NAMES = {
     "x86_64": {
         2: "open", 4: "stat", 6: "lstat", 26: "msync", 82: "rename", 83: "mkdir", 87: "unlink", 257: "openat",
@@ -62,23 +64,24 @@ ON_NAMES = {
 }  # fmt: skip
 SLEEPS = {"x86_64": (35, 230), "aarch64": (101, 115)}
 SELECTS = {"x86_64": (23, 270), "aarch64": (72,)}
-"""System calls that sleep. Those in SELECTS do so only if they do not wait for files."""
+"""System calls that sleep. A call in SELECTS sleeps only if it does not wait for files."""
 
 DIAGNOSE, OF_FAMILY, DUMP, DONE, ERROR = 4, 20, 0x301, 3, 2
-"""Netlink's numbers for the protocol, the request, its flags, and the types of the messages that
-end a response."""
+"""Numbers of the netlink protocol: the protocol for sockets, the kind of a request, the request's
+flags, and the two kinds of messages that end a response."""
 MESSAGE, LENGTH_OF_SOCKET, INODE_AT = struct.Struct("=IHHII"), 72, 68
 PORT_AT, ADDRESS_AT, UNSENT_AT = 6, 24, 60
 INFO, SENT_MS_AT, RECEIVED_MS_AT, RECEIVED_AT = 2, 44, 52, 120
-"""The attribute with TCP's counters, and positions in it: milliseconds since data was last sent and
-received, and the acknowledged and received bytes."""
+"""INFO is the number of the attribute with TCP's counters. The others are positions in this
+attribute: milliseconds since data was last sent, milliseconds since data was last received, and the
+numbers of acknowledged and received bytes."""
 ESTABLISHED, CONNECTING = 1, 2
 SECONDS_OF_KERNEL = 1.0
 
 
 @dataclass
 class Vitals:
-    """The counters of a worker's session, and what the worker is waiting for."""
+    """The counters of all processes in a worker's session, and what the worker is waiting for."""
 
     at: float
     cpu: float = 0.0
@@ -89,9 +92,9 @@ class Vitals:
     call: str = ""
 
     def since(self, before: Vitals | None) -> dict[str, object]:
-        """Return the fields of a RankLook that describe this worker.
+        """Return those fields of a RankLook that describe what this worker has done.
 
-        Counters are differences from the last check (`before`), and 0 at the first check.
+        Each counter is the difference from the last check (`before`). At the first check, it is 0.
         """
         start = self if before is None else before
         return {
@@ -106,11 +109,11 @@ class Vitals:
 
 
 def read_vitals(workers: Iterable[int]) -> dict[int, Vitals]:
-    """Return the vitals of each worker, by the pid that leads its session."""
+    """Return the vitals of each worker, by the worker's pid. A worker leads its session."""
     found = {pid: Vitals(time.monotonic()) for pid in workers}
     sockets = _read_sockets()
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError, IndexError):  # The worker has just ended.
+        with contextlib.suppress(OSError, ValueError, IndexError):  # The process has just ended.
             fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
             vitals = found.get(int(fields[3]))
             if vitals is not None and fields[0] not in (b"Z", b"X"):
@@ -148,7 +151,10 @@ def _open_files(folder: Path) -> Iterator[str]:
 
 
 def _find_wait(folder: Path, state: str) -> tuple[WaitKind | None, str]:
-    """Return what a thread, or a process's main thread, waits for, and its system call."""
+    """Return what a thread waits for, and the name of its system call.
+
+    `folder` is the folder of a thread in /proc. A process's folder stands for its main thread.
+    """
     if state in "Tt":
         return (WaitKind.STOPPED if state == "T" else WaitKind.TRACED), ""
     machine, call = platform.machine(), ""
@@ -172,10 +178,10 @@ def _is_storage(name: str) -> bool:
 
 
 def _read_sockets() -> dict[str, tuple[int, str]]:
-    """Return the bytes transferred by each TCP socket, by its name in `fd`, and the address of the
-    server that has not answered, or "".
+    """Return the bytes that each TCP socket has transferred, and the server that it waits for.
 
-    The result is empty if the kernel refuses to report sockets.
+    The server is "" if none owes a response. The keys are the sockets' names in `fd` folders. The
+    result is empty if the kernel refuses to report sockets.
     """
     found: dict[str, tuple[int, str]] = {}
     with contextlib.suppress(OSError, ValueError, struct.error):
@@ -193,7 +199,7 @@ def _read_sockets() -> dict[str, tuple[int, str]]:
 
 
 def _dump_sockets(family: int) -> Iterator[bytes]:
-    """Yield the kernel's description of each TCP socket. Raises OSError."""
+    """Yield the kernel's description of each TCP socket of this address family. Raises OSError."""
     request = struct.pack("=BBBxI48x", family, socket.IPPROTO_TCP, 1 << (INFO - 1), 0xFFFFFFFF)
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, DIAGNOSE) as kernel:
         kernel.settimeout(SECONDS_OF_KERNEL)
@@ -210,7 +216,7 @@ def _dump_sockets(family: int) -> Iterator[bytes]:
 
 
 def _read_socket(body: bytes) -> tuple[int, int, bool]:
-    """Return a socket's inode, its bytes, and whether the other end has not answered."""
+    """Return a socket's inode, its transferred bytes, and whether the other end owes a response."""
     unsent, _, inode = struct.unpack_from("=3I", body, UNSENT_AT)
     awaited, at = body[1] == CONNECTING, LENGTH_OF_SOCKET
     while at + 4 <= len(body):

@@ -1,8 +1,9 @@
 """Copies a checkpoint folder to a bucket, from which a starting job can fetch checkpoints.
 
-Copies are uploaded in the background. If a checkpoint is in parts, each rank uploads the files that
-it has written. Before the upload, all ranks know the manifest, which lists every file with its size
-and checksum. Rank 0 uploads the manifest once the bucket itself lists all of these files.
+The copies are uploaded in the background. If a checkpoint is in parts, each rank uploads the files
+that it has written. The ranks have agreed on the checkpoint's manifest before, which lists every
+file with its size and checksum. Rank 0 uploads the manifest last, once the bucket lists all of
+these files.
 """
 
 from __future__ import annotations

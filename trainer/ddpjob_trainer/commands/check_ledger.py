@@ -39,30 +39,31 @@ class Incarnation:
     size: int
     epochs: int
     parts: dict[int, dict[int, tuple[int, list[int]]]] = field(default_factory=lambda: defaultdict(dict))
-    """Maps step to rank to (epoch, samples)."""
+    """The epoch and the samples that each rank took in each step: {step: {rank: (epoch, samples)}}.
+    """
     checkpoints: list[int] = field(default_factory=list)
     left_out: set[int] = field(default_factory=set)
-    """Steps whose loss or gradient was not finite."""
+    """Steps that left the weights unchanged, because the loss or a gradient was not finite."""
     unreadable: dict[int, int] = field(default_factory=dict)
-    """Maps a step to the number of unreadable images on all ranks."""
+    """Number of unreadable images on all ranks, by step."""
     end: int | None = None
     repeats: int = 1
-    """Number of versions of each sample in an epoch."""
+    """Number of versions of each sample in an epoch (data.repeats)."""
     job: str = ""
-    """The job's uid; empty outside jobs."""
+    """The uid of the job; empty if the run was not in a job."""
 
     @property
     def last(self) -> int:
-        """The last step begun by any rank."""
+        """The last step that any rank began."""
         return max(self.parts, default=self.start)
 
 
 @dataclass(frozen=True)
 class LedgerSummary:
-    """The content of a ledger: incarnations, and samples per epoch in the final history.
+    """What a ledger contains: its incarnations, and the number of samples per epoch.
 
-    `left_out` contains the steps that did not change any weight, with their numbers of samples.
-    `unreadable` is the number of images with weight zero.
+    Only the final history counts for `epochs`. `left_out` maps the steps that left the weights
+    unchanged to their numbers of samples. `unreadable` is the number of images with weight zero.
     """
 
     incarnations: list[Incarnation]
@@ -74,7 +75,7 @@ class LedgerSummary:
 
 
 def read(folders: list[Path]) -> list[Incarnation]:
-    """Return the incarnations in the ledgers under `folders`, oldest first.
+    """Return the incarnations that are recorded in the ledgers under `folders`, oldest first.
 
     Raises LedgerError if there are no incarnations or a line is damaged.
     """
@@ -117,8 +118,8 @@ def read(folders: list[Path]) -> list[Incarnation]:
 def _in_order(incarnations: list[Incarnation]) -> list[Incarnation]:
     """Return the incarnations, oldest first.
 
-    A job's incarnations are ordered by generation and round, because its nodes' clocks may differ
-    by minutes.
+    The incarnations of a job are ordered by generation and round, because the clocks of its nodes
+    may differ by minutes.
     """
     began: dict[str, float] = {}
     for it in incarnations:
@@ -173,7 +174,7 @@ def _add(incarnation: Incarnation, row: dict[str, Any]) -> None:
 
 
 def verify(incarnations: list[Incarnation]) -> LedgerSummary:
-    """Check the ledgers. Raises LedgerError for the first violation."""
+    """Check the incarnations, and return a summary. Raises LedgerError for the first violation."""
     _check_restarts(incarnations)
     size = incarnations[0].size
     if odd := [incarnation for incarnation in incarnations if incarnation.size != size]:
@@ -219,9 +220,9 @@ def _check_restarts(incarnations: list[Incarnation]) -> None:
 
 
 def _final_history(incarnations: list[Incarnation]) -> dict[int, Incarnation]:
-    """Map each step to the incarnation whose execution counts.
+    """Return, for each step, the incarnation whose execution of the step counts.
 
-    A later incarnation undoes the steps after its starting point.
+    An incarnation undoes all steps after the one from which it continues.
     """
     final: dict[int, Incarnation] = {}
     for incarnation in incarnations:
@@ -231,9 +232,10 @@ def _final_history(incarnations: list[Incarnation]) -> dict[int, Incarnation]:
 
 
 def _by_epoch(incarnations: list[Incarnation], final: dict[int, Incarnation]) -> dict[int, list[tuple[int, list[int]]]]:
-    """Map each epoch to [(step, samples of all ranks)].
+    """Return a list of (step, samples of all ranks) for each epoch.
 
-    The very last step may be incomplete if the job was killed during it.
+    If the job was killed during its last step, so that not all ranks have recorded it, that step is
+    left out.
     """
     epochs: dict[int, list[tuple[int, list[int]]]] = defaultdict(list)
     last = max(final, default=0)
@@ -280,7 +282,10 @@ def _check_epoch(epoch: int, steps: list[tuple[int, list[int]]], size: int, repe
 
 
 def _check_complete(last: Incarnation, taken: dict[int, int], size: int) -> None:
-    """Raise LedgerError for an incomplete epoch other than an unfinished run's current one."""
+    """Raise LedgerError if an epoch is incomplete.
+
+    Only the current epoch of an unfinished run may be incomplete.
+    """
     current = None if last.end is not None else max(taken, default=None)
     expected = range(1, last.epochs + 1) if last.end is not None else range(1, max(taken, default=0) + 1)
     for epoch in expected:
@@ -324,7 +329,10 @@ def table(summary: LedgerSummary) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the table. Raises LedgerError for the first violation."""
+    """Check the ledgers in the given folders, and print the table.
+
+    Raises LedgerError for the first violation.
+    """
     if wants_help(arguments):
         print(__doc__)
         return 0

@@ -19,7 +19,8 @@ from ddpjob_trainer.errors import ConfigError, FencedError
 from ddpjob_trainer.lifecycle import fast_exit
 
 COMMANDS = {
-    # Maps a name to (module whose `main(arguments)` returns the exit code, usage, purpose).
+    # Maps the name of a command to (module, usage, purpose). The module's `main(arguments)` returns
+    # the exit code.
     "ledger": ("ddpjob_trainer.commands.check_ledger", "DIR [DIR ...]", "check that no sample was lost or repeated"),
     "preflight": (
         "ddpjob_trainer.preflight.command",
@@ -90,24 +91,27 @@ def _help() -> int:
 
 
 def _printed(command: Callable[[], int]) -> int:
-    """Run a command and return its exit code.
+    """Run a command that prints text, and return its exit code.
 
-    If the reader of the output is gone, return the exit code that a shell would show for SIGPIPE.
+    If the program that reads the output has ended, return the exit code that a shell would show for
+    SIGPIPE.
     """
     try:
         code = command()
         sys.stdout.flush()
     except BrokenPipeError:
         if _is_read(sys.stdout.fileno()):
-            raise  # The error came from another connection.
-        # At exit, Python would flush and report the error again.
+            # The error came from a different connection, not from standard output.
+            raise
+        # Discard the rest of the output. Otherwise, Python would flush it again at exit, and report
+        # the same error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return fast_exit.with_code(128 + signal.SIGPIPE)
     return code
 
 
 def _is_read(descriptor: int) -> bool:
-    """Return whether the descriptor's output still has a reader."""
+    """Return whether another program still reads what is written to the descriptor."""
     poll = select.poll()
     poll.register(descriptor, 0)
     return not any(event & select.POLLERR for _, event in poll.poll(0))
@@ -122,7 +126,7 @@ def _unknown_command(name: str) -> str:
 
 
 def help_text() -> str:
-    """Return the usage, the commands and every configuration key."""
+    """Return the help: the usage, the commands and every configuration key."""
     from ddpjob_trainer import config
     from ddpjob_trainer.config import loader
 

@@ -46,8 +46,9 @@ _OF_A_CHECKPOINT = (
     "train.threads",
     "train.timeout_seconds",
 )
-"""Prefixes of keys that come from the checkpoint's configuration, unless a file or an argument sets
-them."""
+"""Prefixes of the keys whose values come from the checkpoint's configuration, unless a file or an
+argument sets them.
+"""
 
 
 def main(arguments: list[str]) -> int:
@@ -97,8 +98,8 @@ def main(arguments: list[str]) -> int:
 def _read(path: Path, group: Group) -> dict[str, Any]:
     """Return `{"model": {name: tensor}, "config": {key: value}, "step": number}` on every rank.
 
-    Rank 0 reads the file. A moving average (optim.ema_decay), if there is one, replaces the
-    weights, as in evaluations during training. Raises CheckpointError on all ranks.
+    Only rank 0 reads the file. If it has a moving average of the weights (optim.ema_decay), that
+    replaces the weights, as in evaluations during training. Raises CheckpointError on all ranks.
     """
     sent: dict[str, Any] = {}
     reading = done_in_thread(group, "weights", lambda: compatibility.read_whole(path) if group.rank == 0 else {})
@@ -106,7 +107,7 @@ def _read(path: Path, group: Group) -> dict[str, Any]:
         try:
             found = reading.result()
             weights = compatibility.weights_in(found, path, average=True)
-            # In files from other programs, these names may mean something else.
+            # In a file of a different program, `config` and `step` may mean something else.
             known = found if "sampler" in found else {}
             sent = {"model": weights, "config": known.get("config", {}), "step": known.get("step")}
         except CheckpointError as error:
@@ -137,7 +138,7 @@ def _evaluate(
         )
     model.load_state_dict(dict(weights))
     network: nn.Module = model.to(device).eval()
-    # The StopRequest does not listen, so SIGTERM ends the process.
+    # This StopRequest does not listen for signals, so SIGTERM ends the process at once.
     own, stop = DataShare(group.rank, group.world), StopRequest(group)
     criterion = Loss(settings.optim)
     criterion.check(settings.data, data.targets, data.classes)

@@ -26,7 +26,7 @@ from ddpjob_trainer.errors import CheckpointError, TrainingError, first_line
 from ddpjob_trainer.model.models import build_model
 
 WEIGHTS, PROGRAM, METADATA = "model.safetensors", "model.pt2", "metadata.json"
-"""The files, and the name of the metadata within the program."""
+"""Names of the two files, and of the metadata inside the program's file."""
 _TYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _read(path: Path) -> tuple[nn.Module, dict[str, Any]]:
-    """Return the checkpoint's model on the CPU, in evaluation mode, and its metadata.
+    """Return the checkpoint's model, on the CPU and in evaluation mode, and its metadata.
 
     Raises CheckpointError.
     """
@@ -80,7 +80,7 @@ def _read(path: Path) -> tuple[nn.Module, dict[str, Any]]:
     own = {key: value for key, value in content["config"].items() if key.startswith(("data.", "model."))}
     settings = config.load(None, [], base=own)
     data = content["data"]
-    # Settings that change training only would make the program longer.
+    # Switch off settings that affect only training, because they would make the program longer.
     plain = replace(settings.model, compile=False, sync_batchnorm=False, channels_last=False, drop_path=0.0, freeze=())
     model = build_model(plain, tuple(data["shape"]), data["classes"], settings.data.seed)
     if wrong := compatibility.list_differences(weights, model.state_dict()):

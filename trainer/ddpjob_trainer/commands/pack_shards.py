@@ -47,7 +47,9 @@ class Scaling:
 
 @dataclass(frozen=True)
 class PackedImage:
-    """An image: its file, size and label, its key in the shard, and the offset of its bytes."""
+    """An image to pack: its file, size and label, its key in the shard, and the offset of its
+    bytes.
+    """
 
     path: str
     size: int
@@ -57,7 +59,7 @@ class PackedImage:
 
     @property
     def image_name(self) -> str:
-        """The image's file name inside the tar, if the image is not scaled."""
+        """The image's file name in the tar if the image is packed unchanged."""
         return f"{self.key}{Path(self.path).suffix.lower()}"
 
 
@@ -100,9 +102,10 @@ def _scaling(side: int | None, quality: int | None) -> Scaling | None:
 
 
 def pack(folder: Path, out: Path, size: int, scaling: Scaling | None = None) -> None:
-    """Pack both sets of an image folder into shards of at most `size` bytes. Raises DataError.
+    """Pack both sets of an image folder into shards. Raises DataError.
 
-    `size` counts the images before scaling.
+    A shard has at most `size` bytes. This refers to the original images, so shards of scaled images
+    may be smaller.
     """
     train, test = open_folders(folder)
     classes = classes_file(train.classes)
@@ -132,7 +135,8 @@ def _pack_set(images: Folder, out: Path, size: int, scaling: Scaling | None) -> 
     if scaling is None:
         save(_index(out, names, planned), out / FILE)
     else:
-        cached_index(str(out), None, "run the command again")  # Offsets are known only from the shards.
+        # Scaled images have different sizes than planned, so read their offsets from the shards.
+        cached_index(str(out), None, "run the command again")
 
 
 def plan(images: Folder, size: int) -> list[list[PackedImage]]:
@@ -158,7 +162,7 @@ def plan(images: Folder, size: int) -> list[list[PackedImage]]:
 def _keep_plan(path: Path, planned: list[list[PackedImage]], scaling: Scaling | None) -> None:
     """Record the plan. Raises DataError if the folder holds shards from a different plan.
 
-    Plans differ if the images, the size of shards or the scaling differs.
+    A plan is different if the images, the size of shards or the scaling have changed.
     """
     text = json.dumps([[(entry.path, entry.size, entry.label) for entry in shard] for shard in planned])
     text += "" if scaling is None else json.dumps([scaling.side, scaling.quality])
@@ -172,7 +176,7 @@ def _keep_plan(path: Path, planned: list[list[PackedImage]], scaling: Scaling | 
 
 
 def _digest_in(path: Path) -> str:
-    """Return the digest of an earlier run's plan. Raises DataError, OSError."""
+    """Return the digest of the plan that an earlier run has recorded. Raises DataError, OSError."""
     try:
         return str(json.loads(path.read_bytes())["sha256"])
     except (ValueError, KeyError, TypeError) as error:
@@ -199,9 +203,10 @@ def _write(path: Path, shard: list[PackedImage], scaling: Scaling | None) -> Pat
 
 
 def _scaled(content: bytes, scaling: Scaling) -> bytes | None:
-    """Return the scaled image, or None if the image is packed unchanged.
+    """Return an image scaled down, or None if it must be packed unchanged.
 
-    An unreadable image is packed unchanged, so that training reports it (data.corrupt).
+    Small images are packed unchanged. So is an unreadable image, so that training reports it
+    (data.corrupt).
     """
     try:
         return shrink(content, scaling.side, scaling.quality)

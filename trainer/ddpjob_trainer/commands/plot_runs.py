@@ -25,21 +25,22 @@ _TRAIN, _TEST, _SPEED, _RANKS, _RESTART = BLUE, "#ea580c", "#0d9488", "#7c3aed",
 _OF_RUNS = [_TRAIN, _TEST, _SPEED, _RANKS, _RESTART, "#ca8a04", "#db2777", "#475569", "#65a30d", "#0891b2"]
 _RESTARTS_NAMED = 12
 _APART = 0.03
-"""Minimum distance between labelled restarts, as a share of the axis. Closer labels overlap."""
+"""Minimum distance between labelled restarts, as a share of the horizontal axis. Labels that are
+closer would overlap.
+"""
 _LOG_FROM = 20
-"""The loss has a logarithmic scale if its largest value is this many times the smallest."""
+"""The loss has a logarithmic axis if its largest value is more than this many times the smallest.
+"""
 
 Where = Callable[[dict[str, Any]], float]
-"""Returns a row's position on the horizontal axis."""
+"""A function that returns the position of a row on the horizontal axis."""
 
 
 def draw(histories: list[History], target: Path, by: str = "time") -> None:
-    """Draw four panels that share a horizontal axis of time, steps or epochs.
+    """Draw four panels, whose common horizontal axis is time, steps or epochs.
 
-    Lines break at restarts, because nothing was measured in between.
-
-    The file name determines the format (PNG, SVG, PDF). Raises TrainerError if the file cannot be
-    written.
+    Lines break at restarts, because nothing was measured in between. The file name determines the
+    format (PNG, SVG, PDF). Raises TrainerError if the file cannot be written.
     """
     use_style()
     import matplotlib.pyplot as plt
@@ -86,7 +87,7 @@ def _time_unit(seconds: float) -> tuple[float, str]:
 
 
 def _last_accuracy(history: History) -> float | None:
-    """Return the newest evaluation's accuracy; None without evaluations, and for a regression."""
+    """Return the accuracy of the newest evaluation, or None if there is none."""
     return history.evaluations[-1].get("accuracy") if history.evaluations else None
 
 
@@ -145,7 +146,7 @@ def _has(row: dict[str, Any], name: str) -> bool:
 
 
 def _line(panel: Axes, rows: list[dict[str, Any]], where: Where, values: list[float], **style: Any) -> None:
-    """Draw one section of a curve. A single point is marked, because it has no line."""
+    """Draw one section of a curve. A single point gets a marker, because it forms no line."""
     if len(rows) == 1:
         style = {**style, "marker": "o", "markersize": 3}
     panel.plot([where(row) for row in rows], values, **style)
@@ -204,7 +205,10 @@ def _speed(panel: Axes, history: History, where: Where, colour: str) -> None:
 
 
 def _ranks(panel: Axes, history: History, where: Where, colour: str, by: str, *, filled: bool) -> None:
-    """Draw a horizontal line per incarnation, over its time or its steps."""
+    """Draw the number of ranks as a horizontal line for each incarnation.
+
+    The line spans the time or the steps of the incarnation.
+    """
     for incarnation, steps in zip(history.incarnations, history.steps, strict=True):
         if steps:
             begin, world = where(incarnation if by == "time" else steps[0]), int(incarnation.get("world", 1))
@@ -214,7 +218,7 @@ def _ranks(panel: Axes, history: History, where: Where, colour: str, by: str, *,
 
 
 def _smooth(values: list[float], reach: int = 4) -> list[float]:
-    """Return the median of each value and its neighbours."""
+    """Return a smooth curve: each value becomes the median of itself and its neighbours."""
     return [statistics.median(values[max(0, index - reach) : index + reach + 1]) for index in range(len(values))]
 
 

@@ -66,9 +66,9 @@ def main(arguments: list[str]) -> int:
 
 
 def _row(path: Path, *, best: bool) -> tuple[Snapshot, tuple[str, ...]]:
-    """Check a checkpoint completely, and return (its content, its row in the table).
+    """Check a checkpoint completely. Return (its content, its row in the table).
 
-    The tensors in the content may lack values.
+    The tensors in the content may have no values.
     """
     if path.is_dir():
         metadata, size = dcp.check(path), dcp.size(path)
@@ -116,7 +116,9 @@ def _content(snapshot: Snapshot) -> Iterator[str]:
 
 
 def _printable(text: str) -> str:
-    """Replace characters that a terminal would interpret. A checkpoint may contain any of them."""
+    """Replace characters that a terminal would interpret, because a checkpoint may contain any
+    text.
+    """
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 

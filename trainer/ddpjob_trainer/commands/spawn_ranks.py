@@ -28,14 +28,16 @@ from ddpjob_trainer.lifecycle.signals import EXIT_STEPPED_ASIDE
 
 USAGE = "--spawn N [--init METHOD] [--nodes K --node-rank R]"
 _FAREWELL_SECONDS = 2.0
-"""How many seconds the other ranks have to end by themselves after a rank has failed. With gloo,
-they fail immediately with a message. With NCCL, they hang.
+"""Time in seconds after the failure of a rank in which the other ranks may end by themselves. With
+gloo, they fail immediately with a message. With NCCL, they hang.
 """
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The launch of N ranks on each of `nodes` nodes; this node has number `node_rank`."""
+    """A request to start `processes` ranks on each of `nodes` nodes. This node is number
+    `node_rank`.
+    """
 
     processes: int
     nodes: int = 1
@@ -48,14 +50,14 @@ class Launch:
         return self.nodes * self.processes
 
     def environment(self, local_rank: int) -> dict[str, str]:
-        """Return the variables that torchrun would set for this rank."""
+        """Return the environment variables that torchrun would set for one of this node's ranks."""
         ranks = {"RANK": self.node_rank * self.processes + local_rank, "WORLD_SIZE": self.world}
         local = {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": self.processes, "GROUP_RANK": self.node_rank}
         return {name: str(number) for name, number in (ranks | local).items()} | {INIT_METHOD: self.init}
 
 
 def read(arguments: list[str]) -> tuple[Launch, list[str]]:
-    """Return the launch requested by the command line, and the ranks' arguments.
+    """Return (the launch that the command line requests, the arguments for the ranks).
 
     Raises ConfigError.
     """
@@ -79,17 +81,17 @@ def read(arguments: list[str]) -> tuple[Launch, list[str]]:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the ranks to their end, and return the exit code.
+    """Run the ranks until they end, and return the exit code.
 
-    The code is 0 if all ranks succeeded, 75 if a signal stopped them and they saved, otherwise that
-    of the rank that failed first. Raises ConfigError, RendezvousError.
+    The code is 0 if all ranks succeeded, and 75 if a signal stopped them and they saved. Otherwise,
+    it is the exit code of the rank that failed first. Raises ConfigError, RendezvousError.
     """
     from ddpjob_trainer.commands.dispatch import COMMANDS
     from ddpjob_trainer.config.command_line import read_settings
 
     launch, rest = read(arguments)
     if not rest or rest[0] not in COMMANDS:
-        read_settings(rest)  # Reports a mistake once, not from every rank.
+        read_settings(rest)  # This reports a wrong setting once, not from every rank.
     with _own_file(launch), tempfile.TemporaryDirectory(prefix="ddpjob-spawn-") as folder:
         return Ranks(launch, rest, Path(folder)).run()
 
@@ -97,14 +99,14 @@ def main(arguments: list[str]) -> int:
 class Ranks:
     """The processes of this node's ranks.
 
-    Each rank leads its own process group, so that its children are not left behind.
+    Each rank leads its own process group, so that its child processes can be ended with it.
     """
 
     def __init__(self, launch: Launch, arguments: list[str], folder: Path) -> None:
         self._launch, self._folder = launch, folder
         self._stopped_by: signal.Signals | None = None
         self._deadline = float("inf")
-        # (rank, exit code) of ranks that failed before this process killed any.
+        # (rank, exit code) of the ranks that failed before this process had killed any rank.
         self._blamed: list[tuple[int, int]] = []
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._stop)
@@ -118,10 +120,10 @@ class Ranks:
             {process.sentinel: (self._number(local), process) for local, process in enumerate(context.processes)}
         )
         if self._stopped_by:
-            self._signal(signal.SIGTERM)  # The signal arrived while ranks were being started.
+            self._signal(signal.SIGTERM)  # A signal arrived while the ranks were being started.
 
     def run(self) -> int:
-        """Wait for all ranks, end all of them if one fails, and return the exit code."""
+        """Wait until all ranks have ended. If one fails, end the others. Return the exit code."""
         codes: dict[int, int] = {}
         try:
             while self._alive:
@@ -146,10 +148,10 @@ class Ranks:
         return int(self._launch.environment(local_rank)["RANK"])
 
     def _stop(self, number: int, _: FrameType | None) -> None:
-        """Handle a signal.
+        """Handle a signal to this process.
 
-        The first signal asks the ranks to save and exit within the grace period; the second one
-        kills them.
+        At the first signal, ask the ranks to save and exit within the grace period. At the second
+        one, kill them.
         """
         if self._stopped_by:
             self._deadline = 0.0
@@ -174,13 +176,15 @@ class Ranks:
         return 128 + self._stopped_by if self._stopped_by and any(codes.values()) else 0
 
     def _report_cause(self) -> int:
-        """Print the error of the first rank that failed, and return its exit code (1 for a signal).
+        """Print the error of the rank that failed first, and return its exit code.
 
-        Ranks that failed later did so as a consequence.
+        If a signal ended that rank, return 1. Ranks that failed later did so as a consequence.
         """
         reported = [json.loads(path.read_text()) for path in self._folder.glob("rank-*.json")]
         silent = [(rank, code) for rank, code in self._blamed if rank not in {entry["rank"] for entry in reported}]
-        if silent:  # That rank had no time to report its error, so the other ranks' errors are consequences.
+        # A rank that ended without reporting an error failed first, so the errors of other ranks
+        # are consequences.
+        if silent:
             rank, code = silent[0]
             how = f"was terminated by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             hint = "; the kernel kills processes when memory is short (see dmesg)" if code == -signal.SIGKILL else ""
@@ -196,8 +200,8 @@ class Ranks:
 
 
 def _rank(local_rank: int, launch: Launch, arguments: list[str], launcher: int, folder: str) -> None:
-    """Run the process of one rank."""
-    # Ctrl-C must reach only the launcher. It then sends SIGTERM, so that ranks save and exit.
+    """Run one rank in this process."""
+    # Ctrl-C must reach only the launcher, which then sends SIGTERM, so that ranks save and exit.
     os.setpgid(0, 0)
     if not fast_exit.end_with(launcher, signal.SIGTERM):
         sys.exit(128 + signal.SIGTERM)
@@ -218,7 +222,7 @@ def _rank(local_rank: int, launch: Launch, arguments: list[str], launcher: int, 
 def _end_group(process: Any) -> None:
     """Kill the remaining processes of a rank, including its children, and reap the rank.
 
-    Its process id cannot be reused before it is reaped.
+    The rank is reaped last, because another process may get its process id after that.
     """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -229,10 +233,11 @@ def _end_group(process: Any) -> None:
 
 @contextlib.contextmanager
 def _own_file(launch: Launch) -> Iterator[None]:
-    """Reserve the file of file:///PATH for this launch.
+    """Reserve the file of `--init file:///PATH` for this launch.
 
-    With a stale file, the ranks would wait for dead peers. Node 0 holds a lock next to the file,
-    and removes the file at the end. Raises RendezvousError if another launch uses it.
+    If the file were a leftover of an earlier launch, the ranks would wait for processes that are
+    gone. Node 0 holds a lock next to the file, and removes both at the end. Raises RendezvousError
+    if another launch uses the file.
     """
     name = read_method(launch.init).file
     if not name or launch.node_rank > 0:
@@ -256,7 +261,7 @@ def _own_file(launch: Launch) -> Iterator[None]:
             remedy = "use a file on a file system that supports locks, or tcp://HOST:PORT"
             raise RendezvousError(f"--init {launch.init}: {lock}: {error.strerror}; {remedy}") from error
         if path.exists():
-            if launch.nodes > 1:  # Another node's ranks may already have opened it.
+            if launch.nodes > 1:  # Ranks of another node may already have opened the file.
                 raise RendezvousError(f"--init {launch.init}: the file is a leftover of an earlier launch; remove it")
             print(
                 f"warning: {path} was a leftover of an earlier launch and has been removed", file=sys.stderr, flush=True

@@ -10,9 +10,10 @@ from ddpjob_trainer.errors import ConfigError
 
 
 def take_option(arguments: Sequence[str], name: str) -> tuple[str | None, list[str]]:
-    """Return the value of `name VALUE` or `name=VALUE` and the other arguments.
+    """Return (the value of the option `name`, all other arguments).
 
-    If the option is repeated, the last value counts. Raises ConfigError if the value is missing.
+    The option is `NAME VALUE` or `NAME=VALUE`. If it is missing, its value is None; if it is
+    repeated, the last value counts. Raises ConfigError if the option lacks a value.
     """
     value: str | None = None
     others: list[str] = []
@@ -37,8 +38,9 @@ def wants_help(arguments: Sequence[str]) -> bool:
 def without_local_rank(arguments: Sequence[str]) -> list[str]:
     """Return the arguments without `--local-rank N` or `--local_rank=N`.
 
-    torch.distributed.launch appends this option. Its value becomes LOCAL_RANK, unless the launcher
-    has already set that variable. Raises ConfigError if the value is not a number.
+    torch.distributed.launch appends this option. The environment variable LOCAL_RANK gets its
+    value, unless the launcher has already set that variable. Raises ConfigError if the value is not
+    a number.
     """
     others = list(arguments)
     for name in ("--local-rank", "--local_rank"):

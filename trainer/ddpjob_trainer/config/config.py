@@ -33,7 +33,8 @@ from ddpjob_trainer.config.sections import (
 from ddpjob_trainer.errors import ConfigError
 
 _LONGEST_TIMEOUT = 30 * 86400
-"""Maximum timeout in seconds, because timers reject an infinite or much longer timeout."""
+"""Maximum value of train.timeout_seconds, because timers reject an infinite or much longer timeout.
+"""
 _SHIPPED = Path(__file__).parent / "shipped"
 
 
@@ -79,7 +80,7 @@ class Config:
         return self.checkpoint.dir / "run" if self.checkpoint.dir is not None else Path("runs") / self.train.name
 
     def flat(self) -> dict[str, Any]:
-        """Return plain values by dotted key, as checkpoints store them."""
+        """Return all values by dotted key, in the plain types that checkpoints store."""
         return {field.key: _plain(self, field.key) for field in loader.walk(Config)}
 
 
@@ -93,11 +94,11 @@ def _plain(config: Config, key: str) -> Any:
 
 
 def load(config_file: str | None, arguments: list[str], base: Mapping[str, Any] | None = None) -> Config:
-    """Return the configuration of `--config FILE key=value ...`.
+    """Return the configuration that `--config FILE key=value ...` describes, after checking it.
 
-    FILE may be the name of a configuration in the package, such as digits. `base` contains dotted
-    keys with lower precedence than the file and the arguments. Raises a ConfigError that names the
-    key and the remedy.
+    FILE may be the name of a configuration in the package, such as digits. `base` contains values
+    by dotted key; the file and the arguments override them. Raises a ConfigError that names the key
+    and the remedy.
     """
     layers: list[tuple[str, Mapping[str, Any]]] = [("checkpoint", base or {})]
     if config_file is not None:
@@ -167,7 +168,8 @@ def shipped() -> list[str]:
 
 def _find(name: str) -> Path:
     path = Path(name)
-    # A folder may have the same name as a configuration, such as cifar10.
+    # Only a file counts as a path here, because a folder may have the same name as a configuration,
+    # such as cifar10.
     if path.is_file() or "/" in name or "." in name:
         return path
     if name not in shipped():

@@ -33,7 +33,7 @@ _TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
 
 
 def from_env(variable: str) -> dict[str, str]:
-    """Return metadata for a field whose default is an environment variable.
+    """Return the metadata of a field whose default comes from an environment variable.
 
     The variable is used only if it is set and not empty.
     """
@@ -64,7 +64,7 @@ class _EachKeyOnce(yaml.SafeLoader):
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return the mapping. Raises ConstructorError for a duplicate key."""
+        """Return the mapping that a node describes. Raises ConstructorError for a duplicate key."""
         seen: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
@@ -77,13 +77,19 @@ class _EachKeyOnce(yaml.SafeLoader):
 
 
 class _Whole(int):
-    """A whole number with its original text, because a key for a string must get 007, not 7."""
+    """A whole number that also has its original text.
+
+    A key whose value is a string must get 007, not 7.
+    """
 
     written: str
 
 
 class _Number(float):
-    """Any other number with its original text: a key for a string must get 1.10, not 1.1."""
+    """Any other number that also has its original text.
+
+    A key whose value is a string must get 1.10, not 1.1.
+    """
 
     written: str
 
@@ -103,7 +109,7 @@ def _as_written(kind: type[_Whole] | type[_Number], read: Callable[..., Any]) ->
         if kind is _Whole and _LEADING_ZERO.fullmatch(text):
             sign = "-" if text.startswith("-") else ""
             node.value = sign + (text.lstrip("+-0_") or "0")
-        if len(text) > _MOST_DIGITS:  # Python neither parses nor prints the longest numbers.
+        if len(text) > _MOST_DIGITS:  # Python refuses to parse or print very long numbers.
             reason = f"a number of {len(text):,} characters, more than {_MOST_DIGITS}"
             raise yaml.constructor.ConstructorError(None, None, reason, node.start_mark)
         try:
@@ -125,7 +131,7 @@ _EachKeyOnce.add_constructor("tag:yaml.org,2002:timestamp", lambda _, node: str(
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Return the dotted keys of a YAML file.
+    """Return the values in a YAML file, by dotted key.
 
     Raises ConfigError if the file is missing, not YAML or not a mapping.
     """
@@ -177,10 +183,11 @@ def read_arguments(arguments: Iterable[str]) -> dict[str, Any]:
 
 
 def build(kind: type[T], *layers: tuple[str, Mapping[str, Any]]) -> T:
-    """Return an instance of `kind`, a dataclass of dataclasses, from layers of dotted keys.
+    """Return an instance of `kind`, a dataclass of dataclasses, with the values in `layers`.
 
-    Each layer is (source, keys), and later layers override earlier ones. Raises a ConfigError that
-    names the source, key and remedy if a key is unknown or has the wrong type.
+    Each layer is (source, values by dotted key), and later layers override earlier ones. Keys that
+    are in no layer get the value of their environment variable or their default. Raises a
+    ConfigError that names the source, key and remedy if a key is unknown or has the wrong type.
     """
     known = {field.key: field for field in walk(kind)}
     chosen: dict[str, Any] = {}
@@ -221,7 +228,7 @@ def _nearest(key: str, known: Mapping[str, Any]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class FieldInfo:
-    """A configuration key."""
+    """What is known about one configuration key."""
 
     key: str
     type: Any
@@ -231,7 +238,7 @@ class FieldInfo:
 
     @property
     def doc(self) -> str:
-        """The string below the field in the source.
+        """The help text of the key, which is the string below the field in the source.
 
         The source is parsed on demand, so that ranks do not spend time on it at startup.
         """
@@ -239,7 +246,7 @@ class FieldInfo:
 
 
 def walk(kind: type[Any], prefix: str = "") -> Iterator[FieldInfo]:
-    """Yield every leaf field of a dataclass of dataclasses, in the order of definition."""
+    """Yield every key of a dataclass of dataclasses, in the order of definition."""
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
         if dataclasses.is_dataclass(hints[field.name]):
@@ -283,7 +290,7 @@ def _assemble(kind: type[T], chosen: Mapping[str, Any], prefix: str) -> T:
 
 
 def describe_type(kind: Any) -> str:
-    """Return a type's name for the help text and errors."""
+    """Return the name of a type, for the help text and for errors."""
     if typing.get_origin(kind) is types.UnionType:
         first, *rest = (describe_type(part) for part in typing.get_args(kind))
         return " or ".join([first, *("a string" if name == "string" else name for name in rest)])
@@ -353,7 +360,7 @@ def _scalar(value: Any, kind: Any) -> Any:
             return int(number) if number == int(number) else None
         if kind is not float and isinstance(value, _Whole | _Number):
             value = value.written
-        # Shells do not expand ~ in key=~/folder, nor do YAML and Kubernetes.
+        # Shells, YAML and Kubernetes do not expand the ~ in key=~/folder.
         if kind is Path:
             return Path(value).expanduser()
         # Reject NaN. It compares false with every limit, so it would pass all checks.
@@ -365,7 +372,10 @@ def _scalar(value: Any, kind: Any) -> Any:
 
 
 def help_text(kind: type[Any], width: int = 120) -> str:
-    """Return the help by section: each key's type, default, environment variable and text."""
+    """Return the help text, which lists the keys by section.
+
+    It has each key's type, default, environment variable and description.
+    """
     import textwrap
 
     lines: list[str] = []

@@ -7,7 +7,8 @@ _RANKS = "the number of ranks is set by torchrun, --spawn N, or the job's nodes 
 _OWN = "the data set determines it"
 
 KEYS = {
-    # Maps other names, separated by spaces, to the key and a remark on what differs.
+    # Maps names that other trainers use, separated by spaces, to this trainer's key and a remark on
+    # what differs.
     "batch_size b bs train_batch_size per_device_train_batch_size per_gpu_batch_size micro_batch_size"
     " train_micro_batch_size_per_gpu per_gpu_train_batch_size": "data.batch" + _PER_PROCESS,
     "global_batch_size total_batch_size": "data.batch",
@@ -77,7 +78,8 @@ KEYS = {
 }
 
 ADVICE = {
-    # Maps other names, separated by spaces, to what to do instead of setting a key.
+    # Maps names that other trainers use, separated by spaces, to advice on what to do instead of
+    # setting a key.
     "resume continue auto_resume": "that is the default: a run continues from the newest checkpoint in checkpoint.dir"
     " (checkpoint.load=FILE starts from the weights of a file)",
     "world_size n nproc nproc_per_node nprocs num_processes gpus num_gpus devices n_gpu": _RANKS,
@@ -111,10 +113,13 @@ _REMARKS |= {name: f": {text}" for name, text in _split(ADVICE).items()}
 
 
 def key(name: str) -> str | None:
-    """Return the key for another trainer's name; None if there is no such key."""
+    """Return this trainer's key for a name that another trainer uses; None if there is none."""
     return _MEANT[name][0] if name in _MEANT else None
 
 
 def remark(name: str) -> str | None:
-    """Return the remark to append to another trainer's `--key`; None if the name is unknown."""
+    """Return a remark to append to an error about another trainer's `--key`.
+
+    Return None if the name is unknown.
+    """
     return _REMARKS.get(name.lstrip("-").replace("-", "_").lower())

@@ -10,9 +10,10 @@ from ddpjob_trainer.errors import ConfigError
 
 
 def select(key: str, pattern: str, names: Iterable[str], of: str) -> list[str]:
-    """Return the parameters of the model `of` that match `pattern` (with * and ?).
+    """Return the `names` of parameters that match `pattern`, which may contain * and ?.
 
-    Raises ConfigError, with the nearest names, if no name matches.
+    `of` is the name of the model, and `key` is the key with the pattern. Raises ConfigError, with
+    the nearest names, if no name matches.
     """
     names = list(names)
     found = fnmatch.filter(names, pattern)

@@ -37,10 +37,10 @@ _HOROVOD, _DEEPSPEED = StrategyName.HOROVOD, StrategyName.DEEPSPEED
 class Limit:
     """A key with values that some strategies do not support.
 
-    `reasons` completes the sentence "strategy=NAME ..." for each such strategy. `is_set` returns
-    whether a value of the key is unsupported; None means that this depends on the data. `values`
-    lists the unsupported values for the documentation; it is empty if that is every value other
-    than the default.
+    `reasons` maps each of these strategies to the end of the sentence "strategy=NAME ...". `is_set`
+    returns whether a value of the key is unsupported; None means that this depends on the data.
+    `values` lists the unsupported values for the documentation. It is empty if all values except
+    the default are unsupported.
     """
 
     key: str
@@ -100,7 +100,7 @@ LIMITS = (
 
 
 def check(config: object, strategy: StrategyName) -> None:
-    """Raise ConfigError if the strategy does not support a setting in a Config."""
+    """Raise ConfigError if the configuration has a setting that the strategy does not support."""
     for limit in LIMITS:
         if strategy not in limit.reasons or limit.is_set is None:
             continue

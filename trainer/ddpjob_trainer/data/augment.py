@@ -166,8 +166,9 @@ class RandAugment:
     def space(self) -> dict[str, tuple[Callable[[int, int, int], torch.Tensor | None], bool]]:
         """The operations of torchvision, by name.
 
-        Each one has a function, which returns the possible magnitudes for (bins, height, width) or
-        None, and a flag, which says whether the chosen magnitude may be negated.
+        Each one has a function and a flag. The function maps (bins, height, width) to the possible
+        magnitudes, or to None if the operation has no magnitude. The flag says whether the chosen
+        magnitude may be negated.
         """
         return self._transform._AUGMENTATION_SPACE  # type: ignore[no-any-return]
 
@@ -268,7 +269,7 @@ def build_erasers(config: DataConfig, shape: tuple[int, ...]) -> list[Eraser]:
 
 
 def resized_crop_box(draws: npt.NDArray[np.float64], height: int, width: int) -> Box:
-    """Return a random crop of an image: 8 to 100 % of its area, with a ratio of 3:4 to 4:3.
+    """Return a random crop: 8 to 100 % of the area, with an aspect ratio from 3:4 to 4:3.
 
     `draws` are (10, 4) uniform numbers, enough for ten attempts. If no attempt gives a crop that
     fits into the image, the center of the image is used, as in Szegedy et al., Going deeper with

@@ -253,9 +253,9 @@ def _levels(pixels: int, ramp: torch.Tensor) -> torch.Tensor:
 
     A channel has `pixels` pixels, and selects a row; each of its pixels selects a column. Row s > 0
     equalizes a channel in which at least 255 * s but fewer than 255 * (s + 1) pixels are below the
-    channel's largest value. Its columns are the number of pixels with a smaller value than the
-    pixel. Row -r stretches the contrast of a channel whose largest and smallest values differ by r.
-    Its columns are the difference between the pixel and the smallest value.
+    channel's largest value. There, a pixel's column is the number of pixels with a smaller value.
+    Row -r stretches the contrast of a channel whose largest and smallest values differ by r. There,
+    a pixel's column is the difference between its value and the smallest value.
     """
     from torchvision.transforms.v2 import functional
 

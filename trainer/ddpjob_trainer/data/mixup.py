@@ -1,8 +1,8 @@
 """Mixup and CutMix, which mix images of a micro-batch in pairs, together with their labels.
 
 The micro-batch's key determines lambda, the rectangle and the choice between the two methods. An
-image's position in the micro-batch determines its partner. So all of these are the same on any
-number of ranks. As in torchvision.transforms.v2.MixUp and CutMix, an image's partner is the
+image's position in the micro-batch determines its partner. Therefore, the mixed images are the same
+on any number of ranks. As in torchvision.transforms.v2.MixUp and CutMix, an image's partner is the
 previous image, and the first image's partner is the last.
 """
 

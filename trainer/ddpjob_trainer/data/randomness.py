@@ -36,7 +36,10 @@ def derive(*parts: int) -> int:
 
 
 def derive_state(*parts: int) -> int:
-    """Return the 64-bit state that `derive` has after these parts, so that more can follow."""
+    """Return the 64-bit state that `derive` reaches after these parts.
+
+    More parts can be added to this state.
+    """
     state = 0
     for part in parts:
         z = (state ^ ((part + 1) * _GOLDEN)) & _MASK
@@ -130,7 +133,7 @@ def seed_torch(seed: int, device: torch.device) -> None:
 
 @contextmanager
 def seed_draws(key: int) -> Iterator[None]:
-    """Make what is drawn in the `with` depend only on `key`.
+    """Make random numbers that are drawn during the `with` depend only on `key`.
 
     This applies to the global generators of Python, numpy and torch. After the `with`, the
     generators continue where they were before.

@@ -287,9 +287,9 @@ def _scan(url: str, found: _Found, remedy: str) -> Index:
 
 
 class _Member(tarfile.TarInfo):
-    """The header of a tar member. Large extended headers are refused.
+    """The header of a tar member.
 
-    tarfile would read them into memory.
+    Large extended headers are refused, because tarfile would read them into memory.
     """
 
     def _proc_member(self, archive: tarfile.TarFile) -> Any:

@@ -27,7 +27,9 @@ class Evaluation:
     """
 
     loss: float
-    """Mean of optim.loss, without label smoothing; usually cross entropy (natural logarithm)."""
+    """Mean of optim.loss over all samples, without label smoothing. It is usually the cross entropy
+    (natural logarithm).
+    """
     accuracy: float | None
     """Share of samples whose highest score belongs to their class (top-1); if scores are equal, the
     first class wins. For optim.loss=bce with float targets, the share of values whose probability
@@ -40,18 +42,22 @@ class Evaluation:
     """
     samples: int
     nonfinite: int = 0
-    """Samples with a score that is not finite."""
+    """Number of samples with a score that is not finite."""
     unreadable: int = 0
-    """Test samples that could not be read. They are excluded from all other numbers."""
+    """Number of test samples that could not be read. They are excluded from all other numbers."""
     confusion: torch.Tensor | None = field(default=None, compare=False, repr=False)
-    """int64 (classes, classes): a row per true class, a column per predicted class."""
+    """The confusion matrix, int64 (classes, classes): a row per true class, a column per predicted
+    class.
+    """
     curves: Curves | None = field(default=None, compare=False, repr=False)
     rmse: float | None = None
     """Root of the mean of (score - target)^2 over all values, for a regression."""
     f1: float | None = None
-    """F1 over all values (micro), for optim.loss=bce with float targets; 0 without positives."""
+    """F1 over all values together (micro average), for optim.loss=bce with float targets. It is 0
+    if there are no positives.
+    """
     own: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the user's callbacks, by name."""
+    """The metrics that the user's callbacks compute, by name."""
 
     def scalars(self) -> dict[str, float]:
         """Return every number, keyed by its name in the logs."""
@@ -63,7 +69,7 @@ class Evaluation:
 
 
 Each = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Maps the scores and targets of n samples to their losses, (n,)."""
+"""A function that is given the scores and targets of n samples, and returns their losses (n,)."""
 
 
 def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -71,21 +77,21 @@ def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 class Adding(Protocol):
-    """Sums up an evaluation, batch by batch."""
+    """Adds up the results of an evaluation, batch by batch."""
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        """Add scores and targets of some of this rank's samples."""
+        """Add the scores and targets of some of this rank's samples."""
 
     def reduce(self, group: Group, counted: int, unreadable: int = 0) -> Evaluation:
         """Return the result over all ranks. All ranks must call this together."""
 
 
 class ValueAccumulator:
-    """Sums up an evaluation whose targets are numbers rather than classes.
+    """Adds up the results of an evaluation whose targets are numbers rather than classes.
 
-    The result has the loss and other numbers that are meaningful for such targets. For float
-    targets with the same shape as the scores, the other numbers are mae and rmse or, with
-    `decisions` (targets 0 or 1), accuracy and f1. Sums are over values, and are divided by the
+    They are the loss and other numbers that are meaningful for such targets. If targets are floats
+    with the same shape as the scores, the other numbers are mae and rmse or, with `decisions`
+    (targets from 0 to 1), accuracy and f1. Their sums are over all values, and are divided by the
     number of values on all ranks.
     """
 
@@ -94,9 +100,9 @@ class ValueAccumulator:
         self._sums = torch.zeros(7, dtype=torch.float64)
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        """Add scores (n, ...) of a model and targets (n, ...).
+        """Add the model's scores (n, ...) and the targets (n, ...) of some samples.
 
-        Raises ConfigError if decisions are not between 0 and 1.
+        With `decisions`, raises ConfigError if a target is not between 0 and 1.
         """
         if not len(labels):
             return
@@ -139,7 +145,7 @@ class ValueAccumulator:
 def open_accumulator(targets: Targets, classes: int, each: Each, config: EvalConfig, *, decisions: bool) -> Adding:
     """Return the accumulator for a data set: an `Accumulator` or a `ValueAccumulator`.
 
-    Raises ConfigError for numbers that cannot be computed for its targets.
+    Raises ConfigError if `config` requests numbers that cannot be computed for these targets.
     """
     if targets is Targets.CLASSES:
         return Accumulator(classes, config, each, apart=decisions)
@@ -151,16 +157,19 @@ def open_accumulator(targets: Targets, classes: int, each: Each, config: EvalCon
 
 
 class Accumulator:
-    """Accumulates this rank's samples with known classes; `reduce` combines all ranks."""
+    """Adds up the results of this rank's samples if targets are class numbers.
+
+    `reduce` combines the results of all ranks.
+    """
 
     def __init__(
         self, classes: int, config: EvalConfig | None = None, each: Each | None = None, *, apart: bool = False
     ) -> None:
-        """Start with empty sums. `each` maps scores (n, classes) float32 and classes (n,) to losses
-        (n,).
+        """Start with empty sums.
 
-        By default, `each` is cross entropy. With `apart`, each score alone determines its class's
-        probability, as in binary cross entropy.
+        `each` is given scores (n, classes) float32 and classes (n,), and returns losses (n,); by
+        default, it is cross entropy. With `apart`, the probability of a class depends only on its
+        own score, as in binary cross entropy.
         """
         config = config or EvalConfig()
         if config.pr is PrKind.BINNED and config.pr_bins < 2:
@@ -174,7 +183,7 @@ class Accumulator:
             self._curves = ExactCurves(classes) if config.pr is PrKind.EXACT else BinnedCurves(classes, config.pr_bins)
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        """Add scores (n, classes) of a model and true classes (n,).
+        """Add the model's scores (n, classes) and the true classes (n,) of some samples.
 
         Raises TrainerError if scores and classes do not match.
         """
@@ -212,8 +221,9 @@ class Accumulator:
     def reduce(self, group: Group, counted: int, unreadable: int = 0) -> Evaluation:
         """Return the result over all ranks. All ranks must call this together.
 
-        `counted` is how many samples this rank has added, and `unreadable` how many it could not
-        read. Raises TrainingError if a different number of samples has been added.
+        `counted` is the number of samples that this rank has added, and `unreadable` is the number
+        of samples that it could not read. Raises TrainingError if `add` has received a different
+        number of samples than `counted`.
         """
         if counted != self._added:
             raise TrainingError(
@@ -241,9 +251,10 @@ class Accumulator:
 
 
 def rank_of_label(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return how many classes have a higher score than each sample's own: (n,), from (n, classes).
+    """Return, for each sample, how many classes have a higher score than its true class.
 
-    If scores are equal, the lower class ranks first, as in argmax.
+    Scores are (n, classes), and the result is (n,). If scores are equal, the lower class ranks
+    first, as in argmax.
     """
     own = scores.gather(1, labels[:, None])
     numbers = torch.arange(scores.shape[1], device=scores.device)

@@ -13,7 +13,7 @@ import torch
 
 from ddpjob_trainer.distributed.process_group import Group
 
-_LOGIT_RANGE = 16.0  # In float32, 1 - sigmoid(16.6) is 0.
+_LOGIT_RANGE = 16.0  # In float32, 1 - sigmoid(x) is 0 from about x = 16.6 on.
 _POINTS_OF_ALL_CLASSES, _POINTS_POOLED = 20_000, 1_000
 
 
@@ -21,7 +21,8 @@ _POINTS_OF_ALL_CLASSES, _POINTS_POOLED = 20_000, 1_000
 class Curve:
     """A curve as returned by sklearn.metrics.precision_recall_curve.
 
-    Thresholds (t,) are ascending; precision and recall (t + 1,) end in (1, 0).
+    The thresholds (t,) are ascending. Precision and recall are (t + 1,); the last precision is 1,
+    and the last recall is 0.
     """
 
     precision: torch.Tensor
@@ -37,9 +38,10 @@ class Curve:
         return float(-(self.recall.diff() * self.precision[:-1]).sum())
 
     def thin(self, limit: int) -> Curve:
-        """Return about `limit` points or fewer, evenly spaced over recall, including both ends.
+        """Return a curve with at most about `limit` points, which are evenly spaced over recall.
 
-        If points have equal recall, the most precise one is kept.
+        The points at both ends are included. If points have equal recall, the most precise one is
+        kept.
         """
         if len(self.thresholds) <= limit:
             return self
@@ -52,10 +54,11 @@ class Curve:
 
 @dataclass(frozen=True)
 class Curves:
-    """Average precision of each class (classes,), its mean, and its value for all decisions.
+    """Precision-recall curves and average precisions, of each class and of all decisions.
 
-    `macro` is the mean over classes, and `micro` the value for all decisions pooled. `of_class` and
-    `pooled` are thinned for storage and drawing, and exist only on rank 0.
+    `average_precision` is that of each class, `macro` is the mean over classes, and `micro` is the
+    average precision of all decisions pooled. `of_class` and `pooled` are the curves. They are
+    thinned for storage and drawing, and exist only on rank 0.
     """
 
     average_precision: list[float]
@@ -66,19 +69,19 @@ class Curves:
 
 
 class CurveAccumulator(Protocol):
-    """Collects scores batch by batch, on one rank."""
+    """Collects one rank's scores, batch by batch."""
 
     def add(self, probabilities: torch.Tensor, labels: torch.Tensor) -> None:
         """Add scores float32 (n, classes) and labels int64 (n,), on any device."""
 
     def reduce(self, group: Group) -> Curves:
-        """Return the curves over all ranks' samples. All ranks must call this together."""
+        """Return the curves for the samples of all ranks. All ranks must call this together."""
 
 
 def curve(scores: torch.Tensor, positive: torch.Tensor) -> Curve:
-    """Return the exact curve of scores (n,) and truth (n,) bool; n must be above 0.
+    """Return the exact curve, given scores (n,) and whether each sample is positive, (n,).
 
-    Equal scores are one threshold.
+    n must be above 0. Equal scores share one threshold.
     """
     ordered, order = torch.sort(scores, descending=True)
     hits = positive[order].to(torch.int64).cumsum(0)
@@ -89,9 +92,10 @@ def curve(scores: torch.Tensor, positive: torch.Tensor) -> Curve:
 
 
 def _from_counts(hits: torch.Tensor, taken: torch.Tensor, thresholds: torch.Tensor) -> Curve:
-    """Return a curve from counts at each of the descending thresholds.
+    """Return a curve, given counts for each threshold, from the highest threshold to the lowest.
 
-    `hits` counts the true positives and `taken` all positives at or above a threshold.
+    `hits` is the number of positive samples whose score is at or above the threshold. `taken` is
+    the number of all samples whose score is at or above it.
     """
     found = hits.double()
     precision = (found / taken).flip(0)
@@ -140,7 +144,7 @@ class BinnedCurves:
         self._counts: torch.Tensor | None = None
 
     def add(self, probabilities: torch.Tensor, labels: torch.Tensor) -> None:
-        """Count the scores on their device."""
+        """Count the scores on the device that holds them."""
         positions = (
             bin_of(probabilities.float(), self._bins) + torch.arange(self._classes, device=labels.device) * self._bins
         )
@@ -170,15 +174,19 @@ class BinnedCurves:
 
 
 def bin_of(probabilities: torch.Tensor, bins: int) -> torch.Tensor:
-    """Return the bin, 0 to bins - 1, of each probability by its log odds."""
+    """Return the number of the bin, 0 to bins - 1, to which each probability belongs.
+
+    The bins have equal width in log odds.
+    """
     odds = (torch.log(probabilities) - torch.log1p(-probabilities)).clamp(-_LOGIT_RANGE, _LOGIT_RANGE)
     return ((odds + _LOGIT_RANGE) * (bins / (2 * _LOGIT_RANGE))).to(torch.int64).clamp(0, bins - 1)
 
 
 def _gather(mine: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return all ranks' tensors concatenated, flat, on rank 0.
+    """Return the tensors of all ranks, flattened and concatenated, on rank 0.
 
-    Other ranks get an empty tensor; while gathering, they hold only one rank's part at a time.
+    The other ranks get an empty tensor. While the tensors are gathered, these ranks hold only one
+    rank's part at a time.
     """
     if group.world == 1:
         return mine.flatten()
@@ -191,9 +199,10 @@ def _gather(mine: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _share(curves: list[Curve], classes: int, group: Group) -> Curves:
-    """Return the curves on every rank, given rank 0's `curves` (each class, then all decisions).
+    """Return the average precisions on every rank, and the curves on rank 0.
 
-    All ranks get the average precisions, but only rank 0 gets the points.
+    `curves` are those of rank 0: the curve of each class, followed by the curve of all decisions.
+    On other ranks, the list is empty.
     """
     values = torch.zeros(classes + 1, dtype=torch.float64)
     if group.rank == 0:

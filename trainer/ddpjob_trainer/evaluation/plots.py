@@ -28,8 +28,9 @@ Matrix = npt.NDArray[np.int64]
 
 
 def draw(path: Path) -> list[Path]:
-    """Draw the plots for which `path` has numbers, and return their files, which are next to
-    `path`.
+    """Draw the plots for which a result file has numbers, and return the plots' files.
+
+    The plots are next to the result file, `path`.
     """
     use_style()
     result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -58,10 +59,10 @@ def set_headline(figure: Figure, text: str) -> None:
 
 
 def plain(text: str) -> str:
-    """Return a text that matplotlib draws as it is.
+    """Return a text in a form that matplotlib draws literally.
 
-    Otherwise, two dollar signs enclose a formula. Bytes that are not UTF-8 and line breaks become
-    question marks.
+    Without this, text between two dollar signs would be drawn as a formula. Line breaks and bytes
+    that are not UTF-8 become question marks.
     """
     return "".join(letter if letter.isprintable() else "?" for letter in text).replace("$", r"\$")
 
@@ -143,7 +144,7 @@ def _each_curve(panel: Axes, curves: dict[str, Any], names: list[str]) -> None:
 
 
 def _bands(panel: Axes, curves: list[dict[str, Any]]) -> None:
-    """Draw the distribution of many classes' precision at each recall."""
+    """Draw how the precision of many classes is distributed at each recall."""
     recalls = np.linspace(0, 1, 101)
     values = np.empty((len(curves), len(recalls)))
     for row, curve in zip(values, curves, strict=True):
@@ -231,9 +232,10 @@ def _cells(panel: Axes, matrix: Matrix, shares: npt.NDArray[np.float64], names: 
 
 
 def _many_cells(figure: Figure, panel: Axes, shares: npt.NDArray[np.float64]) -> None:
-    """Draw a matrix with several cells per pixel.
+    """Draw a matrix with so many classes that several cells share a pixel.
 
-    Each pixel shows its largest cell, so that single mistakes and the whole diagonal stay visible.
+    Each pixel shows the largest of its cells, so that single mistakes and the whole diagonal stay
+    visible.
     """
     from matplotlib.colors import LogNorm
 

@@ -37,9 +37,10 @@ class EvaluationFiles:
         self._undrawn: Path | None = None
 
     def write(self, name: str, evaluation: Evaluation, **where: Any) -> Path:
-        """Write FOLDER/NAME.json and its accompanying files.
+        """Write FOLDER/NAME.json, and the files that belong to it.
 
-        `where` (epoch, step, ...) goes into the JSON. Raises OSError.
+        `where` says when the evaluation took place (epoch, step, ...), and is stored in the JSON.
+        Raises OSError.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         target = self._folder / f"{name}.json"
@@ -76,10 +77,7 @@ class EvaluationFiles:
 
 
 def document(evaluation: Evaluation, names: Sequence[str] | None) -> dict[str, Any]:
-    """Return an evaluation in its JSON form.
-
-    Numbers that are not finite become null, and curves with many points are thinned.
-    """
+    """Return an evaluation in its JSON form. Numbers that are not finite become null."""
     scalars = evaluation.scalars()
     result: dict[str, Any] = {key: value if math.isfinite(value) else None for key, value in scalars.items()}
     result |= {"samples": evaluation.samples, "nonfinite": evaluation.nonfinite, "unreadable": evaluation.unreadable}
@@ -104,9 +102,9 @@ def document(evaluation: Evaluation, names: Sequence[str] | None) -> dict[str, A
 
 
 def _from_confusion(matrix: torch.Tensor) -> list[dict[str, float]]:
-    """Return support, precision, recall and F1 of each class.
+    """Return the support, precision, recall and F1 of each class.
 
-    A number is 0 if its divisor is 0, as in scikit-learn.
+    As in scikit-learn, a quotient is 0 if its divisor is 0.
     """
     right, support, taken = matrix.diagonal().double(), matrix.sum(1).double(), matrix.sum(0).double()
     precision, recall = right / taken.clamp(min=1), right / support.clamp(min=1)
@@ -116,7 +114,7 @@ def _from_confusion(matrix: torch.Tensor) -> list[dict[str, float]]:
 
 
 def _points(curve: Curve) -> dict[str, list[float]]:
-    """Return the points in the form of scikit-learn's arrays.
+    """Return the points of a curve as lists, which correspond to scikit-learn's arrays.
 
     Seven digits are kept, which is more than a plot can show.
     """

@@ -15,13 +15,14 @@ from ddpjob_trainer.data.augment import pad
 from ddpjob_trainer.errors import ConfigError
 
 Scores = Callable[[torch.Tensor], torch.Tensor]
-"""Maps images (n, channels, height, width) to scores (n, ...)."""
+"""A function that returns the scores (n, ...) of images (n, channels, height, width)."""
 
 
 def over_views(scores: Scores, views: Views, shape: tuple[int, ...]) -> Scores:
-    """Return a function with the mean of `scores` over an image's versions, in float32.
+    """Return a function that computes the mean of `scores` over versions of each image.
 
-    Raises ConfigError if inputs of `shape` are not images.
+    `views` selects the versions. The mean is computed in float32. Raises ConfigError if inputs of
+    `shape` are not images.
     """
     if views is Views.NONE:
         return scores
