@@ -25,7 +25,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the client only on first use, because the operator does not need it."""
+    """Import the client when one of its names is used for the first time.
+
+    The operator does not need the client, so it does not import it.
+    """
     if name in __all__:
         from ddpjob.client import job_client
         from ddpjob.client.backends import backend

@@ -8,16 +8,17 @@ from __future__ import annotations
 import sys
 
 INSTALL = "pip install '.[{extra}]' in the checkout of DDPJob"
-"""How a user installs an extra. The package is not in any index yet, and its name is not reserved,
-so anyone who registers it could run code on the machines of readers who install it by name. Until
-the first release, tests/unit/test_names.py finds every file that installs it by name. After the
-first release, this command becomes "pip install 'ddpjob[{extra}]'"."""
+"""The command with which a user installs an extra. The package is not in any package index yet, and
+its name there is not reserved. Anybody could register the name, and could then run code on the
+machines of users who install the package by its name. Until the first release,
+tests/unit/test_names.py therefore finds every file that installs it by name. After the first
+release, this command becomes "pip install 'ddpjob[{extra}]'"."""
 
 
 def missing_package(error: ModuleNotFoundError, program: str, extra: str) -> str:
-    """Return a message that names the missing package and the extra that includes it.
+    """Return a message that names the missing package and the extra that installs it.
 
-    Re-raises the error if one of DDPJob's own modules is missing.
+    If the missing module is one of DDPJob's own, the error is raised again.
     """
     if not error.name or error.name.startswith("ddpjob"):
         raise error

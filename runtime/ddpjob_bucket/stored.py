@@ -6,8 +6,8 @@
     scores.json                 the evaluations of one metric, which determine the best checkpoint
 
 A checkpoint is a file or a folder. Terms order checkpoints by incarnation, without a clock. If a
-partitioned process reconnects, its checkpoints rank below those of the incarnation that replaced
-it, regardless of their steps.
+process was partitioned and reconnects, its checkpoints rank below the checkpoints of the
+incarnation that replaced it, even if their steps are higher.
 
 Example: incarnation 1 has stored steps 100 and 200 and is partitioned. Incarnation 2 continues from
 200 and stores 250 (2-250). The old process then stores 300 (1-300), which is superseded, because

@@ -1,13 +1,13 @@
 """Uploads checkpoints to a bucket in the background while training continues, newest first.
 
 An upload may take longer than the time between two checkpoints, and the bucket may be unreachable
-for hours. Neither may stop training or fill the disk. Therefore:
+for hours. Neither of these must stop training or fill the disk. Therefore:
 
 - One checkpoint is uploaded at a time, and only the newest one waits. `release` lets the caller
   delete a checkpoint that was replaced while it waited.
 - A failed upload is retried after 1, 2, 4, ... 60 s, and after at most 5 s while the process waits
   for its last upload. A newer checkpoint replaces the failed one.
-- If files have vanished, their upload is abandoned (`lost`).
+- If files of a checkpoint have vanished, its upload is abandoned (`lost`).
 
 Example: step 100 is being uploaded when 200 and 300 are saved. 300 replaces 200, and 200 is
 released. 300 is uploaded once 100 is complete or has failed.

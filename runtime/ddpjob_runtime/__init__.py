@@ -13,5 +13,4 @@ _PACKAGE = Path(__file__).resolve().parent
 PROGRAM = _PACKAGE if _PACKAGE.is_dir() else _PACKAGE.parent
 """The path to give to Python: this folder or, in job pods, the archive that contains it."""
 WORKER = PROGRAM / "worker.py" if PROGRAM == _PACKAGE else PROGRAM.with_name("ddpjob_worker.py")
-"""The entry point of workers. It is a separate file, because it is not part of the archive in job
-pods."""
+"""The entry point of workers. In job pods, it is a separate file next to the archive."""

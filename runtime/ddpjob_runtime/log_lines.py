@@ -1,9 +1,9 @@
 """Writes log lines without blocking. Lines are lost if the disk is full or nobody reads the pipe.
 
-A container's output is a pipe, which the container runtime reads. The runtime stops reading while
-the host's log folder is full or hangs, so the pipe fills up. A write would then block the
-coordinator's event loop, or the launcher's only thread that reads from the coordinator. The pipe is
-not made non-blocking, because the workers share it and expect blocking writes.
+A container's output is a pipe, which the container runtime reads. The container runtime stops
+reading while the host's log folder is full or hangs, so the pipe fills up. A write would then block
+the coordinator's event loop, or the launcher's only thread that reads from the coordinator. The
+pipe is not made non-blocking, because the workers share it and expect blocking writes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The file `ddpjob_report.py` in job pods, next to the archive with the package `ddpjob_report`.
 
-A program with this file's folder in PYTHONPATH imports this module, which replaces itself with the
-package.
+If a program has this file's folder in its PYTHONPATH, `import ddpjob_report` imports this module.
+The module then replaces itself with the package.
 """
 
 from __future__ import annotations

@@ -197,10 +197,11 @@ def offer_report() -> None:
 class ReportImport:
     """Import hook that adds the folder of `ddpjob_report` to sys.path once a program imports it.
 
-    If the fork server has already imported `ddpjob_report` from the same file, the program gets
-    that module, and nothing is executed again. The same applies to the modules of `ddpjob_pod`.
-    Otherwise, the trainer would execute them a second time, and the trainer and `ddpjob_report`
-    would use different copies.
+    If the image has its own `ddpjob_report`, the program gets that package, and sys.path stays as
+    it is. If the fork server has already imported `ddpjob_report` from the same file, the program
+    gets that module, and nothing is executed again. The same applies to the modules of
+    `ddpjob_pod`. Otherwise, the trainer would execute them a second time, and the trainer and
+    `ddpjob_report` would use different copies.
 
     The folder stays in sys.path after the import, because processes spawned by multiprocessing can
     find the modules only through sys.path.

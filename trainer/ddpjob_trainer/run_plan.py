@@ -157,7 +157,7 @@ def make_accumulator(config: Config, data: DataSet, strategy: Strategy) -> Addin
 def explain_sizes(config: Config, data: DataSet) -> AbstractContextManager[None]:
     """Return a context manager for the model's first pass.
 
-    If an error occurs in the pass because of the image size, it explains the error.
+    If the pass fails because of the image size, it raises an error that explains the cause.
     """
     return explain_image_size(config.model, data.shape, data.classes, config.data.size_key)
 

@@ -15,22 +15,24 @@ from ddpjob.api.schema import Problem, join, list_key, object_schema
 
 _MISSING = object()
 SUPPORTED = frozenset({"rule", "message", "messageExpression", "reason", "fieldPath"})
-"""Fields of a validation rule that are implemented here. A rule with any other field raises
+"""Fields of a validation rule that this module implements. A rule with any other field raises
 NotImplementedError."""
 Variables = Callable[[], dict[str, Any]]
-"""The variables of CEL: `self` and, if a value is replaced, `oldSelf`."""
+"""Returns the variables for CEL: `self` and, if the value replaces an existing one, `oldSelf`."""
 
 
 def check_rules(manifest: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> list[Problem]:
-    """Return a problem for each rule that a defaulted object violates.
+    """Return a problem for each rule of the CRD that an object violates.
 
-    The object must fit the schema. `old` is the defaulted object that the manifest replaces.
+    Both objects must have their defaults. The manifest must fit the schema. `old` is the object
+    that the manifest replaces, or None if the manifest is new.
     """
     return list(_check(object_schema(), manifest, _MISSING if old is None else old, ""))
 
 
 def _check(schema: Mapping[str, Any], value: Any, old: Any, path: str) -> Iterator[Problem]:
-    # All rules at this path share the variables, because converting them takes most of the time.
+    # All rules at this path share the converted variables, because the conversion takes most of the
+    # time.
     variables = cache(lambda: _variables(value, old))
     for rule in schema.get("x-kubernetes-validations", ()):
         yield from _apply(rule, variables, path, replaces=old is not _MISSING)
@@ -46,9 +48,9 @@ def _check(schema: Mapping[str, Any], value: Any, old: Any, path: str) -> Iterat
 
 
 def _old_item(schema: Mapping[str, Any], item: Any, old: Any) -> Any:
-    """Return the item of the old list that has the same key as `item`.
+    """Return the item in the old list that has the same key as `item`.
 
-    Items of lists without map keys have no old value.
+    Only a list with map keys has such items. In any other list, an item has no old value.
     """
     key = list_key(schema, item)
     if key is None or not isinstance(old, list):
@@ -79,8 +81,8 @@ def _holds(text: str, variables: Variables, transition: bool) -> bool:
         return bool(_program(text).evaluate(variables()))
     except CELEvalError:
         if transition:
-            # cel-python raises an error when it compares values of different types, such as 1 and
-            # "1". The API server treats them as unequal.
+            # cel-python raises an error when a rule compares values of different types, such as 1
+            # and "1". The API server treats such values as unequal, so the rule fails.
             return False
         raise
 
@@ -111,7 +113,7 @@ def _as_go_reads(value: Any) -> Any:
     if isinstance(value, list):
         return [_as_go_reads(item) for item in value]
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        return float(str(value))  # Infinity if the number is too large for a float.
+        return float(str(value))  # This is infinity if the integer is too large for a float.
     return value
 
 
@@ -129,10 +131,11 @@ def _program(text: str) -> Any:
 
 
 def _matches(text: str, pattern: str) -> Any:
-    """Implement CEL's `matches`.
+    """Return whether a text matches a pattern, as CEL's function `matches` does.
 
-    RE2's `$` matches only at the end of the string, but Python's also matches before a final
-    newline. No rule contains an escaped `$`, so every `$` can be replaced.
+    The API server uses RE2, whose `$` matches only at the end of the text. Python's `$` also
+    matches before a final newline, so it is replaced. This is safe because no rule contains an
+    escaped `$`.
     """
     from celpy.celtypes import BoolType
 

@@ -15,12 +15,12 @@ from ddpjob.api.merging import QUEUE, with_class
 GROUP, VERSION, KIND, PLURAL = "ddpjob.io", "v1alpha1", "DDPJob", "ddpjobs"
 API_VERSION = f"{GROUP}/{VERSION}"
 QUEUE_LABEL, PRIORITY_LABEL = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/priority-class"
-"""Labels from which Kueue reads a job's LocalQueue and WorkloadPriorityClass."""
+"""Names of the labels from which Kueue reads a job's LocalQueue and WorkloadPriorityClass."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DDPJob:
-    """A job as it was read: identity, spec and the last written status."""
+    """A job as it was read: its identity, its spec and its last written status."""
 
     name: str
     namespace: str
@@ -32,21 +32,24 @@ class DDPJob:
     created: datetime | None = None
     deleting: bool = False
     queue: str = ""
-    """The LocalQueue from the job's label; empty if the job is not in a queue."""
+    """Name of the job's LocalQueue, from the job's label or its class. Empty if the job is not in a
+    queue."""
     queue_priority: str = ""
-    """The WorkloadPriorityClass from the job's label."""
+    """Name of the job's WorkloadPriorityClass, from the job's label."""
     written: Json = field(default_factory=dict, compare=False, repr=False)
-    """`spec` as written in the object; empty unless the job names a class."""
+    """The `spec` as it is written in the object, without the values of the class. Empty if the job
+    names no class."""
     oversized: str = ""
-    """Path of the oversized part of the spec. If it is set, large fields are not read, and no pods
-    are created from the remaining fields."""
+    """Path of the part of the spec that is too large, or an empty string. If a part is too large,
+    the spec is read without its large fields, and no pods are created from it."""
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> DDPJob:
         """Read a whole object with metadata, spec and status.
 
-        Raises KeyError or ValueError for a malformed object. The result's `spec` is the effective
-        spec: it includes the values of the class in the status, and obeys that class's limits.
+        The `spec` of the result is the effective one. It includes the values of the class that the
+        status contains, and it is reduced to that class's limits. Raises KeyError or ValueError for
+        a malformed object.
         """
         meta, spec = body["metadata"], body["spec"]
         too_large = oversized(spec)
@@ -72,11 +75,11 @@ class DDPJob:
         )
 
     def granted(self, status: JobStatus) -> DDPJob:
-        """Return the job at the size that its queue has granted.
+        """Return the job with the size for which its queue has granted quota.
 
-        The queue may grant less than the spec asks for. An elastic job then runs with fewer spares,
-        or without spares and with fewer nodes. Any other job keeps its current size until the queue
-        grants more quota.
+        The queue may grant quota for fewer pods than the spec asks for. An elastic job then has
+        fewer spares or, once it has none, fewer nodes. The number of nodes of any other job does
+        not grow until the queue grants more quota.
         """
         if status.queue is None or status.queue.pods >= self.spec.pods:
             return self
@@ -87,18 +90,18 @@ class DDPJob:
 
     @property
     def made_claim(self) -> str:
-        """Name of the PersistentVolumeClaim that the job creates from its claimTemplate.
+        """Name of the claim that the job creates from its claimTemplate.
 
-        Empty if the job does not create a claim.
+        Empty if the job creates no claim.
         """
         return f"{self.name}-checkpoints" if self.spec.storage.claim_template else ""
 
     @property
     def checkpoint_folder(self) -> str:
-        """The job's folder in its checkpoint volume; empty for the root.
+        """Path of the job's own folder in its checkpoint volume. Empty for the volume's root.
 
-        In a volume that other jobs can also use, the folder has the job's name. docs/decisions/0027
-        explains why.
+        In a volume that other jobs can use too, the folder has the name of the job.
+        docs/decisions/0027 explains why.
         """
         volume = self.spec.storage.checkpoints
         if volume is None:
@@ -117,33 +120,34 @@ class DDPJob:
 
     @property
     def reference(self) -> Json:
-        """A reference to the job, for use in other objects."""
+        """A reference by which other objects, such as events, identify the job."""
         return {"apiVersion": API_VERSION, "kind": KIND, "name": self.name, "uid": self.uid}
 
     @property
     def owner_reference(self) -> Json:
-        """The owner reference for the metadata of the job's objects."""
+        """The owner reference that objects of this job have in their metadata."""
         return {**self.reference, "controller": True, "blockOwnerDeletion": False}
 
 
 def taken_class(spec: Mapping[str, Any], status: JobStatus) -> JobClass | None:
-    """Return the class that applies to a job, given the job's spec as written.
+    """Return the class that applies to a job now, or None.
 
-    This is the class that the spec names, once the status contains it.
+    `spec` is the job's spec as written. A class applies if the spec names it and the job's status
+    already contains it.
     """
     taken = status.job_class
     return taken if taken is not None and taken.name == spec.get("className") else None
 
 
 def classed(spec: Mapping[str, Any], given: JobClass) -> Json:
-    """Add the values of a class to a spec as written, and return the result."""
+    """Return a spec, as written by the user, with the values of a class added."""
     return with_class(spec, given.spec, given.fixed)
 
 
 def _within(spec: JobSpec, limits: ClassLimits) -> JobSpec:
-    """Reduce the number of nodes to the class's limit.
+    """Reduce the numbers of nodes and spares to the limit of the job's class.
 
-    A running job may have been scaled beyond the limit.
+    Without this, a user could scale a running job beyond the limit.
     """
     most = limits.max_nodes
     if most is None or spec.pods <= most:
@@ -154,9 +158,10 @@ def _within(spec: JobSpec, limits: ClassLimits) -> JobSpec:
 
 
 def queue_labels(meta: Mapping[str, Any], taken: JobClass | None) -> tuple[str, str]:
-    """Return `queue` and `queue_priority` of a DDPJob from its metadata and class.
+    """Return the values of `queue` and `queue_priority` of a DDPJob.
 
-    They are read apart from the spec, because a changed label does not change the generation.
+    They come from the job's labels, and the queue can also come from the class. They are not read
+    together with the spec, because a change of a label does not change the generation.
     """
     labels = meta.get("labels") or {}
     queue = labels.get(QUEUE_LABEL, "")

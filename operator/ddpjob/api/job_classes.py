@@ -19,8 +19,8 @@ from ddpjob.api.submitted_code import split_code
 
 MOST_CLASSES = 100
 LARGEST_CLASS = 32 * 1024
-"""Maximum size of a class's JSON in bytes. It is limited because the status of each job holds a
-copy of the job's class."""
+"""Maximum size in bytes of a class, written as JSON. It is limited because the status of every job
+of the class contains a copy of it."""
 _KEYS = ("namespaces", "spec", QUEUE, "fixed", "limits")
 _LIMITS = ("maxNodes", "maxGpusPerNode", "images")
 _SETTABLE = (*CLASS_FIELDS, QUEUE)
@@ -29,21 +29,22 @@ _NAME = re.compile("[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _QUEUE_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 _MOST = 4096
 _OTHER_GPUS = re.compile(r"(^|[./])gpu([./]|$)|/mig-")
-"""Names of GPU resources, regardless of a job's gpuResource: nvidia.com/gpu, nvidia.com/mig-1g.5gb,
-gpu.intel.com/i915."""
+"""Matches the names of resources that are GPUs of any kind, whatever a job's gpuResource is.
+Examples are nvidia.com/gpu, nvidia.com/mig-1g.5gb and gpu.intel.com/i915."""
 
 
 @dataclass(frozen=True)
 class Offer:
-    """The class that a job would get if it started now."""
+    """The class that a job would get if it started now, and reasons why it cannot have it."""
 
     job_class: JobClass | None = None
-    """The class; None if the job's namespace may not use a class with this name."""
+    """The class that the job names. None if no such class exists, or if jobs of the job's namespace
+    may not use it."""
     known: tuple[str, ...] = ()
-    """Names of the classes that the job may use."""
+    """Names of all classes that jobs of this namespace may use."""
     problems: tuple[str, ...] = ()
-    """Reasons why the job cannot have the class: one sentence each, with the field and the
-    remedy."""
+    """Reasons why the job cannot have the class. Each reason is a sentence with the faulty field
+    and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class JobClasses:
 
     @classmethod
     def read(cls, found: Mapping[str, Any]) -> JobClasses:
-        """Read the chart's value jobClasses.
+        """Read all classes from the chart's value jobClasses.
 
         Raises ValueError with the faulty field and the remedy.
         """
@@ -66,9 +67,10 @@ class JobClasses:
         return cls(classes, {name: tuple(one.get("namespaces", ["*"])) for name, one in found.items()})
 
     def offer(self, job: DDPJob) -> Offer:
-        """Return the class that the job would get.
+        """Return the class that the job would get if it started now.
 
-        The offer is empty unless the job is about to start or resume.
+        The result is empty if the job is not about to start or resume, because a running job keeps
+        its class.
         """
         if not begins(job):
             return Offer()
@@ -80,9 +82,9 @@ class JobClasses:
 
 
 def lacks_class(job: DDPJob) -> bool:
-    """Whether the job names a class that its status does not contain.
+    """Whether the job names a class that its status does not contain yet.
 
-    Either the job is new or its className has changed.
+    This is the case if the job is new, or if its className has changed.
     """
     taken = job.status.job_class
     return bool(job.spec.class_name) and (taken is None or taken.name != job.spec.class_name)
@@ -95,7 +97,10 @@ def begins(job: DDPJob) -> bool:
 
 
 def violations(job: DDPJob, given: JobClass) -> tuple[str, ...]:
-    """Return a sentence for each field that the job must not set and each value above a limit."""
+    """Return a sentence for each fault of the job under this class.
+
+    A fault is a field that only the class may set, or a value above one of the class's limits.
+    """
     return (*_fixed(job, given), *_exceeded(job, given))
 
 
@@ -137,9 +142,11 @@ def _exceeded(job: DDPJob, given: JobClass) -> Iterator[str]:
 
 
 def _gpus_of_pod(spec: JobSpec) -> int:
-    """Count the GPUs of a pod as Kubernetes does.
+    """Return the number of GPUs that a node pod needs, as Kubernetes counts them.
 
-    Ordinary init containers hold GPUs one at a time, before the other containers start.
+    This is the larger of two numbers: the GPUs of all ordinary containers together, and the GPUs of
+    the most demanding init container, because init containers run one at a time. A sidecar keeps
+    running, so its GPUs are added to those of all later containers.
     """
     ending, sidecars = 0, 0
     for container in _containers(spec, "initContainers"):
@@ -154,9 +161,10 @@ def _gpus_of_pod(spec: JobSpec) -> int:
 
 
 def _containers(spec: JobSpec, *kinds: str) -> Iterator[Json]:
-    """Yield podTemplate's containers of the given kinds (default: all), including the trainer's.
+    """Yield the containers of podTemplate of the given kinds, including the trainer.
 
-    Malformed entries are skipped here; validation refuses them elsewhere.
+    Without kinds, yield ordinary containers and init containers. Malformed entries are skipped,
+    because the validation of podTemplate reports them.
     """
     pod = spec.pod_template.get("spec")
     for kind in kinds or ("containers", "initContainers"):
@@ -165,9 +173,10 @@ def _containers(spec: JobSpec, *kinds: str) -> Iterator[Json]:
 
 
 def _gpus(container: Json, resource: str) -> int:
-    """Return the number of GPUs of every kind that a container requests.
+    """Return the number of GPUs of all kinds that a container requests.
 
-    All kinds count, because the job's own spec decides which kind gpusPerNode refers to.
+    Counting only `resource`, which the job itself names in gpuResource, would let a job evade the
+    limit with GPUs of a different kind.
     """
     resources = container.get("resources")
     limits = resources.get("limits") if isinstance(resources, Mapping) else None
@@ -181,9 +190,10 @@ def _fits(image: str, pattern: str) -> bool:
 
 
 def _unfit(job: DDPJob, given: JobClass) -> Iterator[str]:
-    """Check the job, with its class's values, against the CRD's rules.
+    """Yield a message for each of the CRD's rules that the job violates once the class is applied.
 
-    A forbidden combination may come partly from the job and partly from the class.
+    A forbidden combination may come partly from the job and partly from the class, so that neither
+    violates the rule on its own.
     """
     from ddpjob.api.cel import check_rules
 
@@ -193,7 +203,8 @@ def _unfit(job: DDPJob, given: JobClass) -> Iterator[str]:
         return
     whole = with_defaults({"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": job.name}, "spec": spec})
     if job.status.slots:
-        whole["status"] = {}  # Turns off rules that apply only to new jobs.
+        # A status turns off the rules that apply only to new jobs.
+        whole["status"] = {}
     for problem in check_rules(whole, None):
         yield f"{problem} (with class {given.name})"
 
@@ -202,7 +213,10 @@ def _unfit(job: DDPJob, given: JobClass) -> Iterator[str]:
 
 
 def _read(name: str, given: Any) -> JobClass:
-    """Read one class. Raises ValueError."""
+    """Read one class from the platform team's values.
+
+    Raises ValueError with the faulty field and the remedy.
+    """
     if not _NAME.fullmatch(name) or len(name) > 63:
         raise ValueError(f"{name!r} is not a valid class name; use at most 63 lower-case letters, digits and -")
     if not isinstance(given, Mapping):
@@ -237,7 +251,8 @@ def _spec(name: str, spec: Any) -> Json:
             if path not in CLASS_FIELDS:
                 remedy = f"only a job can set it; a class can set {', '.join(CLASS_FIELDS)}"
                 raise ValueError(f"{name}.spec.{path}: not allowed in a class; {remedy}")
-    # Add the fields that every job of the class must set itself.
+    # A class need not contain the fields that every job sets itself. Add them, so that only the
+    # class's own faults are reported.
     whole = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "job"}}
     problems = validate({**whole, "spec": {"image": "image", "script": "script", **spec}})
     if problems:

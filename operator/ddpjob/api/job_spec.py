@@ -22,16 +22,16 @@ from pydantic.alias_generators import to_camel
 from ddpjob.api.schema import apply_defaults, default_of, exceeds, schema_of, without_nulls
 
 MANAGER = "ddpjob.io/operator"
-"""The value of `spec.managedBy` for jobs that this operator runs. A missing field means the
-same.
+"""The value of `spec.managedBy` that stands for this operator. A job without the field is run by
+this operator too.
 """
 Json = dict[str, Any]
-"""An unparsed JSON object: a manifest or a part of one."""
+"""A JSON object that has not been converted to a dataclass: a manifest or a part of one."""
 
 
-# pydantic reads a validator's signature, and Python's patch releases report different signatures
-# for builtins. In Python 3.12.3, an itemgetter appears to take any arguments, which pydantic
-# refuses.
+# This must not be a builtin such as itemgetter. pydantic reads the signatures of validators, and
+# different patch releases of Python report different signatures for builtins. In Python 3.12.3, an
+# itemgetter seems to take any arguments, and pydantic refuses it.
 def _name_of(reference: Json) -> Any:
     return reference["name"]
 
@@ -41,28 +41,28 @@ def _as_text(value: Any) -> str:
 
 
 class Placement(StrEnum):
-    """Where the coordinator and the rendezvous store run."""
+    """The pod in which the coordinator and the rendezvous store run."""
 
     DEDICATED = "Dedicated"
     MASTER = "Master"
 
 
 class WhenDeleted(StrEnum):
-    """How a job's deletion affects the claim that it created."""
+    """What happens to the claim of a job when that job is deleted."""
 
     RETAIN = "Retain"
     DELETE = "Delete"
 
 
 class SlowRanks(StrEnum):
-    """The reaction to a clearly slow rank."""
+    """What the operator does about a clearly slow rank."""
 
     MOVE = "Move"
     REPORT = "Report"
 
 
 class RuleCause(StrEnum):
-    """A cause that a rule in `recovery.rules` matches."""
+    """The causes that a rule in `recovery.rules` can name."""
 
     OOM_KILLED = "OOMKilled"
     EXIT_CODE = "ExitCode"
@@ -73,7 +73,7 @@ class RuleCause(StrEnum):
 
 
 class RuleAction(StrEnum):
-    """The effect of a matching rule."""
+    """What the operator does when a rule matches."""
 
     RESTART = "Restart"
     RESTART_UNCOUNTED = "RestartUncounted"
@@ -81,7 +81,7 @@ class RuleAction(StrEnum):
 
 
 class CleanPodPolicy(StrEnum):
-    """Which pods are deleted when the job has finished."""
+    """Which of a job's pods are deleted when the job has finished."""
 
     RUNNING = "Running"
     ALL = "All"
@@ -89,7 +89,7 @@ class CleanPodPolicy(StrEnum):
 
 
 class NotifyEvent(StrEnum):
-    """Events that `notify.events` may contain."""
+    """The kinds of events that `notify.events` may list."""
 
     COMPLETE = "Complete"
     FAILED = "Failed"
@@ -97,8 +97,8 @@ class NotifyEvent(StrEnum):
 
 
 CONFIG = ConfigDict(alias_generator=to_camel, defer_build=True)
-"""pydantic's configuration of a dataclass and of the dataclasses nested in it. Validators are built
-on the first read."""
+"""pydantic's configuration for a dataclass and the dataclasses in its fields. pydantic builds the
+validators on the first read, not on import."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,9 +115,9 @@ class Volume:
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimTemplate:
-    """A PersistentVolumeClaim that the job creates.
+    """A claim that the job creates.
 
-    `metadata` and `spec` are as in the claim's manifest.
+    `metadata` and `spec` are those of the PersistentVolumeClaim's manifest.
     """
 
     when_deleted: WhenDeleted
@@ -127,7 +127,7 @@ class ClaimTemplate:
 
 @dataclass(frozen=True, kw_only=True)
 class BucketVolume(Volume):
-    """A volume, or a bucket that is given by its URL and the settings to reach its server."""
+    """A volume, or a bucket with its URL and the settings for access to its server."""
 
     url: str | None = None
     endpoint: str | None = None
@@ -139,8 +139,8 @@ class BucketVolume(Volume):
 class CheckpointVolume(BucketVolume):
     """The volume for checkpoints.
 
-    Instead of using `claim_name`, `host_path` or `nfs`, the job can create a claim or copy
-    checkpoints to a bucket.
+    Instead of naming a volume in `claim_name`, `host_path` or `nfs`, the job can have a claim
+    created, or have its checkpoints copied to a bucket.
     """
 
     shared: bool
@@ -149,7 +149,7 @@ class CheckpointVolume(BucketVolume):
 
     @property
     def seen_by_every_node(self) -> bool:
-        """Whether all pods see the same files."""
+        """Whether files that one pod writes to the volume are visible in all other pods."""
         return self.url is None and (self.host_path is None or self.shared)
 
 
@@ -157,17 +157,18 @@ class CheckpointVolume(BucketVolume):
 class DataVolume(BucketVolume):
     """The volume of the training data.
 
-    Instead of using `claim_name`, `host_path` or `nfs`, pods can fetch the data from a bucket into
-    `cache`, a folder of their Kubernetes node, or onto a disk of their own.
+    Instead of naming a volume in `claim_name`, `host_path` or `nfs`, the job can name a bucket. Its
+    pods then fetch the data into `cache`, a folder of their Kubernetes node. If `cache` is not set,
+    each pod fetches the data onto a disk of its own.
     """
 
     cache: str | None = None
 
     @property
     def fetched_folder(self) -> str:
-        """Name of the folder for the data from `url`.
+        """Name of the folder that holds the data from `url`.
 
-        Data from a different URL or server gets a different folder.
+        The name is a hash of the URL and its server, so different sources have different folders.
         """
         text = f"{(self.endpoint or '').rstrip('/')} {(self.url or '').rstrip('/')}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -175,7 +176,10 @@ class DataVolume(BucketVolume):
 
 @dataclass(frozen=True, kw_only=True)
 class GitCode:
-    """A commit of a git repository. `ref` is the branch or tag that it was resolved from."""
+    """A commit of a git repository.
+
+    `ref` is a branch or tag that contains the commit.
+    """
 
     url: str
     commit: str
@@ -185,7 +189,7 @@ class GitCode:
 
 @dataclass(frozen=True, kw_only=True)
 class Code:
-    """Code that pods fetch before the workers start: an archive in a bucket, or a commit."""
+    """Code that pods fetch before the workers start: an archive in a bucket, or a git commit."""
 
     archive: str | None = None
     digest: str | None = None
@@ -196,7 +200,10 @@ class Code:
 
     @property
     def version(self) -> str:
-        """The commit, or the digits of the archive's digest. Equal versions have equal content."""
+        """The git commit, or the hexadecimal part of the archive's digest.
+
+        Equal versions have equal content.
+        """
         return self.git.commit if self.git else (self.digest or "").rpartition(":")[2]
 
 
@@ -209,23 +216,23 @@ class Storage:
 
     @property
     def checkpoint_path(self) -> str:
-        """Path of the checkpoints in the container.
+        """Path of the checkpoint folder in the trainer's container.
 
-        Without `checkpoints`, it is a folder inside the pod.
+        If the job has no `checkpoints`, the folder is part of the pod and is lost with it.
         """
         return self.checkpoints.mount_path if self.checkpoints else default_of("spec.storage.checkpoints.mountPath")
 
     @property
     def url(self) -> str | None:
-        """URL of the bucket that checkpoints are copied to, as written in the spec.
+        """URL of the bucket to which checkpoints are copied, as written in the spec.
 
-        None if they are not copied.
+        None if they are not copied to a bucket.
         """
         return self.checkpoints.url if self.checkpoints else None
 
     @property
     def claim_template(self) -> ClaimTemplate | None:
-        """Template of the claim that the job creates; None if it does not create a claim."""
+        """Template of the claim that the job creates, or None if the job creates no claim."""
         return self.checkpoints.claim_template if self.checkpoints else None
 
 
@@ -241,7 +248,7 @@ class Rendezvous:
 
     @property
     def pod_fields(self) -> Json:
-        """These settings as fields of the coordinator's own pod spec."""
+        """The fields of this object that the spec of the coordinator's own pod gets."""
         fields: Json = {
             "nodeSelector": self.node_selector,
             "tolerations": list(self.tolerations),
@@ -251,18 +258,21 @@ class Rendezvous:
 
     @property
     def endpoint_port(self) -> int:
-        """The coordinator's own port. The port of the rendezvous store is `port`."""
+        """The port on which the coordinator listens. The rendezvous store listens on `port`."""
         return self.port + 1
 
     @property
     def master_port(self) -> int:
-        """MASTER_PORT for a `command`, whose processes in pod 0 can listen on this port."""
+        """The value of MASTER_PORT for a `command`.
+
+        Its process in pod 0 can listen on this port.
+        """
         return self.port + 2 if self.port < 65534 else self.port - 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Elastic:
-    """Bounds for `nodes`."""
+    """The smallest and the largest number of nodes with which an elastic job can run."""
 
     min_nodes: int
     max_nodes: int | None = None
@@ -270,22 +280,23 @@ class Elastic:
 
 @dataclass(frozen=True, kw_only=True)
 class Backoff:
-    """Seconds to wait before a restart after a repeated failure.
+    """How long to wait before a restart if failures follow each other.
 
-    The wait is `initial`, and doubles each time up to `maximum`.
+    There is no wait after the first failure. After the second one it is `initial` seconds, and it
+    doubles with every further failure until it reaches `maximum`.
     """
 
     initial: Annotated[float, Field(alias="initialSeconds")]
     maximum: Annotated[float, Field(alias="maxSeconds")]
 
     def seconds(self, failures: int) -> float:
-        """Return the wait after this many consecutive failures. It is 0 after the first."""
+        """Return the wait in seconds after this number of consecutive failures."""
         return 0.0 if failures < 2 else min(self.maximum, self.initial * 2.0 ** min(failures - 2, 40))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One entry of `recovery.rules`. Without exit codes, it matches every exit code."""
+    """One entry of `recovery.rules`. A rule without exit codes matches every exit code."""
 
     cause: RuleCause
     action: RuleAction
@@ -301,15 +312,17 @@ class Recovery:
     rules: tuple[Rule, ...] = ()
     node_lost_after_seconds: int
     snapshots: Annotated[str, BeforeValidator(_as_text)]
-    """auto, none, or the number of steps between two copies."""
+    """`auto`, `none`, or the number of steps after which the training state is copied again."""
     hangs: Hangs
     hang_after_seconds: int | None = None
-    """None means that only a proven hang restarts the group."""
+    """Number of seconds without progress after which the group is restarted. If it is None, only a
+    proven hang restarts the group.
+    """
     slow_ranks: SlowRanks
 
     @property
     def keeps_snapshots(self) -> bool:
-        """Whether pods keep the newest training states in memory."""
+        """Whether pods keep copies of the newest training states in memory."""
         return self.snapshots != "none"
 
 
@@ -330,20 +343,25 @@ class Scheduling:
     one_pod_per_node: bool
     topology_key: str
     same_topology: str | None = None
-    """Label whose value must be the same on the Kubernetes nodes of all node pods; None if their
-    values may differ."""
+    """Name of a label of Kubernetes nodes. All Kubernetes nodes that run the job's node pods must
+    have the same value of this label. If it is None, the values may differ."""
     disruption_budget: bool
     gang: bool | None = None
-    """None means that a gang is used if the cluster supports gangs."""
+    """Whether the pods are scheduled as a gang. If it is None, this depends on whether the cluster
+    supports gangs.
+    """
 
     @property
     def by_volcano(self) -> bool:
-        """Whether Volcano places the pods, recognized by its scheduler's default name."""
+        """Whether Volcano schedules the pods.
+
+        The operator recognizes Volcano by the default name of its scheduler.
+        """
         return self.scheduler_name == "volcano"
 
 
 class PreflightScope(StrEnum):
-    """The scope of the checks before a pod trains."""
+    """Whether a pod is checked alone, or together with the other pods of its group."""
 
     NODE = "Node"
     GROUP = "Group"
@@ -351,7 +369,10 @@ class PreflightScope(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Preflight:
-    """Checks of new pods. With `min_megabytes_per_second=None`, any speed passes."""
+    """Checks that new pods must pass before they train.
+
+    If `min_megabytes_per_second` is None, no minimum speed is required.
+    """
 
     scope: PreflightScope
     timeout_seconds: int
@@ -360,7 +381,7 @@ class Preflight:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Access to the job's pods, and the interface through which they reach each other."""
+    """Who may connect to the job's pods, and the network interface that the pods use."""
 
     isolate: bool
     interface: str | None = None
@@ -368,7 +389,7 @@ class Network:
 
 @dataclass(frozen=True, kw_only=True)
 class Notify:
-    """The receiver to notify, and the events it is notified of."""
+    """The receiver of the job's notifications, and the events that cause a notification."""
 
     receiver: str
     events: tuple[NotifyEvent, ...]
@@ -376,14 +397,16 @@ class Notify:
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """`spec`, with the CRD's defaults."""
+    """The `spec` of a job, with the CRD's defaults filled in."""
 
     __pydantic_config__ = CONFIG
     managed_by: str | None = None
-    """The controller that runs the job; None means this operator."""
+    """Name of the controller that runs the job. None stands for this operator."""
     class_name: str = ""
     image: str = ""
-    """Empty if the image comes from a class that the status does not contain yet."""
+    """The image of all node pods. Empty as long as it has to come from a class that the status does
+    not contain yet.
+    """
     image_pull_policy: str | None = None
     image_pull_secrets: tuple[Annotated[str, BeforeValidator(_name_of)], ...] = ()
     script: str | None = None
@@ -408,26 +431,28 @@ class JobSpec:
     run_policy: RunPolicy
     scheduling: Scheduling
     rank_order: tuple[str, ...] = ()
-    """Labels of Kubernetes nodes, the widest domain first. If empty, ranks follow the slots'
-    indices."""
+    """Names of labels of Kubernetes nodes by which ranks are ordered, the label of the widest
+    domain first. If empty, ranks are in the order of the slots' indices."""
     preflight: Preflight | None = None
     network: Network
     notify: Notify | None = None
     storage: Storage
     pod_template: Json
     template_hash: str
-    """Hash of the fields whose changes running pods cannot adopt."""
+    """Hash of the fields that take effect only in new pods. If it changes, all pods are replaced.
+    """
 
     @property
     def managed_elsewhere(self) -> bool:
-        """Whether another controller runs the job, so that this operator ignores it."""
+        """Whether a different controller runs the job. This operator ignores such a job."""
         return self.managed_by not in (None, MANAGER)
 
     @property
     def under_torchrun(self) -> bool:
         """Whether torchrun starts the workers.
 
-        With `command`, the processes in the node pods do not talk to the coordinator.
+        It does unless the job has a `command`. The processes that a `command` starts do not connect
+        to the coordinator.
         """
         return not self.command
 
@@ -438,14 +463,14 @@ class JobSpec:
 
     @property
     def min_nodes(self) -> int:
-        """The minimum number of nodes that training needs."""
+        """The smallest number of nodes with which the job can train."""
         return self.elastic.min_nodes if self.elastic else self.nodes
 
     @property
     def on_host_network(self) -> bool:
-        """Whether podTemplate puts the node pods on their host's network.
+        """Whether podTemplate puts the node pods on the network of their host.
 
-        No NetworkPolicy applies there.
+        A NetworkPolicy has no effect on such pods.
         """
         pod = self.pod_template.get("spec")
         return isinstance(pod, Mapping) and bool(pod.get("hostNetwork"))
@@ -457,14 +482,14 @@ class JobSpec:
 
     @property
     def pods(self) -> int:
-        """Number of node pods wanted, spares included."""
+        """Number of node pods that the job should have, including spares."""
         return self.nodes + self.spares
 
     @classmethod
     def read(cls, spec: Mapping[str, Any]) -> JobSpec:
-        """Read a `spec`, with or without the CRD's defaults.
+        """Read the `spec` of a job, which may lack the CRD's defaults.
 
-        Raises ValueError if it does not fit the CRD.
+        Raises ValueError if the spec does not fit the CRD.
         """
         full = apply_defaults(spec, schema_of("spec"))
         full.setdefault("procsPerNode", max(full["gpusPerNode"], 1))
@@ -474,15 +499,18 @@ class JobSpec:
 
 
 _CHANGEABLE = ("nodes", "elastic", "spares", "recovery", "runPolicy", "notify", "rankOrder")
-"""Fields, other than recovery.mode, whose changes running pods adopt."""
+"""Fields whose changes take effect in running pods. The exception is recovery.mode, which takes
+effect only in new pods.
+"""
 
 
 def _template_hash(spec: Mapping[str, Any], mode: str) -> str:
-    """Hash the fields that pods are made from.
+    """Return a hash of the fields from which pods are made.
 
-    No upgrade of the CRD may change the hash, since that would replace all running pods. A spec is
-    read with the defaults of the CRD in the cluster, which may be newer. Fields with their default
-    values and fields that this operator does not know are therefore excluded.
+    An upgrade of the CRD must not change the hash, because a new hash replaces all running pods.
+    The spec in the API server has the defaults of the cluster's CRD, which may be newer than this
+    operator. Therefore fields with their default value are left out, and so are fields that this
+    operator does not know.
     """
     fixed = {key: value for key, value in spec.items() if key not in _CHANGEABLE}
     hashed = _without_defaults(fixed, schema_of("spec")) | {"recovery.mode": mode}
@@ -512,24 +540,27 @@ _SPEC = TypeAdapter(JobSpec)
 # --- size limits: the operator keeps every job in memory, and users choose how large their jobs are
 
 LARGEST_TEXT, MOST_VALUES = 256 * 1024, 5000
-"""Maximum number of characters in all names and strings of a spec, and maximum number of values
-(mappings, lists, strings and numbers) in it. Values are limited too, because an empty mapping takes
-3 bytes in etcd and 72 in the operator."""
+"""Maximum number of characters in all names and strings of a spec, and maximum number of its values
+(mappings, lists, strings and numbers). The number of values has its own limit, because an empty
+mapping takes only 3 bytes in etcd but 72 bytes in the operator's memory."""
 _SMALL_TEXT, _SMALL_VALUES = 4096, 100
 
 
 def oversized(spec: Mapping[str, Any]) -> str:
-    """Return the path of the oversized part of a spec, or an empty string."""
+    """Return the path of the part of a spec that is too large.
+
+    The path is empty if no part is too large.
+    """
     parts = (("spec.podTemplate", spec.get("podTemplate")), ("spec", spec))
     return next((path for path, part in parts if exceeds(part, LARGEST_TEXT, MOST_VALUES)), "")
 
 
 def without_large_fields(spec: Mapping[str, Any]) -> Json:
-    """Return an oversized spec without its large fields."""
+    """Return a copy of a spec that is too large, without the fields that make it large."""
     return {name: value for name, value in spec.items() if not exceeds(value, _SMALL_TEXT, _SMALL_VALUES)}
 
 
 def size_fault(path: str) -> str:
-    """Return the error message for an oversized part of a spec."""
+    """Return the error message for a part of a spec that is too large."""
     most = f"{LARGEST_TEXT // 1024} KiB of text or {MOST_VALUES} values"
     return f"{path}: more than {most}, the operator's limit; move data into a ConfigMap"

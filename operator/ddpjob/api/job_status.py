@@ -49,26 +49,32 @@ class ConditionType(StrEnum):
     FAILED = "Failed"
     FAST_RECOVERY = "FastRecovery"
     PREFLIGHT_PASSED = "PreflightPassed"
-    """Set only with spec.preflight."""
+    """Set only for a job with spec.preflight."""
     RANKS_ORDERED = "RanksOrdered"
-    """Set only with spec.rankOrder: whether the ranks of the running group follow it."""
+    """Set only for a job with spec.rankOrder: whether the ranks of the running group are in that
+    order.
+    """
     ISOLATED = "Isolated"
     """Set only if something prevents the isolation that spec.network asks for."""
     ADMITTED = "Admitted"
     """Set only for a job in a Kueue queue: whether the queue has granted the quota to run."""
     NODES_HEALTHY = "NodesHealthy"
-    """Set only while a pod stays on a Kubernetes node that a health agent reports as unhealthy."""
+    """The condition is absent until a health agent reports the Kubernetes node of a job's pod as
+    unhealthy, and the pod stays there."""
     RANKS_KEEP_PACE = "RanksKeepPace"
-    """Set only while a clearly slow rank keeps its place, because no spare replaces it."""
+    """The condition is absent until a clearly slow rank keeps its pod, for example because no spare
+    can replace it.
+    """
     CHECKPOINTS_COPIED = "CheckpointsCopied"
-    """Set only if checkpoints do not reach the bucket, although they should."""
+    """The condition is absent until the copying of checkpoints to the bucket has fallen behind."""
     SNAPSHOTS_HELD = "SnapshotsHeld"
-    """Set only if the newest states did not fit into the memory of a pod."""
+    """The condition is absent until the newest training states do not fit into the memory of a pod.
+    """
     NOTIFIES = "Notifies"
     """Set only if the job's namespace may not use the receiver that spec.notify names."""
     CLASS_APPLIED = "ClassApplied"
-    """Set only with spec.className: whether the job has the class's values and stays within the
-    class's limits."""
+    """Set only for a job with spec.className: whether the job has the class's values and stays
+    within the class's limits."""
 
 
 class NotificationState(StrEnum):
@@ -93,19 +99,19 @@ class Phase(StrEnum):
 
 
 def utc_now() -> datetime:
-    """Return the current time, timezone-aware."""
+    """Return the current time as a datetime with the time zone UTC."""
     return datetime.now(UTC)
 
 
 def parse_time(text: str | None) -> datetime | None:
-    """Convert RFC 3339 to an aware datetime; None stays None."""
+    """Parse a time in RFC 3339 into a datetime with a time zone, or return None for None."""
     return datetime.fromisoformat(text.replace("Z", "+00:00")) if text else None
 
 
 def known_time(text: Any) -> datetime | None:
-    """Parse a time from untrusted text.
+    """Parse a time from untrusted text, or return None if the text is not a usable time.
 
-    Return None if it is not a usable time (no time zone, or out of range).
+    A time without a time zone is not usable, and neither is a time outside the years 1970 to 8999.
     """
     try:
         return _computable(datetime.fromisoformat(text))
@@ -120,7 +126,7 @@ def _computable(moment: datetime) -> datetime:
 
 
 def format_time(moment: datetime | None) -> str | None:
-    """Format an aware datetime as RFC 3339 in UTC, to the second; None stays None."""
+    """Format a time in RFC 3339, in UTC and to the second, or return None for None."""
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ") if moment else None
 
 
@@ -128,12 +134,12 @@ _OMIT_EMPTY = Field(exclude_if=not_)
 """Omits a field that is None, empty or 0 when the status is written."""
 _OMIT_NONE = Field(exclude_if=lambda value: value is None)
 _MOST = 10**9
-"""Maximum value of a number that is read from a status. The API server stores larger ones too, so a
-count at this maximum can still be incremented."""
+"""Maximum of the numbers that are read from a status. The API server itself stores larger numbers.
+A count that has reached this maximum can therefore still be incremented and written."""
 _Number = Annotated[int, Field(ge=0, le=_MOST)]
 _Seconds = Annotated[int, Field(ge=0, lt=2**53)]
-"""A number of seconds, summed over many devices. JSON readers represent every value below 2**53
-exactly."""
+"""A number of seconds that is summed over many devices. It is below 2**53, because every JSON
+reader represents such integers exactly."""
 _Moment = Annotated[datetime, AfterValidator(_computable)]
 _Time = Annotated[_Moment, PlainSerializer(format_time)]
 _OptionalTime = Annotated[_Moment | None, PlainSerializer(format_time), _OMIT_EMPTY]
@@ -141,9 +147,10 @@ _Status = Annotated[bool, BeforeValidator(lambda text: text == "True"), PlainSer
 
 
 def _below(*path: str) -> Any:
-    """Declare a field that the CRD nests in a separate object.
+    """Declare a field of a dataclass that the CRD places in a nested object.
 
-    It is read from `path`, and JobStatus.write writes it.
+    `path` leads to the field in that object. pydantic only reads the field, and `JobStatus.write`
+    writes it.
     """
     return Field(validation_alias=AliasPath(*path), exclude=True)
 
@@ -168,10 +175,11 @@ class Slot:
     state: SlotState = SlotState.PLANNED
     node: Annotated[str, _OMIT_EMPTY] = ""
     round: Annotated[_Number, _OMIT_EMPTY] = 0
-    """The job's round when the pod was created. The pod was not part of any earlier round."""
+    """The job's round in which the pod was created. The pod took part in no earlier round."""
     reason: Annotated[str, _OMIT_EMPTY] = ""
     failures: Annotated[_Number, _OMIT_EMPTY] = 0
-    """How many consecutive pods of the slot ended for `reason` soon after they had started."""
+    """Number of consecutive pods of this slot that ended soon after their start, all for
+    `reason`."""
     not_before: _OptionalTime = None
     lost_since: _OptionalTime = None
 
@@ -180,9 +188,9 @@ class Slot:
 class RendezvousStatus:
     generation: _Number = 0
     attempt: Annotated[_Number, _OMIT_EMPTY] = 0
-    """Number of coordinators of this generation before the current one."""
+    """Number of coordinators that this generation had before the current one."""
     failures: Annotated[_Number, _OMIT_EMPTY] = 0
-    """How many consecutive coordinators ended soon after they had started."""
+    """Number of consecutive coordinators that ended soon after they had started."""
     not_before: _OptionalTime = None
     state: SlotState = SlotState.PLANNED
     endpoint: str = ""
@@ -192,17 +200,18 @@ class RendezvousStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class GangStatus:
-    """The gang of a generation, as decided when the generation began."""
+    """The gang of a generation, whose size is fixed when the generation begins."""
 
     nodes: _Number = 0
-    """Slots 0 to nodes - 1 are in the gang."""
+    """Number of slots in the gang, which are slots 0 to nodes - 1."""
     placed: Annotated[bool, _OMIT_EMPTY] = False
-    """Whether the whole gang has been scheduled. Later pods are scheduled one by one."""
+    """Whether the whole gang has been scheduled. Pods that are created afterwards are scheduled one
+    by one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuUse:
-    """How many GPUs the job's pods hold, and since when."""
+    """Number of GPUs that the job's pods hold, and the time up to which their use was counted."""
 
     held: _Number = 0
     since: _Time
@@ -220,7 +229,7 @@ class PodChanges:
 
 @dataclass(frozen=True, kw_only=True)
 class QuotaShare:
-    """Additional quota of an elastic job, granted after its first quota."""
+    """Additional quota that an elastic job was granted after its first quota."""
 
     workload: str
     """Name of the Workload that holds this quota."""
@@ -241,20 +250,22 @@ class QueueStatus:
     """UID of the Workload."""
     cluster_queue: Annotated[str, _OMIT_EMPTY] = ""
     pods: _Number = 0
-    """Number of the slots' pods that the quota covers, with `more`, but without the coordinator's
-    own pod."""
+    """Number of the slots' pods that the job's quota covers. The additional quota in `more` is
+    included, the coordinator's own pod is not."""
     node: PodChanges = field(default_factory=PodChanges)
     coordinator: PodChanges = field(default_factory=PodChanges)
     more: Annotated[tuple[QuotaShare, ...], _OMIT_EMPTY] = ()
-    """Additional quota. The last slots use it, in this order."""
+    """Additional quota, in the order in which it was granted. Of the covered pods, those with the
+    highest indices use it. The last entry belongs to the very last pods.
+    """
 
     @property
     def uids(self) -> frozenset[str]:
-        """UIDs of all Workloads that hold the quota."""
+        """UIDs of all Workloads that hold a part of the job's quota."""
         return frozenset({self.uid, *(share.uid for share in self.more)})
 
     def changes_of(self, index: int) -> PodChanges:
-        """Return the fields that the queue adds to the pod of a slot."""
+        """Return the fields that the queue adds to the pod of the slot with this index."""
         first = self.pods
         for share in reversed(self.more):
             first -= share.pods
@@ -265,13 +276,14 @@ class QueueStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class ClassLimits:
-    """Limits for every job of a class. None or empty means no limit."""
+    """Limits for every job of a class. A field that is None or empty sets no limit."""
 
     max_nodes: Annotated[_Number | None, _OMIT_NONE] = None
     """Maximum number of nodes and spares together."""
     max_gpus_per_node: Annotated[_Number | None, _OMIT_NONE] = None
     images: Annotated[tuple[str, ...], _OMIT_EMPTY] = ()
-    """Allowed images of all containers; a final `*` makes an entry a prefix."""
+    """Images that the job's containers are allowed to use. An entry that ends in `*` allows all
+    images that begin with the rest of the entry."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,9 +292,9 @@ class JobClass:
 
     name: str
     mark: str
-    """Hash of the content: two classes with the same name and mark are equal."""
+    """Hash of the class's content. Two classes with the same name and mark are equal."""
     spec: Annotated[Json, _OMIT_EMPTY] = field(default_factory=dict)
-    """The class's values, for a subset of CLASS_FIELDS."""
+    """The values that the class sets, for some of the fields in CLASS_FIELDS."""
     queue: Annotated[str, _OMIT_EMPTY] = ""
     fixed: Annotated[tuple[str, ...], _OMIT_EMPTY] = ()
     limits: ClassLimits = field(default_factory=ClassLimits)
@@ -298,26 +310,30 @@ class Restart:
     message: str
     counted: bool
     index: Annotated[_Number | None, _OMIT_NONE] = None
-    """The slot; None for the coordinator and for causes that concern the whole group."""
+    """Index of the slot whose pod caused the restart. None if the coordinator or the whole group
+    did.
+    """
     node: Annotated[str, _OMIT_EMPTY] = ""
     rank: Annotated[_Number | None, _OMIT_NONE] = None
     seconds: Annotated[float | None, _OMIT_NONE] = None
-    """Seconds from the break until the group ran again; None if it has not."""
+    """Seconds from the break until the group ran again. None as long as it has not run again."""
     repeated_steps: Annotated[_Number | None, _OMIT_NONE] = None
-    """Number of complete steps that were repeated; None if unknown."""
+    """Number of completed steps that the group had to repeat after the restart; None if unknown."""
     repeated_seconds: Annotated[float | None, _OMIT_NONE] = None
-    """Seconds spent on the repeated steps; None until all of them have been repeated."""
+    """Seconds that the group spent on the repeated steps; None until it has repeated all of
+    them."""
     continued_from: Annotated[str, _OMIT_EMPTY] = ""
-    """The source from which training continued: memory, storage, scratch, or unknown if the script
-    has not reported it; empty until the first step.
+    """The source of the training state with which training continued: memory, storage, or scratch.
+    It is unknown if the script has not reported the source, and empty until the first step after
+    the restart.
     """
     round: Annotated[_Number, _OMIT_EMPTY] = 0
     """The round that began with this restart."""
     consequence: Annotated[bool, _OMIT_EMPTY] = False
-    """Whether another failure in the same round caused this one."""
+    """Whether this failure was a consequence of another failure in the same round."""
     everywhere: Annotated[bool, _OMIT_EMPTY] = False
-    """Whether ranks of other pods failed with the same error in the round that broke. In a job with
-    one pod, whether other ranks of that pod did."""
+    """Whether ranks of several pods failed with the same error in the round that broke. If the job
+    has only one pod, whether several ranks of that pod did."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,13 +346,14 @@ class Restarts:
     last_counted: _OptionalTime = None
     seen_generation: Annotated[_Number, _below("seen", "generation")] = 0
     seen_incident: Annotated[int, Field(ge=0, lt=2**63), _below("seen", "incident")] = 0
-    """Number of the last incident that was handled.
+    """Number of the last incident that the operator has handled.
 
-    The limit is the same as in a coordinator's report. If it were lower, some numbers could not be
-    read back, and their incidents would look new at each reconcile.
+    Its upper limit is the same as in a coordinator's report. With a lower limit, a larger number
+    could be written but not read back, and the operator would treat the same incident as new in
+    each reconcile.
     """
     seen_round: Annotated[_Number, _below("seen", "round")] = 0
-    """The round of the last incident."""
+    """Round of the last break that an incident of the coordinator has explained."""
     repeated_steps: Annotated[_Number, _OMIT_EMPTY] = 0
     """Number of complete steps that are known to have been repeated since the job started."""
     repeated_seconds: Annotated[float, _OMIT_EMPTY] = 0.0
@@ -344,15 +361,16 @@ class Restarts:
     unknown_repeats: Annotated[_Number, _OMIT_EMPTY] = 0
     """Number of restarts with an unknown number of repeated steps."""
     seen_start: Annotated[str, _below("seen", "start")] = ""
-    """GENERATION.ROUND of the coordinator's last round whose repeated steps are counted."""
+    """The coordinator's round whose repeated steps were counted last, as GENERATION.ROUND."""
     recent: tuple[Restart, ...] = ()
     allowed: Annotated[_Number | None, Field(validation_alias="max", exclude=True)] = field(default=None, compare=False)
-    """recovery.maxRestarts when the status was last written."""
+    """The value of recovery.maxRestarts at the time when the status was last written."""
 
     def limit(self, most: int) -> int:
-        """Return recovery.maxRestarts for `display`.
+        """Return the maximum number of restarts that `display` shows.
 
-        If the status does not have it, return `most`, the spec's value.
+        This is recovery.maxRestarts from the last written status, or `most` if that status does not
+        have it.
         """
         return most if self.allowed is None else self.allowed
 
@@ -368,15 +386,15 @@ class AvoidedNode:
 
 @dataclass(frozen=True, kw_only=True)
 class Notification:
-    """One entry of `status.notifications`: the latest of its kind."""
+    """One entry of `status.notifications`: the latest notification of its kind of event."""
 
     event: NotifyEvent
     id: str
-    """Unique to this notification. A retry has the same id."""
+    """Identifies this notification. All attempts to deliver it use the same id."""
     time: _Time
     state: NotificationState = NotificationState.PENDING
     message: Annotated[str, _OMIT_EMPTY] = ""
-    """Why the notification was abandoned."""
+    """The reason why the operator stopped trying to deliver the notification."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -395,63 +413,68 @@ class JobStatus:
     round: _Number = 0
     rendezvous: RendezvousStatus = field(default_factory=RendezvousStatus)
     gang: Annotated[GangStatus | None, _OMIT_EMPTY] = None
-    """None if the generation's pods are scheduled one by one."""
+    """The gang of the current generation. None if its pods are scheduled one by one."""
     queue: Annotated[QueueStatus | None, _OMIT_EMPTY] = None
-    """None if the job has no quota, because it is not in a queue or is still waiting in one."""
+    """The job's quota. None if the job is not in a queue, or is still waiting in one."""
     job_class: Annotated[JobClass | None, _OMIT_EMPTY] = None
-    """The class as it was when the job started or last resumed; None if no class applies to the
-    job."""
+    """The class in the form that it had when the job started or last resumed. None if no class
+    applies to the job."""
     active: Annotated[_Number, _below("nodes", "active")] = 0
-    """Number of pods that exist and have not ended, spares excluded."""
+    """Number of pods that exist and have not ended. Spares are not counted."""
     ready: Annotated[_Number, _below("nodes", "ready")] = 0
-    """Number of pods that train."""
+    """Number of pods that currently train."""
     spare: Annotated[_Number, _below("nodes", "spare")] = 0
-    """Number of pods that are ready to take over immediately."""
+    """Number of spares that are ready to take over immediately."""
     slots: tuple[Slot, ...] = ()
     rank_order: Annotated[tuple[_Number, ...], _OMIT_EMPTY] = ()
-    """Indices of the last group's nodes, in rank order. Empty if ranks follow the indices."""
+    """Indices of the slots that the last group's nodes have, in the order of their ranks. Empty if
+    the ranks are in the order of the indices.
+    """
     highest_attempt: _Number = 0
-    """The highest attempt of any slot so far."""
+    """The highest attempt that any slot has had so far."""
     avoided_nodes: Annotated[tuple[AvoidedNode, ...], _OMIT_EMPTY] = ()
     restarts: Restarts = field(default_factory=Restarts)
     notifications: Annotated[tuple[Notification, ...], _OMIT_EMPTY] = ()
     gpu_seconds: Annotated[_Seconds, _OMIT_EMPTY] = 0
-    """GPU seconds of all pods from the job's start to `gpu_use.since`; see core/status."""
+    """Sum of the GPU seconds of all pods from the job's start until `gpu_use.since`. See
+    core/status.
+    """
     gpu_use: Annotated[GpuUse | None, _OMIT_EMPTY] = None
-    """None if the job's pods hold no GPUs."""
+    """The GPUs that the job's pods hold now. None if they hold none."""
     progress: Annotated[Json, _OMIT_EMPTY] = field(default_factory=dict)
     former_keys: Annotated[tuple[str, ...], _OMIT_EMPTY] = ()
-    """Marks of the operator keys that a later key has replaced; see `slots.is_superseded`."""
+    """Marks of operator keys that were replaced by a later key. See `slots.is_superseded`."""
     trained: Annotated[bool, _OMIT_EMPTY] = False
-    """Whether the job has taken a step, or has run long enough that it must be assumed to have done
-    so.
+    """Whether the job has completed a training step. It is also true if the job has run so long
+    that a step must be assumed, although the script reports none.
     """
     claim_made: Annotated[bool, _OMIT_EMPTY] = False
-    """Whether the claim of the job's claimTemplate has ever existed. If it has and is now gone, the
-    checkpoints are lost."""
+    """Whether the claim described by the job's claimTemplate has ever existed. If this is true and
+    the claim is gone, the checkpoints are lost."""
 
     def slot(self, index: int | None) -> Slot | None:
-        """Return the slot with an index, or None.
+        """Return the slot with this index, or None if there is no such slot.
 
-        The index may be out of range, because reports come from code in the user's image.
+        The index may come from a report, and thus from code in the user's image, so it may be out
+        of range.
         """
         return self.slots[index] if index is not None and 0 <= index < len(self.slots) else None
 
     def condition(self, kind: ConditionType) -> Condition | None:
-        """Return the condition of a type; None if it was never set."""
+        """Return the condition of this type, or None if it was never set."""
         return next((c for c in self.conditions if c.type == kind), None)
 
     def holds(self, kind: ConditionType) -> bool:
-        """Return whether a condition is True."""
+        """Return whether the condition of this type exists and is True."""
         condition = self.condition(kind)
         return condition is not None and condition.status
 
     def nodes_display(self, spec: JobSpec) -> str:
-        """Return a string such as `2/2 +1`: nodes that train or have succeeded, nodes wanted, and
-        spares.
+        """Return a summary of the job's nodes, such as `2/2 +1`.
 
-        A job may be complete before its last pods have exited, or after their slots were planned
-        again.
+        It consists of the number of nodes that train or have succeeded, the number of nodes wanted,
+        and the number of spares. In a complete job, pods that still run count as succeeded. If none
+        of its slots shows a pod any longer, all wanted nodes count.
         """
         wanted, complete = self._wanted(spec), self.holds(ConditionType.COMPLETE)
         done = {SlotState.SUCCEEDED, SlotState.RUNNING} if complete else {SlotState.SUCCEEDED}
@@ -461,9 +484,10 @@ class JobStatus:
         return f"{present}/{wanted}" + (f" +{self.spare}" if self.spare else "")
 
     def _wanted(self, spec: JobSpec) -> int:
-        """Return the number of nodes wanted.
+        """Return the number of nodes that the job should have.
 
-        Changes to the spec of a finished job are ignored.
+        For a finished job, this is the number for which its slots were last planned. Later changes
+        to its spec are ignored.
         """
         return self.rendezvous.nodes if self.terminal and self.rendezvous.nodes else spec.nodes
 
@@ -473,9 +497,9 @@ class JobStatus:
         return self.gang is not None and not self.gang.placed
 
     def ended_without_recovery(self, restart: Restart) -> bool:
-        """Whether a suspension cut this restart short.
+        """Whether a suspension ended this restart before the group ran again.
 
-        The restart was never completed, because the suspension removed the job's pods.
+        The suspension removed the job's pods, so this restart can no longer be completed.
         """
         return restart.seconds is None and (self.start_time is None or restart.time < self.start_time)
 
@@ -486,17 +510,22 @@ class JobStatus:
 
     @classmethod
     def read(cls, status: Mapping[str, Any]) -> JobStatus:
-        """Read a `status`.
+        """Read the `status` of a job.
 
-        Unknown fields are ignored, because a different release may have written the status. Fields
-        that cannot be read and objects that lack a required field are ignored too, because the CRD
-        admits some of them, and a file with a job's record can hold anything. An empty status
-        belongs to a new job. Raises an error if `status` is not a JSON object.
+        Unknown fields are ignored, because a different release of the operator may have written the
+        status. The reader also ignores fields with invalid values, and objects that lack a required
+        field. The CRD admits some of these faults, and a file with a job's record can contain
+        anything.
+
+        An empty status belongs to a new job. Raises an error if `status` is not a JSON object.
         """
         return _validated({**status, "slots": _expanded(status.get("slots") or ())})
 
     def write(self, spec: JobSpec) -> Json:
-        """Return the object's `status`, including fields that are derived for display."""
+        """Return the job's `status` as the API server stores it.
+
+        The result includes fields that are only for display.
+        """
         written: Json = _STATUS.dump_python(self, mode="json", by_alias=True)
         if len(self.slots) >= COMPACT_FROM:
             written["slots"] = _compact(written["slots"])
@@ -522,15 +551,15 @@ class JobStatus:
 
 
 COMPACT_FROM = 100
-"""Minimum number of slots for which consecutive equal slots are written as one entry. 1,024
-separate entries would be 100 KB per write."""
+"""Number of slots from which on consecutive equal slots are written as one entry. Separate entries
+for 1,024 slots would take 100 KB in every write."""
 _MOST_SLOTS = 4096
 
 
 def _compact(slots: list[Json]) -> list[Json]:
-    """Write consecutive slots that differ only in their Kubernetes node as one entry.
+    """Combine consecutive slots into one entry if they differ only in their Kubernetes nodes.
 
-    The entry has `count` and `nodes`.
+    The entry has the number of slots in `count`, and their Kubernetes nodes in `nodes`.
     """
     entries: list[Json] = []
     for alike, run in groupby(slots, key=lambda slot: {k: v for k, v in slot.items() if k != "node"}):
@@ -543,9 +572,9 @@ def _compact(slots: list[Json]) -> list[Json]:
 
 
 def _expanded(entries: Any) -> Any:
-    """Return one entry for each slot, up to _MOST_SLOTS.
+    """Split the entries of a compact list of slots, and return one entry for each slot.
 
-    An entry with an invalid `count` counts as one slot.
+    An entry with an invalid `count` stands for one slot. At most _MOST_SLOTS slots are returned.
     """
     if not isinstance(entries, list | tuple):
         return ()
@@ -565,9 +594,10 @@ def _expanded(entries: Any) -> Any:
 
 
 def _validated(status: Json) -> JobStatus:
-    """Read a status without its invalid parts.
+    """Read a status, and leave out its invalid parts.
 
-    Invalid fields are dropped first, then objects that lack required fields.
+    Fields with invalid values are dropped first. Objects that then lack a required field are
+    dropped afterwards.
     """
     try:
         return _STATUS.validate_python(status)
@@ -575,13 +605,14 @@ def _validated(status: Json) -> JobStatus:
         problems = error.errors(include_url=False, include_context=False, include_input=False)
     kept = deepcopy(status)
     paths = dict.fromkeys(p["loc"][:-1] if p["type"] == "missing" else p["loc"] for p in problems)
-    for path in reversed(paths):  # Deleting from the end of a list keeps earlier indices valid.
+    # Deleting from the end of a list leaves the indices of the earlier entries valid.
+    for path in reversed(paths):
         _leave_out(kept, path)
     return _validated(kept) if kept != status else JobStatus()
 
 
 def _leave_out(here: Any, path: tuple[int | str, ...]) -> None:
-    """Delete the value at the path, unless part of the path is already gone."""
+    """Delete the value at this path. Do nothing if a part of the path is already gone."""
     for position, key in enumerate(path, 1):
         if key not in (range(len(here)) if isinstance(here, list) else here):
             return

@@ -19,12 +19,13 @@ CLASS_FIELDS = (
     *("scheduling.gang", "network.interface", "storage.data", "runPolicy.activeDeadlineSeconds"),
     *("runPolicy.ttlSecondsAfterFinished", "podTemplate"),
 )
-"""Fields below spec that a job class may set. The CRD has no defaults for them, so a field that the
-job has not set is absent or empty. A class that fixes env fixes only the variables that it sets."""
+"""Paths, below spec, of the fields that a job class may set. The CRD has no defaults for these
+fields, so a field that the job itself does not set is absent or empty. A class that fixes env fixes
+only the variables that it sets."""
 _MERGED = ("podTemplate", "resources")
 QUEUE = "queue"
-"""Name of the job's queue among the fields that a class may set and fix. The job itself has its
-queue in a label, not in spec."""
+"""The name by which a class sets and fixes the job's queue. It is not a field of spec, because a
+job has its queue in a label."""
 
 _LIST_KEYS = {
     **dict.fromkeys(("containers", "initContainers", "volumes", "env", "imagePullSecrets", "resourceClaims"), "name"),
@@ -37,19 +38,19 @@ _LIST_KEYS = {
 _KEYED = (*_LIST_KEYS, "tolerations")
 _HANDLED = ("livenessProbe", "readinessProbe", "startupProbe", "preStop", "postStart")
 _HANDLERS = {"exec", "httpGet", "tcpSocket", "grpc", "sleep"}
-"""A probe or a hook has exactly one of these."""
+"""The possible actions of a probe or a hook, of which each probe or hook has exactly one."""
 _TERMS = ("requiredDuringSchedulingIgnoredDuringExecution", "preferredDuringSchedulingIgnoredDuringExecution")
-"""Lists of affinity terms that must all hold or that all add weight. The overlay's terms are
-appended to the base's."""
+"""Names of the lists of affinity terms. The terms of both templates are kept: required terms must
+all hold, and preferred terms all add their weights."""
 
 
 def with_class(own: Mapping[str, Any], given: Mapping[str, Any], fixed: Collection[str] = ()) -> Json:
-    """Return a job's spec with the fields from its class.
+    """Return the spec of a job with the fields from the job's class added.
 
-    The job's own fields take precedence, unless they are fixed. podTemplate and resources merge.
-    The trainer's environment and the lists of Secrets are joined; if two entries have the same
-    name, the job's is used. Any other field is taken from the class as a whole if the job does not
-    set it.
+    If both set a field, the job's value is used, unless the class fixes the field. podTemplate and
+    resources are merged. The lists env, imagePullSecrets and envFrom are joined. If two entries of
+    a joined list have the same name, the job's entry is used. Any other field comes from the class
+    as a whole, if the job does not set it.
     """
     merged = deepcopy(dict(own))
     for path in CLASS_FIELDS:
@@ -76,7 +77,7 @@ def with_class(own: Mapping[str, Any], given: Mapping[str, Any], fixed: Collecti
 
 
 def at(spec: Mapping[str, Any], path: str) -> Any:
-    """Return the value at a path below spec; None if the path does not exist."""
+    """Return the value at a path below spec, or None if the path does not exist."""
     here: Any = spec
     for name in path.split("."):
         here = here.get(name) if isinstance(here, Mapping) else None
@@ -84,9 +85,10 @@ def at(spec: Mapping[str, Any], path: str) -> Any:
 
 
 def is_empty(path: str, value: Any) -> bool:
-    """Whether a job has left a field unset.
+    """Whether the job has left a field unset.
 
-    An unset podTemplate or resources is {}, because the API server adds an empty object.
+    podTemplate and resources also count as unset if all their values are empty, because the API
+    server adds an empty object by default.
     """
     return value is None or (path in _MERGED and not any(value.values()))
 
@@ -104,9 +106,10 @@ def _put(spec: Json, path: str, value: Any) -> None:
 
 
 def _by_name(first: list[Json], second: list[Json]) -> list[Json]:
-    """Return both lists as one.
+    """Join two lists whose items have names.
 
-    If two items have the same name, the item from `second` replaces the one from `first`.
+    If both lists have an item with the same name, the item from `second` takes the place of the one
+    from `first`.
     """
     later = {item["name"]: item for item in second}
     known = {item["name"] for item in first}
@@ -117,12 +120,15 @@ def _by_name(first: list[Json], second: list[Json]) -> list[Json]:
 
 
 def merge(base: Json, overlay: Mapping[str, Any]) -> Json:
-    """Return a new, merged object.
+    """Return `base` with the changes in `overlay`, as a new object.
 
-    Mappings merge, keyed lists merge by key, affinity terms are joined, and everything else is
-    replaced. Fields that the overlay does not contain are shared with `base`. If a user's list has
-    items without a key, the overlay's list replaces the base's, and validation reports the faults
-    in the result.
+    Mappings are merged. The items of a keyed list are merged with the items that have the same key.
+    Lists of affinity terms are joined. Any other value from the overlay replaces the value in the
+    base.
+
+    Fields that the overlay does not contain are not copied, so the result shares them with `base`.
+    If a list that should have keys contains items without a usable key, the overlay's list replaces
+    the base's list, and validation of the result reports the fault.
     """
     merged = dict(base)
     for field, value in overlay.items():
@@ -144,14 +150,14 @@ def merge(base: Json, overlay: Mapping[str, Any]) -> Json:
 
 
 def _has_keys(value: Any, field: str) -> bool:
-    """Whether a list holds only mappings whose keys can be compared."""
+    """Whether a list contains only mappings whose keys can be compared with each other."""
     key = _LIST_KEYS.get(field, "key")
     items = value if isinstance(value, list) else (None,)
     return all(isinstance(item, Mapping) and not isinstance(item.get(key), list | Mapping) for item in items)
 
 
 def _answered(toleration: Json, given: list[Json]) -> bool:
-    """Whether the overlay tolerates the same taint, and therefore replaces this toleration."""
+    """Whether the overlay tolerates the same taint, so that its toleration replaces this one."""
     return any(t.get("key") == toleration.get("key") for t in given)
 
 
@@ -169,11 +175,11 @@ def _merge_list(old: list[Json], new: list[Json], field: str) -> list[Json]:
 
 
 def _replaces(old: Json, new: Json, field: str) -> bool:
-    """Whether the overlay's item replaces the base's item with the same key instead of being
-    merged.
+    """Whether an item of the overlay replaces the base's item with the same key, without merging.
 
-    A variable with a value replaces one with valueFrom, and a volume with a new source replaces the
-    old volume, since neither can have both.
+    A variable can have only one of value and valueFrom, so the overlay's variable replaces the
+    base's. A volume can have only one source, so a volume with a different source replaces the
+    base's.
     """
     sources = new.keys() - {"name"}
     return field == "env" or (field == "volumes" and bool(sources) and sources.isdisjoint(old))
@@ -184,5 +190,8 @@ def _key_of(item: Json, key: str) -> Any:
 
 
 def mounted_at(mount: Mapping[str, Any]) -> str:
-    """Return a mount's path; /data and /data/ are the same folder."""
+    """Return the path of a mount without a final slash.
+
+    /data and /data/ are the same folder, so they give the same result.
+    """
     return str(mount.get("mountPath", "")).rstrip("/")

@@ -48,13 +48,16 @@ _OTHERS_WORDS = {
     "terminationGracePeriodSeconds",
     _TRAINER: "volumemounts ports lifecycle livenessprobe readinessprobe volumedevices",
 }
-"""Maps a field of this API to its names in PyTorchJob, TrainJob, JobSet, Volcano, Ray, torchrun,
-accelerate and Slurm."""
+"""Maps each field of this API to the names that PyTorchJob, TrainJob, JobSet, Volcano, Ray,
+torchrun, accelerate and Slurm give to the same setting."""
 _PLACES = {word: place for place, words in _OTHERS_WORDS.items() for word in words.lower().split()}
 
 
 def belongs(name: str) -> str:
-    """Return this API's field for a name that other APIs use; empty if the name is unknown."""
+    """Suggest the field of this API for a name that other APIs use.
+
+    The suggestion is empty if the name is not known from another API.
+    """
     word = re.sub("[-_]", "", name.lower())
     place = _PLACES.get(word, "")
     if place == _POD:
@@ -72,8 +75,9 @@ _TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 def quantity(text: str) -> str:
-    """Return how Kubernetes writes an amount: `16Gi or 16G` for `16 GB`. Empty if it cannot be
-    guessed.
+    """Return an amount in Kubernetes' notation, such as `16Gi or 16G` for `16 GB`.
+
+    The result is empty if the meaning of the text cannot be guessed.
     """
     found = _TEXT.fullmatch(text)
     if found is None:
@@ -92,7 +96,10 @@ _SECONDS = {"s": 1, "sec": 1, "second": 1, "seconds": 1, "m": 60, "min": 60, "mi
 
 
 def seconds(text: str) -> int | None:
-    """Convert a duration such as `5m` or `1h30m` to seconds; None if the text is not a duration."""
+    """Convert a duration such as `5m` or `1h30m` to seconds.
+
+    Return None if the text is not a duration.
+    """
     parts = re.findall(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)", text)
     if not parts or re.sub(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)|\s", "", text):
         return None
@@ -102,7 +109,10 @@ def seconds(text: str) -> int | None:
 
 
 def as_type(path: str, wanted: Any, value: Any) -> str:
-    """Suggest a replacement for a value of the wrong type; empty if none can be guessed."""
+    """Suggest a value of the right type in place of a value of the wrong type.
+
+    The suggestion is empty if the intended value cannot be guessed.
+    """
     field = re.sub(r"\[.*?\]", "", path).rpartition(".")[2]
     if wanted in ("integer", "number") and isinstance(value, str):
         if "Seconds" in field and (length := seconds(value)) is not None:
@@ -120,7 +130,8 @@ def as_type(path: str, wanted: Any, value: Any) -> str:
 
 
 _SWITCHED_ON = {"spec.preflight": "{}", "spec.elastic": "{minNodes: 1}"}
-"""Objects of this API that other APIs switch on with `true`, and what to write instead."""
+"""Maps the path of an object that other APIs switch on with `true` to the value that switches it on
+in this API."""
 
 
 _BOOLEANS = {**dict.fromkeys(("true", "yes", "on", "y"), "true"), **dict.fromkeys(("false", "no", "off", "n"), "false")}
@@ -174,7 +185,7 @@ _PATTERNS = {
 
 
 def refused_by(pattern: str, value: str) -> str:
-    """Describe why a string does not match a pattern of the schema, with a suggestion."""
+    """Describe why a string does not match a pattern of the schema, and suggest what to write."""
     pattern = pattern.replace("\\Z", "$")
     if "[KMGTPE]i" in pattern:
         meant = quantity(value)

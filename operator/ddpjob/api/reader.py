@@ -15,22 +15,27 @@ from ddpjob.api.schema import MOST_PROBLEMS, Problem, apply_defaults, check_sche
 from ddpjob.api.yamltext import Document, YamlError, read_documents
 
 MAX_BYTES = 3 * 1024 * 1024
-"""The API server's size limit for a request body, in bytes."""
+"""Maximum size in bytes of a request body that the API server accepts."""
 
 CONVERTIBLE = ("PyTorchJob", "TrainJob")
-"""Kinds that `ddpjob convert` reads."""
+"""Kinds of objects that `ddpjob convert` translates."""
 
 _NAME_LETTERS = "bcdfghjklmnpqrstvwxz2456789"
-"""The API server's alphabet for generateName. It has no vowels, to avoid forming words."""
+"""The characters that the API server adds to generateName. There are no vowels among them, so that
+the added characters do not form words."""
 
 
 MOST_LINES = 21
-"""Maximum number of problems shown for one manifest."""
+"""Maximum number of problems that `listed` shows for one manifest. Further problems are only
+counted."""
 _LONGEST_LINE = 1000
 
 
 def listed(problems: Sequence[Problem], line: Callable[[Problem], str] = str) -> str:
-    """Return a line for each of the first MOST_LINES problems, and a line that counts the rest."""
+    """Return a text with one line for each of the first MOST_LINES problems.
+
+    If there are more problems, a last line says how many.
+    """
     lines = [_without_middle(line(problem)) for problem in problems[:MOST_LINES]]
     if len(problems) > MOST_LINES:
         least = "at least " if len(problems) >= MOST_PROBLEMS else ""
@@ -43,9 +48,10 @@ def _without_middle(text: str) -> str:
 
 
 class ManifestError(ValueError):
-    """An unusable manifest.
+    """A manifest that cannot be used.
 
-    `problems` holds the errors; `str()` gives one line for each of the first MOST_LINES.
+    `problems` has all errors that were found. `str()` returns one line for each of the first
+    MOST_LINES of them.
     """
 
     def __init__(self, source: str, problems: Iterable[Problem], document: Document | None = None) -> None:
@@ -59,10 +65,11 @@ class ManifestError(ValueError):
 
 
 def validate(manifest: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> list[Problem]:
-    """Return the problems for which the API server would reject a DDPJob; empty if it is valid.
+    """Return the problems because of which the API server would reject a DDPJob.
 
-    `old` is the DDPJob that it replaces; None if it is new. Both are given without defaults, which
-    are filled in here. `ddpjob.objects` checks podTemplate.spec.
+    The list is empty if the DDPJob is valid. `old` is the existing DDPJob that an update would
+    replace, or None if the DDPJob is new. Both objects may lack the CRD's defaults. The content of
+    podTemplate.spec is not checked here, but in `ddpjob.objects`.
     """
     from ddpjob.api.cel import check_rules
 
@@ -70,15 +77,16 @@ def validate(manifest: Mapping[str, Any], old: Mapping[str, Any] | None = None) 
     if wrong_kind:
         return wrong_kind
     stored = with_defaults(manifest)
-    # Check the rules only if the object fits the schema. Otherwise one error could be reported
-    # twice.
+    # Check the rules only if the object fits the schema. Otherwise the same error could be reported
+    # both by the schema and by a rule.
     return sorted(check_schema(stored) or check_rules(stored, None if old is None else with_defaults(old)))
 
 
 def with_defaults(manifest: Mapping[str, Any]) -> Json:
-    """Return the manifest as the API server would store it.
+    """Return the manifest in the form in which the API server would store it.
 
-    It has defaults and a name, but no status.
+    Defaults are filled in, and a name is made from generateName. A status in the manifest is
+    dropped.
     """
     stored: Json = apply_defaults({key: value for key, value in manifest.items() if key != "status"}, object_schema())
     metadata = stored.setdefault("metadata", {})
@@ -94,14 +102,17 @@ class Manifest:
     source: str
     document: Document
     others: tuple[str, ...] = ()
-    """Kinds and names of the objects in the text that are not DDPJobs."""
+    """Kinds and names of the other objects in the same text, which are not DDPJobs."""
 
     @property
     def name(self) -> str:
         return _name(self.document.value)
 
     def checked(self) -> Json:
-        """Return the object that `kubectl apply` would store. Raises ManifestError."""
+        """Check the manifest, and return the object that `kubectl apply` would store.
+
+        Raises ManifestError if the manifest has problems.
+        """
         problems = validate(self.document.value)
         if problems:
             raise self.error(problems)
@@ -113,10 +124,11 @@ class Manifest:
 
 
 def read_manifests(source: Path | str, label: str = "the manifest") -> list[Manifest]:
-    """Return the DDPJobs in a file (Path) or in YAML text (str), unchecked.
+    """Return the DDPJobs in a file (given as a Path) or in YAML text (given as a str).
 
-    A List is read as its items. Objects of other kinds are ignored. Raises ManifestError if no
-    object is a DDPJob, or if two DDPJobs have the same name.
+    Their content is not checked. A List stands for its items, and objects of other kinds are
+    ignored. Raises ManifestError if the text contains no DDPJob, or if two DDPJobs have the same
+    name.
     """
     label, text = (str(source), _read_file(source)) if isinstance(source, Path) else (label, source)
     found, names = _jobs(label, _documents(label, text)), set[tuple[str, str]]()
@@ -183,7 +195,7 @@ def _jobs(label: str, documents: list[Document]) -> list[Manifest]:
 
 
 def _is_other_kind(manifest: Mapping[str, Any]) -> bool:
-    """Whether this object clearly has another kind, and is not a DDPJob with a typo."""
+    """Whether the object clearly belongs to another kind. A misspelled DDPJob does not."""
     ours = str(manifest.get("apiVersion", "")).split("/")[0] == API_VERSION.split("/")[0]
     return not ours and str(manifest.get("kind", "")).lower() != KIND.lower()
 

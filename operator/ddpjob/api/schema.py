@@ -24,7 +24,8 @@ _PRESERVE = "x-kubernetes-preserve-unknown-fields"
 
 _TEXTS = {"type": "string"}
 _TEXT_MAP: Json = {"type": "object", "additionalProperties": _TEXTS}
-# The schema of metadata is built into the API server for every kind; a CRD cannot describe it.
+# The schema of metadata is the same for every kind and is built into the API server. A CRD cannot
+# describe it.
 _METADATA: Json = {
     "type": "object",
     "properties": {
@@ -47,7 +48,11 @@ _METADATA: Json = {
 
 @dataclass(frozen=True, order=True)
 class Problem:
-    """One error in a manifest: the field's path, what is wrong, and how to correct it."""
+    """An error in a manifest.
+
+    It consists of the path of the faulty field and a message that says what is wrong and how to
+    correct it.
+    """
 
     path: str
     message: str
@@ -59,17 +64,23 @@ class Problem:
 
 @cache
 def load_crd() -> Json:
-    """Return the CustomResourceDefinition. Cached: do not modify."""
+    """Return the CustomResourceDefinition.
+
+    The result is cached, so callers must not modify it.
+    """
     text = resources.files(__package__).joinpath(CRD_FILE).read_text(encoding="utf-8")
-    # libyaml needs 8 ms, PyYAML's own parser 70 ms. PyYAML's wheels contain libyaml; a build from
-    # source may not.
+    # Parsing the file takes 8 ms with libyaml and 70 ms with PyYAML's own parser. PyYAML's wheels
+    # contain libyaml, but a PyYAML that was built from source may lack it.
     crd: Json = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     return crd
 
 
 @cache
 def object_schema() -> Json:
-    """Return the OpenAPI schema of a whole DDPJob, metadata included. Cached: do not modify."""
+    """Return the OpenAPI schema of a whole DDPJob, including its metadata.
+
+    The result is cached, so callers must not modify it.
+    """
     version = next(v for v in load_crd()["spec"]["versions"] if v["storage"])
     schema: Json = deepcopy(version["schema"]["openAPIV3Schema"])
     schema["properties"]["metadata"] = _METADATA
@@ -77,7 +88,10 @@ def object_schema() -> Json:
 
 
 def schema_of(path: str) -> Json:
-    """Return the schema of a field by its path, such as `spec.nodes`. Cached: do not modify."""
+    """Return the schema of the field with this path, such as `spec.nodes`.
+
+    The result is cached, so callers must not modify it.
+    """
     schema = object_schema()
     for name in path.split("."):
         schema = schema["properties"][name]
@@ -88,14 +102,15 @@ def schema_of(path: str) -> Json:
 
 
 def default_of(path: str) -> Any:
-    """Return the default of a field by its path."""
+    """Return the default value of the field with this path."""
     return apply_defaults(schema_of(path)["default"], schema_of(path))
 
 
 def apply_defaults(value: Any, schema: Mapping[str, Any]) -> Any:
-    """Return a copy of `value` as the API server stores it.
+    """Return a copy of `value` in the form in which the API server would store it.
 
-    Nulls are removed, defaults are set, and 2.0 becomes 2 in integer fields.
+    Fields that are null are removed unless the schema allows null, missing fields get their
+    defaults, and a number such as 2.0 in an integer field becomes 2.
     """
     if isinstance(value, Mapping) and "x-kubernetes-int-or-string" not in schema:
         return _default_object(value, schema)
@@ -122,10 +137,11 @@ def _default_object(value: Mapping[str, Any], schema: Mapping[str, Any]) -> Json
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a copy without fields that are null, such as empty values of a rendered template.
+    """Return a copy of `value` without the fields that are null.
 
-    Use it for parts that the schema does not describe. Nulls in lists are kept, because validation
-    must report them.
+    A rendered template, for example, has null where it left a value empty. This function is for the
+    parts of a manifest that the schema does not describe. It keeps nulls in lists, because the
+    validation must report them.
     """
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
@@ -133,10 +149,10 @@ def without_nulls(value: Any) -> Any:
 
 
 def exceeds(value: Any, text: int, values: int) -> bool:
-    """Return whether a JSON value exceeds a limit on characters (in names and strings) or on
-    values.
+    """Return whether a JSON value is larger than one of two limits.
 
-    Counting stops at the limits, so that the cost is bounded too.
+    `text` limits the number of characters in all names and strings, and `values` limits the number
+    of values. Counting stops at the limits, so the function is fast for values of any size.
     """
     waiting = [value]
     while waiting:
@@ -164,13 +180,13 @@ _SAME_IN_BOTH = (
 
 
 def to_json_schema(schema: Mapping[str, Any]) -> Json:
-    """Return a JSON schema (draft 2020-12) that is equivalent to the structural schema.
+    """Convert a structural schema of a CRD to a JSON schema (draft 2020-12).
 
-    It also rejects unknown fields.
+    The JSON schema accepts the same objects, except that it rejects unknown fields.
     """
     converted: Json = {key: schema[key] for key in _SAME_IN_BOTH if key in schema}
     if "pattern" in schema:
-        # Python's $ also matches before a final newline, but Go's does not.
+        # In Python, $ also matches before a final newline. In Go, it matches only at the end.
         converted["pattern"] = (
             schema["pattern"].removesuffix("$") + r"\Z" if schema["pattern"].endswith("$") else schema["pattern"]
         )
@@ -198,12 +214,15 @@ def _validator() -> Any:
 
 
 MOST_PROBLEMS = 100
-"""Maximum number of problems reported for one manifest. It is limited because each search for a
-suggestion takes a millisecond."""
+"""Maximum number of problems that are reported for one manifest. Each problem may need a search for
+a suggestion, which takes a millisecond."""
 
 
 def check_schema(manifest: Mapping[str, Any]) -> list[Problem]:
-    """Return up to MOST_PROBLEMS violations of the schema in a defaulted manifest."""
+    """Return the problems of a manifest that violates the schema, at most MOST_PROBLEMS of them.
+
+    The manifest must already have its defaults.
+    """
     errors = list(islice(_validator().iter_errors(manifest), 2 * MOST_PROBLEMS))
     of_wrong_type = {tuple(error.absolute_path) for error in errors if error.validator == "type"}
     causes = (error for error in errors if error.validator == "type" or tuple(error.absolute_path) not in of_wrong_type)
@@ -290,9 +309,10 @@ def _near(name: str, known: Any) -> str:
 
 
 def _hint(path: str, name: str, known: Mapping[str, Any]) -> str:
-    """Suggest what an unknown field was meant to be.
+    """Suggest what the user may have meant by an unknown field.
 
-    The suggestion may be a similar field of the same object, or a field with this name elsewhere.
+    The suggestion is a field of the same object with a similar name, or a field elsewhere with the
+    same name.
     """
     if name in ("true", "false"):
         return "; YAML reads unquoted on, yes and y as true, and off, no and n as false, so quote the name"
@@ -301,13 +321,15 @@ def _hint(path: str, name: str, known: Mapping[str, Any]) -> str:
     if "claimName" in known and re.sub("[-_]", "", name.lower()) in ("pvc", "claim", "persistentvolumeclaim"):
         return "; did you mean claimName?"
     other = near_misses.belongs(name)
-    # Other APIs' names are considered only for fields of spec and of the objects directly in it.
+    # Names from other APIs are recognized only among the fields of spec and of the objects directly
+    # below spec.
     if other and path.count(".") < 2:
         return f"; {other}"
     elsewhere = _paths_by_name().get(name.lower(), [])
     below = [place for place in elsewhere if place.startswith(f"{path}.")]
     if below and name.lower() not in map(str.lower, known):
-        # The field is one level too high, which is likelier than a misspelling of a similar name.
+        # The user has probably written the field one level too high. This is more likely than a
+        # misspelling of a field with a similar name.
         return f"; did you mean {' or '.join(below[:3])}?"
     near = _near(name, known)
     if near:
@@ -326,7 +348,9 @@ def _paths_by_name() -> dict[str, list[str]]:
     def walk(schema: Mapping[str, Any], path: str) -> None:
         for name, child in schema.get("properties", {}).items():
             found.setdefault(name.lower(), []).append(join(path, name))
-            if name != "dataSource":  # A misplaced `name` or `kind` is never meant for dataSource.
+            # Fields below dataSource are not suggested, because a misplaced `name` or `kind` is
+            # never meant for it.
+            if name != "dataSource":
                 walk(child, join(path, name))
 
     walk(object_schema()["properties"]["spec"], "spec")
@@ -334,12 +358,13 @@ def _paths_by_name() -> dict[str, list[str]]:
 
 
 def _duplicates(value: Any, schema: Mapping[str, Any], path: str) -> Iterator[Problem]:
-    """Yield a problem for each list item whose map keys equal those of an earlier item.
+    """Yield a problem for each item of a list that has the same key as an earlier item.
 
-    Only lists with x-kubernetes-list-map-keys have map keys.
+    Only lists with x-kubernetes-list-map-keys in their schema have keys.
     """
     if not schema:
-        return  # The schema does not describe anything below this.
+        # The schema does not describe this value or anything in it.
+        return
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield from _duplicates(item, schema.get("properties", {}).get(name, {}), join(path, name))
@@ -356,9 +381,9 @@ def _duplicates(value: Any, schema: Mapping[str, Any], path: str) -> Iterator[Pr
 
 
 def list_key(schema: Mapping[str, Any], item: Any) -> tuple[str, ...] | None:
-    """Return the key of an item of a list with map keys.
+    """Return the key of a list's item, for a list whose items have map keys.
 
-    Return None for other lists and for an item without its key.
+    Return None if the list has no map keys, or if the item lacks a part of its key.
     """
     keys = schema.get("x-kubernetes-list-map-keys")
     if not keys or not isinstance(item, Mapping) or any(key not in item for key in keys):

@@ -18,15 +18,16 @@ _MOUNT = {"name": CODE_VOLUME, "mountPath": CODE_FOLDER, "readOnly": True}
 
 
 def mount_code(config_map: str, items: list[Json]) -> tuple[Json, Json]:
-    """Return the volume with the code, and its mount in the trainer's container."""
+    """Return the volume that contains the code, and its mount in the trainer's container."""
     return {"name": CODE_VOLUME, "configMap": {"name": config_map, "items": items}}, dict(_MOUNT)
 
 
 def split_code(template: Any, given: Any = None) -> tuple[Json, Any]:
-    """Split a podTemplate into the mount of the submitted code and the rest.
+    """Split a podTemplate into the part that mounts the submitted code, and the rest.
 
-    The first part is empty if there is no such mount, or if it would replace one in `given`, the
-    podTemplate of the class.
+    `given` is the podTemplate of the job's class. The first part is empty if the template does not
+    mount submitted code. It is also empty if `given` already uses the same volume name or mount
+    path.
     """
     volumes = [v for v in _entries(template, "volumes") if _is_code(v)]
     trainer = next((c for c in _entries(template, "containers") if c.get("name") == "trainer"), {})
@@ -66,7 +67,8 @@ def _entries(template: Any, field: str) -> list[Json]:
 def _list(parent: Any, field: str) -> list[Json]:
     """Return the objects in a list of a template.
 
-    Anything else that a user may have written is ignored.
+    Items that are not objects are ignored, and so is a value that is not a list, because users may
+    write anything.
     """
     found = parent.get(field) if isinstance(parent, Mapping) else None
     return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []

@@ -18,39 +18,43 @@ from typing import Any
 import yaml
 
 MAX_NODES = 200_000
-"""Maximum number of values in one document after aliases are expanded: far more than any manifest
-has, but far fewer than an alias bomb."""
+"""Maximum number of values in one document, counted after aliases have been expanded. No manifest
+has nearly as many, and an alias bomb has far more."""
 
 MAX_DEPTH = 100
 
 MAX_DIGITS = 100
-"""Maximum number of characters in a number: enough for 64 bits in base 2 with a few underscores, or
-for any float."""
+"""Maximum number of characters in a number. This suffices for any float, and for a 64-bit integer
+that is written in base 2 with some underscores."""
 
 MAX_SHOWN = 200
-"""Maximum number of characters that a message quotes from a manifest's value or field name. The
-middle of a longer text is cut out."""
+"""Maximum number of characters of a value or field name that a message quotes from a manifest. If
+the text is longer, the message leaves out its middle."""
 
 MAX_MESSAGE = 2_000
-"""Maximum number of characters in one message line about a manifest."""
+"""Maximum number of characters in one line of a message about a manifest."""
 
 _Resolvers = dict[str, list[tuple[str, re.Pattern[str]]]]
-"""Maps the first character of a plain scalar to the tags and patterns to try."""
+"""Maps the first character of an unquoted scalar to the pairs of tag and pattern that are tried on
+it."""
 _MERGE = "tag:yaml.org,2002:merge"
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 
 def shown(text: str, most: int = MAX_SHOWN) -> str:
-    """Return the text, or only its beginning and end if it is too long.
+    """Return the text, or only its beginning and its end if it is longer than `most`.
 
-    The number of omitted characters appears between them.
+    The number of characters left out is shown in between.
     """
     half = most // 2
     return text if len(text) <= most else f"{text[:half]}...({len(text) - 2 * half} more)...{text[-half:]}"
 
 
 class YamlError(ValueError):
-    """The text is not YAML, or has a value that a manifest cannot contain. `line` counts from 1."""
+    """The text is not YAML, or it contains a value that a manifest cannot contain.
+
+    `line` is the number of the faulty line, counted from 1.
+    """
 
     def __init__(self, message: str, line: int) -> None:
         super().__init__(message)
@@ -59,19 +63,29 @@ class YamlError(ValueError):
 
 @dataclass(frozen=True)
 class Document:
-    """One YAML document: plain values, and the line of each field by its path, counted from 1."""
+    """One YAML document.
+
+    `value` holds its content as plain Python values. `lines` maps the path of each field to the
+    number of its line, counted from 1.
+    """
 
     value: Any
     line: int
     lines: dict[str, int]
 
     def line_of(self, path: str) -> int:
-        """Return the line of a field, or of its nearest parent in the text."""
+        """Return the line of the field with this path.
+
+        If the text does not contain the field, return the line of its nearest parent.
+        """
         known = [p for p in self.lines if path == p or (path.startswith(p) and path[len(p)] in ".[")]
         return self.lines[max(known, key=len)] if known else self.line
 
     def items(self) -> Iterator[Document]:
-        """Yield the items of a List, each as its own document; yield any other document itself."""
+        """Yield each item of a Kubernetes List as a document of its own.
+
+        If this document is not a List, yield the document itself.
+        """
         items = self.value.get("items") if isinstance(self.value, dict) else None
         if not isinstance(items, list) or not str(self.value.get("kind", "")).endswith("List"):
             yield self
@@ -83,9 +97,10 @@ class Document:
 
 
 def join(path: str, key: str | int) -> str:
-    """Return the path of a child: `spec` and `nodes` give `spec.nodes`.
+    """Return the path of a field or an item in the value at `path`.
 
-    Indexes and names that are not identifiers are put in brackets.
+    `spec` and `nodes` give `spec.nodes`. Indexes and names that are not identifiers are put in
+    brackets.
     """
     if isinstance(key, int):
         return f"{path}[{key}]"
@@ -95,9 +110,10 @@ def join(path: str, key: str | int) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Resolves plain scalars as kubectl's reader does.
+    """Reads unquoted scalars as the same types as kubectl does.
 
-    kubectl reads YAML 1.1, but without dates and base 60, and with floats that lack a dot.
+    kubectl's reader follows YAML 1.1, with exceptions: it knows no dates and no numbers in base 60,
+    and it accepts floats without a dot.
     """
 
     yaml_implicit_resolvers: _Resolvers = {}  # noqa: RUF012 (as PyYAML expects)
@@ -113,15 +129,16 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Expand `<<` merge keys within the limits of a document.
+        """Expand `<<` merge keys, but only within MAX_DEPTH and MAX_NODES.
 
-        The limits are needed because each level of aliases multiplies the document's size.
+        The limits are needed because every level of aliases multiplies the size of the document.
         """
         line = node.start_mark.line + 1
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise YamlError(f"<<: merges through more than {MAX_DEPTH} levels, too many for a manifest", line)
-        pairs, node.value = node.value, []  # A mapping that merges itself sees an empty list.
+        # If a mapping merges itself, the inner call finds this empty list.
+        pairs, node.value = node.value, []
         own, merged = [], list[tuple[yaml.Node, yaml.Node]]()
         for key, value in pairs:
             if key.tag != _MERGE:
@@ -161,16 +178,19 @@ def _both(tables: Iterable[_Resolvers]) -> _Resolvers:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes strings that kubectl or PyYAML would otherwise not read as strings: 1e-4, y, 0o17."""
+    """Writes quotes around strings that kubectl or PyYAML would otherwise not read as strings.
+
+    Examples are 1e-4, y and 0o17.
+    """
 
     yaml_implicit_resolvers = _both((yaml.SafeDumper.yaml_implicit_resolvers, _Loader.yaml_implicit_resolvers))
 
 
 def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    """Write a string of whole lines as a literal block, so that people can review scripts.
+    """Write a string of several lines as a literal block, so that people can review scripts.
 
-    PyYAML itself quotes strings that a block cannot hold. Line breaks other than a newline are
-    quoted, because kubectl and PyYAML disagree about them.
+    PyYAML quotes strings that a literal block cannot hold. A string with line breaks other than
+    newlines is quoted too, because kubectl and PyYAML read such line breaks differently.
     """
     lines = "\n" in text and bool(text.strip("\n")) and all(c.isprintable() or c == "\n" for c in text)
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if lines else None)
@@ -180,14 +200,15 @@ _Dumper.add_representer(str, _represent_text)
 
 
 def write_document(value: Any) -> str:
-    """Write YAML that `read_documents`, kubectl and PyYAML all read as the same value."""
+    """Write a value as YAML from which `read_documents`, kubectl and PyYAML read the same value."""
     return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
 def _without_tabs(text: str) -> str:
-    """Replace tabs that indent JSON with spaces, because YAML refuses tabs.
+    """Replace the tabs in a JSON text with spaces.
 
-    JSON strings cannot contain tabs.
+    YAML does not allow tabs for indentation. A text that is not JSON is left as it is. The
+    replacement cannot change a string, because strings in JSON cannot contain tabs.
     """
     if "\t" in text and text.lstrip().startswith("{"):
         with suppress(ValueError, RecursionError):
@@ -197,10 +218,10 @@ def _without_tabs(text: str) -> str:
 
 
 def _characters(text: str, line: int) -> str:
-    """Join surrogate pairs.
+    """Join each surrogate pair in a text into the character that it stands for.
 
-    JSON writes a character beyond 16 bits as two escapes, which YAML reads as two separate halves.
-    Raises YamlError.
+    JSON writes a character beyond 16 bits as two escapes, and a YAML reader reads these as two
+    separate characters. Raises YamlError if one half of a pair is missing.
     """
     if text.isascii():
         return text
@@ -215,7 +236,10 @@ def _characters(text: str, line: int) -> str:
 
 
 def read_documents(text: str) -> Iterator[Document]:
-    """Read the documents in a YAML stream that are not empty. Raises YamlError."""
+    """Read a YAML stream, and yield its documents that are not empty.
+
+    Raises YamlError.
+    """
     try:
         loader = _Loader(_without_tabs(text))
     except yaml.reader.ReaderError as error:
@@ -224,7 +248,8 @@ def read_documents(text: str) -> Iterator[Document]:
     try:
         while loader.check_node():
             node = loader.get_node()
-            assert node is not None  # check_node returned True.
+            # check_node has returned True, so there is a node.
+            assert node is not None
             builder = _Builder(loader)
             value = builder.build(node, "")
             if value is not None:
@@ -251,7 +276,7 @@ def _is_true(node: yaml.ScalarNode) -> bool:
 
 
 class _Builder:
-    """Converts the nodes of one document to plain values."""
+    """Converts the YAML nodes of one document to plain Python values."""
 
     def __init__(self, loader: _Loader) -> None:
         self.loader = loader
@@ -275,7 +300,8 @@ class _Builder:
                 return self._mapping(node, path)
             if isinstance(node, yaml.SequenceNode):
                 return [self._child(item, join(path, position)) for position, item in enumerate(node.value)]
-            assert isinstance(node, yaml.ScalarNode)  # There are no other kinds.
+            # There are no other kinds of YAML nodes.
+            assert isinstance(node, yaml.ScalarNode)
             return self._scalar(node, path)
         finally:
             self._open.discard(id(node))
@@ -311,7 +337,8 @@ class _Builder:
                 "a field name must be a string; quote templates such as {{ name }}", node.start_mark.line + 1
             )
         if node.tag == _BOOL:
-            return str(_is_true(node)).lower()  # kubectl does the same.
+            # kubectl reads such a key as the same text.
+            return str(_is_true(node)).lower()
         return _characters(node.value, node.start_mark.line + 1)
 
     def _scalar(self, node: yaml.ScalarNode, path: str) -> Any:
@@ -326,7 +353,7 @@ class _Builder:
         }.get(kind)
         if construct is None:
             raise YamlError(f"the tag {shown(node.tag)} is not supported in manifests; remove it", line)
-        # Python refuses to print very large numbers.
+        # Python refuses to convert very large integers to text, so they are refused here.
         if kind in ("int", "float") and len(node.value) > MAX_DIGITS:
             raise YamlError(f"{_field(path, node)}: a number of {len(node.value):,} characters; {_NUMBERS}", line)
         try:

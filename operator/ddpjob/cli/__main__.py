@@ -6,15 +6,17 @@ from ddpjob.missing_package import missing_package
 
 
 def main() -> int:
-    """Run the command; return the exit code."""
+    """Run the command line, and return the exit code."""
     try:
         from ddpjob.cli.main import main as command
 
         return command()
-    except KeyboardInterrupt:  # Ctrl-C during the import.
+    # The user has pressed Ctrl-C during the import.
+    except KeyboardInterrupt:
         return 130
     except ModuleNotFoundError as error:
-        # This may happen late, because some packages are imported only when they are used.
+        # A package may be found to be missing only here, because some are imported when they are
+        # first used.
         print(missing_package(error, "ddpjob", "cli"), file=sys.stderr)
         return 2
 

@@ -33,21 +33,22 @@ def scale(backend: Backend, job: str, nodes: int) -> None:
 
 
 ACT_SECONDS = 5.0
-"""How long a command waits for an operator to act on a change, in seconds. A working operator needs
-a fraction of a second."""
+"""Maximum time in seconds for which a command waits until an operator acts on a change. An operator
+that works acts within a fraction of a second."""
 
 
 def _is_acted_on(backend: Backend, job: str) -> bool:
-    """Wait up to ACT_SECONDS for an operator to act on the job's newest spec.
+    """Return whether an operator acts on the newest spec of the job within ACT_SECONDS.
 
-    Return whether an operator has acted. If none has, print a note.
+    If none acts, also print a note.
     """
     end = time.monotonic() + ACT_SECONDS
     while True:
         try:
             body = backend.job(job)
         except Mistake:
-            # The change was accepted, but the job is gone, or the user is not permitted to read it.
+            # The API server has accepted the change. Since then the job was deleted, or the user
+            # has no permission to read it.
             return True
         wanted, seen = body["metadata"].get("generation"), (body.get("status") or {}).get("observedGeneration")
         if wanted is None or (isinstance(seen, int) and seen >= wanted):
@@ -146,7 +147,8 @@ def delete(backend: Backend, jobs: tuple[str, ...]) -> None:
     names = list(dict.fromkeys(jobs))
     bodies = {}
     for job in names:
-        with suppress(*((Mistake,) if len(names) == 1 else ())):  # A single job is deleted even if it cannot be read.
+        # If there is only one name, the job is deleted even if it cannot be read.
+        with suppress(*((Mistake,) if len(names) == 1 else ())):
             bodies[job] = backend.job(job)
     for job in names:
         backend.delete(job)

@@ -18,7 +18,10 @@ from ddpjob.dashboard.web_server import serve
 
 
 def serve_dashboard(backend: Backend, host: str, port: int) -> int:
-    """Serve the dashboard. Raises Mistake if jobs cannot be read or the port is in use."""
+    """Serve the dashboard until Ctrl-C, and return the exit code.
+
+    Raises Mistake if jobs cannot be read or the port is in use.
+    """
     token = secrets.token_urlsafe(24)
 
     def scoped(namespace: str) -> Backend:

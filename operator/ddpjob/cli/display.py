@@ -34,22 +34,22 @@ PHASE_COLOURS = {
 
 
 def open_display() -> RunDisplay:
-    """Return the live panel if standard output is a terminal, otherwise plain lines."""
+    """Return a live panel if standard output is a terminal, otherwise a display of plain lines."""
     console = Console()
-    # With FORCE_COLOR, which Jupyter sets, rich takes even a file for a terminal. The cursor
-    # movements of a live panel would make the file unreadable.
+    # Jupyter sets FORCE_COLOR, and rich then treats even a file as a terminal. A live panel moves
+    # the cursor, which would make the file unreadable, so the file itself is checked too.
     live = console.is_terminal and not console.is_dumb_terminal and console.file.isatty()
     return LivePanel(console) if live else PlainLines()
 
 
 def summary(job: DDPJob, status: JobStatus) -> str:
-    """Return state, nodes and progress in one line."""
+    """Return a line with the job's state, its nodes and its progress."""
     head = f"{status.phase or Phase.PENDING!s:<10} nodes {status.nodes_display(job.spec)}"
     return "  ".join([head, *_figures(status)])
 
 
 def _figures(status: JobStatus) -> list[str]:
-    """Return progress, loss, time left, speed and accuracy, if they are known."""
+    """Return words for progress, loss, time left, speed and accuracy, if they are known."""
     shown = (("", "display"), ("loss ", "lossDisplay"), ("eta ", "eta"), ("", "speedDisplay"))
     words = [f"{label}{status.progress[name]}" for label, name in shown if name in status.progress]
     words += [f"accuracy {accuracy:.2%}" for accuracy in [reported_accuracy(status)] if accuracy is not None]
@@ -57,16 +57,19 @@ def _figures(status: JobStatus) -> list[str]:
 
 
 def reported_accuracy(status: JobStatus) -> float | None:
-    """Return the metric `accuracy` (0 to 1), if the script reports it."""
+    """Return the metric `accuracy`, a fraction from 0 to 1.
+
+    Return None if the script does not report it.
+    """
     accuracy = (status.progress.get("metrics") or {}).get("accuracy")
     return float(accuracy) if accuracy is not None else None
 
 
 def event_line(happened: TimedEvent) -> str:
-    """Return an event's reason and the first line of its message.
+    """Return a line with the reason of an event and the first line of its message.
 
-    If the last line of a longer message ends in parentheses, such as "(counts against ...)", they
-    are appended.
+    A longer message may end with a remark in parentheses, such as "(counts against ...)". The
+    remark is appended to the line.
     """
     message = happened.event.message.splitlines() or [""]
     counts = f" {message[-1][message[-1].rindex(' (') :].strip()}" if len(message) > 1 and " (" in message[-1] else ""
@@ -74,11 +77,12 @@ def event_line(happened: TimedEvent) -> str:
 
 
 def recoveries(status: JobStatus) -> list[str]:
-    """Return a line for each restart after which the group ran again.
+    """Return a line for each restart from which the group has recovered.
 
-    The line shows what broke the group, how long the group took to run again, and the repeated
-    work. The line appears once the repeated work is known, or can no longer become known. A job
-    that has not reported a step gets no line, because its group may soon fail again.
+    The line shows what broke the group, how long the group took to run again, and how much work it
+    repeated. It is returned as soon as the repeated work is known, or can no longer become known.
+    If the job has not reported any progress, there are no lines, because the group may soon fail
+    again.
     """
     if not status.progress:
         return []
@@ -93,22 +97,26 @@ def recoveries(status: JobStatus) -> list[str]:
 
 
 def stall_line(seconds: float) -> str:
-    """Return a line about the time from a break to the next step."""
+    """Return a line that says how much time passed between a break and the next step."""
     return f"Next training step after {seconds:.1f} s"
 
 
 class NewLines:
-    """Lines for events, recoveries and stalls that have not been shown yet."""
+    """Finds the lines about events, recoveries and stalls that have not been shown yet."""
 
     def __init__(self) -> None:
         self._events = self._recovered = self._stalls = 0
         self._traces: set[tuple[str, ...]] = set()
 
     def lines(self, shown: Shown) -> Iterator[tuple[bool, str]]:
-        """Yield (is a warning, line) for everything that has not been shown."""
+        """Yield each new line, together with whether it is a warning.
+
+        `shown` is the current state of the run. The pairs have the form (is a warning, line).
+        """
         for happened in shown.events[self._events :]:
             if happened.event.reason == RECOVERED:
-                continue  # The line of `recoveries` says the same, with the cause.
+                # The line of `recoveries` reports the same and includes the cause.
+                continue
             yield happened.event.warning, event_line(happened)
             for line in self._new_trace(happened):
                 yield happened.event.warning, f"  {line}"
@@ -122,12 +130,14 @@ class NewLines:
         self._stalls = len(shown.stalls)
 
     def _new_trace(self, happened: TimedEvent) -> list[str]:
-        """Return the traceback of an event, unless it has already been shown.
+        """Return the lines of the traceback in an event if they have not been shown yet.
 
-        The same traceback arrives again if the error recurs, and when it finally fails the job.
+        Otherwise nothing is returned. The same traceback comes again if the error occurs again, and
+        also when the error finally fails the job.
         """
         trace = happened.event.message.splitlines()[1:]
-        # The last lines contain the location and the error.
+        # Tracebacks are compared by their last lines, which contain the place of the error and its
+        # message.
         known = tuple(line.partition(" (counts against")[0] for line in trace[-3:])
         if known in self._traces:
             return []
@@ -136,9 +146,9 @@ class NewLines:
 
 
 class PlainLines:
-    """A display for logs that prints a line whenever the phase changes.
+    """A display for logs and files, which prints a line whenever the phase changes.
 
-    Progress is printed at most once per PLAIN_SECONDS.
+    Other changes of the progress are printed at most once in PLAIN_SECONDS.
     """
 
     def __init__(self) -> None:
@@ -151,7 +161,8 @@ class PlainLines:
         for _, line in self._new.lines(shown):
             self.note(line)
         line, now = summary(shown.job, shown.status), shown.now.timestamp()
-        recent = 0 <= now - self._printed < PLAIN_SECONDS  # the clock may have been set back
+        # The time is negative if the clock was set back.
+        recent = 0 <= now - self._printed < PLAIN_SECONDS
         due = not recent or shown.status.phase is not self._phase
         if line != self._last and due:
             self.note(line)
@@ -165,7 +176,7 @@ class PlainLines:
 
 
 class LivePanel:
-    """A display for terminals: a panel that is redrawn below the lines printed so far."""
+    """A display for terminals, with a panel that is redrawn below the lines printed so far."""
 
     def __init__(self, console: Console) -> None:
         self._console, self._new = console, NewLines()
@@ -185,20 +196,21 @@ class LivePanel:
 
 
 def shortest(path: Path) -> str:
-    """Return the path, relative to the current folder if that is shorter."""
+    """Return the path, or the path relative to the current folder if that one is shorter."""
     try:
         return min(str(path), os.path.relpath(path), key=len)
-    except FileNotFoundError:  # The current folder is gone.
+    # The current folder no longer exists.
+    except FileNotFoundError:
         return str(path)
 
 
 _NARROW = 100
-"""Terminals with fewer columns get a short progress bar, and a table of pods without the paths of
-logs, which would wrap."""
+"""Number of columns below which a terminal gets a shorter progress bar. Its table of pods then also
+lacks the paths of logs, because they would be wrapped."""
 
 
 def panel(shown: Shown, width: int = _NARROW) -> RenderableType:
-    """Draw the job, its progress bar and its pods for a terminal of `width` columns."""
+    """Draw the panel with the job, its progress and its pods, for a terminal of `width` columns."""
     status = shown.status
     phase = status.phase or Phase.PENDING
     since = shown.now - (status.start_time or shown.now)

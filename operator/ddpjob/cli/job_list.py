@@ -5,9 +5,9 @@ columns off. Jobs with pods therefore come first, then waiting jobs, the newest 
 Finished jobs are folded into one line that counts them; `e` unfolds them. The list never has more
 lines or columns than the terminal:
 
-1. The wide columns are dropped until the rest fits (GPUHOURS, ATRISK, DURATION, REASON).
-2. Then names are cut in their middle, to no fewer than 16 characters.
-3. Then SPEED, LOSS, AGE, RESTARTS and NODES are dropped, in this order.
+1. The columns GPUHOURS, ATRISK, DURATION and REASON are dropped, one by one, until the rest fits.
+2. If this is not enough, names are cut in their middle, to no fewer than 16 characters.
+3. If this is not enough, SPEED, LOSS, AGE, RESTARTS, NODES and PROGRESS are dropped, in this order.
 
 Names, states, nodes, progress, loss and restarts fit in 80 columns; everything fits in 200.
 """
@@ -33,19 +33,21 @@ from ddpjob.client.texts.job_text import gpu_hours, header, phase, row
 from ddpjob.core.status.messages import count
 
 _DROPPED = ("GPUHOURS", "ATRISK", "DURATION", "REASON", "", "SPEED", "LOSS", "AGE", "RESTARTS", "NODES", "PROGRESS")
-"""Columns in the order in which they are dropped. The empty string marks the point at which names
-are cut.
+"""Titles of columns in the order in which they are dropped if the terminal is too narrow. At the
+empty string, names are cut instead.
 """
 _WAITING = ("Queued", "Pending", "Suspended")
 _NAME, _GAP = 16, 2
 _FIXED = 4
-"""Number of lines that do not show a job: the counts, the titles, the folded jobs and the keys."""
+"""Number of lines of the screen that do not show a job. They show the counts, the titles, the
+folded jobs and the keys.
+"""
 _HELP = "up/down move   Enter open   / find   e finished jobs   q quit"
 _FILTER_CHARACTERS = 40
 
 
 class JobList:
-    """The content of the list and the position of its cursor."""
+    """The list of jobs as the screen shows it, with the position of the cursor and the filter."""
 
     def __init__(self) -> None:
         self.selected = self.filter = ""
@@ -55,7 +57,10 @@ class JobList:
         self._page = 10
 
     def press(self, key: str) -> str:
-        """Handle a key. Return `quit` or `open` if requested, otherwise an empty string."""
+        """Change the list in response to a key.
+
+        Return `quit` or `open` if the key asks for that, otherwise an empty string.
+        """
         if self.finding:
             self._type(key)
         elif key in ("q", "escape"):
@@ -87,7 +92,10 @@ class JobList:
             self.selected = self._names[min(max(at + steps[key], 0), len(self._names) - 1)]
 
     def frame(self, bodies: Sequence[Json], now: datetime, width: int, height: int) -> list[Text]:
-        """Return at most `height` lines of at most `width` characters."""
+        """Return the lines of the screen.
+
+        There are at most `height` lines, with at most `width` characters each.
+        """
         found = [body for body in in_order(bodies) if self.filter in body["metadata"]["name"]]
         shown = [body for body in found if self.unfolded or phase(body) not in ENDED]
         folded = [body for body in found if phase(body) in ENDED] if not self.unfolded else []
@@ -114,10 +122,10 @@ class JobList:
 
 
 def in_order(bodies: Sequence[Json]) -> list[Json]:
-    """Sort the jobs.
+    """Return the jobs in the order of the list.
 
-    Waiting jobs come after those with pods, and finished jobs come last. Within each group, the
-    newest job comes first.
+    Jobs that have pods come first, then waiting jobs, and finished jobs come last. In each of these
+    groups, the newest job comes first.
     """
     newest = sorted(bodies, key=lambda body: str(body["metadata"].get("creationTimestamp")), reverse=True)
     return sorted(newest, key=lambda body: (phase(body) in ENDED, phase(body) in _WAITING))
@@ -130,23 +138,28 @@ def _counts(bodies: Sequence[Json]) -> str:
 
 
 def _cost(bodies: Sequence[Json]) -> str:
-    """Return the total GPU hours of all jobs; empty if no GPU was used."""
+    """Return a text with the GPU hours of all jobs together.
+
+    The text is empty if no GPU was used.
+    """
     spent = (JobStatus.read({"gpuSeconds": (body.get("status") or {}).get("gpuSeconds")}) for body in bodies)
     hours = gpu_hours(sum(status.gpu_seconds for status in spent))
     return f"; {hours} GPU hours" if hours else ""
 
 
 def fit(rows: Sequence[Sequence[str]], width: int) -> list[str]:
-    """Return the rows as lines with aligned columns, without the columns that do not fit.
+    """Return each row as a line whose columns are aligned.
 
-    The first row contains the titles, and the first column is NAME.
+    Columns are dropped, and names are cut, until the lines fit into `width`. The first row contains
+    the titles, and the first column is NAME.
     """
     columns = [[printable(cell) for cell in cells] for cells in zip(*rows, strict=True)]
     names, cut = columns[0], False
     for dropped in (None, *_DROPPED):
         cut = cut or dropped == ""
         columns = [cells for cells in columns if cells[0] != dropped]
-        if cut:  # A dropped column leaves room for the names.
+        # Each dropped column leaves more room for the names.
+        if cut:
             most = max(_NAME, width - sum(_wide(cells) + _GAP for cells in columns[1:]))
             columns[0] = [_cut(name, most) for name in names]
         if sum(map(_wide, columns)) + _GAP * (len(columns) - 1) <= width:
@@ -156,7 +169,10 @@ def fit(rows: Sequence[Sequence[str]], width: int) -> list[str]:
 
 
 def _cut(name: str, most: int) -> str:
-    """Cut the middle of a name, because the names in a sweep differ at their ends."""
+    """Shorten a name by cutting out its middle.
+
+    Names of jobs in a sweep often differ only at their ends.
+    """
     return name if len(name) <= most else f"{name[: most - _NAME // 2]}…{name[1 - _NAME // 2 :]}"
 
 
@@ -176,7 +192,7 @@ def _painted(line: str, *, selected: bool) -> Text:
 
 
 class _Lines:
-    """Lines that have already been rendered."""
+    """Lines of a screen that rich has already rendered."""
 
     def __init__(self, lines: list[list[Segment]]) -> None:
         self._lines = lines
@@ -186,9 +202,10 @@ class _Lines:
 
 
 def page(console: Console, frame: RenderableType, top: int) -> tuple[RenderableType, int]:
-    """Return the lines of a frame that fit on the console, and the number of the first one.
+    """Return the part of a job's screen that fits on the console, and the number of its first line.
 
-    That number is `top`, limited to the lines of the frame.
+    `top` is the line at which the part should begin. The part begins earlier if fewer lines would
+    be left below `top` than fit on the console.
     """
     lines = console.render_lines(frame, console.options, pad=False)
     room = max(1, console.height - 1)
@@ -199,11 +216,14 @@ def page(console: Console, frame: RenderableType, top: int) -> tuple[RenderableT
 
 
 OpenJob = Callable[[str], Callable[[], RenderableType]]
-"""Maps a job's name to a function that draws its screen."""
+"""Maps the name of a job to a function that draws the job's screen."""
 
 
 def show_list(backend: Backend, console: Console, open_job: OpenJob, seconds: float) -> None:
-    """Show the list until `q` or Ctrl-C. Enter opens a job, and Esc returns to the list."""
+    """Show the list of jobs until the user presses `q` or Ctrl-C.
+
+    Enter opens the screen of a job, and Esc returns to the list.
+    """
     jobs, patience, top = JobList(), OutagePatience(), 0
     draw_job: Callable[[], RenderableType] | None = None
     bodies = backend.jobs()
@@ -237,7 +257,8 @@ def show_list(backend: Backend, console: Console, open_job: OpenJob, seconds: fl
                     else:
                         frame = draw_job()
                     patience.answered()
-                except NoSuchJob:  # The job was deleted while its screen was open.
+                # The job was deleted while its screen was open, so return to the list.
+                except NoSuchJob:
                     draw_job = None
                 except Mistake as mistake:
                     patience.tolerate(mistake)

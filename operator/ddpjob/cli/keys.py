@@ -33,7 +33,10 @@ _LONGEST = max(map(len, _SEQUENCES))
 
 
 class PressedKeys:
-    """Context manager that reads single keys, and restores the terminal on exit."""
+    """A context in which single keys can be read from the terminal.
+
+    On exit, the terminal gets its previous settings again.
+    """
 
     def __init__(self) -> None:
         self._saved: list[Any] | None = None
@@ -55,22 +58,24 @@ class PressedKeys:
             termios.tcsetattr(sys.stdin, termios.TCSADRAIN, self._saved)
 
     def wait(self, seconds: float) -> list[str]:
-        """Wait up to `seconds` for keys, and return them."""
+        """Wait for at most `seconds` until keys are pressed, and return them."""
         if self._saved is None:
             time.sleep(seconds)
             return []
         if select.select([sys.stdin], [], [], seconds)[0]:
             read = os.read(sys.stdin.fileno(), 1024)
             if not read:
-                self._saved = None  # The terminal is gone; select() would always report it as ready.
+                # The terminal is gone. select() would report it as ready again and again.
+                self._saved = None
             return list(decode(read))
         return []
 
 
 def decode(pressed: bytes) -> Iterator[str]:
-    """Yield the names of special keys, and the characters of all other keys.
+    """Yield the keys in the bytes that a terminal has sent.
 
-    Unknown sequences are dropped.
+    A special key is yielded as its name, and any other key as its character. Unknown escape
+    sequences are dropped.
     """
     while pressed:
         size = next((n for n in range(_LONGEST, 0, -1) if pressed[:n] in _SEQUENCES), 0)

@@ -21,7 +21,10 @@ from ddpjob.client.texts.metric_series import AXES
 
 
 class _Output(click.Choice[str]):
-    """Output format of `get`: one of the choices, or a template with paths."""
+    """The type of the option `--output` of `get`.
+
+    Its value is one of the choices, or `jsonpath=` followed by a template.
+    """
 
     def __init__(self) -> None:
         super().__init__(["table", "wide", "name", "json", "yaml", "jsonpath=TEMPLATE"])
@@ -76,7 +79,7 @@ def get(place: Place, job: str | None, output: str | PathTemplate, watch: bool, 
 
 
 def _format_body(body: Json, output: str | PathTemplate) -> str:
-    """Return a job, or a list of jobs, in any format other than the table."""
+    """Return the text for a job, or for a list of jobs, in any output format except the table."""
     if isinstance(output, PathTemplate):
         return printable(output.text(body))
     return f"ddpjob.ddpjob.io/{body['metadata']['name']}\n" if output == "name" else document(body, output)
@@ -228,7 +231,8 @@ def show(folder: Path) -> None:
         try:
             for line in curves(found.metrics, found.name):
                 print_line(line)
-        except Mistake:  # Its message advises waiting, but the job may have been deleted.
+        # The message of this error advises to wait, but the job may have been deleted.
+        except Mistake:
             print_line(f"{found.name}: its metrics contain no step")
 
 
@@ -360,7 +364,10 @@ def logs(
 
 
 def _list_ended(backend: Backend, job: str) -> int:
-    """Print the name, state and message of each terminated pod, oldest attempts first."""
+    """Print the name, the state and the message of each terminated pod of the job.
+
+    Pods of older attempts come first. Return the exit code of the command.
+    """
     pods = backend.pods(job)
     left, fault = [pod for pod in pods if pod.ended], ""
     try:
@@ -380,7 +387,11 @@ def _list_ended(backend: Backend, job: str) -> int:
 
 
 def _job_or_pod(backend: Backend, name: str) -> tuple[Json, str, EndedLogs | None]:
-    """Return (job, pod, kept logs if the pod is gone); the pod is empty if `name` names a job."""
+    """Return the job to which `name` belongs, the name of the pod, and the kept logs.
+
+    If `name` is the name of a job, the pod is empty. The kept logs are returned only if the pod is
+    gone, otherwise None is returned in their place.
+    """
     try:
         return backend.job(name), "", None
     except NoSuchJob as missing:
@@ -388,7 +399,8 @@ def _job_or_pod(backend: Backend, name: str) -> tuple[Json, str, EndedLogs | Non
     try:
         jobs = backend.jobs()
     except Mistake as mistake:
-        if mistake.denied:  # The name may be mistyped, so report the missing job.
+        # The user may have mistyped the name of a job, so report that there is no such job.
+        if mistake.denied:
             raise why from mistake
         raise
     for body in jobs:

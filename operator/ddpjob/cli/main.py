@@ -55,9 +55,10 @@ def doctor(place: Place) -> int:
 
 
 def _cluster_if_any(place: Place) -> ClusterBackend | None:
-    """Return the cluster's backend.
+    """Return the backend of the cluster, or None if this machine should be checked.
 
-    Return None if the jobs are local, or if no cluster is configured and no option selects one.
+    It should be checked if the jobs are local, or if no cluster is configured and no option selects
+    one.
     """
     if place.is_local():
         return None
@@ -92,28 +93,30 @@ def completion(ctx: click.Context, shell: str) -> None:
     from click.shell_completion import get_completion_class
 
     made = get_completion_class(shell)
-    assert made is not None  # click has already rejected unknown shells.
+    assert made is not None  # click has already rejected names of unknown shells.
     click.echo(made(root, {}, "ddpjob", "_DDPJOB_COMPLETE").source())
 
 
 def _place_last(words: list[str]) -> list[str]:
-    """Move options such as -n or --context from before the command's name to after it.
+    """Move options such as -n or --context from before the command's name to just after it.
 
-    As in kubectl, they may stand in either place.
+    These options can thus be written in either place, as with kubectl.
     """
     before: list[str] = []
     while words and (words[0].startswith("-n") or words[0].partition("=")[0] in PLACE_OPTIONS):
-        size = PLACE_OPTIONS.get(words[0], 1)  # One word with its value: -nNAMESPACE, --context=CONTEXT
+        # Both -nNAMESPACE and --context=CONTEXT are one word with their value.
+        size = PLACE_OPTIONS.get(words[0], 1)
         before, words = [*before, *words[:size]], words[size:]
     return [*words[:1], *before, *words[1:]] if words else before
 
 
 _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""Errors raised if output can no longer be written, as with a closed pipe or a full disk."""
+"""Error numbers that mean that nothing more can be written to the output, for example because the
+pipe is closed or the disk is full."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
+    """Run the command in `arguments` (default: the process's own), and return the exit code."""
     usable_streams()
     name = PLUGIN if PLUGIN in Path(sys.argv[0]).name else "ddpjob"
     if "NO_COLOR" in os.environ:
@@ -126,7 +129,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )  # fmt: skip
         return int(code or 0)
     except Mistake as mistake:
-        for line in str(mistake).split("\n"):  # The message may quote text of any length.
+        # The message may quote a text of any length from a manifest.
+        for line in str(mistake).split("\n"):
             print_note(shown(line, MAX_MESSAGE))
         return exit_code(mistake)
     except click.exceptions.Exit as ended:
@@ -137,7 +141,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (click.Abort, KeyboardInterrupt):
         return 128 + signal.SIGINT
     except SystemFault as fault:
-        if fault.error.filename is None and fault.error.errno == errno.ENOENT:  # raised by os.getcwd()
+        # os.getcwd() has raised this error.
+        if fault.error.filename is None and fault.error.errno == errno.ENOENT:
             print_note("the current folder no longer exists; change to a different folder")
             return EXIT_MISTAKE
         if fault.error.filename is None:

@@ -19,9 +19,9 @@ from ddpjob.client.texts.job_text import header, row, table
 
 
 def printable(text: str) -> str:
-    """Return the text without characters that control a terminal.
+    """Return the text without the characters that control a terminal.
 
-    The owner of a job can put any characters into its messages and progress.
+    The owner of a job can put any characters into the job's messages and progress.
     """
     return "".join(c for c in text if c.isprintable() or c in "\n\t")
 
@@ -32,23 +32,24 @@ STATE_COLOURS = {
     **dict.fromkeys(("Restarting", "Suspended", "Queued", "Interrupted"), "yellow"),
     **dict.fromkeys(("Starting", "Pending"), "cyan"),
 }
-"""Colours of states, as names that both click and rich accept."""
+"""Maps each state to its colour. Both click and rich know these names of colours."""
 _STATE = re.compile(rf"(?<![^\s])({'|'.join(STATE_COLOURS)})(?![^\s])")
 
 
 def paint(line: str) -> str:
-    """Colour the first state in a line; click removes colours from output that is not a terminal.
+    """Colour the first state in a line.
 
-    Job names are in lower case, so the first state is the one in the state column.
+    Names of jobs are in lower case, so the first state is always that in the column STATE. click
+    removes the colour again if the output is not a terminal.
     """
     return _STATE.sub(lambda found: click.style(found[0], fg=STATE_COLOURS[found[0]]), line, count=1)
 
 
 def usable_streams() -> None:
-    """Make sure that printing never fails.
+    """Prepare the standard streams so that printing to them does not fail.
 
-    Otherwise it could fail because the output's encoding lacks a character, or because a stream was
-    closed (`<&-`, `>&-`).
+    Printing would fail if a stream was closed by the caller (`<&-`, `>&-`), or if the encoding of
+    the output lacked a character.
     """
     if sys.stdin is None:
         sys.stdin = open(os.devnull)  # noqa: PTH123, SIM115 - os.devnull is a str, and the stream stays open
@@ -61,9 +62,10 @@ def usable_streams() -> None:
 
 
 def abandon_output() -> None:
-    """Discard standard output from now on.
+    """Discard everything that is written to standard output from now on.
 
-    Otherwise Python would fail at exit because of buffered text that cannot be written.
+    The buffer contains text that can no longer be written. Python would otherwise fail with an
+    error when it flushes the buffer at exit.
     """
     with open(os.devnull, "wb") as nowhere:  # noqa: PTH123 - os.devnull is a str
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
@@ -78,7 +80,7 @@ def document(body: Json, kind: str) -> str:
 
 
 def _escaped(character: str) -> str:
-    """Return a character of JSON text, escaped if it could control a terminal.
+    """Return a character of a JSON text, and escape it if it could control a terminal.
 
     JSON itself requires this only for control characters below 32.
     """
@@ -86,10 +88,10 @@ def _escaped(character: str) -> str:
 
 
 def documents(bodies: Sequence[Json], kind: str) -> str:
-    """Return several objects as YAML documents or as a JSON List.
+    """Return several objects as one text, either YAML documents or a JSON List.
 
-    JSON needs a List, because a JSON file contains only one document. A single object is returned
-    unchanged.
+    In JSON, a List is necessary because a text can contain only one value. A single object does not
+    become a List.
     """
     if kind == "json" and len(bodies) > 1:
         return document(make_list(bodies), kind)
@@ -102,10 +104,10 @@ _PART = re.compile(r"""\{((?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|[^{}"'])*)\}|([
 
 
 class PathTemplate:
-    """A template for `-o jsonpath=TEMPLATE`, as in kubectl.
+    """The template of `-o jsonpath=TEMPLATE`, as in kubectl.
 
-    It consists of text and, in braces, paths, quoted strings, range and end. Raises ValueError with
-    the reason if the template cannot be read.
+    A template consists of text and of parts in braces. A part in braces is a path, a quoted string,
+    `range PATH` or `end`. Raises ValueError with the reason if the template is invalid.
     """
 
     def __init__(self, template: str) -> None:
@@ -117,10 +119,12 @@ class PathTemplate:
         self._steps = self._read(iter(parts), within=False)
 
     def _read(self, parts: Iterator[re.Match[str]], *, within: bool) -> list[str | tuple[Any, Any]]:
-        """Parse a template.
+        """Return the steps that print a template, read from the parts of its text.
 
-        Return the strings to print and, for each path, a pair (path, steps). The steps are applied
-        to each value of the path. If steps is None, the value itself is printed.
+        A step is either a string to print, or a pair (path, inner steps). The inner steps are
+        carried out for each value that the path finds. If they are None, the value itself is
+        printed. `within` means that the parts follow a `range`, and that the steps end at its
+        `end`.
         """
         steps: list[str | tuple[Any, Any]] = []
         for part in parts:
@@ -142,7 +146,10 @@ class PathTemplate:
         return steps
 
     def text(self, body: Json) -> str:
-        """Return the template filled in from an object. Missing values are empty."""
+        """Return the template's text with the values of this object in it.
+
+        A path that finds no value gives an empty string.
+        """
         return self._filled(self._steps, body)
 
     def _filled(self, steps: list[str | tuple[Any, Any]], value: Any) -> str:
@@ -161,8 +168,9 @@ class PathTemplate:
 
 
 def _unquoted(text: str) -> str:
-    """Return the content of a string in single or double quotes, with JSON's escape sequences
-    resolved.
+    """Return the content of a string that is written in single or double quotes.
+
+    Escape sequences are resolved as in JSON.
     """
     try:
         inner = text[1:-1] if text[0] == '"' else text[1:-1].replace("\\'", "'").replace('"', '\\"')
@@ -172,7 +180,8 @@ def _unquoted(text: str) -> str:
 
 
 def _path(text: str) -> Any:
-    import jsonpath  # It is slow to import and seldom needed.
+    # The import is slow, and most commands do not need the module.
+    import jsonpath
 
     rest = text.removeprefix("$").removeprefix("@")
     if rest and rest[0] not in ".[":
@@ -185,7 +194,7 @@ def _path(text: str) -> Any:
 
 
 def make_list(bodies: Sequence[Json]) -> Json:
-    """Return several objects as one List, as `kubectl get -o yaml` prints them."""
+    """Return several objects as one Kubernetes List, as `kubectl get -o yaml` prints them."""
     return {"apiVersion": "v1", "kind": "List", "metadata": {}, "items": list(bodies)}
 
 
@@ -193,10 +202,11 @@ def format_rows(
     bodies: Sequence[Json], now: datetime, *,
     wide: bool = False, namespaces: bool = False, widths: list[int] | None = None,
 ) -> list[str]:  # fmt: skip
-    """Return a header line and a line for each job.
+    """Return a line with the titles of the columns, and a line for each job.
 
-    `widths` holds the column widths of earlier lines, and is updated. Widths only grow. If it is
-    empty, columns start wide enough for the usual values of later lines.
+    `widths` has the widths of the columns in the lines that were printed before. It is updated, and
+    a width never shrinks. If it is an empty list, the columns begin with the widths that later
+    lines usually need. If it is None, each column is as wide as its content.
     """
     titles = header(wide=wide, namespaces=namespaces)
     if widths == []:
@@ -205,4 +215,4 @@ def format_rows(
 
 
 _USUAL = {"STATE": 10, "NODES": 6, "PROGRESS": 16, "LOSS": 9, "SPEED": 12, "AGE": 6, "DURATION": 8, "GPUHOURS": 8}
-"""Widths of columns that are empty or short when a job begins."""
+"""Initial widths of columns whose content is empty or short at the beginning of a job."""

@@ -22,7 +22,7 @@ VARIABLE = "DDPJOB_PLACE"
 
 @dataclass
 class Place:
-    """The options that choose between a cluster and this machine."""
+    """The options by which the user chooses between a cluster and this machine."""
 
     namespace: str | None
     context: str | None
@@ -30,11 +30,11 @@ class Place:
     local: bool | None
 
     def is_local(self) -> bool:
-        """Return whether the jobs are on this machine.
+        """Return whether the command acts on jobs of this machine.
 
-        --local and --cluster decide. Without them, an option for clusters or the name `kubectl ddp`
-        means the cluster. Otherwise $DDPJOB_PLACE decides. If it is not set, the jobs are local if
-        the folder of runs contains a job.
+        The options --local and --cluster decide first. Without them, an option that is only for
+        clusters, or the program name `kubectl ddp`, means a cluster. Otherwise $DDPJOB_PLACE
+        decides. If it is not set, the jobs are local if the folder of runs contains a job.
         """
         if self.local is not None:
             return self.local
@@ -49,13 +49,13 @@ class Place:
         return has_jobs()
 
     def backend(self, *, everywhere: bool = False) -> Backend:
-        """Return the backend of the jobs that the command acts on."""
+        """Return the backend for the jobs on which the command acts."""
         return ProcessBackend() if self.is_local() and not everywhere else self.cluster(everywhere=everywhere)
 
     def cluster(self, *, everywhere: bool = False) -> ClusterBackend:
-        """Return the cluster's backend, even if is_local returns True.
+        """Return the cluster's backend, even if the command would otherwise act on local jobs.
 
-        Raises Mistake with --local.
+        Raises Mistake if the user has given --local.
         """
         if self.local:
             raise Mistake("--local: -A and --server need a cluster; remove --local")
@@ -74,17 +74,22 @@ _OPTIONS = (
 
 PLACE_NAMES = ("namespace", "context", "kubeconfig", "local")
 PLACE_OPTIONS = {"-n": 2, "--namespace": 2, "--context": 2, "--kubeconfig": 2, "--local": 1, "--cluster": 1}
-"""Maps each option to the number of words that it takes."""
+"""Maps each option to the number of words that it takes in a command line, its own name
+included."""
 
 
 def in_place(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of Place to a command, and pass a Place as its first argument."""
+    """Add the options of Place to a command.
+
+    The command gets a Place as its first argument.
+    """
 
     @functools.wraps(command)
     def wrapped(
         namespace: str | None, context: str | None, kubeconfig: str | None, local: bool | None, **rest: Any
     ) -> Any:
-        namespace = namespace and namespace.removeprefix("=")  # kubectl accepts -n=NAMESPACE too
+        # kubectl also accepts -n=NAMESPACE.
+        namespace = namespace and namespace.removeprefix("=")
         return command(Place(namespace, context, kubeconfig, local), **rest)
 
     for option in reversed(_OPTIONS):
@@ -93,7 +98,10 @@ def in_place(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_backend(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of Place to a command, and pass the chosen backend as its first argument."""
+    """Add the options of Place to a command.
+
+    The command gets the backend that these options choose as its first argument.
+    """
 
     @functools.wraps(command)
     def wrapped(place: Place, **rest: Any) -> Any:
@@ -103,5 +111,5 @@ def with_backend(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def exit_code(mistake: Mistake) -> int:
-    """Return the exit code of a command that raised a Mistake."""
+    """Return the exit code for a command that has raised this Mistake."""
     return EXIT_UNREACHABLE if isinstance(mistake, Unreachable) else EXIT_MISTAKE

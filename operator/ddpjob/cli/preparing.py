@@ -166,9 +166,10 @@ def validate(place: Place, sources: tuple[str, ...], more: tuple[str, ...], serv
 
 
 def _ask_server(cluster: Any, place: Place, manifest: Any, body: Any) -> str:
-    """Ask the API server about the manifest, and return the cluster and namespace that accept it.
+    """Ask the API server whether it accepts a manifest.
 
-    Raises BadInput if the server refuses the manifest.
+    Return a text that names the cluster and the namespace that were asked. Raises BadInput if the
+    API server refuses the manifest.
     """
     from ddpjob.client.backends.cluster_backend import ClusterBackend
     from ddpjob.client.manifests.manifest_sources import BadInput
@@ -313,7 +314,8 @@ def submit(place: Place, program: str, args: tuple[str, ...], **options: Any) ->
                 )
             if _keeps_sigterm(bodies[-1]["spec"]):
                 print_note(f"note: {_NO_SIGTERM}")
-    finally:  # Print the earlier jobs even if a later one is refused.
+    # Print the jobs that were already created, even if the API server refuses a later one.
+    finally:
         if shown:
             click.echo(documents(shown, str(output)), nl=False)
     codes = [wait_for(backend, name, "end", None) for backend, name in created] if options["waits"] else []
@@ -321,7 +323,10 @@ def submit(place: Place, program: str, args: tuple[str, ...], **options: Any) ->
 
 
 def _describe_earlier(backend: ProcessBackend, name: str, *, fresh: bool) -> str:
-    """Describe what happens to an earlier job with this name and to its checkpoints."""
+    """Return the part of a message that says what happens to an earlier job with this name.
+
+    It also says whether the new job resumes from the checkpoints of the earlier job.
+    """
     from ddpjob.client.rerun_jobs import where_it_begins
 
     try:
@@ -338,7 +343,12 @@ def _is_manifest(program: str) -> bool:
 
 
 def _keeps_files(spec: dict[str, Any]) -> bool:
-    """Whether the job's files outlive its pods or, as with the trainer, are copied between pods."""
+    """Whether checkpoints outlive the pod that saved them.
+
+    This is assumed if the job has storage for checkpoints, any other lasting volume, or a class. It
+    is also true for the built-in trainer with several nodes, because that trainer copies
+    checkpoints between pods.
+    """
     volumes = ((spec.get("podTemplate") or {}).get("spec") or {}).get("volumes") or ()
     lasting = any(not {"configMap", "secret", "projected", "downwardAPI", "emptyDir"} & it.keys() for it in volumes)
     twice = spec.get("module") == "ddpjob_trainer" and spec.get("nodes", 1) > 1
@@ -352,7 +362,11 @@ _NO_SIGTERM = (
 
 
 def _keeps_sigterm(spec: dict[str, Any]) -> bool:
-    """Whether the containers' first process is a shell that never execs its last program."""
+    """Whether SIGTERM reaches only a shell, and not the program that trains.
+
+    This is the case if the containers start a shell that runs other programs without `exec` and has
+    no `trap`.
+    """
     match (*(spec.get("command") or ()), *(spec.get("args") or ())):
         case (str(shell), "-c" | "-ec" | "-euc" | "-lc", str(script), *_):
             return Path(shell).name in ("sh", "dash", "ash") and not re.search(r"\b(exec|trap)\b", script)
@@ -360,7 +374,7 @@ def _keeps_sigterm(spec: dict[str, Any]) -> bool:
 
 
 def _refuse_options_of_scripts() -> None:
-    """Raise UsageError for options that describe the job, because a manifest already does."""
+    """Raise UsageError if an option describes the job although a manifest already does."""
     context = click.get_current_context()
     for option in context.command.params:
         given = option.name and context.get_parameter_source(option.name) is ParameterSource.COMMANDLINE
@@ -369,7 +383,10 @@ def _refuse_options_of_scripts() -> None:
 
 
 def _bodies(program: str, args: tuple[str, ...], options: dict[str, Any], *, local: bool) -> list[list[Any]]:
-    """Return the objects of each job to create."""
+    """Read the manifest, or build one, and return the objects to create.
+
+    There is a list of objects for each job. The DDPJob itself is the last object in its list.
+    """
     from ddpjob.client.manifests.build_manifest import JobRequest, build, read_settings
     from ddpjob.client.manifests.manifest_sources import BadInput, check_made, checked, manifests
 
@@ -453,8 +470,8 @@ def convert(words: tuple[str, ...], image: str, name: str, script: str, runtime:
             checked(read_manifests(text, "the DDPJob")[0])
         except BadInput as error:
             faulty = True
-            # A note already says what to do about the missing image. The check would only suggest
-            # a different spelling of the placeholder.
+            # A note has already explained what to do about the missing image. The check would only
+            # suggest a different spelling of the placeholder IMAGE.
             lines = [line for line in str(error).splitlines() if not line.startswith("spec.image: 'IMAGE' ")]
             for line in lines:
                 print_note(f"# {line}")
@@ -464,12 +481,17 @@ def convert(words: tuple[str, ...], image: str, name: str, script: str, runtime:
 def _exists(path: str) -> bool:
     try:
         return Path(path).exists()
-    except OSError:  # The string is too long for a file name.
+    # The text is too long for the name of a file, so it is not a path.
+    except OSError:
         return False
 
 
 def _runtimes(where: str, jobs: list[Any]) -> list[Any]:
-    """Return all runtimes in a file, or the runtimes in the cluster that the jobs name."""
+    """Return the runtimes for TrainJobs, from a file or from a cluster.
+
+    `where` is the path of the file. If it is `cluster`, only the runtimes that the jobs name are
+    returned.
+    """
     from ddpjob.client.manifests.training_runtimes import KINDS, runtime_paths
 
     if where != "cluster":
@@ -484,8 +506,9 @@ def _runtimes(where: str, jobs: list[Any]) -> list[Any]:
 
 
 def _convertible(source: str) -> tuple[list[Any], list[Any]]:
-    """Return the manifests that can be converted, and the runtimes; print the kinds of other
-    objects.
+    """Return the jobs in a file that can be converted, and the runtimes in it.
+
+    Also print the kinds of the objects that are skipped.
     """
     from ddpjob.api.reader import CONVERTIBLE
     from ddpjob.client.manifests.training_runtimes import KINDS
@@ -506,7 +529,10 @@ def _convertible(source: str) -> tuple[list[Any], list[Any]]:
 
 
 def _items(source: str) -> list[Any]:
-    """Return the objects of a file, or of standard input. Raises Mistake."""
+    """Return all objects in a file, or in standard input if `source` is `-`.
+
+    Raises Mistake if they cannot be read.
+    """
     from ddpjob.api.yamltext import YamlError, read_documents
     from ddpjob.client.manifests.manifest_sources import refuse_address, standard_input
 
@@ -518,7 +544,8 @@ def _items(source: str) -> list[Any]:
     except OSError as error:
         raise Mistake(f"{source}: {error.strerror}") from error
     except YamlError as error:
-        if not text.startswith("#!"):  # If it does, the file is a script, for example for Slurm.
+        # A text that begins with #! is not YAML but a script, for example for Slurm.
+        if not text.startswith("#!"):
             raise Mistake(f"{source}, line {error.line}: {error}") from error
         return []
     except UnicodeDecodeError as error:

@@ -57,18 +57,21 @@ _MEANT = {
     **dict.fromkeys(("ui", "web", "serve"), "dashboard"),
     **dict.fromkeys(("new", "scaffold", "quickstart"), "init"),
 }
-"""Maps command names from other tools to the commands here."""
+"""Maps the names of commands in other tools to the names of the commands here."""
 
 
 class _Commands(click.Group):
-    """Lists commands by group, and suggests one for an unknown command."""
+    """The root command, which lists its commands in groups and suggests one for an unknown name."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         grouped = [name for names in GROUPS.values() for name in names if name in self.commands]
         return grouped + sorted(self.commands.keys() - set(grouped))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the commands in groups; a command without a group comes last."""
+        """Write the list of commands for the help, in groups.
+
+        Commands that are in no group come last.
+        """
         grouped = [name for names in GROUPS.values() for name in names]
         others = tuple(name for name in self.commands if name not in grouped)
         for title, names in {**GROUPS, "Other": others}.items():
@@ -83,7 +86,8 @@ class _Commands(click.Group):
             formatter.write_text(part.replace("\n", " "))
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        if args[:1] == ["help"]:  # as in git, kubectl and docker
+        # `ddpjob help COMMAND` works as in git, kubectl and docker.
+        if args[:1] == ["help"]:
             if not args[1:]:
                 click.echo(ctx.get_help())
                 ctx.exit()
@@ -100,7 +104,8 @@ class _Commands(click.Group):
         names = bool(arguments) and arguments[0].name in ("job", "jobs", "pod")
         words = sum(1 for _ in itertools.takewhile(lambda word: not word.startswith("-"), rest))
         if names and words > sum(abs(one.nargs) for one in arguments) and f"{rest[0]}/" in _KINDS:
-            rest = rest[1:]  # kubectl get ddp NAME
+            # Leave out the kind in a line such as `kubectl get ddp NAME`.
+            rest = rest[1:]
         return name, command, rest
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -125,8 +130,8 @@ class _Commands(click.Group):
 class SystemFault(Exception):
     """A file or the output cannot be read or written.
 
-    Without this exception, click would exit with 1 if the reader of the output closed it, but 1
-    means a failed job.
+    This exception replaces the OSError. For a closed output, click would handle the OSError itself
+    and exit with 1, but here 1 means that a job has failed.
     """
 
     def __init__(self, error: OSError) -> None:
@@ -135,14 +140,15 @@ class SystemFault(Exception):
 
 _BEHIND = {"submit": "train.py --", "convert": "-- torchrun"}
 _OF_TORCHRUN = {"nprocpernode": "--procs", "nnodes": "--nodes", "maxrestarts": "--set recovery.maxRestarts=N"}
-"""Maps torchrun's options to those of `submit`."""
+"""Maps names of torchrun's options, in lower case and without dashes, to options of `submit`."""
 
 
 class BeforeArguments(click.Command):
-    """A command whose last arguments, after --, belong to another program."""
+    """A command that passes all arguments after -- on to another program."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        given = list(args)  # click removes them
+        # Keep a copy, because click removes the words from `args`.
+        given = list(args)
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
@@ -172,7 +178,11 @@ _KINDS = ("ddpjob.ddpjob.io/", "ddpjobs.ddpjob.io/", "ddpjob/", "ddpjobs/", "ddp
 
 
 def bare(ctx: click.Context, parameter: click.Parameter, value: Any) -> Any:
-    """Remove the kind from a name such as ddpjob/first, which `-o name` prints."""
+    """Remove the kind from a name such as ddpjob/first.
+
+    `-o name` prints names in this form. This is a callback of click, so `value` can also be a tuple
+    of names.
+    """
     if isinstance(value, tuple):
         return tuple(bare(ctx, parameter, each) for each in value)
     kind = next((kind for kind in _KINDS if value and value.startswith(kind)), "")
@@ -193,12 +203,15 @@ def root(ctx: click.Context, version: bool) -> None:
 
 
 def command_of_job(command: Callable[..., Any]) -> click.Command:
-    """Register a command whose first argument is the name of a job."""
+    """Make a function a command of `ddpjob`, with the name of a job as its first argument."""
     return root.command()(click.argument("job", shell_complete=complete_job, callback=bare)(command))
 
 
 def say(text: str, place: Backend) -> None:
-    """Print a one-line success message that ends with the job's cluster or folder of runs."""
+    """Print a line that reports success.
+
+    The line ends with the cluster or the folder of runs to which the job belongs.
+    """
     click.echo(f"{text} ({place.where})")
 
 
@@ -211,8 +224,8 @@ def print_line(line: str) -> None:
 
 
 def print_painted(line: str, colour: str = "") -> None:
-    """Print a line.
+    """Print a line in colour if the output is a terminal.
 
-    In a terminal, the whole line is in `colour`. Without a colour, only the state is coloured.
+    With `colour`, the whole line has this colour. Without it, only the job's state is coloured.
     """
     click.echo(click.style(printable(line), fg=colour) if colour else paint(printable(line)))

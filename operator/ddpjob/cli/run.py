@@ -32,7 +32,7 @@ EXIT_COMPLETE, EXIT_FAILED, EXIT_BAD_INPUT = 0, 1, 2
 
 @dataclass(frozen=True)
 class Ready:
-    """A job that can start."""
+    """A job that has passed all checks and can be started on this machine."""
 
     body: Json
     local_spec: LocalSpec
@@ -40,7 +40,10 @@ class Ready:
 
 
 def ready(file: str, name: str | None, options: Options) -> Ready:
-    """Read the manifest, and run all checks that do not need the job's folder. Raises BadInput."""
+    """Read the manifest of a job, and make all checks that do not need the job's folder.
+
+    Raises BadInput if the job cannot run.
+    """
     if platform.system() != "Linux":
         raise BadInput(
             f"{platform.system()}: jobs run only on Linux, and on Windows in WSL 2; `ddpjob validate` and the commands "
@@ -56,9 +59,10 @@ def ready(file: str, name: str | None, options: Options) -> Ready:
 
 
 def run_command(file: str, name: str | None, data: Path | None, workdir: Path | None, *, fresh: bool) -> int:
-    """Run the job; return the exit code.
+    """Run a job on this machine, and return the exit code.
 
-    0: Complete, 1: Failed, 2: bad input, 128+N: terminated by signal N.
+    The code is 0 if the job is Complete, 1 if it has Failed, 2 for invalid input, and 128+N if
+    signal N has ended the run.
     """
     with ExitStack() as holding:
         try:
@@ -71,9 +75,10 @@ def run_command(file: str, name: str | None, data: Path | None, workdir: Path | 
 
 
 def _claim(job: Ready, holding: ExitStack, *, fresh: bool) -> tuple[RunFolder, tuple[int, socket.socket]]:
-    """Lock the job, reserve ports for it, and create the folder of a new run.
+    """Lock the job's folder, reserve ports, and create the folder of a new run.
 
-    Raises AlreadyRunning, BadInput, NoFreePorts.
+    The lock and the ports are held until `holding` is closed. Raises AlreadyRunning, BadInput or
+    NoFreePorts.
     """
     try:
         job.folder.path.mkdir(parents=True, exist_ok=True)
@@ -85,7 +90,8 @@ def _claim(job: Ready, holding: ExitStack, *, fresh: bool) -> tuple[RunFolder, t
                 "(spec.storage.checkpoints.url); choose a different metadata.name, or remove the job's folder there and"
                 f" {shortest(job.folder.checkpoints)} on this machine"
             )
-        # Get the ports before checkpoints are set aside, because no run can start without ports.
+        # Reserve the ports before existing checkpoints are moved aside, because no run can start
+        # without ports.
         ports = free_ports()
         holding.callback(ports[1].close)
         code, to = job.local_spec.spec.code, job.local_spec.code

@@ -25,7 +25,7 @@ from ddpjob.missing_package import INSTALL
 BLOCKS = " ▁▂▃▄▅▆▇█"
 WIDTH, HEIGHT = 72, 8
 _LOG_FROM = 20
-"""The scale is logarithmic if the largest loss is more than this many times the smallest."""
+"""Ratio of the largest to the smallest loss above which the scale of a chart is logarithmic."""
 CUT = f"the beginning is not shown because only the last {METRICS_BYTES >> 20} MiB of {METRICS} are read"
 
 
@@ -35,21 +35,25 @@ _PANELS = (("loss", "loss"), ("test loss", "loss"), ("test accuracy", "accuracy"
 
 
 def means(values: Sequence[float], width: int) -> list[float]:
-    """Split `values` into at most `width` sections, and return the mean of each section."""
+    """Split `values` into at most `width` sections of equal length, and return the mean of each."""
     width = min(width, len(values))
     parts = [values[len(values) * part // width : len(values) * (part + 1) // width] for part in range(width)]
     return [sum(part) / len(part) for part in parts]
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return the values as a row of blocks, scaled from the smallest to the largest value."""
+    """Return a row of blocks whose heights show the values.
+
+    The scale goes from the smallest to the largest value.
+    """
     return chart(values, width, 1)[0] if values else ""
 
 
 def chart(values: Sequence[float], width: int, height: int) -> list[str]:
-    """Return rows of blocks, the uppermost first.
+    """Return a bar chart of the values as rows of blocks, the uppermost row first.
 
-    The smallest value fills one eighth of a row, and the largest fills all rows.
+    The bar of the smallest value fills one eighth of a row. The bar of the largest value fills all
+    rows.
     """
     shown = means(values, width)
     low, high = min(shown), max(shown)
@@ -58,7 +62,10 @@ def chart(values: Sequence[float], width: int, height: int) -> list[str]:
 
 
 def points(series: MetricSeries) -> tuple[list[float], list[float], int]:
-    """Return the losses and the test accuracies in step order, and the number of restarts."""
+    """Return all losses, all test accuracies, and the number of restarts.
+
+    The losses and the accuracies are in the order of their steps.
+    """
     losses, accuracies = series.steps.get("loss", {}), series.evaluations.get("accuracy", {})
     return (
         [losses[step] for step in sorted(losses)],
@@ -68,24 +75,25 @@ def points(series: MetricSeries) -> tuple[list[float], list[float], int]:
 
 
 def is_cut(text: str) -> bool:
-    """Return whether `text` is only the end of a metrics file.
+    """Return whether the text is only the end of a longer metrics file.
 
-    A text of METRICS_BYTES counts as cut, because Backend.metrics never reads more than that.
+    Backend.metrics reads at most METRICS_BYTES, so a text of this size is taken to be such an end.
     """
     return len(text.encode()) >= METRICS_BYTES
 
 
 def curves(text: str, job: str) -> Iterator[str]:
-    """Yield lines that show the loss as a chart and the accuracy as a row.
+    """Yield the lines that show a job's loss as a chart and its test accuracy as a row of blocks.
 
-    Raises Mistake if there are no steps.
+    `text` is the content of the job's metrics file. Raises Mistake if it contains no steps.
     """
     series = read_metrics(text)
     losses, accuracies, restarts = points(series)
     if not (losses or series.not_finite or series.without_loss):
         raise Mistake(f"{job}: its metrics contain no step yet; wait until it has trained some steps")
     if is_cut(text):
-        # The first start is in the part that is cut off, so every start that is left is a restart.
+        # The job's first start is in the part that was cut off, so each start in the rest is a
+        # restart.
         yield f"{job}: at least {count(restarts + bool(series.starts), 'restart')}; {CUT}"
     else:
         yield f"{job}: {count(restarts, 'restart')}"
@@ -113,10 +121,11 @@ def _loss_chart(losses: Sequence[float]) -> Iterator[str]:
 
 
 def overlay(texts: Sequence[tuple[str, str]], by: str) -> Iterator[str]:
-    """Yield lines that show curves of several jobs, in panels that share an axis.
+    """Yield the lines that show the curves of several jobs in one chart.
 
-    `texts` are pairs of a job's name and its metrics. Raises Mistake if a job has no steps or its
-    metrics lack this axis.
+    The chart has a panel for each kind of curve, and all panels share the axis `by`. `texts`
+    contains a pair for each job: its name and the content of its metrics file. Raises Mistake if a
+    job has no steps, or if its metrics lack the axis.
     """
     runs = [(job, read_metrics(text)) for job, text in texts]
     positions = []
@@ -159,7 +168,7 @@ def _axis_end(by: str, right: float) -> str:
 
 
 def _panel(title: str, runs: Sequence[Points], right: float) -> Iterator[str]:
-    """Yield the rows of one panel; a later job covers an earlier one."""
+    """Yield the lines of one panel. Where curves overlap, the curve of the later job is shown."""
     columns = [_columns(points, right) for points in runs]
     values = [value for column in columns for value in column.values()]
     low, high = min(values), max(values)
@@ -182,7 +191,10 @@ def _panel(title: str, runs: Sequence[Points], right: float) -> Iterator[str]:
 
 
 def _columns(points: Points, right: float) -> dict[int, float]:
-    """Return the mean of each column of the panel that has points."""
+    """Return the mean of the points in each column of the panel, by the number of the column.
+
+    Columns without points are left out. `right` is the position of the right end of the axis.
+    """
     found: dict[int, list[float]] = {}
     for position, value in points:
         at = round(position / right * (WIDTH - 1)) if right > 0 else 0
@@ -194,7 +206,7 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 def check_picture(output: Path) -> None:
-    """Raise Mistake if a picture of this type cannot be drawn on this machine."""
+    """Raise Mistake if a picture in a file with this name cannot be drawn on this machine."""
     if output.suffix not in PICTURES:
         raise Mistake(f"--output {output}: must end in {', '.join(PICTURES)}")
     if importlib.util.find_spec("ddpjob_trainer") is None or importlib.util.find_spec("matplotlib") is None:
@@ -203,15 +215,17 @@ def check_picture(output: Path) -> None:
 
 
 def draw(texts: Sequence[tuple[str, str]], output: Path, by: str | None = None) -> None:
-    """Write a picture, using `python -m ddpjob_trainer plot`. Raises Mistake.
+    """Draw the curves of several jobs into a file, by running `python -m ddpjob_trainer plot`.
 
-    `texts` are pairs of a job's name and its metrics.
+    `texts` contains a pair for each job: its name and the content of its metrics file. Raises
+    Mistake if the picture cannot be drawn.
     """
     check_picture(output)
     with tempfile.TemporaryDirectory() as folder:
         places = []
         for job, text in texts:
-            metrics = Path(folder) / job / METRICS  # the folder's name labels the run
+            # The plot uses the name of the folder as the label of the curve.
+            metrics = Path(folder) / job / METRICS
             metrics.parent.mkdir(parents=True)
             metrics.write_text(text, encoding="utf-8")
             places.append(str(metrics.parent))

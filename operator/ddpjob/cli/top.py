@@ -38,14 +38,14 @@ from ddpjob.client.texts.job_text import (
 from ddpjob.core.status.messages import count
 
 _KEPT = 600
-"""Maximum number of points in a curve. Every other point of a longer curve is dropped."""
+"""Maximum number of points in a curve. If a curve gets longer, every other point is dropped."""
 _WIDTH = 60
 _RESTARTS = 5
 _PIPED_WIDTH = 200
 
 
 class StepCurve:
-    """The values of one reported number, one for each report."""
+    """The curve of one number that the script reports. It has one value for each report."""
 
     def __init__(self) -> None:
         self.values: list[float] = []
@@ -57,19 +57,22 @@ class StepCurve:
                 del self.values[:-1:2]
 
     def drawn(self) -> str:
-        """Return a row of blocks; empty if there are fewer than two values."""
+        """Return the curve as a row of blocks.
+
+        The result is empty if there are fewer than two values.
+        """
         return sparkline(self.values, _WIDTH) if len(self.values) > 1 else ""
 
 
 class JobScreen:
-    """The screen of one job, drawn again at each refresh."""
+    """The screen with the details of one job, which is drawn again at each refresh."""
 
     def __init__(self) -> None:
         self._loss, self._speed = StepCurve(), StepCurve()
         self._reported: object = None
 
     def frame(self, body: Json, pods: list[PodLine], now: datetime) -> RenderableType:
-        """Return the screen for this refresh."""
+        """Return what the screen shows now, given the job, its pods and the current time."""
         with readable(body):
             job = DDPJob.read(body)
         status, progress = job.status, job.status.progress
@@ -139,15 +142,18 @@ def _text(line: str) -> Text:
 
 
 def _prose(line: str) -> Text:
-    """Return a line as text that wraps instead of being cut, because its end says what to do."""
+    """Return a line as text that is wrapped if it is too long.
+
+    It must not be cut off, because its end says what the user can do.
+    """
     return Text(printable(line))
 
 
 def show(backend: Backend, job: str | None, *, once: bool, seconds: float) -> None:
-    """Show the job until it has finished.
+    """Show a live screen until the job has finished.
 
-    Without a job, show the list of all jobs until `q` or Ctrl-C. With `once`, or without a
-    terminal, print the screen once.
+    Without a job, show the list of all jobs until the user presses `q` or Ctrl-C. With `once`, or
+    if the output is not a terminal, print the screen a single time and return.
     """
     console, screen = Console(), JobScreen()
     if not console.is_terminal:

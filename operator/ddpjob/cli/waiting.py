@@ -12,13 +12,14 @@ from ddpjob.client.backends.backend import ENDED, Backend
 from ddpjob.client.texts.job_text import phase, restart_line, why
 
 WAITING_SECONDS = 30.0
-"""Seconds between lines of progress while waiting for a job."""
+"""Number of seconds after which the progress is printed again while a command waits for a job."""
 
 
 def wait_for(backend: Backend, job: str, goal: str, seconds: float | None) -> int:
-    """Wait for the job and return the exit code of `ddpjob wait`.
+    """Wait until the job reaches the state `goal`, and return the exit code of `ddpjob wait`.
 
-    Meanwhile, print new states, restarts and, every WAITING_SECONDS, progress to standard error.
+    Meanwhile, print new states and restarts to standard error, and the progress every
+    WAITING_SECONDS.
     """
     state, shown, shown_at, widths = "", ("", 0), 0.0, list[int]()
     for body, gone in backend.changes(job, seconds):

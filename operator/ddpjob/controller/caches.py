@@ -4,9 +4,10 @@ Reading everything from the API server would take about 240 requests per minute 
 Instead, one `Informer` per kind (and watched namespace) keeps the data that decisions need. No
 requests are made while nothing changes.
 
-- Views are kept, not objects. A pod is a `PodView`; only the metadata of services, ConfigMaps,
-  policies and budgets is read; and a finished job's spec loses the parts that pods are made from.
-  This bounds the operator's memory, because users choose how large their objects are.
+- Views of objects are kept, not the objects themselves. A pod is kept as a `PodView`. Of services,
+  ConfigMaps, policies and budgets, only the metadata is read. The cached spec of a finished job
+  lacks the parts from which pods are made. This limits the operator's memory, because users choose
+  how large their objects are.
 - An object belongs to the job whose uid is in its labels or owner references. Names do not count,
   because a job that was deleted and recreated with the same name does not own objects of its
   predecessor.
@@ -63,14 +64,14 @@ from ddpjob.objects.workload import KIND as WORKLOAD
 
 log = logging.getLogger("ddpjob.caches")
 Wake = Callable[[JobKey, bool], None]
-"""Called with a job, and whether to reconcile it urgently."""
+"""Called with the key of a job that should be reconciled, and whether this is urgent."""
 
 DEPARTED_FOR = 30.0
-"""How long a deleted pod's last state is kept, in seconds. A late reconcile may need it to find out
-why the pod ended."""
+"""Number of seconds for which the last state of a deleted pod is kept. A reconcile that comes later
+may need that state to find out why the pod ended."""
 MOST_REFERENCES = 2000
-"""Maximum number of owner references read from an object. An object that many jobs share can have a
-thousand owners."""
+"""Maximum number of owner references that are read from one object. An object that many jobs share
+can have about a thousand owners."""
 _View = TypeVar("_View", PodView, WorkloadView)
 
 _ROOTS = {
@@ -88,22 +89,23 @@ _ROOTS = {
 }
 
 WATCHED = tuple(kind for kind in _ROOTS if kind not in ("Secret", "PersistentVolumeClaim"))
-"""The watched kinds. The operator has no permission to read Secrets, and it reads claims one by one
-before it creates a job's first pod."""
+"""The kinds of objects that are watched. Secrets are not watched, because the operator has no
+permission to read them. Claims are not watched either, because the operator reads single claims
+when it needs them."""
 
 
 def watches(namespaces: int) -> int:
-    """Return the number of open watches for this many watched namespaces (0 means all).
+    """Return the number of watches that are open if this many namespaces are watched.
 
-    Each watch has its own connection.
+    0 means that all namespaces are watched together. Each watch has its own connection.
     """
     return len(WATCHED) * max(1, namespaces) + 1
 
 
 def collection(kind: str, namespace: str) -> str:
-    """Return the path of a collection.
+    """Return the URL path of all objects of a kind in a namespace.
 
-    With an empty namespace, the collection covers all namespaces.
+    With an empty namespace, the path covers the objects in all namespaces.
     """
     root, plural = _ROOTS[kind]
     return f"{root}/namespaces/{namespace}/{plural}" if namespace else f"{root}/{plural}"
@@ -111,9 +113,10 @@ def collection(kind: str, namespace: str) -> str:
 
 @dataclass(frozen=True)
 class Owned:
-    """An object's owners and its uid.
+    """The name, the uid and the owners of an object.
 
-    `jobs` and `job_uids` are empty if no DDPJob owns the object.
+    `jobs` and `job_uids` cover only owners that are DDPJobs. They are empty if no DDPJob owns the
+    object.
     """
 
     uid: str
@@ -121,14 +124,14 @@ class Owned:
     jobs: tuple[JobKey, ...]
     job_uids: frozenset[str]
     owner_uids: frozenset[str] = frozenset()
-    """UIDs of all owners, whether or not they are jobs."""
+    """UIDs of all owners, including those that are not jobs."""
     leaving: bool = False
-    """Whether the object's deletion was requested."""
+    """Whether the deletion of the object has been requested."""
 
 
 @dataclass(frozen=True)
 class OwnedView(Generic[_View]):
-    """A pod or a Workload, together with the job in its labels."""
+    """A pod or a Workload, together with the job that its labels name."""
 
     job: JobKey
     job_uid: str
@@ -136,12 +139,13 @@ class OwnedView(Generic[_View]):
 
 
 class Caches:
-    """One `Informer` per kind, or per kind and watched namespace, and one for Kubernetes nodes.
+    """Holds one `Informer` for each kind and watched namespace, and one for all Kubernetes nodes.
 
-    `wake` is called with each job that a change concerns, unless the operator made the change.
-    `namespaces` lists the watched namespaces; if it is empty, all are watched. The caches hold only
-    objects in namespaces for which `keep` is true. `on_job(before, after)` is called for each
-    change to a job, regardless of what caused it.
+    `namespaces` lists the watched namespaces. If it is empty, one `Informer` per kind watches all
+    namespaces. Only objects in namespaces for which `keep` returns true are cached.
+
+    `wake` is called with each job that a change affects, unless the operator itself made the
+    change. `on_job(before, after)` is called for every change of a job, whoever made it.
     """
 
     def __init__(
@@ -156,33 +160,35 @@ class Caches:
     ) -> None:
         self._on_job = on_job
         self.restored = asyncio.Event()
-        """Set when the jobs' versions have moved backwards, because kopf's watch is then silent."""
+        """Set when the jobs' resource versions have moved backwards, as after a restore of etcd.
+        kopf's watch receives no events in this case."""
         self._wake, self._own_write = wake, False
         self.namespaces = tuple(filter(keep, namespaces)) if namespaces else ("",)
         self._pods: dict[tuple[str, str], dict[str, PodView]] = {}
-        """Pods by namespace and the job's uid, then by name."""
+        """Pods by namespace and job uid, and then by the pod's name."""
         self._departed: dict[tuple[str, str], dict[str, tuple[float, PodView]]] = {}
-        """Deleted pods by the same keys, each with the time of its disappearance (monotonic
-        seconds)."""
+        """Deleted pods by namespace and job uid, and then by the pod's name. With each pod is the
+        time at which it disappeared, in monotonic seconds."""
         self._departures = deque[tuple[float, tuple[str, str], str]]()
-        """Time, job and pod name of each departure in `_departed`, oldest first."""
+        """The entries of `_departed` in the order in which they were added, each as its time, its
+        namespace and job uid, and the pod's name."""
         self._workloads: dict[tuple[str, str], dict[str, WorkloadView]] = {}
-        """Workloads by namespace and the job's uid, then by name."""
+        """Workloads by namespace and job uid, and then by the Workload's name."""
         self._gangs: dict[str, dict[str, str]] = {}
-        """PodGroups by the job's uid. The inner mapping contains their uids by name."""
+        """PodGroups by the job's uid. The inner mapping leads from a PodGroup's name to its uid."""
         ours = f"{LABEL_MANAGED}={MANAGED_BY}"
         more: dict[str, tuple[Callable[[Json], Any], Callable[[Any, Any], None], dict[str, Any]]] = {
             "Pod": (partial(_read_labelled, read_pod), self._pod_changed, {"selector": ours}),
         }
         for kind in ("Service", "ConfigMap", "PodDisruptionBudget"):
             more[kind] = _read_owned, self._owned_changed, {"selector": ours, "metadata_only": True}
-        # If the operator has no permission to list policies, jobs run without them, and their
-        # Isolated condition shows this.
+        # The operator may lack the permission to list NetworkPolicies. Its jobs then run without
+        # such policies, which their Isolated condition shows.
         more["NetworkPolicy"] = _read_owned, self._owned_changed, {**more["Service"][2], "optional": True}
-        # Most clusters do not serve these kinds.
+        # These kinds are optional, because most clusters do not serve them.
         for kind in (GANG, VOLCANO_GANG):
             more[kind] = _read_owned, self._gang_changed, {**more["Service"][2], "optional": True}
-        # Most clusters do not have Kueue either.
+        # Workloads are optional, because most clusters do not have Kueue.
         workload = partial(_read_labelled, read_workload)
         more[WORKLOAD] = workload, self._workload_changed, {"selector": ours, "optional": True}
         assert {KIND, *more} == set(WATCHED)
@@ -217,18 +223,21 @@ class Caches:
 
     @property
     def complete(self) -> bool:
-        """Whether every permitted collection has been read, and at least one namespace in full."""
+        """Whether every collection was read or refused, and some namespace was read in full.
+
+        The second condition does not apply if there is no namespace to watch.
+        """
         answered = all(cache.answered.is_set() for cache in self._all())
         return answered and (not self.namespaces or any(map(self.complete_in, self.namespaces)))
 
     async def answered(self) -> None:
-        """Wait until every permitted collection has been read."""
+        """Wait until every collection has been read or refused by the API server."""
         await asyncio.gather(*(cache.answered.wait() for cache in self._all()))
 
     def complete_in(self, namespace: str) -> bool:
-        """Whether everything in a namespace has been read.
+        """Whether all objects in a namespace have been read.
 
-        A namespace that the operator is not permitted to read does not delay the other namespaces.
+        Other namespaces do not matter, even if the operator is not permitted to read them.
         """
         return all(self._of(kind, namespace).listed.is_set() for kind in WATCHED)
 
@@ -242,9 +251,10 @@ class Caches:
         return [job for job in self._jobs_of(namespace).views() if job.namespace == namespace]
 
     def others_wait(self, job: DDPJob) -> bool:
-        """Whether another job waits for room.
+        """Whether a job other than this one waits for room in the cluster.
 
-        The result is False unless this job's own Scheduled condition is false.
+        The other jobs are searched only if this job itself is not fully scheduled. Otherwise the
+        result is False.
         """
         own = job.status.condition(ConditionType.SCHEDULED)
         if own is None or own.status:
@@ -254,18 +264,19 @@ class Caches:
         return any(c is not None and not c.status and c.reason == UNSCHEDULABLE for c in conditions)
 
     def jobs_of(self, namespace: str) -> Iterator[DDPJob]:
-        """Yield the jobs in a namespace without building a list, unlike `jobs_in`."""
+        """Yield the jobs in a namespace. Unlike `jobs_in`, this does not build a list."""
         return (job for job in self._jobs_of(namespace).views() if job.namespace == namespace)
 
     def pods(self, job: DDPJob) -> tuple[PodView, ...]:
         """Return the job's pods, sorted by name.
 
-        A pod whose labels were removed no longer belongs to the job, as with a ReplicaSet.
+        If a user removes the labels from a pod, the pod no longer belongs to the job. ReplicaSets
+        treat their pods in the same way.
         """
         return tuple(pod for _, pod in sorted(self._pods.get((job.namespace, job.uid), {}).items()))
 
     def departed(self, job: DDPJob) -> tuple[PodView, ...]:
-        """Return the last known states of the job's recently deleted pods."""
+        """Return the job's pods that were deleted recently, each in its last known state."""
         known = self._departed.get((job.namespace, job.uid), {})
         return tuple(pod for gone, pod in known.values() if time.monotonic() - gone < DEPARTED_FOR)
 
@@ -273,34 +284,37 @@ class Caches:
         return self._pods.get((job.namespace, job.uid), {}).get(name)
 
     def owned(self, kind: str, job: DDPJob, name: str) -> Owned | None:
-        """Return an object in the job's namespace that has the job as an owner; otherwise None."""
+        """Return an object in the job's namespace, or None.
+
+        The job must be one of the object's owners.
+        """
         found = self.known(kind, job.namespace, name)
         return found if found is not None and job.uid in found.job_uids else None
 
     def known(self, kind: str, namespace: str, name: str) -> Owned | None:
-        """Return the cached metadata of an object; None if the object is not cached.
+        """Return the cached metadata of an object, or None if the object is not in the caches.
 
-        This is for kinds that are cached as metadata only.
+        This is for the kinds of which only metadata is cached.
         """
         found: Owned | None = self._of(kind, namespace).get(namespace, name)
         return found
 
     def serves_gangs(self, job: DDPJob) -> bool:
-        """Whether the API server serves the PodGroups of the job's scheduler.
+        """Whether the API server serves the kind of PodGroup that the job's scheduler uses.
 
-        The result is False if the operator is not permitted to read them.
+        The result is also False if the operator is not permitted to read PodGroups of this kind.
         """
         return self._of(kind_for(job), job.namespace).served
 
     def gangs(self, job: DDPJob) -> dict[str, str]:
-        """Return the uids of the job's PodGroups by name.
+        """Return the job's PodGroups as a mapping from name to uid.
 
-        The uid of a PodGroup that is being deleted is empty.
+        The uid is empty for a PodGroup that is being deleted.
         """
         return dict(self._gangs.get(job.uid, {}))
 
     def serves_queues(self, namespace: str) -> bool:
-        """Whether the API server serves Kueue's Workloads and lets the operator read them."""
+        """Whether the API server serves Kueue's Workloads and permits the operator to read them."""
         return self._of(WORKLOAD, namespace).served
 
     def workloads(self, job: DDPJob) -> tuple[WorkloadView, ...]:
@@ -315,17 +329,17 @@ class Caches:
     # --- what the operator writes or reads itself
 
     def take(self, kind: str, body: Json) -> None:
-        """Cache an object from the API server's response to a write by this operator.
+        """Put an object from a response of the API server into the cache.
 
-        The change does not need a reconcile.
+        This does not wake the job, because the operator already knows the object.
         """
         with self._writing():
             self._of(kind, body["metadata"]["namespace"]).take(body)
 
     def take_job(self, job: DDPJob) -> DDPJob:
-        """Cache a job from the API server's response to a write.
+        """Put a job, in the form in which the API server has stored it, into the cache.
 
-        Return the part of the job that is kept, whether or not a later version is known.
+        Return the job as it is cached, even if the cache already has a later version.
         """
         kept = _kept(job)
         with self._writing():
@@ -341,21 +355,24 @@ class Caches:
             self._own_write = False
 
     def forget(self, kind: str, namespace: str, name: str) -> None:
-        """Remove an object because the API server has just reported that it is gone."""
+        """Remove an object that the API server has just reported as gone."""
         self._of(kind, namespace).forget(namespace, name)
 
     def seen_by_kopf(self, event: str | None, body: Json) -> None:
-        """Process an event from kopf's watch, the only watch of the jobs."""
+        """Process an event from kopf's watch, which is the only watch of jobs."""
         self._jobs_of(body["metadata"]["namespace"]).seen(event, body)
 
     def writing(self, job: DDPJob) -> AbstractContextManager[None]:
-        """Mark this job as being written by the operator while the context is active."""
+        """Mark a job as being written by the operator, for the duration of the context."""
         return self._jobs_of(job.namespace).writing((job.namespace, job.name))
 
     # --- changes
 
     def _read_job(self, body: Json) -> DDPJob:
-        """Read a job. The spec, the most expensive part, is read once per generation and class."""
+        """Read a job from an object.
+
+        The spec takes the most time. It is read only if the job's generation or class has changed.
+        """
         return _kept(self._read_changed(body))
 
     def _read_changed(self, body: Json) -> DDPJob:
@@ -430,9 +447,9 @@ class Caches:
 
 
 def _kept(job: DDPJob) -> DDPJob:
-    """Return the job as it is cached.
+    """Return the job in the form in which it is cached.
 
-    A finished job creates no pods, so the fields that pods are made from are dropped.
+    A finished job creates no pods, so its cached spec lacks the fields from which pods are made.
     """
     if not job.status.terminal:
         return job
@@ -445,7 +462,10 @@ _NOBODY = Owned("", "", (), frozenset())
 def _move(
     found: dict[tuple[str, str], dict[str, _View]], before: OwnedView[_View] | None, after: OwnedView[_View] | None
 ) -> None:
-    """Replace a view under its job and its name."""
+    """Replace one version of a pod or Workload with the next one, under its job and its name.
+
+    `before` is None for a new object, and `after` is None for a deleted one.
+    """
     if before is not None:
         job = before.job.namespace, before.job_uid
         del found[job][before.view.name]
@@ -464,9 +484,10 @@ def _read_labelled(read: Callable[[Json], _View], body: Json) -> OwnedView[_View
 
 
 def _asked(job: DDPJob) -> tuple[object, ...]:
-    """Return everything that a job's users have set.
+    """Return everything about a job that its users set.
 
-    This includes labels, which do not change the job's generation.
+    This includes the labels for the queue, because a changed label does not change the job's
+    generation.
     """
     return job.generation, job.queue, job.queue_priority
 
@@ -486,5 +507,8 @@ def _read_owned(body: Json) -> Owned:
 
 
 def _end(pod: PodView) -> tuple[object, ...]:
-    """Return the parts of a pod that show whether it has ended. A change to them is urgent."""
+    """Return the parts of a pod that show whether it has ended or is about to end.
+
+    A change of these parts is urgent.
+    """
     return pod.ended, pod.deleted_at, pod.disruption

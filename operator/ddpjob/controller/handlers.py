@@ -25,21 +25,21 @@ from ddpjob.controller.operator_settings import Settings
 
 log = logging.getLogger("ddpjob.kopf")
 Seen = Callable[[str | None, Json], None]
-"""Called with an event and an object. The event is ADDED, MODIFIED, DELETED or, for a listed
-object, None."""
+"""Called with the kind of an event and the object. The kind is ADDED, MODIFIED or DELETED, or None
+for an object in a list."""
 
 CLIENT_TIMEOUT = WATCH_SECONDS + 30
 CONNECT_TIMEOUT = 10.0
 RETRY = 2.0
-"""Delay in seconds before kopf is restarted after it has exited."""
+"""Delay in seconds before kopf is started again after it has exited."""
 
 
 class Patience:
-    """An endless sequence of delays, in seconds, between kopf's attempts at a request.
+    """An endless sequence of the delays in seconds between kopf's attempts at one request.
 
-    Every iteration starts from the beginning. kopf's own delays are finite, so kopf would give up
-    once the API server has responded with 5xx for a minute, as happens during a control plane
-    upgrade.
+    Each request starts at the beginning of the sequence. kopf's own sequence is finite. With it,
+    kopf would give up after about a minute of 5xx responses, as happens while a control plane is
+    upgraded.
     """
 
     def __iter__(self) -> Iterator[float]:
@@ -47,7 +47,10 @@ class Patience:
 
 
 def build_registry(seen: Seen) -> kopf.OperatorRegistry:
-    """Return handlers that call `seen` for each event of a job."""
+    """Return kopf's registry with the handlers for signing in and for events of jobs.
+
+    `seen` is called for each event.
+    """
     registry = kopf.OperatorRegistry()
 
     async def job_changed(event: Any, **_: Any) -> None:
@@ -59,9 +62,10 @@ def build_registry(seen: Seen) -> kopf.OperatorRegistry:
 
 
 class NoDifferences(kopf.DiffBaseStorage):
-    """Disables kopf's comparison of each object with its previous state.
+    """Keeps kopf from comparing each object with its previous state.
 
-    kopf would keep copies for handlers that are not used here.
+    kopf would store copies of objects for handlers that compare them, but this operator has no such
+    handlers.
     """
 
     def build(self, *, body: Any, extra_fields: Any = None) -> Any:
@@ -71,15 +75,18 @@ class NoDifferences(kopf.DiffBaseStorage):
         return None
 
     def store(self, *, body: Any, patch: Any, essence: Any) -> None:
-        """Store nothing, so that no annotation is written."""
+        """Store nothing, so that kopf does not write an annotation with a copy of the object."""
 
 
 def kopf_settings(settings: Settings) -> kopf.OperatorSettings:
-    """Return kopf settings for paged lists and for watches that detect a dead peer."""
+    """Return the settings with which kopf runs.
+
+    Lists are read in pages, and a watch notices if the API server no longer responds.
+    """
     chosen = kopf.OperatorSettings()
     chosen.posting.enabled = False
     chosen.scanning.disabled = bool(settings.namespaces)
-    # By default, kopf kills the process after one watch ends.
+    # By default, kopf would kill the whole process some time after one of its watches has ended.
     chosen.process.ultimate_exiting_timeout = None
     chosen.persistence.diffbase_storage = NoDifferences()
     watching = chosen.watching
@@ -91,10 +98,10 @@ def kopf_settings(settings: Settings) -> kopf.OperatorSettings:
 
 
 async def follow_jobs(settings: Settings, seen: Seen) -> None:
-    """Run kopf until cancelled, and restart it whenever it exits with an error.
+    """Run kopf until cancelled, and start it again whenever it exits with an error.
 
-    kopf exits on watch errors. It runs in its own thread, because on exit it cancels all newer
-    tasks in its event loop.
+    An error in a watch makes kopf exit. kopf runs in a thread with an event loop of its own,
+    because it cancels all newer tasks of its event loop when it exits.
     """
     loop, ended = asyncio.get_running_loop(), threading.Event()
     running: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
@@ -107,7 +114,8 @@ async def follow_jobs(settings: Settings, seen: Seen) -> None:
         stop = asyncio.Event()
         running[:] = [(asyncio.get_running_loop(), stop)]
         if ended.is_set():
-            return  # A stop was requested before kopf had started.
+            # The caller was cancelled before kopf had started.
+            return
         await kopf.operator(
             registry=build_registry(hand_over),
             settings=kopf_settings(settings),

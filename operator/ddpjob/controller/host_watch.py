@@ -19,21 +19,24 @@ Changed = Callable[[Hosts | None, frozenset[str]], None]
 
 NODES = "/api/v1/nodes"
 _FORBIDDEN_RETRY = 600.0
-"""Seconds between attempts to read Kubernetes nodes without permission to do so."""
+"""Delay in seconds before the Kubernetes nodes are requested again if the operator is not permitted
+to read them."""
 
 
 class HostWatch(Informer[HostView]):
     """Keeps a `HostView` of every Kubernetes node.
 
-    It calls `on_hosts(hosts, changed)` when at least one view has changed. Heartbeats do not change
-    a view. `hosts` is None before the first list, and if the operator is not permitted to list.
+    `on_hosts(hosts, changed)` is called when at least one view has changed. A heartbeat of a
+    Kubernetes node does not change its view. `hosts` is None before the first list, and also if the
+    operator is not permitted to list Kubernetes nodes.
     """
 
     def __init__(self, rest: Rest, on_hosts: Changed, signals: HealthSignals | None = None) -> None:
         super().__init__(rest, NODES, partial(HostView.read, signals=signals), self._changed)
         self.on_hosts = on_hosts
         self.hosts: Hosts | None = None
-        """An immutable mapping, so that a reconcile sees one consistent state."""
+        """The views by name. Each change replaces the whole mapping, so a reconcile that holds it
+        sees a consistent state."""
         self._pending: set[str] = set()
         self._listing = False
 
@@ -45,9 +48,9 @@ class HostWatch(Informer[HostView]):
             self._publish()
 
     async def list(self) -> None:
-        """List the Kubernetes nodes, and report all changes in the list together.
+        """List the Kubernetes nodes, and call `on_hosts` once for all changes in the list.
 
-        For example, 1,000 new Kubernetes nodes are reported as a single change.
+        If there are 1,000 new Kubernetes nodes, for example, they are reported together.
         """
         self._listing = True
         try:
@@ -60,7 +63,7 @@ class HostWatch(Informer[HostView]):
     def gone(self, name: str) -> None:
         """Record that the API server has no Kubernetes node with this name.
 
-        Called for a Kubernetes node to which a pod is bound.
+        This is called for the Kubernetes node of a pod, even if the watch has never shown it.
         """
         if self.hosts is not None and name not in self.hosts:
             self.hosts = {**self.hosts, name: HostView(name=name, ready=False, since=None, out_of_service=False)}
@@ -82,7 +85,8 @@ class HostWatch(Informer[HostView]):
                 " the operator get, list and watch on nodes with a ClusterRole",
                 error,
             )
-        self.listed.set()  # Without permission to list, there is nothing to wait for.
+        # There is no list to wait for without the permission.
+        self.listed.set()
         if self.hosts is not None:
             self.hosts = None
             self.on_hosts(None, frozenset())

@@ -39,23 +39,25 @@ from ddpjob.engine.ports import Unavailable
 log = logging.getLogger("ddpjob.jobs")
 
 JOBS_PAGE = 100
-"""Number of jobs in one page of a list. It is small because a DDPJob may be as large as 1.5 MB."""
+"""Number of jobs in one page of a list. A page has few jobs because a single DDPJob can be as large
+as 1.5 MB."""
 FEW = 20
-"""Maximum number of due jobs that are read one by one. If more jobs are due, all are listed."""
+"""Maximum number of changed jobs that are read with one request each. If more jobs have changed,
+the whole collection is listed."""
 AT_A_TIME = 4
-"""Maximum number of single-job reads in progress at the same time."""
+"""Maximum number of jobs that are read at the same time with one request each."""
 NAMES_SECONDS = 60.0
-"""Seconds between lists of all names."""
+"""Number of seconds between two lists of the names of all jobs."""
 SETTLE_SECONDS = 1.0
-"""Delay in seconds before an early list of the names. kopf shows many jobs at once when it lists,
-and one list of the names covers all of them."""
+"""Delay in seconds before the names are listed early. When kopf lists, it shows many jobs within a
+short time. Because of the delay, one list of the names serves all of them."""
 RETRY = 1.0
 
 
 class JobCache(Cache[DDPJob]):
-    """The jobs of one namespace or of all namespaces.
+    """Caches the jobs of one namespace, or of all namespaces.
 
-    `seen` must be called for each event of kopf's watch.
+    `seen` must be called for each event from kopf's watch.
     """
 
     def __init__(
@@ -70,22 +72,22 @@ class JobCache(Cache[DDPJob]):
     ) -> None:
         super().__init__(rest, collection(namespace), read, on_change, keep)
         self._collection, self._restored = collection, restored
-        """`_restored` is set if kopf's watch is at a later version than the API server. The watch
-        would then report nothing."""
+        """`_restored` is set when kopf's watch is at a later version than the API server, because
+        the watch then reports nothing."""
         self._due: dict[Id, int] = {}
-        """Jobs that must be read, each with the version that kopf has shown."""
+        """Jobs that have to be read, each with the version that kopf has shown."""
         self._busy: set[Id] = set()
-        """Jobs that are being read or written."""
+        """Jobs that are currently being read or written."""
         self._some_due = asyncio.Event()
         self._look = asyncio.Event()
-        """Set if the names must be listed early."""
+        """Set when the names of all jobs should be listed before the regular time."""
         self._awaited: set[Id] | None = None
-        """Jobs in the first list of names that have not been read yet."""
+        """Names from the first list whose jobs have not been read yet. None before that list."""
 
     def seen(self, event: str | None, body: Json) -> None:
-        """Process an event.
+        """Process an event from kopf's watch.
 
-        The event is ADDED, MODIFIED, DELETED or, for a job that kopf has listed, None.
+        `event` is ADDED, MODIFIED or DELETED. It is None for a job that kopf has found in a list.
         """
         key, version = id_of(body), version_of(body)
         self._latest = max(self._latest, version)
@@ -101,16 +103,19 @@ class JobCache(Cache[DDPJob]):
             self._some_due.set()
 
     def take(self, body: Json) -> None:
-        """Cache a job from the API server's response, unless a later version is known."""
+        """Put a job from a response into the cache, unless the cache has a later version of it."""
         super().take(body)
         if version_of(body) < self._versions.get(id_of(body), 0):
-            self._look.set()  # The response is stale, or etcd was restored from a backup.
+            # The response is older than the cache. It may be stale, or etcd may have been restored
+            # from a backup.
+            self._look.set()
 
     @contextlib.contextmanager
     def writing(self, key: Id) -> Iterator[None]:
-        """Mark a job as being written, so that it is not read meanwhile.
+        """Keep a job from being read while the operator writes it.
 
-        kopf can show the new version before the response to the write arrives.
+        kopf can show the new version of the job before the response to the write arrives. Reading
+        that version would be useless, because the response contains it.
         """
         self._busy.add(key)
         try:
@@ -120,9 +125,10 @@ class JobCache(Cache[DDPJob]):
             self._some_due.set()
 
     async def run(self) -> None:
-        """Run until cancelled.
+        """Keep the cache up to date until cancelled.
 
-        While the API server is unavailable, keep the known state and retry.
+        While the API server is unavailable, the cache keeps the known jobs and the requests are
+        retried.
         """
         async with asyncio.TaskGroup() as group:
             for _ in range(AT_A_TIME):
@@ -153,7 +159,10 @@ class JobCache(Cache[DDPJob]):
     # --- what kopf has shown
 
     async def _read_next(self) -> None:
-        """Read one due job, or list all jobs if many are due."""
+        """Wait until a job has to be read, and read it.
+
+        If many jobs have to be read, list all of them.
+        """
         await self._some_due.wait()
         self._due = {key: version for key, version in self._due.items() if self._versions.get(key, 0) < version}
         waiting = [key for key in self._due if key not in self._busy]
@@ -166,7 +175,8 @@ class JobCache(Cache[DDPJob]):
             await (self._read_all() if len(chosen) > 1 else self._read(*chosen))
         finally:
             self._busy.difference_update(chosen)
-            for key in chosen:  # If the job cannot be read, it moves to the end of the queue.
+            # A job that could not be read moves to the end of the queue.
+            for key in chosen:
                 if key in self._due:
                     self._due[key] = self._due.pop(key)
             self._some_due.set()
@@ -180,7 +190,8 @@ class JobCache(Cache[DDPJob]):
                 raise
             self.forget(*key)
             return
-        if key in self._due:  # Otherwise kopf has shown the job's deletion in the meantime.
+        # If the job is no longer due, kopf has shown its deletion during the request.
+        if key in self._due:
             self.take(body)
         if self._due.get(key) == version:
             del self._due[key]
@@ -205,7 +216,7 @@ class JobCache(Cache[DDPJob]):
                 self._arrived(key)
 
     def _arrived(self, key: Id) -> None:
-        """Record that a job has been read, or that it is gone."""
+        """Record that a job from the first list of names has been read or is gone."""
         if self._awaited is not None:
             self._awaited.discard(key)
             self._complete()

@@ -33,14 +33,14 @@ from ddpjob.core.view import is_number
 from ddpjob.engine.ports import JobKey
 
 MOST_JOBS = 5000
-"""Maximum number of jobs with their own series. Jobs that have not ended come first, and namespaces
-take turns."""
+"""Maximum number of jobs that have their own series. If there are more jobs, those that have not
+ended come first, and each namespace in turn contributes one job."""
 MOST_PAYERS = 1000
-"""Maximum number of (namespace, queue) pairs whose GPU seconds have their own series. The seconds
-of all other pairs are summed under OTHER."""
+"""Maximum number of pairs of namespace and queue whose GPU seconds have their own series. The GPU
+seconds of all later pairs are summed under OTHER."""
 OTHER = "Other"
-"""Label for any unknown reason, because someone who writes a status must not be able to create
-series with it."""
+"""The label value for every reason that is not known. If reasons were used as they are, anybody who
+can write a job's status could create any number of series."""
 FAILURES = frozenset(
     {
         *("RestartBudgetSpent", "RuleFailed", "InitFailure", "ConfigurationError", "ProgramError"),
@@ -48,7 +48,7 @@ FAILURES = frozenset(
         *("DeadlineExceeded", "ErrImagePull", "ImagePullBackOff", "InvalidImageName"),
     }
 )
-"""Reasons of the Failed condition."""
+"""The known reasons of the Failed condition, each of which has its own series."""
 _CAUSES = frozenset(str(cause) for cause in Cause)
 _STARTS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200)
 _RECOVERIES = (0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
@@ -95,7 +95,10 @@ LOST_STEPS = Histogram(
 
 
 def _begin_at_0() -> None:
-    """Create all series at 0, because a series that starts at 1 does not show an increase."""
+    """Create all series with the value 0.
+
+    Prometheus cannot see an increase from a series that first appears with the value 1.
+    """
     for cause in sorted(_CAUSES):
         RESTARTS.labels(cause, "false")
         if cause not in PLANNED:
@@ -110,17 +113,18 @@ _begin_at_0()
 
 @dataclass
 class _Account:
-    """Sums for one job since this replica first read it."""
+    """Pod seconds and useful seconds of one job, summed since this replica first read the job."""
 
     job: DDPJob
     since: float
     pod_seconds: float = 0.0
     useful_seconds: float = 0.0
     step_at_break: int | None = None
-    """The last step before a break; None unless the first step after a break is awaited."""
+    """Number of the last step before a break. None unless the first step after that break is still
+    awaited."""
 
     def at(self, now: float) -> tuple[float, float]:
-        """Return the pod seconds and the useful seconds up to `now`."""
+        """Return the job's pod seconds and useful seconds at the time `now`."""
         status, passed = self.job.status, now - self.since
         pods, training = _usage(status)
         useful = training if makes_new_steps(status) else 0
@@ -128,22 +132,23 @@ class _Account:
 
 
 class JobAccounts:
-    """The accounts of all jobs during one term as a shard's leader.
+    """The accounts of all jobs while this replica is the leader of a shard.
 
-    `changed` must be called for each change to a job in the cache.
+    `changed` must be called for every change of a job in the cache.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._accounts: dict[JobKey, _Account] = {}
         self._ours: set[JobKey] = set()
-        """Jobs on which this operator acts. Other operators count the other jobs."""
+        """Jobs on which this operator acts. Only these jobs are counted here, because other
+        operators count the others."""
 
     def acts_on(self, key: JobKey, *, acts: bool) -> None:
         """Record whether this operator acts on the job.
 
-        Each reconcile determines this before it writes. A job whose spec selects another controller
-        is never counted, because its outcome is unknown here.
+        Each reconcile calls this before it writes anything. A job whose spec names a different
+        controller is never counted, because this operator does not learn how it ends.
         """
         account = self._accounts.get(key)
         if acts and account is not None and not account.job.spec.managed_elsewhere:
@@ -152,9 +157,9 @@ class JobAccounts:
             self._ours.discard(key)
 
     def changed(self, before: DDPJob | None, after: DDPJob | None) -> None:
-        """Count the change from one version of a job to the next.
+        """Count the difference between two consecutive versions of a job.
 
-        `before` is None for a new job, `after` for a deleted job.
+        `before` is None for a new job, and `after` is None for a deleted one.
         """
         job = after or before
         assert job is not None
@@ -175,19 +180,19 @@ class JobAccounts:
             _count_gpu_seconds(before, after)
 
     def jobs(self) -> list[_Account]:
-        """Return the accounts of jobs on which this operator acts.
+        """Return the accounts of the jobs on which this operator acts.
 
-        May be called from any thread.
+        This method can be called from any thread.
         """
         return [account for key, account in list(self._accounts.items()) if key in self._ours]
 
     def now(self) -> float:
-        """Return the current time in seconds, by the clock that the accounts use."""
+        """Return the current time in seconds on the clock that the accounts use."""
         return self._clock()
 
 
 def _usage(status: JobStatus) -> tuple[int, int]:
-    """Return how many pods hold resources, and how many of them train."""
+    """Return the number of pods that hold resources, and the number of pods that train."""
     if status.terminal:
         return 0, 0
     pods = sum(bool(s.node) and s.state in (SlotState.CREATED, SlotState.RUNNING) for s in status.slots)
@@ -227,7 +232,8 @@ def _count_start(old: JobStatus, new: JobStatus) -> None:
     start = new.start_time
     if start is None:
         return
-    # If a start broke, its duration is in `ddpjob_recovery_seconds` instead.
+    # Count only starts that reached the group's first run without a break. After a break,
+    # `ddpjob_recovery_seconds` has the duration instead.
     first = not any(restart.time >= start for restart in new.restarts.recent)
     for kind, histogram in ((ConditionType.SCHEDULED, TO_PODS), (ConditionType.RUNNING, TO_RUNNING)):
         condition = new.condition(kind)
@@ -240,7 +246,7 @@ def _count_start(old: JobStatus, new: JobStatus) -> None:
 
 
 def _between(begin: datetime, end: datetime) -> float:
-    """Return the seconds between two times, or 0 if the clock was set back."""
+    """Return the number of seconds between two times, or 0 if the clock was set back in between."""
     return max(0.0, (end - begin).total_seconds())
 
 
@@ -251,19 +257,24 @@ def _count_restarts(old: JobStatus, new: JobStatus, account: _Account) -> None:
         reason = _known_cause(restart)
         if number < fresh:
             RESTARTS.labels(reason, str(restart.counted).lower()).inc()
-        # Losing a coordinator in Fast mode does not begin a round, because training continues.
+        # The loss of a coordinator in Fast mode begins no round, because training continues. Such a
+        # restart has no recovery time to observe.
         before = known.get(_identity(restart))
         timed = restart.seconds is not None and (number < fresh or (before is not None and before.seconds is None))
         if timed and restart.round and restart.reason not in PLANNED:
             RECOVERY.labels(reason).observe(max(0.0, restart.seconds or 0.0))
     unseen = fresh - len(new.restarts.recent)
-    if unseen > 0:  # There are more restarts than a status can list.
+    # There were more restarts than a status can list.
+    if unseen > 0:
         RESTARTS.labels(OTHER, "false").inc(unseen)
     _count_lost_steps(old, new, new.restarts.recent[-fresh:] if fresh else (), account)
 
 
 def _identity(restart: Restart) -> tuple[object, ...]:
-    """Return the parts of a restart that do not change when its duration becomes known."""
+    """Return the parts of a restart that stay the same when its duration becomes known.
+
+    Two entries with the same parts are the same restart.
+    """
     return restart.time, restart.pod, restart.reason, restart.round
 
 
@@ -275,7 +286,10 @@ _payers: set[tuple[str, str]] = set()
 
 
 def _count_gpu_seconds(before: DDPJob, after: DDPJob) -> None:
-    """Count the GPU seconds that a status has added, for the queue whose quota was used."""
+    """Count the GPU seconds that were added between two versions of a job.
+
+    They are counted for the queue whose quota the job used.
+    """
     added = after.status.gpu_seconds - before.status.gpu_seconds
     if added <= 0:
         return
@@ -288,7 +302,11 @@ def _count_gpu_seconds(before: DDPJob, after: DDPJob) -> None:
 
 
 def _count_lost_steps(old: JobStatus, new: JobStatus, fresh: Iterable[Restart], account: _Account) -> None:
-    """Count lost steps, from the last step before a break to the first one reported after it."""
+    """Count the steps that a job lost through a break.
+
+    They are the difference between the last step before the break and the first step that is
+    reported after it.
+    """
     before, step = _step(old), _step(new)
     if any(restart.round and restart.reason not in PLANNED for restart in fresh):
         known = [s for s in (before, step, account.step_at_break) if s is not None]
@@ -365,9 +383,9 @@ _OF_METRICS = {
 
 
 class JobSeries(Collector):
-    """The series of single jobs, created from the current state at each scrape.
+    """The series that belong to single jobs, computed from the jobs' current state at each scrape.
 
-    A deleted job therefore has no series.
+    A deleted job therefore has no series any longer.
     """
 
     def __init__(self) -> None:
@@ -375,21 +393,31 @@ class JobSeries(Collector):
         self._terms: list[JobAccounts] = []
 
     def begin(self, accounts: JobAccounts) -> None:
-        """Start exporting the jobs of a term."""
+        """Start exporting metrics of these accounts' jobs.
+
+        This replica has become the leader of their shard.
+        """
         with self._lock:
             self._terms.append(accounts)
 
     def end(self, accounts: JobAccounts) -> None:
-        """Stop exporting the jobs of a term, because another replica exports them from now on."""
+        """Stop exporting metrics of these accounts' jobs.
+
+        This replica is no longer their shard's leader, so a different replica exports them from
+        then on.
+        """
         with self._lock:
             self._terms.remove(accounts)
 
     def describe(self) -> Iterator[Metric]:
-        """Yield the metric families without samples."""
+        """Yield all metric families without samples.
+
+        prometheus_client needs them when the collector is registered.
+        """
         yield from _make_families().values()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metric families with samples.
+        """Yield all metric families with their current samples.
 
         prometheus_client calls this in a separate thread.
         """
@@ -397,8 +425,8 @@ class JobSeries(Collector):
             terms = list(self._terms)
         found = [(account, *account.at(term.now())) for term in terms for account in term.jobs()]
         found.sort(key=lambda each: (each[0].job.status.terminal, each[0].job.namespace, each[0].job.name))
-        # The first job of each namespace comes first, so that one namespace cannot displace the
-        # series of another.
+        # The first jobs of all namespaces come before the second ones, and so on. One namespace
+        # with many jobs therefore cannot displace the series of all others.
         turns = defaultdict[tuple[bool, str], Iterator[int]](itertools.count)
         found.sort(key=lambda each: (ended := each[0].job.status.terminal, next(turns[ended, each[0].job.namespace])))
         families = _make_families()

@@ -75,34 +75,39 @@ from ddpjob.objects.workload import KIND as WORKLOAD
 log = logging.getLogger("ddpjob.cluster")
 NAMESPACE_RETRY = 5.0
 REPORT_RETRY = 1.0
-"""Delay in seconds before a job with a pending report is reconciled again. The arrival of the
-report wakes the job earlier."""
+"""Delay in seconds before a job is reconciled again if the coordinator has not yet answered the
+first request for its report. If the report arrives earlier, it wakes the job at once."""
 CREATIONS = 16
-"""Maximum number of objects created at the same time for all jobs. The same number of slow
-creations is allowed in addition (`Turns`). The limit keeps a burst from monopolizing the API
-server."""
+"""Maximum number of objects that the operator creates at the same time, for all jobs together. Up
+to the same number of slow creations can run in addition (see `Turns`). The limit keeps a burst of
+new jobs from monopolizing the API server."""
 LONGEST_PAUSE = 60.0
-"""Maximum delay in seconds between attempts at a refused request."""
+"""Maximum delay in seconds before a request that the API server has refused is sent again."""
 _DELETION, _LABEL, _CHANGE = "deletion", "label", "change"
 FOUND_FOR = 30.0
-"""How long an object that was created or found is assumed to exist although no watch shows it, in
-seconds."""
+"""Time in seconds for which an object that was created or found is assumed to exist, although no
+watch shows it."""
 LOOK_AGAIN = 5.0
-"""How long a reading of an apparently lost Kubernetes node is trusted, in seconds."""
+"""Time in seconds for which the operator relies on its last reading of a Kubernetes node that seems
+lost, before it reads that Kubernetes node again."""
 _MOST_CHECKED = 5000
-"""Maximum number of ConfigMaps recorded as checked. Each namespace with jobs has one or two, but
-users can delete them at any time, and new ones are then created."""
+"""Maximum number of runtime ConfigMaps whose check is remembered. Each namespace with jobs has one
+or two of them, but users can delete them at any time, and the operator then creates new ones."""
 LARGE_TEMPLATE = 16 * 1024, 300
-"""Numbers of characters and of values in a podTemplate. A larger podTemplate is checked for faults
-in a thread instead of the event loop."""
+"""Limits on the number of characters and the number of values in a podTemplate. If one limit is
+exceeded, the podTemplate is searched for faults in a thread, so that the search does not block the
+event loop."""
 MOST_OWNERS = 1000
-"""Maximum number of jobs that own a shared ConfigMap. With that many owners, it exists long enough
-for the other jobs too."""
+"""Maximum number of jobs that are recorded as owners of a shared ConfigMap. An object with that
+many owners exists long enough for all further jobs, so they are not added."""
 
 
 @dataclass(frozen=True)
 class _Pause:
-    """A refused request is not retried before `until` (monotonic seconds)."""
+    """A period in which a refused request is not sent again.
+
+    It ends at `until`, in monotonic seconds.
+    """
 
     until: float
     seconds: float
@@ -111,19 +116,20 @@ class _Pause:
     refusal: Refused | NameTaken
 
     def holds(self, now: float, generation: int, living: int) -> bool:
-        """Whether to wait.
+        """Return whether the refused request still has to wait.
 
-        The wait ends early if a user changes the job, or if fewer of its pods are alive, which may
-        have made room.
+        The wait ends early if a user has changed the job, or if fewer of the job's pods are alive
+        than at the refusal, because their end may have made room.
         """
         return now < self.until and generation == self.generation and living >= self.living
 
 
 @dataclass
 class _Shared:
-    """The queue of jobs that must become owners of a ConfigMap.
+    """The jobs that are waiting to become owners of a shared ConfigMap.
 
-    The job that is writing holds `turn`. `waiting` has each queued job's owner reference by uid.
+    The job that is writing the ConfigMap holds the lock `turn`. `waiting` maps the uid of each
+    waiting job to the owner reference to add.
     """
 
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -131,14 +137,15 @@ class _Shared:
 
 
 class _Collected(NameTaken):
-    """A shared ConfigMap that was in the caches is gone or has been replaced."""
+    """A shared ConfigMap that the caches still contained is gone, or a new one has replaced it."""
 
 
 class KubernetesCluster:
     """Implements `ddpjob.engine.ports.Cluster` for every job.
 
-    `creating` limits the creation of objects. `instance` identifies this replica in events.
-    `is_sole` returns whether no other operator acts in a namespace.
+    `creating` limits how many objects are created at the same time. `instance` is the name of this
+    replica in events. `is_sole` returns whether this operator is the only one that acts in a
+    namespace.
     """
 
     def __init__(
@@ -158,24 +165,29 @@ class KubernetesCluster:
         self.report_watch, self.notifier, self.classes = report_watch, notifier, classes
         self.creating, self.instance, self.is_sole = creating, instance, is_sole
         self._unsure: set[JobKey] = set()
-        """Jobs whose status may have been written by someone else, or by a request that got no
-        response. They are read again."""
+        """Jobs whose cached status may be stale, because somebody else may have written it, or
+        because a write by this operator got no response. These jobs are read again before the next
+        reconcile."""
         self._pauses: dict[JobKey, tuple[str, dict[str | tuple[str, str], _Pause]]] = {}
-        """Each job's uid and pauses. The key of a pause is the kind and role of an object whose
-        creation was refused, or the uid of an existing object and the refused change."""
+        """The uid and the pauses of each job. If a creation was refused, the pause is stored under
+        the object's kind and role. If a change to an existing object was refused, the pause is
+        stored under that object's uid and the kind of change."""
         self._tokens: dict[JobKey, str] = {}
-        """Names of Secrets that are known to exist, by job."""
+        """The name of each job's token Secret, if that Secret is known to exist."""
         self._found: dict[JobKey, dict[tuple[str, str, str], float]] = {}
-        """Objects that exist although no watch shows them, by job and then by uid, kind and name.
-        The value is the time until which they are assumed to exist (monotonic seconds)."""
+        """The objects of each job that exist although no watch shows them, by the job's uid, the
+        object's kind and its name. The value is the time (in monotonic seconds) until which the
+        object is assumed to exist."""
         self._faults: dict[JobKey, tuple[tuple[str, str], tuple[str, ...]]] = {}
-        """Faults of each job's podTemplate, with the job's uid and the template's hash."""
+        """The faults found in each job's podTemplate, together with the job's uid and the hash of
+        the template that was searched."""
         self._looked: dict[str, float] = {}
-        """When each apparently lost Kubernetes node was last read, by name."""
+        """The time at which each Kubernetes node that seems lost was last read, by its name."""
         self._checked: dict[str, bool] = {}
-        """Whether a runtime ConfigMap has the right content, by uid. The content never changes."""
+        """Whether each runtime ConfigMap has the right content, by the ConfigMap's uid. The result
+        stays valid, because a runtime ConfigMap is immutable."""
         self._shared: dict[tuple[str, str], _Shared] = {}
-        """ConfigMaps that are getting a job as an owner, by namespace and name."""
+        """Shared ConfigMaps to which owners are currently being added, by namespace and name."""
 
     # --- reading
 
@@ -184,8 +196,8 @@ class KubernetesCluster:
             await self._read_again(key)
         job = self.caches.job(key)
         if job is None:
-            # The job is not read again, because the role that allows it may have been deleted
-            # together with its namespace.
+            # A job that is not in the caches is not read from the API server. The role that permits
+            # reading may have been deleted together with the job's namespace.
             self._unsure.discard(key)
             for known in (self._pauses, self._tokens, self._found, self._faults):
                 known.pop(key, None)
@@ -226,7 +238,7 @@ class KubernetesCluster:
             return None
 
     def _follow(self, key: JobKey, job: DDPJob | None) -> None:
-        """Follow the job's coordinator while it is running."""
+        """Keep requesting reports from the job's coordinator while the coordinator is running."""
         rendezvous = job.status.rendezvous if job is not None and not job.status.terminal else None
         runs = rendezvous is not None and rendezvous.endpoint and rendezvous.state is SlotState.RUNNING
         self.report_watch.follow(
@@ -239,9 +251,10 @@ class KubernetesCluster:
         return self.report_watch.report(key)
 
     async def _look_at_lost(self, hosts: Iterable[str]) -> None:
-        """Read those of these Kubernetes nodes that seem lost.
+        """Read those of the given Kubernetes nodes that seem lost according to the caches.
 
-        Without this check, a late watch could replace pods on a healthy Kubernetes node.
+        The watch may lag behind. Without this check, the operator could then replace pods that run
+        on a healthy Kubernetes node.
         """
         known = self.caches.hosts.hosts
         if known is not None:
@@ -249,7 +262,10 @@ class KubernetesCluster:
             await asyncio.gather(*(self._look_at(host) for host in lost))
 
     async def _look_at(self, host: str) -> HostView | None:
-        """Return a Kubernetes node as it was at most LOOK_AGAIN seconds ago; None if it is gone."""
+        """Return a Kubernetes node, or None if it is gone.
+
+        The returned state is at most LOOK_AGAIN seconds old.
+        """
         now = time.monotonic()
         self._looked = {h: when for h, when in self._looked.items() if now - when < LOOK_AGAIN}
         if host in self._looked:
@@ -265,7 +281,10 @@ class KubernetesCluster:
         return self.caches.hosts.get("", host)
 
     def _known_world(self, job: DDPJob, pods: tuple[PodView, ...]) -> World:
-        """Return the world as it is known without requests, which is enough for a finished job."""
+        """Return the part of the world that is known without requests.
+
+        A finished job needs no more.
+        """
         return World(
             pods=pods,
             deletion_refused=self._deletion_refused(job, pods),
@@ -309,9 +328,10 @@ class KubernetesCluster:
         )
 
     async def _template_faults(self, job: DDPJob) -> tuple[str, ...]:
-        """Return the faults of a podTemplate, unless the job already has pods made from it.
+        """Return the faults found in the job's podTemplate.
 
-        A template is checked only once. A large one is checked in a thread, so that it does not
+        The result is empty if the job already has pods made from this template. A template is
+        searched only once. A large template is searched in a thread, so that the search does not
         block the event loop.
         """
         if job.oversized:
@@ -331,9 +351,9 @@ class KubernetesCluster:
         return self.caches.owned(kind, job, name) is not None or self._is_found(job, kind, name)
 
     async def _with_flavors(self, job: DDPJob, workload: WorkloadView) -> WorkloadView:
-        """Return an admitted Workload with the fields that its flavors add to pods.
+        """Return an admitted Workload with the pod fields that its ResourceFlavors add.
 
-        The flavors are read only once, because the status keeps the fields.
+        The flavors are read only once per Workload, because the job's status keeps these fields.
         """
         grant, known = workload.grant, job.status.queue
         if grant is None or workload.evicted:
@@ -348,7 +368,8 @@ class KubernetesCluster:
                 try:
                     flavor = await self.rest.request("GET", f"{_KUEUE}/resourceflavors/{name}")
                 except ApiError as error:
-                    # Without the flavor's fields, pods could use machines outside the quota.
+                    # Without the flavor's fields, the pods could run on machines that the quota
+                    # does not cover.
                     why = f"the job is admitted, but the operator cannot read ResourceFlavor {name}: {error.message}"
                     return replace(workload, admitted=False, grant=None, message=why)
                 spec = flavor.get("spec") or {}
@@ -359,7 +380,7 @@ class KubernetesCluster:
     def _check_runtime(self, body: Json) -> None:
         """Record whether a runtime ConfigMap has the right content.
 
-        If there are too many records, the oldest one is dropped.
+        If there are already _MOST_CHECKED records, the oldest ones are dropped.
         """
         while len(self._checked) >= _MOST_CHECKED:
             del self._checked[next(iter(self._checked))]
@@ -392,9 +413,10 @@ class KubernetesCluster:
         meta = {"name": job.name, "namespace": job.namespace, "resourceVersion": job.resource_version}
         body = make_object(API_VERSION, KIND, meta, status=status)
         key, stored = JobKey(job.namespace, job.name), JobStatus.read(status)
-        # The write succeeds only if the object still has the version of `job`. The response need
-        # not include the spec, which can have 1.5 MB. The full object is requested only if the
-        # class in the status has changed, because that changes the meaning of the spec.
+        # The write succeeds only if the stored object still has the resource version of `job`. The
+        # spec can have 1.5 MB, so the response normally contains only metadata. The full object is
+        # requested if the class in the status has changed, because the class changes the meaning of
+        # the spec.
         same_spec = stored.job_class == job.status.job_class
         accept = METADATA if same_spec else JSON
         self._unsure.add(key)
@@ -411,7 +433,8 @@ class KubernetesCluster:
             version = answer["metadata"]["resourceVersion"]
             written = replace(job, status=stored, resource_version=version) if same_spec else DDPJob.read(answer)
             result = self.caches.take_job(written)
-        # Follow the coordinator as soon as it can run, because the next reconcile may be far off.
+        # Follow the coordinator as soon as it runs. The next reconcile, which would do this too,
+        # may be far off.
         self._follow(key, result)
         return result
 
@@ -425,12 +448,17 @@ class KubernetesCluster:
         content_type: str = JSON,
         accept: str = JSON,
     ) -> Json:
-        """Send a change. Raises the same errors as `Rest.request`.
+        """Send a change, and treat errors of admission webhooks in a special way.
 
-        Also raises ApiError if an admission webhook fails or cannot be called. Such a failure may
-        last long, and must not hold up the job's other work. Any other 500 response comes from the
-        API server itself. A webhook that denies the request may choose any status. 404 and 409
-        become 403, because they would mean that the object is gone or has changed.
+        All other errors are those of `Rest.request`.
+
+        If an admission webhook fails or cannot be called, ApiError is raised instead of
+        Unavailable. Such a failure may last long, and it must not hold up the job's other work. Any
+        other response with status 500 comes from the API server itself.
+
+        A webhook that denies the request may choose any status. If it chose 404 or 409, the
+        ApiError has status 403 instead, because the callers would take 404 and 409 to mean that the
+        object is gone or has changed.
         """
         try:
             return await self.rest.request(
@@ -449,7 +477,9 @@ class KubernetesCluster:
     async def create(self, job: DDPJob, manifest: Json) -> None:
         kind, pauses = manifest["kind"], self._pauses_of(job)
         if kind == "Secret" and self._is_found(job, kind, manifest["metadata"]["name"]):
-            return  # The Secret exists, and the pod starts when its kubelet retries.
+            # The Secret was just created again. The kubelet starts the waiting pod at its next
+            # attempt.
+            return
         user = manifest.get("spec", {}).get("securityContext", {}).get("runAsNonRoot")
         what = f"{kind} {manifest['metadata'].get('labels', {}).get(LABEL_ROLE)} {user}"
         before = pauses.get(what)
@@ -464,7 +494,8 @@ class KubernetesCluster:
                 async with self.creating.turn(job.namespace):
                     await self._create(job, manifest)
         except (Refused, NameTaken) as refusal:
-            # Simultaneous refusals are counted as one.
+            # Creations that are refused at the same time all extend the same previous pause, so
+            # they count as one refusal.
             pauses[what] = self._pause(job, refusal, before)
             raise
         pauses.pop(what, None)
@@ -472,7 +503,7 @@ class KubernetesCluster:
     def _pauses_of(self, job: DDPJob) -> dict[str | tuple[str, str], _Pause]:
         key = JobKey(job.namespace, job.name)
         uid, pauses = self._pauses.get(key, ("", {}))
-        if uid != job.uid:  # Refusals for an earlier job with this name do not apply.
+        if uid != job.uid:  # The pauses belong to an earlier job with this name.
             pauses = {}
             self._pauses[key] = job.uid, pauses
         return pauses
@@ -481,15 +512,16 @@ class KubernetesCluster:
         return pause.holds(time.monotonic(), job.generation, self._living(job))
 
     def _pause(self, job: DDPJob, refusal: Refused | NameTaken, before: _Pause | None) -> _Pause:
-        """Return a pause that is twice as long as the previous one, up to a limit."""
+        """Return a pause that is twice as long as the previous pause `before`, up to a limit."""
         first, longest = (1.0, BLOCKED_POLL) if isinstance(refusal, NameTaken) else (BLOCKED_POLL, LONGEST_PAUSE)
         seconds = min(longest, 2 * before.seconds) if before is not None else first
         return _Pause(time.monotonic() + seconds, seconds, job.generation, self._living(job), refusal)
 
     async def _with_priority(self, manifest: Json) -> Json:
-        """Return the Workload with the value of its priority class filled in.
+        """Return the Workload with its priority filled in.
 
-        Raises Refused if the class does not exist.
+        The priority is the value of the priority class that the Workload names. Raises Refused if
+        this class cannot be read, for example because it does not exist.
         """
         named = manifest["spec"].get("priorityClassRef")
         if named is None:
@@ -517,10 +549,10 @@ class KubernetesCluster:
             elif error.status == 403 and "being terminated" in error.message:
                 raise NamespaceEnding(f"namespace {job.namespace} is being deleted", NAMESPACE_RETRY) from error
             elif error.status == 409:
-                # Two requests conflicted on a ResourceQuota.
+                # Two concurrent requests tried to update the same ResourceQuota.
                 raise Unavailable(str(error)) from error
             elif error.status == 404 and f'namespaces "{job.namespace}" not found' in error.message:
-                # The job is gone too, or will be soon.
+                # The namespace is gone, so the job is gone too or will be soon.
                 raise Conflict from error
             elif error.status == 404 and manifest["kind"] in (GANG, WORKLOAD):
                 raise Refused(error.status, f"this cluster no longer serves it: {error.message}") from error
@@ -532,10 +564,11 @@ class KubernetesCluster:
             self._made(kind_of(manifest), made)
 
     def _has_token(self, job: DDPJob, secret: Json, error: ApiError) -> bool:
-        """Whether the Secret exists although the API server refuses to create it.
+        """Whether the token Secret exists, although the API server has refused to create it.
 
-        The operator has no permission to read Secrets. The API server checks a ResourceQuota before
-        the name, so an exhausted quota causes a refusal even if the Secret already exists.
+        The operator has no permission to read Secrets, so it draws this conclusion from the error.
+        The API server checks a ResourceQuota before it checks the name. An exhausted quota
+        therefore causes a refusal even if the Secret already exists.
         """
         key, name = JobKey(job.namespace, job.name), secret["metadata"]["name"]
         if error.status == 409 and error.reason == "AlreadyExists":
@@ -544,7 +577,8 @@ class KubernetesCluster:
         if error.status != HTTPStatus.FORBIDDEN or "exceeded quota" not in error.message:
             return False
         if self._tokens.get(key) == name:
-            return False  # A pod lacks the Secret, so the Secret was deleted.
+            # The Secret was known to exist. A pod lacks it nevertheless, so it was deleted.
+            return False
         same_key = job.status.template_hash.split("-")[1:2] == [self.platform.key_mark]
         generation = job.status.rendezvous.generation
         made_for = same_key and any(pod.generation == generation for pod in self.caches.pods(job))
@@ -554,7 +588,7 @@ class KubernetesCluster:
 
     def _take_token(self, job: DDPJob, name: str) -> None:
         key = JobKey(job.namespace, job.name)
-        if self._tokens.get(key) == name:  # The Secret was created again.
+        if self._tokens.get(key) == name:  # The Secret had been deleted and was created again.
             self._note_found(job, "Secret", name)
         self._tokens[key] = name
 
@@ -582,7 +616,8 @@ class KubernetesCluster:
             return  # `_share` decides whether the ConfigMap can be used.
         labels = found["metadata"].get("labels", {})
         if manifest["kind"] == "PersistentVolumeClaim" and labels.get(LABEL_UID) == job.uid:
-            return  # A job's claim need not have an owner.
+            # The claim may have no owner reference, so its label with the job's UID is sufficient.
+            return
         owners = found["metadata"].get("ownerReferences", ())
         if any(o["kind"] == KIND and o["name"] == job.name for o in owners):
             if not any(o["uid"] == job.uid for o in owners):
@@ -590,7 +625,7 @@ class KubernetesCluster:
             if "deletionTimestamp" in found["metadata"]:
                 raise NameTaken("an object with this name is still being removed")
             if labels.get(LABEL_MANAGED) != MANAGED_BY:
-                # A user has removed the label, so no watch shows the object.
+                # A user has removed the operator's label from the object, so no watch shows it.
                 self._note_found(job, manifest["kind"], manifest["metadata"]["name"])
             return
         raise NameTaken(
@@ -599,10 +634,10 @@ class KubernetesCluster:
         )
 
     async def _share_in_turn(self, job: DDPJob, manifest: Json) -> None:
-        """Create a ConfigMap that the jobs of a namespace share, with the job as an owner.
+        """Create a ConfigMap that all jobs of a namespace share, with this job as an owner.
 
-        Jobs take turns, because concurrent writes would conflict. The first job writes for all
-        waiting jobs.
+        Concurrent writes of several jobs would conflict, so the jobs take turns. The first job adds
+        all waiting jobs as owners.
         """
         key = job.namespace, manifest["metadata"]["name"]
         shared = self._shared.setdefault(key, _Shared())
@@ -614,7 +649,7 @@ class KubernetesCluster:
                         return await self._share(job, manifest, await self._become_owner(job, shared.waiting))
                     except _Collected:
                         # The ConfigMap was deleted together with the last job that owned it. This
-                        # can happen twice in a row.
+                        # can happen twice in a row, so there are up to three attempts.
                         if not left:
                             raise
         finally:
@@ -623,9 +658,10 @@ class KubernetesCluster:
                 self._shared.pop(key, None)
 
     async def _become_owner(self, job: DDPJob, waiting: Mapping[str, Json]) -> Json:
-        """Make the job an owner of the ConfigMap that the namespace's jobs share.
+        """Make the job an owner of the empty ConfigMap that owns the runtime ConfigMap.
 
-        Return a reference to the ConfigMap.
+        All jobs of the namespace that use the runtime own this empty ConfigMap. Return an owner
+        reference to it.
         """
         name = runtime_jobs_name(runtime_name())
         found = self.caches.known("ConfigMap", job.namespace, name)
@@ -652,14 +688,15 @@ class KubernetesCluster:
         if self.caches.known("ConfigMap", job.namespace, name) is None:
             await self._create(job, manifest)
         found = self.caches.known("ConfigMap", job.namespace, name)
-        if found is None:  # The ConfigMap does not have the operator's label.
+        # The ConfigMap lacks the operator's label, so no watch shows it.
+        if found is None:
             raise NameTaken(_NOT_THE_RUNTIME)
         return found
 
     async def _add_owners(self, job: DDPJob, name: str, found: Owned, owners: Sequence[Json]) -> None:
-        """Add owners with a strategic merge patch.
+        """Add owner references to a ConfigMap with a strategic merge patch.
 
-        Such a patch keeps owners that other writers add at the same time.
+        This kind of patch keeps the owners that somebody else adds at the same time.
         """
         body = {"metadata": {"uid": found.uid, "ownerReferences": owners}}
         path = _path("ConfigMap", job.namespace, name)
@@ -673,9 +710,9 @@ class KubernetesCluster:
         self.caches.take("ConfigMap", patched)
 
     def _next_owners(self, job: DDPJob, found: Owned | None) -> dict[str, Json]:
-        """Return owner references of other jobs in the namespace that will use the runtime.
+        """Return owner references of other jobs in the namespace that will use the same runtime.
 
-        One write then adds all of them.
+        Adding them now replaces one write per job by a single write.
         """
         name, jobs = runtime_name(), self.caches.jobs_in(job.namespace)
         known = found.job_uids if found is not None else frozenset[str]()
@@ -698,7 +735,8 @@ class KubernetesCluster:
         if answer is not None and meta.get("deletionTimestamp") and meta.get("deletionGracePeriodSeconds"):
             self.caches.take("Pod", answer)
         elif (answer is None or meta.get("uid") == uid) and known is not None and known.uid == uid:
-            # Either the pod never ran on a host, or its host need not confirm that it has ended.
+            # The pod is already gone. Either it never ran on a host, or the deletion did not wait
+            # for its host.
             self.caches.forget("Pod", job.namespace, name)
 
     def _waits(self, job: DDPJob, uid: str, what: str) -> bool:
@@ -706,9 +744,9 @@ class KubernetesCluster:
         return before is not None and self._holds(job, before)
 
     def _keep(self, job: DDPJob, of: str, uid: str, what: str, error: ApiError) -> None:
-        """Record a refused change.
+        """Record that the API server has refused a change to an existing object.
 
-        The change must not hold up other changes, and is retried at growing intervals.
+        The refused change does not hold up other changes, and is tried again at growing intervals.
         """
         pauses = self._pauses_of(job)
         before = pauses.get((uid, what))
@@ -717,15 +755,18 @@ class KubernetesCluster:
         pauses[uid, what] = self._pause(job, Refused(error.status, f"{of}: {error.message}"), before)
 
     def _deletion_refused(self, job: DDPJob, pods: tuple[PodView, ...]) -> str:
-        """Return why the API server refuses to delete one of the job's pods; otherwise empty."""
+        """Return the reason why the API server refuses to delete one of the job's pods.
+
+        The result is empty if no deletion was refused.
+        """
         pauses = self._pauses_of(job)
         refusals = (pauses[pod.uid, _DELETION].refusal for pod in pods if (pod.uid, _DELETION) in pauses)
         return next((refusal.message for refusal in refusals if isinstance(refusal, Refused)), "")
 
     async def _is_lost(self, pod: PodView) -> bool:
-        """Whether a pod may be removed without waiting for its host.
+        """Whether a pod may be removed before its host confirms that the pod has ended.
 
-        A host that is Ready will itself confirm that the pod has ended.
+        A host that is Ready will confirm this, so its pods are not removed early.
         """
         if not pod.host or self.caches.hosts.hosts is None:
             return True
@@ -733,9 +774,10 @@ class KubernetesCluster:
         return host is None or not host.ready
 
     async def delete(self, job: DDPJob, kind: str, name: str, uid: str) -> None:
-        """Delete an object, and record an event if the deletion is refused.
+        """Delete an object of the job, and record an event if the API server refuses the deletion.
 
-        The event is needed because no condition shows that such an object still exists.
+        No condition in the job's status shows that the object still exists, so the event reports
+        it.
         """
         if self._waits(job, uid, _DELETION):
             return
@@ -748,16 +790,17 @@ class KubernetesCluster:
             event = Event(True, DELETION_REFUSED, event_text(text, "retried within a minute"), once=True)
             await self.record(job, event)
         elif kind != KIND and answer is not None and answer.get("kind") == kind:
-            self.caches.take(served, answer)  # A finalizer or a running pod of the gang keeps the object.
+            # A finalizer, or a pod of the gang that still runs, keeps the object in existence.
+            self.caches.take(served, answer)
         elif kind != KIND:
             self.caches.forget(served, job.namespace, name)
 
     async def change_workload(
         self, job: DDPJob, name: str, uid: str, change: Callable[[Json, datetime], Json | None]
     ) -> None:
-        """Replace the current Workload with the one that `change` returns for it.
+        """Read a Workload, pass it to `change`, and write the Workload that `change` returns.
 
-        If `change` returns None, no change is needed.
+        If `change` returns None, nothing is written.
         """
         path = _path(WORKLOAD, job.namespace, name)
         if self._waits(job, uid, _CHANGE):
@@ -775,14 +818,14 @@ class KubernetesCluster:
             if error.status == 409:
                 raise Conflict from error
             if error.status != 404:
-                # This is only Kueue's record; the job runs anyway.
+                # A refusal does not affect the job, because this status only informs Kueue.
                 self._keep(job, f"Workload {name}", uid, _CHANGE, error)
 
     async def label_pod(self, job: DDPJob, name: str, uid: str, role: Role) -> None:
-        """Set a pod's role.
+        """Write a pod's role into its label.
 
-        The patch contains the uid, so the API server rejects it if a different pod has this name by
-        now.
+        The patch contains the pod's uid. The API server therefore rejects the patch if a different
+        pod has this name by now.
         """
         body = {"metadata": {"uid": uid, "labels": {LABEL_ROLE: role}}}
         path = _path("Pod", job.namespace, name)
@@ -792,15 +835,16 @@ class KubernetesCluster:
             self.caches.take("Pod", await self._change("PATCH", path, body=body, content_type=MERGE_PATCH))
         except ApiError as error:
             if error.status not in (404, 409):
-                self._keep(job, f"pod {name}", uid, _LABEL, error)  # The pod trains regardless of its label.
+                # The pod trains whether or not its label is correct.
+                self._keep(job, f"pod {name}", uid, _LABEL, error)
 
     async def _try_to_delete(
         self, job: DDPJob, kind: str, of: str, name: str, uid: str, options: Json
     ) -> tuple[Json | None, ApiError | None]:
-        """Return the response, and the error if the deletion is refused.
+        """Send a deletion, and return the response and the error if the API server refuses.
 
-        The response is None if the object is gone or has been replaced. After a refusal, each
-        attempt waits longer than the previous one.
+        The response is None if the object is already gone or if a different object has its name.
+        After each refusal, the wait before the next attempt is longer.
         """
         body = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}, **options}
         answer = None
@@ -821,9 +865,10 @@ class KubernetesCluster:
         self.notifier.send(JobKey(job.namespace, job.name), id, receiver, body)
 
     async def record(self, job: DDPJob, event: Event) -> None:
-        """Record an event.
+        """Write an event for the job.
 
-        An event that cannot be written is only logged, because the status contains the same facts.
+        If the API server does not accept the event, it is only logged, because the job's status
+        contains the same facts.
         """
         now = utc_now().strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         content = f"{job.uid} {event.reason} {event.message}"
@@ -850,9 +895,9 @@ class KubernetesCluster:
 
 
 def _stays_for(job: DDPJob, owned: Owned) -> bool:
-    """Whether a shared object will exist as long as the job needs it.
+    """Whether a shared ConfigMap will exist as long as the job needs it.
 
-    It will if the job is one of its owners, or if it has the maximum number of owners.
+    This holds if the job is one of its owners, or if it already has the maximum number of owners.
     """
     return job.uid in owned.job_uids or len(owned.job_uids) >= MOST_OWNERS
 

@@ -1,9 +1,9 @@
 """Provides kopf with credentials, from the service account or otherwise from the kubeconfig.
 
 kopf keeps all objects of a list in memory, and each changed object for a few seconds. Users choose
-how large a DDPJob and its metadata are, so kopf gets only the names and versions of jobs: its
-session requests metadata, in pages of bounded size, and passes on only the fields that identify an
-object.
+how large a DDPJob and its metadata are. Therefore kopf gets only the names and versions of jobs.
+Its session requests only metadata, in pages of limited size, and passes on only the fields that
+identify an object.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from ddpjob.controller.kube.informer import PAGE_BYTES
 from ddpjob.controller.kube.rest import JSON, METADATA, METADATA_LIST, loads
 
 WATCH_PAUSE = 1.0
-"""Minimum delay in seconds between the starts of two watches. Without it, kopf would retry
-immediately, whatever ended the last watch."""
+"""Minimum delay in seconds between the starts of two watches of the same collection. kopf itself
+starts the next watch immediately, even if the last one has just failed."""
 _IDENTITY = ("name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp", "deletionTimestamp")
 
 
 class Connection(kopf.ConnectionInfo):
-    """Trusts the same certificates as kubectl.
+    """A connection that trusts the same certificates as kubectl.
 
-    Since Python 3.13, the default context rejects certificates without key identifiers (RFC 5280).
-    Go accepts them, and the certificate authorities of many older clusters have issued them.
+    Since Python 3.13, the default SSL context rejects certificates without key identifiers (RFC
+    5280). Go accepts them. The certificate authorities of many older clusters have issued such
+    certificates.
     """
 
     def as_ssl_context(self) -> ssl.SSLContext:
@@ -44,7 +45,10 @@ class Connection(kopf.ConnectionInfo):
 
 
 async def login(*, settings: kopf.OperatorSettings, **arguments: Any) -> kopf.AiohttpSession | None:
-    """Handle `kopf.on.login`. Return None if there are no credentials."""
+    """Sign in for kopf, as the handler of `kopf.on.login`.
+
+    Return None if there are no credentials.
+    """
     arguments["settings"] = settings
     found = kopf.login_with_service_account(**arguments) or kopf.login_with_kubeconfig(**arguments)
     if found is None:
@@ -72,14 +76,15 @@ def _is_of_jobs(response: Any) -> bool:
 
 
 class _Requests:
-    """Requests only the metadata of jobs.
+    """Changes kopf's requests for jobs so that they ask only for metadata.
 
-    A watch must not request the list type, because the API server would then end the watch at the
-    first event.
+    The request of a watch must not ask for the type of a list, because the API server would then
+    end the watch at the first event.
     """
 
     def __init__(self) -> None:
-        self._watched: dict[str, float] = {}  # Maps a path to the time when its newest watch began.
+        # Maps the path of a collection to the time at which its newest watch was started.
+        self._watched: dict[str, float] = {}
 
     async def __call__(
         self, request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
@@ -94,9 +99,9 @@ class _Requests:
 
 
 def _answers(settings: kopf.OperatorSettings) -> type[aiohttp.ClientResponse]:
-    """Return the response class for a session.
+    """Return the class of the responses that kopf's session receives.
 
-    After a page that is too large, the next attempt requests smaller pages.
+    If a page of a list is too large, the class makes the next attempt use smaller pages.
     """
 
     class Answer(aiohttp.ClientResponse):
@@ -125,7 +130,7 @@ def _answers(settings: kopf.OperatorSettings) -> type[aiohttp.ClientResponse]:
 
 
 class _Events:
-    """The lines of a watch, each reduced to the fields that identify its object."""
+    """The stream of a watch. Its lines contain only the fields that identify an object."""
 
     def __init__(self, stream: aiohttp.StreamReader) -> None:
         self.stream = stream
@@ -134,7 +139,10 @@ class _Events:
         return getattr(self.stream, name)
 
     async def iter_chunked(self, size: int) -> AsyncIterator[bytes]:
-        """Yield lines. `size` applies to reads from the connection."""
+        """Yield the reduced lines.
+
+        `size` is the number of bytes for each read from the connection.
+        """
         rest = bytearray()
         async for part in self.stream.iter_chunked(size):
             *lines, last = part.split(b"\n")

@@ -44,24 +44,25 @@ from ddpjob.objects.platform import Platform
 log = logging.getLogger("ddpjob")
 
 GARBAGE_OBJECTS = 50_000
-"""Number of new objects after which Python looks for reference cycles among them. Parsed JSON has
-no cycles, but it has so many objects that Python's default of 700 doubles the CPU time for a list
-of pods."""
+"""Number of newly created objects after which Python searches them for reference cycles. Parsed
+JSON contains many objects but no cycles. With Python's default of 700, the searches would double
+the CPU time for reading a list of pods."""
 OTHERS_SECONDS = 10.0
-"""Delay in seconds before the next reconcile of a job on which another operator seems to act."""
+"""Delay in seconds before a job is reconciled again if a different operator seems to act on it."""
 
 INCOMPLETE_SECONDS = 1.0
-"""Delay in seconds before the next reconcile of a job whose namespace has not been read
-completely."""
+"""Delay in seconds before a job is reconciled again if the objects in its namespace have not been
+read completely."""
 CONNECTIONS = 64
-"""Number of connections for requests, in addition to those of the watches."""
+"""Number of connections that the operator opens for requests. The watches have additional
+connections."""
 
 
 class Leader:
-    """One term as the leader of a shard.
+    """Acts as the leader of one shard, for one term.
 
-    The leader follows the API server and reconciles the jobs in the shard's namespaces. None of its
-    state outlives the term.
+    It follows the API server and reconciles the jobs in the shard's namespaces. A later term does
+    not use any of its state.
     """
 
     def __init__(
@@ -69,8 +70,9 @@ class Leader:
     ) -> None:
         self.settings, self.shard, self.schema = settings, shard, schema
         creating = Turns(CREATIONS)
-        # Each namespace has its share of the workers; see `_rank` for the order. Jobs that lack
-        # pods come before jobs whose pods only have to be reported in the status.
+        # Each namespace gets a fair share of the workers, and `_rank` gives the order. While pods
+        # wait to be created, the queue counts as crowded. Reconciles that only update a status then
+        # start less often.
         self.queue = DelayQueue[JobKey](group=lambda key: key.namespace, rank=self._rank, crowded=creating.wanted)
         self._reconciled = set[JobKey]()
         self.accounts = JobAccounts()
@@ -94,9 +96,10 @@ class Leader:
         return shard_of(namespace, self.settings.shards) == self.shard
 
     def _rank(self, key: JobKey) -> int:
-        """Return a job's rank. Finished jobs come last.
+        """Return the priority of a job in the work queue, where the lowest number comes first.
 
-        At the start of a term, jobs that do not run or that lack pods come first.
+        Finished jobs come last. In a job's first reconcile of a term, a running job whose pods all
+        exist comes after jobs that do not run or lack pods.
         """
         job = self.caches.job(key)
         if job is None:
@@ -109,30 +112,41 @@ class Leader:
         return int(living >= job.spec.pods)
 
     def wake(self, key: JobKey, urgent: bool) -> None:
-        """Queue a job. Called for each change to the job or its objects by other clients."""
+        """Queue a job.
+
+        The caches call this whenever somebody else has changed the job or one of its objects.
+        """
         self.queue.add(key, urgent=urgent)
 
     def hosts_changed(self, hosts: Hosts | None, changed: frozenset[str]) -> None:
-        """Immediately queue the jobs with pods on changed hosts. Called by the host watch."""
+        """Queue the jobs that have pods on one of the changed hosts, without a delay.
+
+        The host watch calls this.
+        """
         for key in self.caches.jobs_on(changed):
             self.queue.add(key)
 
     async def reconcile_one(self, key: JobKey) -> float | None:
-        """Reconcile one job, measure the time, and return the seconds until its next reconcile."""
+        """Reconcile one job, and return the number of seconds until it should be reconciled again.
+
+        The duration is recorded as a metric.
+        """
         began = time.perf_counter()
         known = self.caches.job(key) is not None
         (self._reconciled.add if known else self._reconciled.discard)(key)
         outcomes: list[str] = []
         try:
-            # A job that is not cached is forgotten, whichever replica acts in its namespace. If the
-            # job exists, its next event queues it again.
+            # If the job is not in the caches, `reconcile` only discards what is known about it.
+            # This is correct even if a different replica acts in the job's namespace. If the job
+            # exists after all, its next event queues it again.
             pause = await self._find_pause(key) if known else 0.0
             if pause:
                 outcomes.append("left")
                 return pause
             return await reconcile(self.cluster, key, outcome=outcomes.append)
         except asyncio.CancelledError:
-            # The term is over. This is not an error, because another replica reconciles the job.
+            # The term has ended during the reconcile. This is not an error, because another replica
+            # will reconcile the job.
             outcomes.append("left")
             raise
         finally:
@@ -140,7 +154,10 @@ class Leader:
             metrics.RECONCILE_SECONDS.labels(result).observe(time.perf_counter() - began)
 
     async def _find_pause(self, key: JobKey) -> float:
-        """Return how many seconds this replica must leave a job alone; 0 if it may act."""
+        """Return for how many seconds this replica must not act on a job.
+
+        The result is 0 if the replica may act on the job now.
+        """
         if not self.caches.complete_in(key.namespace) or not self.schema.fits:
             return INCOMPLETE_SECONDS
         ours = await self._is_ours(key)
@@ -148,7 +165,7 @@ class Leader:
         return 0.0 if ours else OTHERS_SECONDS
 
     async def _is_ours(self, key: JobKey) -> bool:
-        """Whether this operator, and no other, acts on the job."""
+        """Whether this operator acts in the job's namespace, so that no other operator does."""
         try:
             return self.claims is None or await self.claims.mine(key.namespace)
         except Unavailable as error:
@@ -156,13 +173,13 @@ class Leader:
             return False
 
     def _is_sole(self, namespace: str) -> bool:
-        """Whether no other operator acts in the namespace, because this one holds its Lease."""
+        """Whether this operator holds the namespace's Lease, so no other operator acts there."""
         return self.claims is not None and self.claims.is_sole(namespace)
 
     async def _follow_by_kopf(self) -> None:
         """Run kopf until cancelled.
 
-        Restart kopf if the API server was restored from a backup.
+        If the API server was restored from a backup, stop kopf and start it again.
         """
         watched = replace(self.settings, namespaces=tuple(filter(None, self.caches.namespaces)))
         while True:
@@ -179,14 +196,15 @@ class Leader:
                 following.result()
 
     async def act(self) -> None:
-        """Read everything, then work on the queue until cancelled."""
+        """Read all objects, then reconcile the jobs in the queue until cancelled."""
         log.info("%s acts for shard %s of %s", self.settings.identity, self.shard, self.settings.shards)
         metrics.LEADING.inc()
         SERIES.begin(self.accounts)
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self.caches.run())
-                if self.caches.namespaces:  # Otherwise none of the watched namespaces is in this shard.
+                # If no namespace is left, none of the watched namespaces is in this shard.
+                if self.caches.namespaces:
                     group.create_task(self._follow_by_kopf())
                 await self.caches.answered()
                 await self.queue.work(self.reconcile_one, self.settings.workers)
@@ -198,9 +216,10 @@ class Leader:
 
 
 class Operator:
-    """One replica: the leader of each shard whose Lease it holds.
+    """One replica of the operator, which acts as the leader of each shard whose Lease it holds.
 
-    A replica without a Lease requests only the Leases and the served schema.
+    A replica that holds no Lease requests only the Leases and the schema that the API server
+    serves.
     """
 
     def __init__(
@@ -216,17 +235,20 @@ class Operator:
             metrics.COORDINATORS.labels(state).set_function(functools.partial(self._coordinators, answers=answers))
 
     def _terms(self) -> list[Leader]:
-        """Return the current terms. The thread that serves Prometheus also calls this."""
+        """Return the leaders of the current terms.
+
+        The thread that serves Prometheus calls this too.
+        """
         return list(self.leaders.values())
 
     def _coordinators(self, *, answers: bool) -> int:
         return sum(leader.report_watch.count(answers=answers) for leader in self._terms())
 
     async def act(self, shard: int) -> None:
-        """Act for one term.
+        """Act as the leader of a shard for one term.
 
-        The term starts without the previous term's state, because another replica may have changed
-        things since then.
+        The new leader starts without the state of an earlier term, because another replica may have
+        acted in between.
         """
         leader = self.leaders[shard] = Leader(self.settings, self.rest, self.coordinators, shard, self.schema)
         try:
@@ -235,10 +257,11 @@ class Operator:
             del self.leaders[shard]
 
     async def act_when_elected(self) -> None:
-        """Act while this replica holds a Lease, or always if there are no Leases.
+        """Act for each shard while this replica holds the shard's Lease.
 
-        Only an error ends this method. A replica that is newer than the CRD cannot act, so it
-        leaves the Leases to replicas of the previous release.
+        If there are no Leases, always act. The method ends only with an error. A replica whose
+        release needs a newer CRD than the cluster has cannot act, so it leaves the Leases to the
+        replicas of the previous release.
         """
         looking = asyncio.create_task(self.schema.run())
         try:
@@ -253,9 +276,10 @@ class Operator:
 
     @property
     def ready(self) -> bool:
-        """Whether this replica is doing its work.
+        """Whether this replica does its work.
 
-        A leader must have read everything. Any other replica must have read the Leases recently.
+        A leader is ready once it has read all objects. A replica that leads no shard is ready if it
+        has read the Leases recently.
         """
         if not self.schema.fits:
             return False
@@ -266,7 +290,11 @@ class Operator:
 
 @asynccontextmanager
 async def serve_probes(operator: Operator, address: str, port: int) -> AsyncIterator[None]:
-    """Serve `/healthz` (the event loop is alive) and `/readyz` (this replica is doing its work)."""
+    """Serve `/healthz` and `/readyz` over HTTP.
+
+    `/healthz` responds as long as the event loop runs. `/readyz` shows whether this replica does
+    its work.
+    """
     app = web.Application()
 
     async def healthz(request: web.Request) -> web.Response:
@@ -301,7 +329,8 @@ async def run(settings: Settings) -> None:
         stack.push_async_callback(coordinators.close)
         leases: Sequence[Lease] = ()
         if settings.lease_namespace:
-            # Requests for Leases must not wait for connections that reconciles use.
+            # Requests for Leases use separate connections, so that they never wait for a reconcile
+            # to free one.
             alone = await Rest.connect(connections=2 * settings.shards)
             stack.push_async_callback(alone.close)
             place = settings.lease_namespace, settings.lease_name
@@ -326,7 +355,7 @@ async def run_until_signal(settings: Settings) -> None:
 
 
 def main() -> int:
-    """Run the operator and return the exit code.
+    """Run the operator, and return the exit code of the process.
 
     The code is 2 if settings are invalid or credentials are missing.
     """
@@ -338,9 +367,11 @@ def main() -> int:
     logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for chatty in ("kopf", "aiohttp.access"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
-    # Hide kopf's warning that it ignores signals in a thread. This process handles them itself.
+    # Hide kopf's warning that it cannot handle signals in a thread. This process handles signals
+    # itself.
     logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)
-    raise_open_files()  # Each running job has a connection.
+    # The operator holds a connection to the coordinator of each running job.
+    raise_open_files()
     gc.freeze()
     gc.set_threshold(GARBAGE_OBJECTS)
     try:

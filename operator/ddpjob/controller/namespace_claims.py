@@ -20,19 +20,27 @@ from ddpjob.engine.ports import Unavailable
 log = logging.getLogger("ddpjob.claims")
 
 CLAIM_NAME = "ddpjob-jobs"
-"""Name of the Lease in each namespace with jobs."""
+"""Name of the Lease by which an operator claims a namespace. Each namespace with jobs contains
+one."""
 CLAIM_SECONDS, RENEW_SECONDS, RETRY_SECONDS = 600, 200, 10
 
 
 class _Claim(Lease):
-    """A Lease that outlives restarts and upgrades of the operator that holds it."""
+    """The Lease that claims a namespace.
+
+    It stays valid while the operator that holds it is restarted or upgraded.
+    """
 
     def _taken(self, spec: Json) -> Json:
         return {**super()._taken(spec), "leaseDurationSeconds": CLAIM_SECONDS}
 
 
 class _Namespace:
-    """The state of one namespace. `due` and `renewed` are in monotonic seconds."""
+    """What this replica knows about the claim of one namespace.
+
+    `due` is the time at which the claim must be requested again, and `renewed` the time at which it
+    was last renewed. Both are in monotonic seconds.
+    """
 
     def __init__(self, claim: _Claim) -> None:
         self.claim, self.lock = claim, asyncio.Lock()
@@ -40,9 +48,10 @@ class _Namespace:
 
 
 class NamespaceClaims:
-    """The claims of a release, shared by all its replicas.
+    """The namespaces that a release of the operator has claimed.
 
-    `release` is the name of the replicas' own Lease.
+    All replicas of the release share its claims. `release` is the name of the Lease that these
+    replicas use for their own election.
     """
 
     def __init__(self, rest: Rest, release: str) -> None:
@@ -50,12 +59,13 @@ class NamespaceClaims:
         self._namespaces: dict[str, _Namespace] = {}
 
     async def mine(self, name: str) -> bool:
-        """Whether this release acts in a namespace.
+        """Return whether this release acts in a namespace.
 
-        If the namespace is unclaimed, claim it. Raises Unavailable.
+        If no release has claimed the namespace, claim it. Raises Unavailable.
         """
         if name not in self._namespaces:
-            # A namespace that was not requested recently has no jobs left, and may be gone.
+            # Forget namespaces that were not asked about recently. They have no jobs left, and may
+            # be gone.
             left = time.monotonic() - CLAIM_SECONDS
             self._namespaces = {n: k for n, k in self._namespaces.items() if k.due > left or k.lock.locked()}
             self._namespaces[name] = _Namespace(_Claim(self.rest, name, CLAIM_NAME, self.release))
@@ -66,8 +76,9 @@ class NamespaceClaims:
         return known.mine
 
     def is_sole(self, name: str) -> bool:
-        """Whether this release holds the namespace's Lease, so that no other operator acts
-        there.
+        """Whether this release holds the Lease of the namespace.
+
+        No other operator acts there then.
         """
         known = self._namespaces.get(name)
         return known is not None and known.mine and not known.refused
@@ -78,7 +89,8 @@ class NamespaceClaims:
         try:
             held = await known.claim.hold()
         except ApiError as error:
-            # The operator has no permission for Leases here, or the namespace is being deleted.
+            # Either the operator has no permission for Leases in this namespace, or the namespace
+            # is being deleted.
             log.info("namespace %s is not claimed: %s", name, error)
             held = refused = True
         except Unavailable:

@@ -1,8 +1,8 @@
 """Posts notifications to receivers: webhooks named by the platform team, with their URLs in files.
 
 A job only names a receiver, so people who create jobs cannot choose the address to which the
-operator sends. Each receiver has its own workers, which its namespaces share, so a receiver that
-hangs does not delay the other receivers.
+operator sends. Each receiver has its own workers, so a receiver that hangs does not delay the other
+receivers. The namespaces that use the same receiver share its workers.
 """
 
 from __future__ import annotations
@@ -27,23 +27,25 @@ from ddpjob.engine.ports import JobKey
 log = logging.getLogger("ddpjob.notify")
 
 SECONDS = 10.0
-"""Timeout of one attempt, from the DNS lookup to the response headers. The body is not read."""
+"""Maximum duration in seconds of one attempt, from the DNS lookup to the headers of the response.
+The body of the response is not read."""
 TRIES = 10
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 300.0
-"""Delays in seconds between attempts. The delay doubles each time, unless the receiver requests a
-different one. All attempts together take about 10 minutes."""
+"""Shortest and longest delay in seconds between two attempts. The delay doubles after each attempt,
+unless the receiver asks for a longer one. All attempts together take about 10 minutes."""
 WORKERS = 2
-"""Number of workers per receiver. If two namespaces use a receiver at the same time, each gets one
-worker."""
+"""Number of workers for each receiver. If two namespaces use a receiver at the same time, each gets
+one of the workers."""
 LONGEST_URL = 4096
 EVERYBODY = "*"
-"""Represents all namespaces in a receiver's list."""
+"""Stands for all namespaces in the list of namespaces that may use a receiver."""
 
 
 class Unsent(Exception):
-    """An attempt failed. `pause` is the delay in seconds that the receiver requests.
+    """An attempt to deliver a notification has failed.
 
-    The message does not contain the URL, because the URL is a credential.
+    `pause` is the delay in seconds before the next attempt, as requested by the receiver. The
+    message does not contain the receiver's URL, because the URL is a credential.
     """
 
     def __init__(self, message: str, pause: float = 0.0) -> None:
@@ -53,25 +55,26 @@ class Unsent(Exception):
 
 @dataclass(frozen=True)
 class Receivers:
-    """The receivers, and the namespaces that may use each one.
+    """The receivers, and the namespaces whose jobs may use each receiver.
 
-    `folder` contains one file per receiver, with its URL.
+    `folder` contains one file for each receiver. The file's name is the receiver's name, and its
+    content is the URL.
     """
 
     namespaces: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     folder: Path = Path("/nonexistent")
     link: str = ""
-    """URL of a page about a job, with the placeholders {namespace} and {job}."""
+    """URL of a web page about a job. It contains the placeholders {namespace} and {job}."""
 
     def usable_in(self, namespace: str) -> frozenset[str]:
-        """Return the names of the receivers that jobs in a namespace may use."""
+        """Return the names of the receivers that the jobs of a namespace may use."""
         return frozenset(n for n, allowed in self.namespaces.items() if {namespace, EVERYBODY} & set(allowed))
 
     def url(self, name: str) -> str:
-        """Read a receiver's URL.
+        """Read the URL of a receiver from its file.
 
-        The URL is read for each attempt, because a mounted Secret can change while the operator
-        runs. Raises Unsent.
+        This is done for each attempt, because the mounted Secret can change while the operator
+        runs. Raises Unsent if the file contains no usable URL.
         """
         try:
             with (self.folder / name).open() as file:
@@ -93,7 +96,7 @@ class Receivers:
 
 @dataclass
 class _Sending:
-    """A notification that is being sent, or whose outcome is not in the job's status yet."""
+    """A notification whose outcome the job's status does not contain yet."""
 
     receiver: str
     body: Json
@@ -105,9 +108,9 @@ _Id = tuple[JobKey, str]
 
 
 class Notifier:
-    """Sends notifications.
+    """Sends notifications to receivers.
 
-    `wake(job)` is called when the outcome of one of the job's notifications is known.
+    `wake(job)` is called as soon as the outcome of one of the job's notifications is known.
     """
 
     def __init__(self, receivers: Receivers, wake: Callable[[JobKey], None]) -> None:
@@ -119,7 +122,8 @@ class Notifier:
     async def close(self) -> None:
         """Stop sending.
 
-        Unsent notifications stay pending in the jobs' statuses, and the next leader sends them.
+        Notifications that have not been sent stay pending in the statuses of their jobs, so the
+        next leader sends them.
         """
         tasks = [task for _, task in self._queues.values()]
         for task in tasks:
@@ -129,9 +133,10 @@ class Notifier:
             await self._session.close()
 
     def send(self, key: JobKey, id: str, receiver: str, body: Json) -> None:
-        """Start sending a notification.
+        """Start sending a notification in the background.
 
-        Do nothing if this id is already being sent to this receiver, or if its outcome is known.
+        If a notification with this id is already being sent to this receiver, or if its outcome is
+        known, do nothing.
         """
         known = self._sending.setdefault(key, {}).get(id)
         if known is not None and (known.receiver == receiver or known.outcome is not None):
@@ -140,9 +145,10 @@ class Notifier:
         self._queue(receiver).add((key, id))
 
     def outcomes(self, key: JobKey, pending: Iterable[str]) -> dict[str, NotificationOutcome]:
-        """Return the outcomes of the job's notifications that are pending in its status.
+        """Return the known outcomes of those notifications that are pending in the job's status.
 
-        Notifications of the job that are no longer pending are forgotten.
+        `pending` has the ids of these notifications. All other notifications of the job are
+        forgotten, because the status already contains their outcomes.
         """
         if key not in self._sending:
             return {}
@@ -164,7 +170,10 @@ class Notifier:
         return self._queues[receiver][0]
 
     async def _attempt(self, receiver: str, id: _Id) -> float | None:
-        """Make one attempt. Return the seconds until the next one; None if this was the last."""
+        """Try once to deliver a notification.
+
+        Return the number of seconds until the next attempt, or None if no attempt follows.
+        """
         key, name = id
         sending = self._sending.get(key, {}).get(name)
         if sending is None or sending.outcome is not None or sending.receiver != receiver:
@@ -186,7 +195,10 @@ class Notifier:
         return None
 
     async def _post(self, receiver: str, id: str, body: Json) -> None:
-        """Post a notification. Raises Unsent."""
+        """Send a notification to its receiver in one HTTP request.
+
+        Raises Unsent if the receiver does not accept it.
+        """
         url = self.receivers.url(receiver)
         headers = {"Content-Type": "application/json", "User-Agent": "ddpjob-operator", "Idempotency-Key": f'"{id}"'}
         try:
@@ -212,6 +224,7 @@ class Notifier:
                 connector=aiohttp.TCPConnector(force_close=True),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
-                trust_env=True,  # Receivers are often reachable only through a proxy (HTTPS_PROXY).
+                # Many receivers are reachable only through a proxy (HTTPS_PROXY).
+                trust_env=True,
             )
         return self._session

@@ -69,25 +69,30 @@ BUILD_INFO.labels(installed_version(), platform.python_version()).set(1)
 # --- the event loop ---------------------------------------------------------------------------------------------
 
 TURNS_SECONDS = 60.0
-"""Minimum time in seconds for which a turn is remembered. The maximum is twice as long."""
+"""Minimum number of seconds for which the duration of a turn is remembered. The maximum is twice as
+long."""
 
 
 class TurnMeter(selectors.DefaultSelector):
-    """An event loop's selector that measures the loop's turns.
+    """The selector of an event loop, which also measures the loop's turns.
 
-    A turn is the time between two calls of the selector.
+    A turn is the time that the loop spends between two calls of the selector.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__()
         self._clock = clock
         self._began: float | None = None
-        """When the current turn began; None while the loop is waiting."""
+        """The time at which the current turn began. None while the loop waits for events."""
         self._kept = 0, 0.0, 0.0
-        """The current period's number and longest turn, and the previous period's longest turn."""
+        """The number of the current period of TURNS_SECONDS, the longest turn of this period, and
+        the longest turn of the period before it."""
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Wait for events, which ends one turn and begins the next."""
+        """Wait for events.
+
+        The call ends the loop's current turn, and its return begins the next turn.
+        """
         if self._began is not None:
             now = self._clock()
             period, longest, before = self._at(now)
@@ -99,9 +104,9 @@ class TurnMeter(selectors.DefaultSelector):
             self._began = self._clock()
 
     def longest(self) -> float:
-        """Return the duration in seconds of the longest recent turn, including the current one.
+        """Return the duration in seconds of the longest recent turn.
 
-        May be called from any thread.
+        The turn that is in progress counts too. This method can be called from any thread.
         """
         now, began = self._clock(), self._began
         _, longest, before = self._at(now)
@@ -117,18 +122,23 @@ class TurnMeter(selectors.DefaultSelector):
 # --- the port ---------------------------------------------------------------------------------------------------
 
 CONNECTIONS = 16
-"""Maximum number of simultaneous scrapes, because any client can connect. Others are refused."""
+"""Maximum number of clients that are served at the same time. The number is limited because anybody
+in the network can connect. Further clients are refused."""
 PATIENCE = 10.0
-"""Maximum time in seconds for which a client may be silent."""
+"""Maximum time in seconds for which a connected client may be silent."""
 FRESH_SECONDS = 0.5
-"""How long, in seconds, rendered metrics are reused."""
+"""Minimum time in seconds for which the text of the metrics is reused after it has been
+rendered."""
 SHARE = 0.1
-"""Maximum share of a CPU's time for rendering metrics. The metrics of many jobs take a long time to
-render, so they are reused for longer."""
+"""Maximum share of one CPU's time that is spent on rendering metrics. Rendering takes long if there
+are many jobs, and the text is then reused for longer."""
 
 
 class Page:
-    """The text of all metrics as a WSGI application, cached briefly for all clients."""
+    """A WSGI application that serves the text of all metrics.
+
+    The text is kept for a short time and then serves all clients.
+    """
 
     def __init__(self, render: Callable[[], bytes] = generate_latest) -> None:
         self._render = render
@@ -136,7 +146,10 @@ class Page:
         self._text, self._until = b"", 0.0
 
     def text(self) -> bytes:
-        """Return the text. Raises a collector's exceptions."""
+        """Return the text of all metrics.
+
+        An exception that a collector raises is passed on.
+        """
         with self._lock:
             if time.monotonic() >= self._until:
                 began = time.thread_time()
@@ -145,16 +158,17 @@ class Page:
             return self._text
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        """Serve the page for any path and method."""
+        """Serve the text of the metrics for any path and any method."""
         text = self.text()
         start_response("200 OK", [("Content-Type", CONTENT_TYPE_PLAIN_0_0_4)])
         return [text]
 
 
 class MetricsServer(ThreadingMixIn, WSGIServer):
-    """Serves each connection in a thread, with at most CONNECTIONS threads to limit their cost.
+    """Serves each connection in a thread of its own.
 
-    It responds even while the event loop hangs.
+    There are at most CONNECTIONS threads, because each of them costs memory and time. The server
+    responds even if the event loop hangs.
     """
 
     daemon_threads = True
@@ -167,39 +181,43 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         super().__init__((str(place[0]), address[1]), handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Start a thread for a connection.
+        """Start a thread that serves a connection.
 
-        This runs in the accepting thread, so it must not wait.
+        This method runs in the thread that accepts connections, so it must not wait.
         """
         if not self._free.acquire(blocking=False):
             self.shutdown_request(request)
             return
         try:
             super().process_request(request, client_address)
-        except BaseException:  # The thread could not be started.
+        # No thread was started, so none will release the semaphore.
+        except BaseException:
             self._free.release()
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Serve a connection in its own thread."""
+        """Serve a connection. This method runs in the connection's own thread."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore a client that disconnects or is silent."""
+        """Ignore errors of a connection, such as a client that disconnects or stays silent."""
 
 
 class _Handler(WSGIRequestHandler):
     timeout = PATIENCE
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing, to avoid a line per scrape."""
+        """Log nothing. Otherwise every scrape would add a line to the log."""
 
 
 def serve(port: int, address: str, page: Page | None = None) -> MetricsServer:
-    """Serve Prometheus on the port, in threads, until `shutdown` is called or the process ends."""
+    """Serve the metrics for Prometheus on this port, in threads.
+
+    The server runs until its `shutdown` is called or the process ends.
+    """
     server = make_server(address, port, page or Page(), MetricsServer, _Handler)
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
     return server

@@ -30,48 +30,61 @@ class SettingsError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """One field per variable `DDPJOB_OPERATOR_<FIELD>`."""
+    """The settings of the operator.
+
+    Most fields are read from the variable `DDPJOB_OPERATOR_<FIELD>`. The descriptions below name
+    other variables without this prefix.
+    """
 
     key: bytes
-    """Secret of at least 16 bytes, shared by all replicas. The jobs' tokens are derived from it."""
+    """A secret of at least 16 bytes that all replicas share. The operator derives the jobs' tokens
+    from it."""
     namespaces: tuple[str, ...] = ()
-    """Watched namespaces; if empty, all are watched."""
+    """Names of the namespaces to watch. If there are none, all namespaces are watched."""
     peer: Json | None = None
-    """The operator's pods as a NetworkPolicy peer, in JSON. Without it, jobs do not get a
-    NetworkPolicy."""
+    """A NetworkPolicy peer, in JSON, that matches the operator's own pods. If it is missing, no job
+    gets a NetworkPolicy."""
     metrics_peers: tuple[Json, ...] = ()
-    """Peers that may connect to the coordinators to read metrics, as a JSON list."""
+    """A JSON list of NetworkPolicy peers that may connect to coordinators in order to read
+    metrics."""
     workers: int = 16
-    """Maximum number of jobs reconciled at the same time."""
+    """Maximum number of jobs that are reconciled at the same time."""
     lease_namespace: str = ""
-    """Namespace of the Lease for leader election. If it is empty, there is no election, and only
-    one replica may run."""
+    """Namespace of the Lease for leader election. If it is empty, there is no election, so only one
+    replica may run."""
     lease_name: str = "ddpjob-operator"
     shards: int = 1
-    """Number of shards into which the namespaces are divided, each with a Lease. Up to that many
-    replicas act at the same time."""
+    """Number of shards into which the namespaces are divided. Each shard has a Lease, so at most
+    this number of replicas acts at the same time."""
     identity: str = "ddpjob-operator"
     address: str = "0.0.0.0"
-    """The address at which health and metrics are served: the pod's own IPv4 or IPv6 address."""
+    """The IP address on which health and metrics are served. It is the IPv4 or IPv6 address of the
+    operator's own pod."""
     health_port: int = 8080
     metrics_port: int = 9090
-    """Port for metrics; 0 disables them."""
+    """Port on which metrics are served. With 0, no metrics are served."""
     log_level: str = "INFO"
     receivers: Receivers = field(default_factory=Receivers)
-    """RECEIVERS is {NAME: [NAMESPACE, ...]} in JSON, where "*" means all namespaces.
-    RECEIVERS_FOLDER contains a file per name, with the receiver's URL. NOTIFY_LINK is the URL of a
-    page about a job, with the placeholders {namespace} and {job}."""
+    """Receivers of notifications, from three variables. RECEIVERS is a JSON object of the form
+    {NAME: [NAMESPACE, ...]}, where "*" stands for all namespaces. RECEIVERS_FOLDER is the path of a
+    folder with one file for each name, which contains the receiver's URL. NOTIFY_LINK is the URL of
+    a web page about a job, with the placeholders {namespace} and {job}."""
     node_health: HealthSignals = field(default_factory=HealthSignals)
-    """NODE_CONDITIONS (TYPE=STATUS) and NODE_TAINTS (keys) that mark unhealthy nodes, as JSON
-    lists. A final * makes an entry a prefix."""
+    """Signs of an unhealthy Kubernetes node, from two variables with JSON lists. NODE_CONDITIONS
+    lists conditions as TYPE=STATUS, and NODE_TAINTS lists keys of taints. A final * makes a type or
+    a key a prefix."""
     code_image: str = Platform.git_image
-    """The image whose `git` command clones the repository in spec.code.git."""
+    """The image of the init container that runs `git` to clone the repository in spec.code.git."""
     classes: JobClasses = field(default_factory=JobClasses)
-    """CLASSES is {NAME: {namespaces, spec, queue, fixed, limits}} in JSON."""
+    """The job classes. The variable CLASSES is a JSON object of the form {NAME: {namespaces, spec,
+    queue, fixed, limits}}."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings:
-        """Read the environment. Raises SettingsError, which names the variable."""
+        """Read the settings from environment variables.
+
+        Raises SettingsError, whose message names the faulty variable.
+        """
 
         def text(name: str, default: str) -> str:
             return environment.get(PREFIX + name, default)
@@ -98,7 +111,8 @@ class Settings:
                 raise SettingsError(f"{PREFIX}{name} is {found!r}; it must be at most {MOST_SIGNALS} names")
             return tuple(found)
 
-        key = text("KEY", "").encode(errors="surrogateescape")  # A Secret may hold arbitrary bytes.
+        # A Secret may contain bytes that are not text.
+        key = text("KEY", "").encode(errors="surrogateescape")
         if len(key) < 16:
             raise SettingsError(
                 f"{PREFIX}KEY must be a secret of at least 16 characters, the same at every start; with a"
@@ -136,10 +150,11 @@ class Settings:
 
 
 def _metrics_peers(found: list[Json]) -> tuple[Json, ...]:
-    """Read the peers, and clear address bits beyond a block's prefix, as in 10.0.0.1/8.
+    """Read the peers that may read metrics, and correct their address blocks.
 
-    Recent API servers refuse such bits, and one refused peer would leave every job without its
-    NetworkPolicy. Raises SettingsError.
+    A block such as 10.0.0.1/8 has address bits that its prefix does not cover. Recent API servers
+    refuse such a block, and every job would then lack its NetworkPolicy. These bits are therefore
+    cleared. Raises SettingsError for a block that is not a network.
     """
 
     def network(text: str) -> str:
@@ -159,7 +174,10 @@ _NAME = re.compile("[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 
 
 def _receivers(namespaces: Json, folder: str, link: str) -> Receivers:
-    """Read the receivers. Raises SettingsError."""
+    """Read the settings for receivers of notifications.
+
+    Raises SettingsError.
+    """
     for name, allowed in namespaces.items():
         if not _NAME.fullmatch(name) or not isinstance(allowed, list) or not all(isinstance(n, str) for n in allowed):
             remedy = 'write {"NAME": ["NAMESPACE", ...]}, NAME in lower-case letters, digits and -'
@@ -170,7 +188,10 @@ def _receivers(namespaces: Json, folder: str, link: str) -> Receivers:
 
 
 def _classes(found: Json) -> JobClasses:
-    """Read the classes. Raises SettingsError."""
+    """Read the job classes.
+
+    Raises SettingsError.
+    """
     try:
         read = JobClasses.read(found)
     except ValueError as error:
@@ -187,14 +208,14 @@ _OF_A_HEALTHY_NODE = {
     "Ready": "True",
     **dict.fromkeys(("MemoryPressure", "DiskPressure", "PIDPressure", "NetworkUnavailable"), "False"),
 }
-"""Kubernetes' own conditions, with their status on a healthy node."""
+"""The conditions that Kubernetes itself sets, each with its status on a healthy Kubernetes node."""
 
 
 def _signals(conditions: tuple[str, ...], taints: tuple[str, ...]) -> HealthSignals:
-    """Read the signals.
+    """Read the signs of an unhealthy Kubernetes node.
 
-    Raises SettingsError if a signal does not indicate an unhealthy node, or already has a different
-    meaning.
+    Raises SettingsError for an invalid entry, for a condition that a healthy Kubernetes node has
+    too, and for a taint that belongs to Kubernetes itself.
     """
     pairs = []
     for text in conditions:

@@ -1,17 +1,18 @@
 """Divides namespaces into shards by a hash of their names; one replica acts for each shard.
 
 One process can reconcile only as many jobs as one CPU allows. With more jobs, several replicas act
-at the same time, but never two for the same job. Each shard has a Lease, elected as in `election`;
-the rules here only decide which replica should take which Lease.
+at the same time, but never two for the same job. Each shard has a Lease, whose holder is elected as
+in `election`. The rules in this module only decide which replica should take which Lease.
 
-- A replica without a Lease takes a free one immediately. A replica that holds Leases first leaves a
-  free one to other replicas, for PATIENCE multiplied by the number of Leases that it holds.
+- A replica without a Lease takes a free one immediately. A replica that already holds Leases first
+  leaves a free Lease to other replicas. It waits for PATIENCE seconds multiplied by the number of
+  Leases that it holds.
 - A replica with at least two fewer shards than another replica asks that replica for a shard by
   writing its own name into an annotation of the Lease. The holder stops acting for that shard and
   releases it.
-- The Leases' names contain the number of shards. While a Lease for a different number is held, a
-  replica does not take a Lease, because the two numbers put the same namespace into different
-  shards.
+- The Leases' names contain the number of shards. While any replica holds a Lease for
+  a different number, no replica takes a Lease for this number, because the two numbers put the
+  same namespace into different shards.
 
 Example with 4 shards:
 
@@ -45,24 +46,25 @@ from ddpjob.controller.kube.rest import ApiError, Rest
 log = logging.getLogger("ddpjob.election")
 
 WANTED_BY = "ddpjob.io/wanted-by"
-"""Annotation on a Lease with the name of a replica that asks the holder to release it."""
+"""Annotation of a Lease. Its value is the name of a replica that asks the holder to release the
+Lease."""
 PATIENCE = 3 * RETRY_SECONDS
-"""How long a Lease must have been free before a replica that already holds Leases takes it too, in
-seconds per Lease held."""
+"""A replica that already holds Leases takes a further Lease only after that Lease has been free for
+a while. This is the waiting time in seconds for each Lease that the replica holds."""
 
 
 def shard_of(namespace: str, count: int) -> int:
-    """Return the shard of a namespace, 0 to `count` - 1.
+    """Return the number of the shard to which a namespace belongs, from 0 to `count` - 1.
 
-    The result is the same in every replica and version.
+    All replicas and all releases of the operator compute the same number.
     """
     return zlib.crc32(namespace.encode()) % count
 
 
 class Shards:
-    """The Leases of `count` shards, as seen by one replica.
+    """The Leases of all shards from the point of view of one replica.
 
-    If there is only one shard, its Lease is called `name`.
+    `count` is the number of shards. If there is only one, `name` is the name of its Lease.
     """
 
     def __init__(self, rest: Rest, namespace: str, name: str, identity: str, count: int) -> None:
@@ -76,25 +78,27 @@ class Shards:
 
     @property
     def held(self) -> int:
-        """Number of Leases that this replica holds."""
+        """Number of Leases that this replica holds now."""
         return sum(lease.held for lease in self.leases)
 
     def asks(self, holder: str) -> bool:
-        """Whether to ask `holder` for one of its shards now.
+        """Return whether this replica should ask `holder` for one of its shards now.
 
-        The holder must still have at least as many shards as this replica afterwards.
+        It should ask only if `holder` would still have at least as many shards as this replica
+        after giving one away.
         """
         theirs = Counter(lease.holder for lease in self.leases)[holder]
         return theirs >= self.held + 2 and time.monotonic() - self._asked >= LEASE_SECONDS
 
     def has_asked(self) -> None:
-        """Record a request, so that the next one waits for a while."""
+        """Record that this replica has asked for a shard, so that it does not soon ask again."""
         self._asked = time.monotonic()
 
     async def another_number_is_held(self) -> bool:
-        """Whether a replica acts with a different number of shards.
+        """Whether a different replica holds a Lease that belongs to a different number of shards.
 
-        This happens while an upgrade changes the number. Raises the same errors as Rest.request.
+        This happens while an upgrade changes the number of shards. Raises the same errors as
+        `Rest.request`.
         """
         try:
             found = (await self.rest.request("GET", self.leases[0].collection))["items"]
@@ -116,14 +120,14 @@ class Shards:
 
 
 class ShardLease(Lease):
-    """The Lease of one shard."""
+    """The Lease of one shard, which this replica may hand over to a replica with fewer shards."""
 
     def __init__(self, rest: Rest, namespace: str, name: str, identity: str, shards: Shards) -> None:
         super().__init__(rest, namespace, name, identity)
         self.shards = shards
         self.held, self.holder = False, ""
-        """Whether this replica holds the Lease, and the last known holder, which is empty if there
-        is none."""
+        """`held` is True while this replica holds the Lease. `holder` is the last known holder, or
+        empty if the Lease was free."""
         self._free_since: float | None = None
 
     async def hold(self) -> bool:
@@ -134,11 +138,11 @@ class ShardLease(Lease):
         return self.held
 
     async def _is_alone(self) -> bool:
-        """Whether no Lease of a different shard count is held.
+        """Return whether no Lease of a different number of shards is held.
 
-        If one is held, release this Lease and wait a moment. Two replicas configured with different
-        counts can take Leases at the same time. Each replica then detects the other here and
-        retries later.
+        If such a Lease is held, release this Lease and wait a moment. Two replicas that are
+        configured with different numbers of shards can take their Leases at the same time. Each of
+        them then sees the other's Lease here, and tries again later.
         """
         if not await self.shards.another_number_is_held():
             return True
@@ -153,7 +157,8 @@ class ShardLease(Lease):
     def observe(self, found: Json | None) -> None:
         super().observe(found)
         if found is None and self.holder not in ("", self.identity) and time.monotonic() - self._seen < LEASE_SECONDS:
-            return  # The Lease was deleted, and its holder will write it again.
+            # The Lease was deleted. Its holder is expected to write it again.
+            return
         holder = (found or {}).get("spec", {}).get("holderIdentity") or ""
         free = holder != self.identity and not self.is_held_by_another(found)
         self.holder = "" if free else holder
@@ -169,7 +174,8 @@ class ShardLease(Lease):
             self.held = False
             raise LeadershipLost(f"the Lease {self.namespace}/{self.name} is held by {self.holder}")
         if self.held and not self.holder:
-            return True  # The Lease was deleted.
+            # The Lease was deleted, so this replica writes it again.
+            return True
         if self.holder == self.identity:
             if self.held and wanted_by not in ("", self.identity) and self.shards.held > 1:
                 self.held = False

@@ -38,10 +38,11 @@ from ddpjob.objects.workload import (
 
 _LONGEST_TEXT = 1000
 _LONGEST_ENDING = 4096
-"""Maximum number of characters read from a container's /dev/termination-log. Kubernetes has the
-same limit."""
+"""Maximum number of characters that are read from the termination message of a container.
+Kubernetes has the same limit."""
 _MOST_CONTAINERS = 64
-"""Maximum number of containers read from a pod. Its main container is always included."""
+"""Maximum number of containers that are read from a pod. The trainer or the coordinator is always
+among them."""
 _LARGEST_LABEL = 2**31
 _MOST_DEVICES, _LONGEST_AMOUNT = 16, 6
 _OF_LIMIT_RANGE = "kubernetes.io/limit-ranger"
@@ -49,10 +50,10 @@ _MAIN = (TRAINER_CONTAINER, COORDINATOR_CONTAINER)
 
 
 def read_pod(body: Mapping[str, Any]) -> PodView:
-    """Read a job's Pod object. Raises KeyError or ValueError if its labels are missing or wrong.
+    """Make the view of a pod from a Pod object.
 
-    Anyone who may create pods can give them a job's labels, so only a bounded part of each pod is
-    kept.
+    The size of the view is limited, because anyone who may create pods can label a pod as belonging
+    to a job. Raises KeyError or ValueError if the labels are missing or invalid.
     """
     meta, spec, status = body["metadata"], body.get("spec", {}), body.get("status", {})
     labels = meta.get("labels", {})
@@ -60,7 +61,7 @@ def read_pod(body: Mapping[str, Any]) -> PodView:
     placed, disrupted = conditions.get("PodScheduled", {}), conditions.get("DisruptionTarget", {})
     prepared = conditions.get("PodReadyToStartContainers", {}).get("status")
     unplaced = placed.get("message", "") if placed.get("status") == "False" else ""
-    # Other reasons are Unschedulable and the scheduler's SchedulerError.
+    # A pod that is not scheduled can also have the reason Unschedulable or SchedulerError.
     gated = placed.get("reason") == "SchedulingGated"
     hit = disrupted.get("status") == "True"
     return PodView(
@@ -93,9 +94,9 @@ def read_pod(body: Mapping[str, Any]) -> PodView:
 
 
 def _devices(spec: Mapping[str, Any]) -> dict[str, int]:
-    """Return the devices that a pod's containers request in total.
+    """Return the devices that all containers of a pod request together, with their number.
 
-    Such resources have a domain in their name and are counted in whole numbers.
+    A resource counts as a device if its name contains a domain and its amount is a whole number.
     """
     found: dict[str, int] = {}
     for container in spec.get("containers", ())[:_MOST_CONTAINERS]:
@@ -106,10 +107,11 @@ def _devices(spec: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _default_memory(meta: Mapping[str, Any], spec: Mapping[str, Any]) -> str:
-    """Return the memory limit that a LimitRange has set; empty if the pod's author set one.
+    """Return the memory limit of the pod's main container, if a LimitRange has set it.
 
-    The admission plugin records in an annotation which values it has set, such as `LimitRanger
-    plugin set: cpu, memory request for container trainer; memory limit for container trainer`.
+    The result is empty if the author of the pod has set the limit. The admission plugin records the
+    values that it sets in an annotation of the pod. An example is `LimitRanger plugin set: cpu,
+    memory request for container trainer; memory limit for container trainer`.
     """
     said = str((meta.get("annotations") or {}).get(_OF_LIMIT_RANGE, "")).partition(": ")[2].split("; ")
     for container in spec.get("containers", ()):
@@ -140,7 +142,7 @@ def _containers(statuses: Sequence[Mapping[str, Any]]) -> dict[str, ContainerVie
 
 
 def read_container(status: Mapping[str, Any]) -> ContainerView:
-    """Read an item of `containerStatuses`."""
+    """Make the view of a container from an item of `containerStatuses`."""
     state = status.get("state", {})
     waiting, running, ended = state.get("waiting", {}), state.get("running", {}), state.get("terminated")
     if ended is not None:
@@ -159,7 +161,7 @@ def read_container(status: Mapping[str, Any]) -> ContainerView:
 
 
 def read_claim(body: Mapping[str, Any]) -> ClaimView:
-    """Read a PersistentVolumeClaim object."""
+    """Make the view of a claim from a PersistentVolumeClaim object."""
     meta = body["metadata"]
     labels = meta.get("labels") or {}
     made = labels.get(LABEL_MANAGED) == MANAGED_BY
@@ -175,9 +177,10 @@ def read_claim(body: Mapping[str, Any]) -> ClaimView:
 
 
 def read_workload(body: Mapping[str, Any]) -> WorkloadView:
-    """Read a job's Workload object, without the fields that its flavors add to pods.
+    """Make the view of a job's Workload from a Workload object.
 
-    Raises KeyError if it has no name.
+    The view does not contain the fields that the Workload's flavors add to pods, because this
+    object only names the flavors. Raises KeyError if the object has no name.
     """
     meta, spec, status = body["metadata"], body.get("spec") or {}, body.get("status") or {}
     conditions = {c["type"]: c for c in status.get("conditions") or ()}
@@ -190,7 +193,8 @@ def read_workload(body: Mapping[str, Any]) -> WorkloadView:
     grant, message = None, _said(conditions, held, status)
     if "Admitted" in held and nodes is not None:
         asked = sets.get(NODE_SET, {}).get("count", 1)
-        pods = nodes.get("count", asked)  # Kueue may omit a count that equals the requested one.
+        # Kueue may leave out the count if it equals the requested one.
+        pods = nodes.get("count", asked)
         if isinstance(pods, int) and 1 <= pods <= asked:
             grant = QueueStatus(
                 workload=meta["name"],
@@ -221,7 +225,7 @@ def read_workload(body: Mapping[str, Any]) -> WorkloadView:
 
 
 def _said(conditions: Mapping[str, Any], held: set[str], status: Mapping[str, Any]) -> str:
-    """Return Kueue's explanation for why a Workload is evicted or waiting."""
+    """Return Kueue's own explanation why a Workload was evicted or is waiting."""
     if "Evicted" in held and "QuotaReserved" in held:
         return str(conditions["Evicted"].get("message", ""))[:_LONGEST_TEXT]
     if "QuotaReserved" not in held:
@@ -236,7 +240,10 @@ def _flavors(assignment: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _checks_changes(status: Mapping[str, Any], pod_set: str) -> PodChanges:
-    """Return the fields that successful admission checks add to the pods in a pod set."""
+    """Return the fields that admission checks add to the pods of a pod set.
+
+    Only checks that have succeeded count.
+    """
     changes = PodChanges()
     for check in status.get("admissionChecks") or ():
         for update in check.get("podSetUpdates") or ():
@@ -248,10 +255,11 @@ def _checks_changes(status: Mapping[str, Any], pod_set: str) -> PodChanges:
 def _with_topology(
     changes: PodChanges, workload: str, assignment: Mapping[str, Any], sets: Mapping[Any, Any]
 ) -> PodChanges:
-    """Return the changes, with the label and annotations of a pod set with topology domains.
+    """Return the changes for the pods of a pod set, with the marks that Kueue needs to place them.
 
-    Kueue recognizes a pod's pod set by them, and writes the pod's domain into its node selector.
-    The changes of a pod set without topology domains stay as they are.
+    Kueue recognizes the pods by a label and annotations, and writes a topology domain into the node
+    selector of each pod. If Kueue has assigned no topology domains to the pod set, the changes stay
+    as they are.
     """
     if not assignment.get("topologyAssignment"):
         return changes
@@ -259,14 +267,16 @@ def _with_topology(
     asked = sets.get(name, {}).get("topologyRequest") or {}
     marks = {ANNOTATION_WORKLOAD: workload}
     if not asked.keys() & {*TOPOLOGIES, "unconstrained"}:
-        marks[UNCONSTRAINED] = "true"  # All flavors of the queue have a topology.
+        # The job asked for no topology, so all flavors of the queue have one.
+        marks[UNCONSTRAINED] = "true"
     return added(changes, {"labels": {"kueue.x-k8s.io/podset": name}, "annotations": marks}, None)
 
 
 def added(changes: PodChanges, more: Mapping[str, Any], selector: Mapping[str, str] | None) -> PodChanges:
-    """Return these changes together with those of a flavor or an admission check.
+    """Return these changes combined with the changes from a flavor or an admission check.
 
-    The added changes are `selector`, and the tolerations, labels and annotations in `more`.
+    `selector` has the additional node selector. `more` has the additional tolerations, labels and
+    annotations.
     """
     tolerations = [t for t in more.get("tolerations") or () if t not in changes.tolerations]
     return PodChanges(

@@ -1,19 +1,22 @@
 """Follows coordinators. Each job has one pending request, its last report, and a wake-up for news.
 
-A reconcile reads the reports kept here and never waits for a coordinator. Coordinators run users'
-images, so one that hangs, floods or lies must harm only its own job. Still, a break should wake its
-job within a moment, even with a thousand jobs.
+A reconcile reads the reports that are kept here, and never waits for a coordinator. Coordinators
+run the images of users. A coordinator that hangs, sends too much or reports something wrong must
+therefore harm only its own job. Nevertheless, a break should wake its job within a moment, even if
+there are a thousand jobs.
 
-- The coordinator holds a request until it has news, or for `progress_seconds`. So a quiet job costs
-  one request every 10 s, and proportionally fewer with more than JOBS jobs.
+- A coordinator holds a request until it has news, or until `progress_seconds` have passed. A job
+  without news therefore costs one request every 10 s. If there are more than JOBS jobs, each of
+  them costs proportionally fewer requests.
 - News is a change that affects decisions (`_news`): a break, a different state or round, or
   different members, but not the step. It wakes the job, but not twice within WAKE_SECONDS.
-- The first BURST requests are PAUSE seconds apart, later ones SLOW_PAUSE. So a coordinator that
-  always has news is asked once a second.
-- All coordinators' reports together stay below READ_BYTES per second. Only coordinators with large
-  reports wait to meet this limit, for at most LONGEST_SHARE.
-- If a coordinator stops responding, its last report is valid for STALE_SECONDS and is then dropped.
-  Retries follow after 0.5 s, then after twice as long each time, up to LONGEST_RETRY.
+- The first BURST requests after a quiet period are PAUSE seconds apart, and later ones are
+  SLOW_PAUSE seconds apart. A coordinator that always has news is therefore asked once a second.
+- The reports of all coordinators together stay below READ_BYTES per second. To meet this limit,
+  only requests to coordinators with large reports are delayed, by at most LONGEST_SHARE seconds.
+- If a coordinator stops responding, its last report stays valid for STALE_SECONDS and is then
+  dropped. The request is sent again after FIRST_RETRY seconds, and this delay doubles each time, up
+  to LONGEST_RETRY seconds.
 
 Example with 200 jobs, in one of which a rank fails:
 
@@ -38,39 +41,44 @@ from ddpjob.engine.ports import JobKey
 
 log = logging.getLogger("ddpjob.coordinator")
 PROGRESS_SECONDS, LONGEST_WAIT = 10.0, 60.0
-"""How long, in seconds, a coordinator holds a request without news. This limits the age of the
-reported progress. PROGRESS_SECONDS applies to up to JOBS jobs and grows in proportion to the number
-of jobs beyond that. Coordinators themselves enforce the upper limit, LONGEST_WAIT."""
+"""Number of seconds for which a coordinator holds a request if it has no news. The reported
+progress is never much older than this. PROGRESS_SECONDS applies to up to JOBS jobs, and the time
+grows in proportion to any larger number of jobs. Coordinators do not hold a request for longer than
+LONGEST_WAIT."""
 JOBS = 50
 PAUSE, SLOW_PAUSE = 0.1, 1.0
-"""Delays in seconds between requests to one coordinator: during the first BURST requests, and
-later."""
+"""Delays in seconds between two requests to the same coordinator. PAUSE applies to the first BURST
+requests after a quiet period, and SLOW_PAUSE to all further ones."""
 BURST = 10
 WAKE_SECONDS = 1.0
-"""Minimum delay in seconds between wake-ups of one job. The first news after a quiet second wakes
-the job immediately."""
+"""Minimum delay in seconds between two wake-ups of the same job. If there has been no wake-up for
+that long, news wakes the job immediately."""
 FIRST_RETRY, LONGEST_RETRY = 0.5, 10.0
-"""Delays in seconds between retries. The longest one is also how long a user waits for the current
-state after a network has recovered."""
+"""Shortest and longest delay in seconds before a failed request is sent again. When the network has
+recovered, a user waits at most for the longest delay to see the current state."""
 LONGEST_SHARE = 30.0
-"""Maximum time in seconds that a coordinator with a large report waits for the reports of
-others."""
+"""Maximum time in seconds for which a coordinator with a large report has to wait so that the
+reports of other coordinators can be read."""
 STALE_SECONDS = 3.0
-"""How long a coordinator may be silent, in seconds, before its report is dropped."""
+"""Number of seconds without a response after which a coordinator's last report is dropped."""
 READ_BYTES = 25_000_000
-"""Maximum number of bytes of reports per second from all coordinators, about half of what one CPU
-can read."""
+"""Maximum number of bytes that are read per second from the reports of all coordinators. One CPU
+can read about twice as much."""
 
 
 @dataclass
 class FollowedCoordinator:
-    """A job whose coordinator is followed. Times are given by the event loop's clock."""
+    """A coordinator whose reports are requested, with its last report.
+
+    Times are in seconds on the event loop's clock.
+    """
 
     target: Target
     task: asyncio.Task[None] | None = None
     report: Report | None = None
     failing_since: float | None = None
-    """When the coordinator stopped responding; None if it responded to the last request."""
+    """The time at which the coordinator stopped responding. None if it responded to the last
+    request."""
     answered: float = field(default=float("-inf"))
     news: Any = None
     failures: int = 0
@@ -80,15 +88,15 @@ class FollowedCoordinator:
     woken: float = field(default=float("-inf"))
     wake: asyncio.TimerHandle | None = None
     refusal: str = ""
-    """Why the coordinator's last response could not be used. Empty if it could be used, or if there
-    was none."""
+    """The reason why the coordinator's last response could not be used. Empty if it could be used,
+    or if there was no response."""
 
 
 class ReportWatch:
-    """Follows coordinators.
+    """Requests reports from the coordinators of all running jobs.
 
-    `wake(job)` is called when the job's coordinator reports a break or a different state, or stops
-    responding.
+    `wake(job)` is called when the job's coordinator reports a break or a different state, and when
+    it stops responding.
     """
 
     def __init__(self, wake: Callable[[JobKey], None], client: CoordinatorClient | None = None) -> None:
@@ -105,7 +113,10 @@ class ReportWatch:
         await self._client.close()
 
     def follow(self, key: JobKey, target: Target | None) -> None:
-        """Follow this coordinator instead of the job's previous one. None stops following."""
+        """Request reports from this coordinator, and no longer from the job's previous one.
+
+        If `target` is None, no reports are requested for the job.
+        """
         before = self._followed.get(key)
         if (before.target if before is not None else None) == target:
             return
@@ -121,42 +132,44 @@ class ReportWatch:
             followed.task = asyncio.create_task(self._run(key, followed))
 
     def report(self, key: JobKey) -> Report | None:
-        """Return the job's last report.
+        """Return the last report of the job's coordinator.
 
-        The result is None while the job's coordinator does not respond or has not been asked.
+        The result is None if the coordinator has not responded yet, or has stopped responding.
         """
         followed = self._followed.get(key)
         return followed.report if followed is not None else None
 
     def refusal(self, key: JobKey) -> str:
-        """Return why the coordinator's last response could not be used.
+        """Return the reason why the coordinator's last response could not be used.
 
-        The result is empty if it could be used, or if there was none.
+        The result is empty if it could be used, or if there was no response.
         """
         followed = self._followed.get(key)
         return followed.refusal if followed is not None else ""
 
     def count(self, *, answers: bool) -> int:
-        """Return how many coordinators responded to the last request, or how many did not.
+        """Return the number of coordinators that responded to the last request.
 
-        May be called from any thread.
+        With `answers=False`, return the number of those that did not respond. This method can be
+        called from any thread.
         """
         return sum((followed.failing_since is None) == answers for followed in list(self._followed.values()))
 
     def is_asking(self, key: JobKey) -> bool:
-        """Whether the coordinator's first response is still pending."""
+        """Whether the first request to the coordinator has neither succeeded nor failed yet."""
         followed = self._followed.get(key)
         return followed is not None and followed.report is None and followed.failing_since is None
 
     # --- one coordinator
 
     async def _run(self, key: JobKey, followed: FollowedCoordinator) -> None:
-        """Follow one coordinator until cancelled."""
+        """Request reports from one coordinator, one after the other, until cancelled."""
         link = CoordinatorLink(self._client, followed.target)
         while True:
             try:
                 report = await link.report(followed.report, self.progress_seconds)
-            except Exception as error:  # The next response may be usable.
+            # Keep asking, because the next response may be usable.
+            except Exception as error:
                 self._failed(key, followed, error)
                 await asyncio.sleep(min(LONGEST_RETRY, FIRST_RETRY * 2 ** min(followed.failures - 1, 10)) * _jitter())
             else:
@@ -165,25 +178,26 @@ class ReportWatch:
 
     @property
     def progress_seconds(self) -> float:
-        """Maximum age of a coordinator's progress in seconds."""
+        """Maximum age in seconds of the progress that a coordinator reports."""
         return min(LONGEST_WAIT, PROGRESS_SECONDS * max(1.0, len(self._followed) / JOBS))
 
     def _share(self, followed: FollowedCoordinator, size: int) -> float:
-        """Return how long to wait so that all reports stay below READ_BYTES per second.
+        """Return the delay that keeps all reports together below READ_BYTES per second.
 
-        The wait is the time to read the last reports of all coordinators at this rate. If this
-        report is smaller than the average, all reports are taken to have its `size`. So a large
-        report waits only if many reports are large, and a small report never waits for large ones.
+        The delay is the time that it takes to read the last reports of all coordinators at this
+        rate. If this report is smaller than the average, the delay is computed as if all reports
+        had its `size`. A large report therefore waits only if many reports are large, and a small
+        report never waits because of large ones.
         """
         self._bytes += size - followed.size
         followed.size = size
         return min(LONGEST_SHARE, min(self._bytes, len(self._followed) * size) / READ_BYTES)
 
     def _pause(self, followed: FollowedCoordinator) -> float:
-        """Return the delay before the next request.
+        """Return the delay before the next request to this coordinator.
 
-        A coordinator that always has news is asked once a second, because it cannot wake its job
-        more often.
+        If a coordinator always has news, it is asked once a second. More requests would be useless,
+        because its job is woken at most once a second.
         """
         now = _now()
         followed.credit = min(BURST, followed.credit + now - followed.answered) - 1
@@ -217,7 +231,7 @@ class ReportWatch:
             self._plan_wake(key, followed)
 
     def _plan_wake(self, key: JobKey, followed: FollowedCoordinator) -> None:
-        """Wake the job, but not twice within WAKE_SECONDS."""
+        """Wake the job as soon as WAKE_SECONDS have passed since its last wake-up."""
         if followed.wake is not None:
             return
         left = followed.woken + WAKE_SECONDS - _now()
@@ -240,15 +254,16 @@ def _jitter() -> float:
 
 
 def _news(report: Report) -> Any:
-    """Return the parts of a report that require an immediate reconcile if they change.
+    """Return the parts of a report in which a change requires an immediate reconcile.
 
-    For progress, only the set of reported figures matters, not their values.
+    Of the progress, this includes which figures are reported, but not their values.
     """
     members = [(m.pod, m.state) for m in report.members]
     lost = [m.pod for m in report.lost]
     settings = report.nodes, report.min_nodes, report.hang_after, report.hangs, report.backoff
     last = [i.id for i in report.incidents[-1:]]
     recovery = report.recovery.last_seconds, progress_news(report.progress)
-    # Leave out the time, which differs in each report, because clocks are compared each time.
+    # The start of the overdue step is left out. It is computed again for each report by comparing
+    # clocks, so it would look like a change.
     overdue = report.overdue and (report.overdue.where, report.overdue.activity)
     return report.state, report.round, last, members, lost, len(report.notes), settings, recovery, overdue

@@ -22,12 +22,12 @@ log = logging.getLogger("ddpjob.schema")
 
 LOOK_SECONDS, RETRY_SECONDS = 60.0, 2.0
 UNKNOWN_SECONDS = 45.0
-"""How long, in seconds, an unknown schema may keep the operator from acting. Afterwards the
-operator acts without the check. A schema is unknown after a 429 or 5xx response, if the index does
-not list the schema, or if only requests for the schema get no response."""
+"""Number of seconds for which an unknown schema can keep the operator from acting. Afterwards the
+operator acts without the check. The schema is unknown if the API server responds with 429 or 5xx,
+if its index does not list the schema, or if it answers all requests except those for the schema."""
 INDEX = "/openapi/v3"
-"""The index of schemas. Every authenticated client may read it, so no permission to read CRDs is
-needed."""
+"""URL path of the index of all schemas. Every authenticated client may read it, so the operator
+needs no permission to read CRDs."""
 _API, _SCHEMA = f"apis/{GROUP}/{VERSION}", ".".join([*reversed(GROUP.split(".")), VERSION, KIND])
 _NOT_INSTALLED = ("status",)
 _SHOWN = 5
@@ -35,32 +35,34 @@ REMEDY = "kubectl apply --server-side --force-conflicts --filename charts/ddpjob
 
 
 class ServedSchema:
-    """Checks the API server's schema every minute.
+    """Checks every minute which status fields the API server's schema has.
 
-    While the schema lacks fields, it is checked every RETRY_SECONDS.
+    While the schema lacks fields that this operator writes, it is checked every RETRY_SECONDS.
     """
 
     def __init__(self, rest: Rest) -> None:
         self.rest = rest
         self.missing: tuple[str, ...] | None = None
-        """Status fields that the API server would drop; None if they are not known yet."""
+        """Paths of the status fields that the API server would drop. None if they are not known
+        yet."""
         self._fits = asyncio.Event()
         self._seen = ""
-        """URL of the last schema that was read. It contains the schema's hash."""
+        """URL of the schema that was read last. The URL contains a hash of the schema, so it
+        changes with the schema."""
         self._logged = float("-inf")
         self._unknown_since: float | None = None
 
     @property
     def fits(self) -> bool:
-        """Whether the operator may act."""
+        """Whether the schema has all fields, so that the operator may act."""
         return self.missing == ()
 
     async def wait(self) -> None:
-        """Wait until the schema fits."""
+        """Wait until the schema has all fields that this operator writes."""
         await self._fits.wait()
 
     async def run(self) -> None:
-        """Check the schema until cancelled."""
+        """Check the schema again and again until cancelled."""
         now = asyncio.get_running_loop().time
         while True:
             began = now()
@@ -76,8 +78,8 @@ class ServedSchema:
                 elif now() - self._unknown_since >= UNKNOWN_SECONDS:
                     self._judge(self.missing or ())
             except Exception as error:
-                # The permission may be missing, or a proxy may block the request. The check is
-                # helpful but not required.
+                # The operator may lack the permission, or a proxy may block the request. The check
+                # is useful but not necessary, so the operator acts without it.
                 log.log(
                     logging.DEBUG if self.missing == () else logging.INFO,
                     "the served schema could not be checked: %r",
@@ -87,7 +89,10 @@ class ServedSchema:
             await asyncio.sleep(LOOK_SECONDS if self.fits else RETRY_SECONDS)
 
     async def look(self) -> None:
-        """Compare the served schema once with the fields that the operator writes."""
+        """Compare the schema that the API server serves with the fields that this operator writes.
+
+        The schema is read only if its URL has changed since the last comparison.
+        """
         index = await self.rest.request("GET", INDEX)
         address = str(index["paths"].get(_API, {}).get("serverRelativeURL", ""))
         if not address:
@@ -108,7 +113,7 @@ class ServedSchema:
             self._judge(self.missing)
 
     async def _rest_answers(self) -> bool:
-        """Whether the API server responds to requests for anything other than a schema."""
+        """Whether the API server responds to a request that is not for a schema."""
         try:
             await self._is_served()
         except Unavailable as error:
@@ -118,7 +123,10 @@ class ServedSchema:
         return True
 
     async def _is_served(self) -> bool:
-        """Whether discovery lists DDPJobs. INDEX may lag behind, or a proxy may filter it."""
+        """Whether the API server's discovery lists DDPJobs.
+
+        INDEX alone does not show this, because it may lag behind, or a proxy may filter it.
+        """
         try:
             found = await self.rest.request("GET", f"/{_API}")
         except ApiError as error:
@@ -149,7 +157,10 @@ class ServedSchema:
 
 
 def lacking(ours: Mapping[str, Any], served: Any, path: str = "status") -> Iterator[str]:
-    """Yield the paths of fields in this release's schema that the served schema would drop."""
+    """Yield the paths of the status fields that the API server would drop.
+
+    `ours` is the schema of this release, and `served` is the schema that the API server serves.
+    """
     served = served if isinstance(served, Mapping) else {}
     if served.get("x-kubernetes-preserve-unknown-fields"):
         return

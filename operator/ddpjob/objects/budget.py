@@ -11,18 +11,20 @@ from ddpjob.objects.service import make_object, metadata
 
 
 def build_budget(job: DDPJob) -> Json:
-    """Build the budget, which has the job's name.
+    """Build the PodDisruptionBudget of a job, which has the job's name.
 
-    It selects pods by a separate label, since spec.scheduling may change for later pods.
-    Coordinators and spares are not selected, because drains are allowed to evict them at any time.
+    The budget covers only pods that train. Coordinators and spares can be evicted by a drain at any
+    time. The pods are selected by a label of their own, because a change of spec.scheduling applies
+    only to pods that are created later.
 
-    Kubernetes reads the expected number of pods, `spec.nodes`, from the job's scale subresource. If
-    a spare were selected too, Kubernetes would count one pod more than expected, and allow two
-    evictions at once.
+    Kubernetes reads the expected number of pods, which is `spec.nodes`, from the job's scale
+    subresource. If the budget also covered a spare, Kubernetes would count one more pod than
+    expected and allow two evictions at the same time.
     """
     spec = {
         "maxUnavailable": 1,
-        # A broken job must not block the drain of a Kubernetes node.
+        # Pods that are not ready can always be evicted. Otherwise a job that does not work would
+        # block the drain of a Kubernetes node.
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
         "selector": {"matchLabels": {LABEL_UID: job.uid, LABEL_ROLE: str(Role.NODE), LABEL_BUDGET: "true"}},
     }

@@ -14,9 +14,10 @@ from ddpjob.objects.service import job_labels, make_object
 
 
 def template_mark(job: DDPJob) -> str:
-    """Return a hash of the claim template and its whenDeleted; empty if the job has no template.
+    """Return a hash of the job's claimTemplate, namely of its `spec` and its whenDeleted.
 
-    A kept claim is reused only by a job with an equal hash.
+    The result is empty if the job has no claimTemplate. A job uses an existing claim again only if
+    that claim was made from a template with the same hash.
     """
     template = job.spec.storage.claim_template
     if template is None:
@@ -26,10 +27,10 @@ def template_mark(job: DDPJob) -> str:
 
 
 def build_claim(job: DDPJob) -> Json:
-    """Build the claim.
+    """Build the PersistentVolumeClaim that a job creates from its claimTemplate.
 
-    With whenDeleted Retain it has no owner, because Kubernetes would otherwise delete it with the
-    job. Raises ValueError for a job without a claimTemplate.
+    If whenDeleted is Retain, the claim has no owner, because Kubernetes deletes an object together
+    with its owner. Raises ValueError for a job without a claimTemplate.
     """
     template = job.spec.storage.claim_template
     if template is None:

@@ -30,12 +30,13 @@ from ddpjob.api.job_spec import GitCode, Json
 from ddpjob.core.world import CODE_CONTAINER
 
 DONE = ".git/ddpjob-cloned"
-"""A file that exists once the folder holds the whole commit."""
+"""Path of a file, relative to the folder with the code. The file exists once the folder contains
+the complete commit."""
 _USER = 65532
 _PROXIES = ("HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY")
 PAUSES = "1 5 15 30 0"
-"""Seconds to wait after each attempt to fetch. After the last attempt, the pod fails; recovery
-counts this failure, and a new pod tries again."""
+"""Numbers of seconds to wait after each attempt to fetch the commit. If the last attempt fails, the
+pod fails. This counts as a failure of the job, and a new pod tries again."""
 
 SCRIPT = f"""\
 set -eu
@@ -68,8 +69,10 @@ echo "code.git: commit $DDPJOB_GIT_COMMIT of $DDPJOB_GIT_URL"
 
 
 def variables(git: GitCode, folder: str, pauses: str) -> dict[str, str]:
-    """Return the script's variables. `pauses` are the seconds after each attempt, separated by
-    spaces.
+    """Return the environment variables that the script reads.
+
+    `folder` is the folder for the code. `pauses` are the seconds to wait after each attempt,
+    separated by spaces.
     """
     return {
         "DDPJOB_CODE_DIR": folder,
@@ -83,7 +86,10 @@ def variables(git: GitCode, folder: str, pauses: str) -> dict[str, str]:
 
 
 def build_clone(git: GitCode, image: str, mount: Json, env: Iterable[Json]) -> Json:
-    """Build the init container. It uses the proxies in `env`, which is the job's environment."""
+    """Build the init container that runs the script.
+
+    `env` is the job's environment. Only the proxies in it are passed on to the container.
+    """
     settings = {"safe.directory": "*"}
     found: list[Json] = [v for v in env if v["name"].upper() in _PROXIES and "value" in v]
     if git.secret_name:
@@ -101,7 +107,8 @@ def build_clone(git: GitCode, image: str, mount: Json, env: Iterable[Json]) -> J
     }
     values["GIT_CONFIG_COUNT"] = str(len(settings))
     for number, (key, value) in enumerate(settings.items()):
-        # The kubelet replaces $(NAME) and $$ in values; the helper contains neither.
+        # In the values of variables, the kubelet would replace $(NAME) and $$. The credential
+        # helper contains neither of them.
         values |= {f"GIT_CONFIG_KEY_{number}": key, f"GIT_CONFIG_VALUE_{number}": value}
     return {
         "name": CODE_CONTAINER,

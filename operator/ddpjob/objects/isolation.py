@@ -12,14 +12,14 @@ from ddpjob.objects.platform import Platform
 from ddpjob.objects.service import make_object, metadata
 
 TOKEN_KEY = "token"
-"""The token's key in the Secret."""
+"""Name of the key in the Secret whose value is the token."""
 
 
 def build_token(job: DDPJob, platform: Platform) -> Json:
-    """Build the Secret with the job's token, which the `view` role cannot read.
+    """Build the Secret that contains the job's token.
 
-    The operator creates the Secret but never reads it, because the Secret's name alone determines
-    its content.
+    Users with Kubernetes' `view` role cannot read Secrets. The operator creates this Secret but
+    never reads it, because the name of the Secret already determines its content.
     """
     data = {TOKEN_KEY: platform.token(job)}
     meta = metadata(job, platform.token_secret(job))
@@ -27,7 +27,7 @@ def build_token(job: DDPJob, platform: Platform) -> Json:
 
 
 def token_variable(job: DDPJob, platform: Platform) -> Json:
-    """Build the environment variable DDPJOB_TOKEN of the job's containers."""
+    """Build the environment variable DDPJOB_TOKEN, which all containers of the job have."""
     secret = platform.token_secret(job)
     if not secret:
         return {"name": "DDPJOB_TOKEN", "value": platform.token(job)}
@@ -35,10 +35,11 @@ def token_variable(job: DDPJob, platform: Platform) -> Json:
 
 
 def policy_name(job: DDPJob, platform: Platform) -> str:
-    """Return the name of the job's NetworkPolicy; empty if the job does not get one.
+    """Return the name of the job's NetworkPolicy, or an empty string if the job does not get one.
 
-    The name contains a hash of the content, so an operator that was moved or has different metrics
-    peers creates an additional policy. The older policy can stay, because policies are additive.
+    The name contains a hash of the policy's content. If the operator is moved, or other peers may
+    read metrics, the content changes, and the operator creates a second policy. The first policy
+    can stay, because NetworkPolicies only add permissions.
     """
     if not job.spec.isolated or platform.operator_peer is None:
         return ""
@@ -47,19 +48,20 @@ def policy_name(job: DDPJob, platform: Platform) -> str:
 
 
 def build_policy(job: DDPJob, platform: Platform) -> Json:
-    """Build the NetworkPolicy for the job's pods.
+    """Build the NetworkPolicy that limits the connections to the job's pods.
 
-    It admits the job's own pods on all ports, and the operator on the coordinator's port.
+    The job's own pods may connect to all ports. The operator, and the peers that read metrics, may
+    connect only to the coordinator's port.
     """
     meta = metadata(job, policy_name(job, platform))
     return make_object("networking.k8s.io/v1", "NetworkPolicy", meta, spec=_policy(job, platform))
 
 
 def _policy(job: DDPJob, platform: Platform) -> Json:
-    """Return the policy's spec.
+    """Return the `spec` of the NetworkPolicy.
 
-    It selects pods by a separate label, because spec.network may change while a job is suspended,
-    and the change applies only to later pods.
+    The policy selects pods by a label of their own. spec.network may change while a job is
+    suspended, and the change applies only to pods that are created later.
     """
     own = {"matchLabels": {LABEL_UID: job.uid}}
     port = {"protocol": "TCP", "port": job.spec.rendezvous.endpoint_port}

@@ -12,55 +12,61 @@ from ddpjob.api.job_status import JobStatus
 from ddpjob.core.world import coordinator_pod_name, node_pod_name
 
 COORDINATOR_HOSTNAME = "coordinator"
-"""Hostname of every coordinator pod in Fast mode."""
+"""The hostname that every coordinator pod has in Fast mode."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Platform:
-    """Settings of the platform. The defaults are for Kubernetes.
+    """Settings in which a cluster and a single machine differ.
 
-    `operator_key` is the secret from which the jobs' tokens are derived.
+    The defaults are those for Kubernetes. `operator_key` is the secret from which the tokens of all
+    jobs are derived.
     """
 
     operator_key: bytes
     python: str = "python3"
     runtime_path: str = "/opt/ddpjob"
     torchrun_python: str = "/opt/ddpjob/ddpjob_worker.py"
-    """The file that torchrun in a `command` starts instead of Python for its workers: the runtime's
-    worker.py."""
+    """The program with which torchrun in a `command` starts its workers, in place of Python. It is
+    worker.py from the runtime."""
     data_path: str | None = None
-    """A folder that replaces the mount path of spec.storage.data; None keeps the path."""
+    """Path of the training data if it is not the mount path in spec.storage.data, otherwise
+    None."""
     checkpoint_path: str | None = None
-    """A folder that replaces the mount path of spec.storage.checkpoints; None keeps the path."""
+    """Path of the checkpoints if it is not the mount path in spec.storage.checkpoints, otherwise
+    None."""
     code_path: str | None = None
-    """A folder that replaces CODE_FOLDER for spec.code; None keeps CODE_FOLDER."""
+    """Path of the code from spec.code if it is not CODE_FOLDER, otherwise None."""
     git_image: str = "docker.io/alpine/git:2.49.1"
-    """The image with the git that clones spec.code.git. It also contains sh."""
+    """The image of the init container that clones spec.code.git. It must contain git and sh."""
     operator_peer: Json | None = None
-    """The operator's pods as a NetworkPolicy peer. If None, they are unknown, and no policy
-    is created."""
+    """A NetworkPolicy peer that matches the operator's own pods. If it is None, these pods are not
+    known, and no NetworkPolicy is created."""
     metrics_peers: tuple[Json, ...] = ()
-    """Other peers that are admitted to the coordinators' port, so that they can read metrics."""
+    """Further NetworkPolicy peers that may connect to the port of coordinators in order to read
+    metrics."""
     coordinator_listens_on: str = ""
-    """The address that the coordinator and its store listen on. If empty, the coordinator listens
-    on all of its pod's addresses, as the kubelet and `kubectl port-forward` require. The store has
-    no authentication, so it then listens only on POD_IP."""
+    """The address on which the coordinator and its store listen. If it is empty, the coordinator
+    listens on all addresses of its pod, because the kubelet and `kubectl port-forward` need that.
+    The store then listens only on POD_IP, because it has no authentication."""
     checkpoints_shared: bool | None = None
-    """Whether all nodes see the same checkpoints; None if this depends on the kind of volume."""
+    """Whether all nodes see the same checkpoint files. None if this depends on the kind of the
+    volume."""
 
     def bucket_folder(self, job: DDPJob) -> str:
-        """Return the job's own folder below storage.checkpoints.url.
+        """Return the path of the job's folder, relative to storage.checkpoints.url.
 
-        Of the cluster's other jobs, only later ones with the same name use this folder too.
+        No other job that exists in this cluster uses the folder. A later job with the same name and
+        namespace uses it again.
         """
         return f"{job.namespace}/{job.name}"
 
     def coordinator_host(self, job: DDPJob, status: JobStatus) -> str:
-        """Return the coordinator's host name, which every pod of the job can resolve.
+        """Return the host name under which the pods of the job reach its coordinator.
 
-        In Standard mode it changes with the generation, because a name server may still return an
-        old address. In Fast mode it is the same for every coordinator of the job, because nodes
-        outlive their coordinator and look up the next one.
+        In Standard mode, each generation has a new name, because a name server may still return the
+        old address for the old name. In Fast mode, every coordinator of the job has the same name.
+        The nodes stay when their coordinator is lost, and look up this name to find the next one.
         """
         if job.spec.fast:
             return f"{COORDINATOR_HOSTNAME}.{job.name}"
@@ -69,38 +75,42 @@ class Platform:
         return f"{coordinator_pod_name(job, status.rendezvous.generation)}.{job.name}"
 
     def store_host(self, job: DDPJob, status: JobStatus) -> str:
-        """Return the host of the rendezvous store, as it appears in torchrun's endpoint."""
+        """Return the host name of the rendezvous store that torchrun gets as its endpoint."""
         return self.coordinator_host(job, status)
 
     def first_host(self, job: DDPJob, status: JobStatus) -> str:
-        """Return the host name of index 0's pod in the current generation."""
+        """Return the host name of the current generation's pod with index 0."""
         return f"{node_pod_name(job, 0, status.slots[0].attempt)}.{job.name}"
 
     @property
     def key_mark(self) -> str:
-        """A short hash that distinguishes operator keys without revealing anything about them."""
+        """A short hash of the operator's key.
+
+        It distinguishes keys without revealing anything about them.
+        """
         return hmac.new(self.operator_key, b"mark", hashlib.sha256).hexdigest()[:6]
 
     @property
     def cluster(self) -> str:
-        """A short hash that distinguishes this operator's jobs from jobs with the same name in
-        other clusters.
+        """A short hash of the operator's key, which differs between clusters.
+
+        It distinguishes this operator's jobs from jobs with the same names in other clusters.
         """
         return self.key_mark
 
     def token(self, job: DDPJob) -> str:
-        """Return the token that the job's pods authenticate with.
+        """Return the token with which the job's pods authenticate themselves.
 
-        It is not stored, because the operator can derive it again.
+        The operator does not store the token, because it can always derive it again from its key.
         """
         return hmac.new(self.operator_key, job.uid.encode(), hashlib.sha256).hexdigest()
 
     def token_secret(self, job: DDPJob) -> str:
         """Return the name of the Secret with the job's token.
 
-        The name changes with the job's UID and the operator's key. It is derived from the key, so
-        that nobody can create a Secret with this name in advance. If the name is empty, the token
-        is in the environment of the job's processes instead.
+        The name depends on the job's UID and on the operator's key. Without the key, nobody can
+        predict the name and create such a Secret in advance. On a platform without this Secret, the
+        name is empty, and the processes of the job get the token in their environment.
         """
         mark = hmac.new(self.operator_key, f"secret {job.uid}".encode(), hashlib.sha256).hexdigest()[:10]
         return f"{job.name}-token-{mark}"

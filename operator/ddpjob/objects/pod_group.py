@@ -18,27 +18,33 @@ from ddpjob.objects.service import make_object, metadata
 API_VERSION, KIND = "scheduling.k8s.io/v1alpha2", "PodGroup"
 VOLCANO_API = "scheduling.volcano.sh/v1beta1"
 VOLCANO_KIND = "PodGroup.scheduling.volcano.sh"
-"""Used instead of KIND for Volcano's PodGroups."""
+"""The name that the operator uses for the kind of Volcano's PodGroups, because Kubernetes' own
+PodGroups have the same kind."""
 QUEUE_ANNOTATION = "scheduling.volcano.sh/queue-name"
-"""The pod annotation that contains Volcano's queue."""
+"""Name of the pod annotation whose value is the Volcano queue."""
 
 
 def kind_of(manifest: Json) -> str:
-    """Return an object's kind. Volcano's PodGroups get a different kind than Kubernetes' own."""
+    """Return the kind of an object, as the operator names it.
+
+    Volcano's PodGroups get a name that differs from that of Kubernetes' own PodGroups.
+    """
     return VOLCANO_KIND if manifest["apiVersion"] == VOLCANO_API else str(manifest["kind"])
 
 
 def kind_for(job: DDPJob) -> str:
-    """Return the kind of the PodGroups that the job's scheduler reads."""
+    """Return the kind of PodGroup that the scheduler of this job reads."""
     return VOLCANO_KIND if job.spec.scheduling.by_volcano else KIND
 
 
 def build_gang(job: DDPJob, status: JobStatus) -> Json:
-    """Build the PodGroup of the current generation. Raises ValueError if `status` has no gang.
+    """Build the PodGroup of the job's current generation.
 
-    The group includes the coordinator's own pod, so that a job waiting for room does not hold any
-    resources. Disruption mode and priority take effect with the feature gate
-    WorkloadAwarePreemption; without it, the API server drops them.
+    The coordinator's own pod belongs to the group too. Otherwise it would hold resources while the
+    job waits for room. The fields for disruption and priority have an effect only with the feature
+    gate WorkloadAwarePreemption. Without it, the API server drops them.
+
+    Raises ValueError if `status` has no gang.
     """
     if status.gang is None:
         raise ValueError(f"generation {status.rendezvous.generation} of {job.name} has no gang")
@@ -51,8 +57,9 @@ def build_gang(job: DDPJob, status: JobStatus) -> Json:
     else:
         spec = {
             "schedulingPolicy": {"gang": {"minCount": members}},
-            # A group that can train with fewer nodes can lose single pods to preemption. Any other
-            # group is useless if one of its pods is missing.
+            # If the job can train with fewer nodes, the scheduler may preempt single pods of the
+            # group. Otherwise the group is useless without any one of its pods, so it is preempted
+            # as a whole.
             "disruptionMode": "Pod" if job.spec.min_nodes < job.spec.nodes else "PodGroup",
         }
     priority = (template.get("spec") or {}).get("priorityClassName") or job.spec.scheduling.priority_class_name

@@ -41,7 +41,7 @@ _OWNED_CONTAINER = {
 OWNED_VARIABLES = re.compile(r"(DDPJOB_|PET_).*|POD_IP|NODE_NAME|MASTER_ADDR|MASTER_PORT|RANK|WORLD_SIZE|LOCAL_RANK")
 _OWNED_METADATA = ("name", "generateName", "namespace", "ownerReferences", "finalizers")
 SNAPSHOT_PATH = "/run/ddpjob"
-"""The folder in memory that holds the newest states of the training."""
+"""The folder in which the newest training states are kept in memory."""
 _OWNED_MOUNTS = {
     "/opt/ddpjob": "the runtime",
     "/dev/shm": "spec.storage.sharedMemory",
@@ -49,18 +49,18 @@ _OWNED_MOUNTS = {
 }
 
 MOST_FAULTS = 20
-"""Maximum number of faults to find in one template. Each unknown field costs a comparison with all
-known fields."""
+"""Maximum number of faults that are reported for one template. It is limited because each unknown
+field is compared with the names of all known fields."""
 MORE_FAULTS = f"spec.podTemplate: more than {MOST_FAULTS} faults; correct these, then check it again"
 _SHOWN = 100
-"""Maximum number of characters shown of a name or a value."""
+"""Maximum number of characters that a message shows of a name or a value."""
 
 
 def problems(template: Mapping[str, Any], *, whole: bool = True) -> tuple[str, ...]:
-    """Return one sentence for each fault in a podTemplate, with its path and the remedy.
+    """Return one sentence for each fault in a podTemplate, with the field's path and the remedy.
 
-    After MOST_FAULTS the search stops, and MORE_FAULTS is the last sentence. If `whole` is false, a
-    job class may provide fields that the template lacks.
+    The search stops after MOST_FAULTS faults, and MORE_FAULTS is then the last sentence. If `whole`
+    is false, the template may lack fields, because a job class may provide them.
     """
     template = without_nulls(template)
     unknown = _first(_unknown_fields(template, "V1PodTemplateSpec", "spec.podTemplate"))
@@ -117,7 +117,9 @@ def _container_overrides(container: Mapping[str, Any], path: str, kind: str, *, 
         return
     for field, remedy in _OWNED_CONTAINER.items():
         if field == "resources" and set(container.get(field) or ()) == {"claims"}:
-            continue  # This is dynamic resource allocation, for which spec.resources has no field.
+            # The field contains only claims for dynamic resource allocation. spec.resources has no
+            # field for them.
+            continue
         if field in container:
             yield f"{path}.{field}: the operator sets this field; {remedy}"
     for position, variable in enumerate(container.get("env") or ()):
@@ -131,7 +133,10 @@ def _container_overrides(container: Mapping[str, Any], path: str, kind: str, *, 
 
 
 def _unknown_fields(value: Any, type_name: str, path: str) -> Iterator[str]:
-    """Check names and types of fields against the official client's models."""
+    """Yield a fault for each field that is unknown or has a value of the wrong type.
+
+    The models of the official client define the known fields and their types.
+    """
     listed = re.fullmatch(r"[Ll]ist\[(.+)\]", type_name)
     mapped = re.fullmatch(r"[Dd]ict[\[(]str, (.+)[\])]", type_name)
     if value is None:
@@ -155,7 +160,8 @@ def _unknown_fields(value: Any, type_name: str, path: str) -> Iterator[str]:
 
 
 _QUANTITIES = re.compile(r"\.(requests|limits|overhead)$")
-"""Mappings whose values may be numbers, because they are resource amounts."""
+"""Paths of mappings that may contain numbers, because their values are amounts of resources. All
+other mappings with text must contain only strings."""
 _SCALARS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "bool": (bool,), "float": (int, float)}
 _SCALAR_NAMES = {"str": "a string", "int": "an integer", "bool": "true or false", "float": "a number"}
 

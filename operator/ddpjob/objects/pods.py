@@ -43,43 +43,50 @@ from ddpjob.objects.strategic_merge import merge_into_coordinator, merge_into_no
 RUNTIME_VOLUME, SNAPSHOT_VOLUME, FETCHED_CODE_VOLUME = "ddpjob-runtime", "ddpjob-snapshots", "ddpjob-code"
 _CODE_MOUNT: Json = {"name": FETCHED_CODE_VOLUME, "mountPath": CODE_FOLDER}
 SECRET_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
-"""Keys of the Secret in storage.checkpoints.secretName. AWS tools read variables with the same
-names. The last key is optional."""
+"""Keys of the Secret that storage.checkpoints.secretName names. They equal the environment
+variables that AWS tools read. The last key is optional."""
 DATA_PREFIX = "DDPJOB_DATA_"
-"""Prefix of the variables for storage.data. The launcher reads and removes them, including the
-credentials, before the workers start."""
+"""Prefix of the environment variables that describe storage.data. The launcher reads them and
+removes them, including the credentials, before it starts the workers."""
 CODE_PREFIX = "DDPJOB_CODE_"
-"""Prefix of the variables for spec.code. The launcher treats them like those of storage.data."""
+"""Prefix of the environment variables that describe spec.code. The launcher treats them in the same
+way as those for storage.data.
+"""
 MAX_RESTARTS = 1_000_000
-"""The restart limit that torchrun gets. The operator keeps the budget itself, because it sees every
-failure."""
+"""The value of torchrun's option --max-restarts. It is practically unlimited, because the operator
+sees every failure and enforces the job's restart budget itself."""
 _SHUTDOWN_MARGIN = 2
-"""Seconds of the grace period that torchrun in a `command` keeps for itself after its workers have
-ended."""
+"""Number of seconds at the end of the pod's grace period that remain for torchrun's own exit. In a
+`command`, torchrun waits for its workers only until then."""
 
 _BACKENDS = {"nvidia.com/": "nccl", "amd.com/": "nccl", "huawei.com/": "hccl", "gpu.intel.com/": "xccl"}
 """Maps the prefix of `spec.gpuResource` to the backend that `spec.backend: auto` selects."""
 _TAINT_MARGIN = 10
-"""Additional seconds after nodeLostAfterSeconds before Kubernetes evicts pods of a lost host, so
-that the operator acts first.
+"""Number of seconds that is added to nodeLostAfterSeconds in the pods' tolerations. Kubernetes
+therefore evicts the pods of a lost host only after the operator has had time to act.
 """
 DEFAULT_GRACE = 30
 _NETWORK_SOURCES = frozenset({"persistentVolumeClaim", "nfs", "csi", "azureFile", "cephfs", "glusterfs"})
-"""Types of volumes whose files are the same in all pods that use the volume. csi without a claim
-usually mounts a bucket or a network file system, such as gcsfuse, Azure's files and blobs, or
-JuiceFS."""
+"""Kinds of volume sources whose files are the same in all pods. This includes csi, because a csi
+volume without a claim usually mounts a bucket or a network file system, such as gcsfuse, Azure's
+files and blobs, or JuiceFS."""
 _POD_IP: Json = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
 _NO_DEVICES: Json = {"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}
-"""Keeps NVIDIA's container runtime from adding devices. CUDA images request all devices by
-default."""
+"""Keeps NVIDIA's container runtime from adding devices to a container that did not request any.
+Without this variable, it adds all devices for CUDA images, which request them by default."""
 TOPOLOGY_GATE = "kueue.x-k8s.io/topology"
-"""The scheduling gate that Kueue removes once it has chosen the pod's topology domain."""
+"""The scheduling gate of pods for which Kueue chooses the topology domain. Kueue removes the gate
+once it has chosen.
+"""
 _COORDINATOR_LIMITS = {"cpu": "2", "memory": "2Gi"}
-"""The coordinator's limits, unless it requests more."""
+"""The default limits of the coordinator's container. A higher request of the job raises them."""
 
 
 def build_node(job: DDPJob, status: JobStatus, platform: Platform, index: int, attempt: int) -> Json:
-    """Build one slot's pod. `status` supplies generation, round, runtime and avoided nodes."""
+    """Build the pod of one slot.
+
+    `status` supplies its generation, round, runtime and avoided hosts.
+    """
     name = node_pod_name(job, index, attempt)
     containers = [_trainer(job, status, platform, index, attempt)]
     if index == 0 and job.spec.rendezvous.placement is Placement.MASTER:
@@ -93,8 +100,8 @@ def build_node(job: DDPJob, status: JobStatus, platform: Platform, index: int, a
     affinity = _affinity(job, status)
     if affinity:
         spec["affinity"] = affinity
-    # The role is provisional: the coordinator decides which nodes train, and the label follows its
-    # report (core.plan.actions).
+    # The role is provisional, because only the coordinator decides which nodes train. The operator
+    # later changes the label to follow the coordinator's report (see core.plan.actions).
     role = Role.NODE if index < job.spec.nodes else Role.SPARE
     pod = _pod(job, status, name, spec, _slot_labels(job, status, role, index, attempt))
     pod = merge_into_node(pod, job.spec.pod_template)
@@ -103,9 +110,9 @@ def build_node(job: DDPJob, status: JobStatus, platform: Platform, index: int, a
 
 
 def build_coordinator(job: DDPJob, status: JobStatus, platform: Platform) -> Json:
-    """Build the coordinator's own pod (placement Dedicated), which has no GPU.
+    """Build the pod of a coordinator that has a pod of its own (placement Dedicated).
 
-    The coordinator runs the job's image, because the store needs torch.
+    The pod does not request a GPU. It runs the job's image, because the store needs torch.
     """
     name = coordinator_pod_name(job, status.rendezvous.generation, status.rendezvous.attempt)
     spec = {
@@ -113,8 +120,9 @@ def build_coordinator(job: DDPJob, status: JobStatus, platform: Platform) -> Jso
         "containers": [_coordinator(job, status, platform)],
         "volumes": [_runtime_volume(status)],
     }
-    # Prefer the architecture of the job's nodes, on which the image is known to run. Without this
-    # preference, empty machines with a different architecture could attract this pod.
+    # Prefer machines with the same architecture as those of the job's nodes, where the image is
+    # known to run. Without this preference, the scheduler could place the coordinator on an empty
+    # machine with a different architecture.
     like_nodes = {"labelSelector": _node_pods(job), "topologyKey": "kubernetes.io/arch"}
     preferred = [{"weight": 100, "podAffinityTerm": like_nodes}]
     spec["nodeSelector"] = {"kubernetes.io/os": "linux"}
@@ -125,7 +133,7 @@ def build_coordinator(job: DDPJob, status: JobStatus, platform: Platform) -> Jso
         spec["hostname"] = COORDINATOR_HOSTNAME
     scheduler = (job.spec.pod_template.get("spec") or {}).get("schedulerName")
     if status.gang_waits and scheduler:
-        spec["schedulerName"] = scheduler  # A gang has a single scheduler.
+        spec["schedulerName"] = scheduler  # All pods of a gang need the same scheduler.
     pod = _pod(job, status, name, spec, _slot_labels(job, status, Role.COORDINATOR, None, status.rendezvous.attempt))
     pod = merge_into_coordinator(pod, job.spec.pod_template)
     pod["spec"] = merge(pod["spec"], job.spec.rendezvous.pod_fields)
@@ -133,11 +141,11 @@ def build_coordinator(job: DDPJob, status: JobStatus, platform: Platform) -> Jso
 
 
 def _queued(pod: Json, changes: PodChanges | None) -> Json:
-    """Return the pod with the changes from the queue's flavor and topology.
+    """Return the pod with the fields that the queue's flavor and topology add to it.
 
-    Without these changes, the pod would use machines that its quota does not cover. If the queue
-    assigns topology domains, a gate delays the pod until Kueue has written a domain into the pod's
-    node selector.
+    Without these fields, the pod could run on machines that the job's quota does not cover. If
+    Kueue assigns topology domains, the pod also gets a scheduling gate. The gate delays the pod
+    until Kueue has written a domain into its node selector.
     """
     if changes is None:
         return pod
@@ -176,10 +184,11 @@ def _slot_labels(job: DDPJob, status: JobStatus, role: Role, index: int | None, 
 
 
 def as_non_root(pod: Json) -> Json | None:
-    """Return the pod with runAsNonRoot, which a namespace may require.
+    """Return the pod with runAsNonRoot, for a namespace that rejects pods without it.
 
-    Return None if podTemplate already sets runAsNonRoot, or sets runAsUser to root. A different
-    runAsUser is not enough, because the namespace still requires runAsNonRoot.
+    Return None if the pod already sets runAsNonRoot, or if it sets runAsUser to root. A runAsUser
+    other than root does not make the addition unnecessary, because the namespace still requires
+    runAsNonRoot.
     """
     context = pod["spec"].get("securityContext", {})
     if "runAsNonRoot" in context or context.get("runAsUser") == 0:
@@ -190,7 +199,7 @@ def as_non_root(pod: Json) -> Json | None:
 def _pod_basics(job: DDPJob, status: JobStatus, name: str) -> Json:
     spec = job.spec
     patience = spec.recovery.node_lost_after_seconds + _TAINT_MARGIN
-    # Kubernetes' own default is 300 s.
+    # These tolerations replace those that Kubernetes adds on its own, which last 300 s.
     lost = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": patience}
     basics: Json = {
         "restartPolicy": "Never",
@@ -221,8 +230,8 @@ def _affinity(job: DDPJob, status: JobStatus) -> Json:
         apart = {"labelSelector": _node_pods(job), "topologyKey": job.spec.scheduling.topology_key}
         affinity["podAntiAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}
     if job.spec.scheduling.same_topology and job.spec.pods > 1:
-        # While none of the job's pods is placed, the scheduler accepts any domain for a pod that
-        # matches its own selector.
+        # A pod's own labels match this selector. The scheduler therefore accepts any domain for the
+        # job's first pod, although no matching pod has been placed yet.
         together = {"labelSelector": _node_pods(job), "topologyKey": job.spec.scheduling.same_topology}
         affinity["podAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": [together]}
     if status.avoided_nodes:
@@ -232,8 +241,8 @@ def _affinity(job: DDPJob, status: JobStatus) -> Json:
 
 def _elsewhere(status: JobStatus) -> Json:
     """Build the affinity that keeps pods off avoided Kubernetes nodes if possible."""
-    # A field selector takes only one value, so each avoided node needs a selector of its own. A
-    # term requires that all of its selectors match.
+    # A field selector takes only one value, so each avoided Kubernetes node has its own selector.
+    # All selectors are in one term, because a term requires that every one of them matches.
     fields = [
         {"key": "metadata.name", "operator": "NotIn", "values": [avoided.node]} for avoided in status.avoided_nodes
     ]
@@ -265,15 +274,15 @@ def _container(job: DDPJob, name: str, command: list[str], args: list[str]) -> J
 
 
 def _program(platform: Platform, name: str) -> list[str]:
-    """Return the command of one of the runtime's programs."""
+    """Return the command line that starts one of the runtime's programs, such as the launcher."""
     return [platform.python, f"{platform.runtime_path}/{RUNTIME_FOLDER.name}", name]
 
 
 def _trainer(job: DDPJob, status: JobStatus, platform: Platform, index: int, attempt: int) -> Json:
     command, args = _entry_point(job, status, platform)
     container = _container(job, TRAINER_CONTAINER, command, args)
-    # The operator's variables come first, so that the user's variables can refer to $(POD_IP). The
-    # schema forbids equal names.
+    # The operator's variables come first, because a variable can refer only to earlier ones, and
+    # the user's variables may refer to $(POD_IP). The schema forbids variables with equal names.
     container["env"] = [
         *_environment(job, status, platform, index, attempt),
         *_interface(job),
@@ -293,7 +302,11 @@ def _trainer(job: DDPJob, status: JobStatus, platform: Platform, index: int, att
 
 
 def _wants_devices(spec: JobSpec) -> bool:
-    """Whether a node's pod requests devices in any way, or its env selects visible devices."""
+    """Whether a node's pod uses devices.
+
+    This is the case if the spec or podTemplate requests devices in any way, or if spec.env itself
+    sets NVIDIA_VISIBLE_DEVICES.
+    """
     pod = spec.pod_template.get("spec") or {}
     trainer = trainer_of(pod)
     asked = [resources for kind in (spec.resources, trainer.get("resources") or {}) for resources in kind.values()]
@@ -310,13 +323,14 @@ def _resources(job: DDPJob) -> Json:
 
 
 def rendezvous_settings(job: DDPJob, status: JobStatus, platform: Platform) -> dict[str, str]:
-    """Return torchrun's options without their dashes.
+    """Return the values of torchrun's options by name, without the leading dashes.
 
-    The reasons are in docs/protocol.md, "Rendezvous settings".
+    The section "Rendezvous settings" of docs/protocol.md explains the values.
     """
     spec = job.spec
     store = ("c10d", platform.store_host(job, status), spec.rendezvous.port, "0.1")
-    # In Fast mode the coordinator forms the group, so there is no store and nothing to wait for.
+    # In Fast mode, the coordinator forms the group itself. There is no store for which torchrun
+    # would have to wait, so the settings in `waits` are not used.
     fast = ("ddpjob", platform.coordinator_host(job, status), spec.rendezvous.endpoint_port, "0.02")
     backend, host, port, interval = fast if spec.fast else store
     waits = [
@@ -334,8 +348,8 @@ def rendezvous_settings(job: DDPJob, status: JobStatus, platform: Platform) -> d
         "rdzv-endpoint": f"{host}:{port}",
         "rdzv-id": f"{job.uid}-{status.rendezvous.generation}",
         **({} if spec.fast else {"rdzv-conf": ",".join(waits)}),
-        # In a `command`, restarts by torchrun itself are not reported, so torchrun exits and the
-        # operator decides.
+        # With `command`, the operator would not learn of a restart by torchrun itself. torchrun
+        # therefore exits at the first failure, and the operator decides about the restart.
         "max-restarts": str(MAX_RESTARTS if spec.fast or spec.under_torchrun else 0),
         "monitor-interval": interval,
         "local-addr": "$(POD_IP)",
@@ -343,13 +357,13 @@ def rendezvous_settings(job: DDPJob, status: JobStatus, platform: Platform) -> d
 
 
 def _entry_point(job: DDPJob, status: JobStatus, platform: Platform) -> tuple[list[str], list[str]]:
-    """Return the container's command and args."""
+    """Return `command` and `args` of the trainer's container."""
     spec = job.spec
     if not spec.under_torchrun:
         return list(spec.command), list(spec.args)
     options = [f"--{name}={value}" for name, value in rendezvous_settings(job, status, platform).items()]
-    # Without `--`, torchrun would read the script's --log or --n as abbreviations of its own
-    # options.
+    # Without `--`, torchrun would take a script's option such as --log or --n for an abbreviation
+    # of one of its own options.
     program = ["-m", "--", spec.module] if spec.module else ["--", spec.script or ""]
     args = [*options, *spec.torchrun_args, *program, *spec.args]
     return _program(platform, "launcher"), args
@@ -400,11 +414,13 @@ def _environment(job: DDPJob, status: JobStatus, platform: Platform, index: int,
 
 
 def _for_command(job: DDPJob, status: JobStatus, platform: Platform) -> list[Json]:
-    """Return the variables for launchers in a `command`.
+    """Return the environment variables for a launcher that the job's `command` starts.
 
-    They are torchrun's options and, for all other launchers, the address of index 0. That address
-    contains a pod name. With `command`, all pods are replaced together. The name is therefore the
-    same in all pods of a generation, and name servers do not hold an older IP address for it.
+    They are torchrun's options and, for all other launchers, the address of the pod with index 0.
+
+    That address contains a pod name. Because all pods of such a job are replaced together, the name
+    is the same in all pods of a generation. It is also new in each generation, so name servers
+    cannot return an older IP address for it.
     """
     settings = rendezvous_settings(job, status, platform)
     grace = str(max(1, _grace(job) - _SHUTDOWN_MARGIN))
@@ -421,20 +437,22 @@ def _for_command(job: DDPJob, status: JobStatus, platform: Platform) -> list[Jso
 
 
 def _store_elsewhere(job: DDPJob) -> list[str]:
-    """Return the setting that keeps torchrun from hosting the coordinator's store.
+    """Return the setting that keeps torchrun from hosting the rendezvous store itself.
 
-    A `command` gets the setting only if the coordinator shares a pod with a node. In any other pod,
-    torchrun detects on its own that the store is on a different host. The setting would also
-    prevent `torchrun --standalone` from hosting a store of its own.
+    The coordinator hosts the store. A `command` needs the setting only if the coordinator shares a
+    pod with a node, because torchrun detects on its own that a store in a different pod is not
+    local. In all other jobs with `command` the setting is left out, since it would also prevent
+    `torchrun --standalone` from hosting its own store.
     """
     shared = job.spec.rendezvous.placement is Placement.MASTER
     return ["is_host=false"] if job.spec.under_torchrun or shared else []
 
 
 def _checkpoints_shared(job: DDPJob) -> bool:
-    """Whether all pods see the same checkpoints.
+    """Whether all pods of the job see the same checkpoint files.
 
-    Checkpoints are in storage.checkpoints, or in a podTemplate mount that replaces it.
+    The files are on the volume of storage.checkpoints, unless podTemplate mounts a different volume
+    at the same path.
     """
     storage, pod = job.spec.storage, job.spec.pod_template.get("spec") or {}
     if storage.url:
@@ -447,9 +465,9 @@ def _checkpoints_shared(job: DDPJob) -> bool:
 
 
 def _backend(spec: JobSpec) -> str:
-    """Return a backend name for init_process_group.
+    """Return the name of the backend that scripts pass to init_process_group.
 
-    Empty if `auto` has no backend for the job's devices.
+    The name is empty if spec.backend is `auto` and no backend is known for the job's devices.
     """
     if spec.backend != "auto":
         return spec.backend
@@ -459,7 +477,10 @@ def _backend(spec: JobSpec) -> str:
 
 
 def _preflight(spec: JobSpec, preflight: Preflight, folder: str) -> str:
-    """Return the settings of the launcher's checks; `folder` is the checkpoint folder."""
+    """Return the settings of the launcher's preflight as JSON.
+
+    `folder` is the checkpoint folder.
+    """
     checkpoints = spec.storage.checkpoints
     settings = {
         "group": preflight.scope is PreflightScope.GROUP,
@@ -474,9 +495,10 @@ def _preflight(spec: JobSpec, preflight: Preflight, folder: str) -> str:
 
 
 def _interface(job: DDPJob) -> list[Json]:
-    """Return the variables that select the network interface, unless the user's env sets them.
+    """Return the variables that make NCCL and Gloo use the interface of spec.network.interface.
 
-    Variables with the same names in podTemplate replace them.
+    A variable that spec.env sets is left out. Variables with the same names in podTemplate replace
+    these.
     """
     given, name = {variable["name"] for variable in job.spec.env}, job.spec.network.interface
     variables = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if name else ()
@@ -484,9 +506,9 @@ def _interface(job: DDPJob) -> list[Json]:
 
 
 def _bucket(job: DDPJob, platform: Platform) -> list[Json]:
-    """Return the variables with storage.checkpoints.url for the trainer's container.
+    """Return the trainer's environment variables for the bucket in storage.checkpoints.url.
 
-    Credentials are referred to but never copied.
+    The variables refer to the Secret with the credentials, and never contain a copy of them.
     """
     checkpoints = job.spec.storage.checkpoints
     if checkpoints is None or checkpoints.url is None:
@@ -495,17 +517,18 @@ def _bucket(job: DDPJob, platform: Platform) -> list[Json]:
         "DDPJOB_CHECKPOINT_URL": f"{checkpoints.url.rstrip('/')}/{platform.bucket_folder(job)}",
         "AWS_ENDPOINT_URL": checkpoints.endpoint,
         "AWS_REGION": checkpoints.region,
-        "AWS_DEFAULT_REGION": checkpoints.region,  # Read by boto3.
+        # boto3 reads this variable instead of AWS_REGION.
+        "AWS_DEFAULT_REGION": checkpoints.region,
     }
     found: list[Json] = [{"name": name, "value": value} for name, value in values.items() if value]
     return [*found, *_keys(checkpoints.secret_name, "")]
 
 
 def _data_bucket(job: DDPJob) -> list[Json]:
-    """Return the variables with storage.data.url for the launcher.
+    """Return the launcher's environment variables for the bucket in storage.data.url.
 
-    Other tools do not read variables with these names. They read the variables of the checkpoints'
-    bucket, which may be a different one.
+    Their names have a prefix, so that other tools do not read them. Those tools read the variables
+    without the prefix, which describe the checkpoints' bucket. The two buckets may differ.
     """
     data = job.spec.storage.data
     if data is None or data.url is None:
@@ -516,7 +539,10 @@ def _data_bucket(job: DDPJob) -> list[Json]:
 
 
 def _code(job: DDPJob, platform: Platform) -> list[Json]:
-    """Return the variables with spec.code for the launcher."""
+    """Return the launcher's environment variables for the archive of spec.code.
+
+    The result is empty if the code comes from git.
+    """
     code = job.spec.code
     if code is None or code.git:
         return []
@@ -532,7 +558,10 @@ def _code(job: DDPJob, platform: Platform) -> list[Json]:
 
 
 def _clone(job: DDPJob, platform: Platform) -> Json:
-    """Return the init container for spec.code.git as a part of the pod's spec."""
+    """Return the fields of a pod spec with the init container that clones spec.code.git.
+
+    The result is empty if the code does not come from git.
+    """
     git = job.spec.code.git if job.spec.code else None
     if git is None:
         return {}
@@ -551,7 +580,8 @@ def _keys(secret: str | None, prefix: str) -> list[Json]:
 
 def _grace(job: DDPJob) -> int:
     grace: Any = job.spec.pod_template.get("spec", {}).get("terminationGracePeriodSeconds", DEFAULT_GRACE)
-    # Kubernetes also reads a negative value as 1. The coordinator rejects values above MAX_SECONDS.
+    # Kubernetes treats a negative grace period as 1 second. The coordinator rejects values above
+    # MAX_SECONDS.
     return min(int(grace), MAX_SECONDS) if grace >= 0 else 1
 
 
@@ -590,11 +620,11 @@ def _coordinator(job: DDPJob, status: JobStatus, platform: Platform) -> Json:
 
 
 def _with_limits(resources: Json) -> Json:
-    """Return resources with limits.
+    """Return the coordinator's resources with a limit and a request for CPU and memory.
 
-    Without limits, a ResourceQuota may refuse the pod, and a LimitRange may set limits below the
-    requests. Each limit gets a request too, because Kubernetes would otherwise request as much as
-    the limit.
+    Without limits, a ResourceQuota may refuse the pod, and a LimitRange may set limits that are
+    lower than the requests. Each limit is accompanied by a request, because Kubernetes would
+    otherwise set the missing request to the value of the limit.
     """
     given = resources.get("limits", {})
     usual = default_of("spec.rendezvous.resources.requests")
@@ -631,8 +661,8 @@ def _coordinator_arguments(job: DDPJob, status: JobStatus, platform: Platform) -
 
 
 def _runtime_volume(status: JobStatus) -> Json:
-    # The files are executable, because torchrun in a `command` starts its workers through one of
-    # them.
+    # The files need the executable mode, because torchrun in a `command` starts its workers by
+    # executing one of them.
     return {"name": RUNTIME_VOLUME, "configMap": {"name": status.runtime, "defaultMode": 0o555}}
 
 

@@ -22,19 +22,21 @@ from ddpjob.api.job_spec import Json
 from ddpjob.core.world import LABEL_JOB, LABEL_MANAGED, LABEL_UID, MANAGED_BY
 
 RUNTIME_FOLDER = Path(protocol.__file__).resolve().parent
-"""The package `ddpjob_runtime`; job pods run it by its path."""
+"""Path of the package `ddpjob_runtime`. In a pod, the archive with the runtime has the same
+name."""
 SCRIPTS_PACKAGE = "ddpjob_report"
-"""The package for training scripts, in the same folder. It needs `ddpjob_bucket` and `ddpjob_pod`.
+"""Name of the package that training scripts import. It is next to `ddpjob_runtime`, and it needs
+`ddpjob_bucket` and `ddpjob_pod`.
 """
 
 
 def job_labels(job: DDPJob) -> dict[str, str]:
-    """Return the labels that all objects of a job have. The operator's watches select by them."""
+    """Return the labels by which the operator's watches select the objects of a job."""
     return {LABEL_MANAGED: MANAGED_BY, LABEL_JOB: job.name, LABEL_UID: job.uid}
 
 
 def metadata(job: DDPJob, name: str, labels: Mapping[str, str] = MappingProxyType({})) -> Json:
-    """Build the metadata of an object that is deleted with the job.
+    """Build the metadata of an object that Kubernetes deletes together with the job.
 
     `labels` are added to the labels that all objects of the job have.
     """
@@ -43,14 +45,15 @@ def metadata(job: DDPJob, name: str, labels: Mapping[str, str] = MappingProxyTyp
 
 
 def make_object(api_version: str, kind: str, meta: Json, **parts: Any) -> Json:
-    """Return an object with these parts, such as its spec."""
+    """Return a Kubernetes object that consists of this metadata and these parts, such as `spec`."""
     return {"apiVersion": api_version, "kind": kind, "metadata": meta, **parts}
 
 
 def build_service(job: DDPJob) -> Json:
-    """Build the headless service.
+    """Build the headless Service that gives the job's pods their host names.
 
-    It publishes pods that are not ready yet, because the rendezvous happens before pods are ready.
+    It also publishes the addresses of pods that are not ready, because pods become ready only after
+    the rendezvous.
     """
     spec = {
         "clusterIP": "None",
@@ -66,11 +69,14 @@ def build_service(job: DDPJob) -> Json:
 
 @cache
 def _runtime_files() -> dict[str, bytes]:
-    """Return the ConfigMap's keys (file names in the mount) and their contents.
+    """Return the content of the runtime's ConfigMap by key.
 
-    Keys cannot contain `/`, and a path for each of fifty keys would make up half of every pod's
-    manifest. The packages are therefore in an archive, which Python runs and imports directly.
-    Files that are run or found by their path are stored next to the archive.
+    In pods, each key becomes a file name.
+
+    The packages with the runtime are in one archive, which Python can run and import from. Without
+    an archive, each of about fifty files would need a key, and also a path in every pod's manifest,
+    because keys cannot contain `/`. These paths would make up half of the manifest. Files that are
+    executed or found by their path are not in the archive but have keys of their own.
     """
     files = {
         str(path.relative_to(RUNTIME_FOLDER.parent)): path.read_bytes()
@@ -80,7 +86,8 @@ def _runtime_files() -> dict[str, bytes]:
     packed = io.BytesIO()
     with ZipFile(packed, "w", ZIP_DEFLATED) as archive:
         for name, content in {"__main__.py": files[f"{RUNTIME_FOLDER.name}/__main__.py"], **files}.items():
-            # ZipInfo is dated 1980, so the bytes are always the same.
+            # ZipInfo always has the same date in 1980, so the bytes of the archive depend only on
+            # the files.
             archive.writestr(ZipInfo(name), content, ZIP_DEFLATED)
     return {
         RUNTIME_FOLDER.name: packed.getvalue(),
@@ -97,15 +104,17 @@ def _digest(files: Mapping[str, bytes]) -> str:
 
 
 DIGITS = 16
-"""Number of digits of the digest in the name. The digest makes the content trusted: forging content
-for a given name takes 2**64 attempts."""
+"""Number of hexadecimal digits of the content's digest in the ConfigMap's name. A ConfigMap whose
+content has this digest can be trusted, because somebody who wants to forge such content needs about
+2**64 attempts."""
 
 
 def holds_runtime(config_map: Json) -> bool:
-    """Whether pods of this version can mount an existing ConfigMap.
+    """Whether the pods of this version of the operator can mount an existing ConfigMap.
 
-    Its content must match its name. A ConfigMap from a different version may have other files, and
-    a ConfigMap that someone else created may have any content.
+    The ConfigMap must contain the files of this version's runtime, and its content must match the
+    digest in its name. A ConfigMap of a different version may contain other files. A ConfigMap that
+    somebody else has created may contain anything.
     """
     data = config_map.get("binaryData") or {}
     if config_map.get("immutable") is not True or config_map.get("data") or set(data) != set(_runtime_files()):
@@ -116,9 +125,10 @@ def holds_runtime(config_map: Json) -> bool:
 
 @cache
 def runtime_name() -> str:
-    """Return the name of the ConfigMap with this version's runtime.
+    """Return the name of the ConfigMap that contains this version's runtime.
 
-    A running job keeps its original runtime as long as its pods can mount that ConfigMap.
+    A running job keeps the runtime with which it started, as long as its pods can mount that
+    ConfigMap.
     """
     return f"ddpjob-runtime-{_digest(_runtime_files())}"
 
@@ -129,33 +139,34 @@ def _runtime_data() -> dict[str, str]:
 
 
 def runtime_owner(job: DDPJob) -> Json:
-    """Build a reference to the job as one of several owners.
+    """Build a reference that makes the job one of several owners of an object.
 
-    The object is deleted with its last owner.
+    Kubernetes deletes the object together with its last owner.
     """
     return {**job.reference, "blockOwnerDeletion": False}
 
 
 def runtime_jobs_name(runtime: str) -> str:
-    """Return the name of the ConfigMap that links jobs to a runtime.
+    """Return the name of the empty ConfigMap that connects jobs with a runtime.
 
-    The jobs that use the runtime own this ConfigMap, which in turn owns the runtime.
+    The jobs that use the runtime own this ConfigMap, and it owns the ConfigMap with the runtime.
     """
     return f"{runtime}-jobs"
 
 
 def build_runtime_jobs(job: DDPJob, owners: Iterable[Json]) -> Json:
-    """Build an empty ConfigMap that is owned by the namespace's jobs and keeps their runtime alive.
+    """Build the empty ConfigMap that keeps a namespace's runtime as long as it has owners.
 
-    The runtime itself is too large to be rewritten whenever a job is created or deleted.
+    The jobs of the namespace are its owners. Owners are not added to the ConfigMap with the runtime
+    itself, because that ConfigMap is too large to be written whenever a job is created or deleted.
     """
     return _shared(job, runtime_jobs_name(runtime_name()), owners)
 
 
 def build_runtime(job: DDPJob) -> Json:
-    """Build the immutable ConfigMap with the runtime and its first owner.
+    """Build the immutable ConfigMap that contains the runtime, with this job as its owner.
 
-    The pods of all jobs in the namespace mount it.
+    The pods of all jobs in the namespace mount this ConfigMap.
     """
     shared = _shared(job, runtime_name(), [runtime_owner(job)])
     return {**shared, "immutable": True, "binaryData": dict(_runtime_data())}

@@ -17,15 +17,15 @@ TMP_VOLUME = "ddpjob-tmp"
 
 
 def merge_into_node(pod: Json, template: Mapping[str, Any]) -> Json:
-    """Merge a node's pod with the whole template.
+    """Merge the whole podTemplate into the pod of a node.
 
-    In placement Master, the pod also has the coordinator's container, which gets its part of the
-    template.
+    With placement Master, this pod also contains the coordinator's container. That container gets
+    only those of the trainer's settings that a coordinator needs.
     """
     spec = dict(template.get("spec") or {})
     if spec.get("hostNetwork") and spec.get("dnsPolicy", "ClusterFirst") == "ClusterFirst":
-        # Kubernetes' default, ClusterFirst, selects the host's own name server for pods on the host
-        # network. That server cannot resolve the names of the job's pods.
+        # For a pod on the host's network, Kubernetes' default ClusterFirst means the name server of
+        # the host. That name server cannot resolve the host names of the job's pods.
         spec["dnsPolicy"] = "ClusterFirstWithHostNet"
     if any(c["name"] == COORDINATOR_CONTAINER for c in pod["spec"]["containers"]):
         spec["containers"] = [*(spec.get("containers") or ()), *_coordinator_containers(spec)]
@@ -33,15 +33,16 @@ def merge_into_node(pod: Json, template: Mapping[str, Any]) -> Json:
 
 
 def _merged(pod: Json, template: Mapping[str, Any], spec: Mapping[str, Any]) -> Json:
-    """Return `pod` with the template's metadata and `spec`.
+    """Return `pod` merged with `spec` and with the labels and annotations of the template.
 
-    The operator's labels and annotations take precedence.
+    If the operator and the template set the same label or annotation, the operator's value is used.
     """
     merged: Json = merge(pod, {"spec": spec})
     for container in merged["spec"]["containers"]:
         _keep_privileges(container.get("securityContext", {}))
     for container in (*(merged["spec"].get("initContainers") or ()), *merged["spec"]["containers"]):
-        # If a failing container writes no message, the end of its log becomes the reason.
+        # If a container fails without writing a termination message, the kubelet takes the end of
+        # its log. The reason for the failure is then visible in the pod's status.
         container.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
     _give_temporary_folder(merged["spec"])
     for kind in ("labels", "annotations"):
@@ -53,9 +54,9 @@ def _merged(pod: Json, template: Mapping[str, Any], spec: Mapping[str, Any]) -> 
 
 
 def _give_temporary_folder(spec: Json) -> None:
-    """Mount a volume at /tmp if the template makes a container's root file system read-only.
+    """Mount a volume at /tmp in each of our containers whose root file system is read-only.
 
-    Python needs a temporary folder.
+    Python needs a folder for temporary files. The template may already mount a volume at /tmp.
     """
     mount, needed = {"name": TMP_VOLUME, "mountPath": "/tmp"}, False
     for container in spec["containers"]:
@@ -71,9 +72,9 @@ def _give_temporary_folder(spec: Json) -> None:
 
 
 def _keep_privileges(context: Json) -> None:
-    """Remove a default that conflicts with privileges set in the template.
+    """Remove allowPrivilegeEscalation if the template asks for privileges that contradict it.
 
-    The API server would refuse the combination.
+    The API server would refuse a pod with both.
     """
     added = context.get("capabilities", {}).get("add", ())
     if context.get("privileged") or not {"SYS_ADMIN", "CAP_SYS_ADMIN"}.isdisjoint(added):
@@ -91,46 +92,48 @@ _COORDINATOR_SPEC = (
 )
 _COORDINATOR_CONTAINER_FIELDS = ("securityContext", "volumeMounts", "env")
 _GPU_CLASS = re.compile(r"nvidia|gpu|cuda|amd|rocm|habana|gaudi|ascend|neuron", re.IGNORECASE)
-"""Names of runtime classes for devices. Machines without devices may lack the handlers of these
-classes, whereas the handlers of kata and gVisor exist in the whole cluster.
+"""Matches the names of runtime classes that are only for machines with devices. Other machines may
+lack the handlers of these classes. Runtime classes such as kata and gVisor are not matched, because
+every machine of a cluster has their handlers.
 """
 _OF_DEVICES = re.compile(r"(?:NVIDIA|CUDA|HIP|ROCR|HSA|GPU|HABANA|ASCEND|ZE|NEURON)_")
-"""Prefixes of variables that select devices for a runtime or a library."""
+"""Matches the names of variables by which a runtime or a library selects devices."""
 _FAST_NETWORKS = (
     "k8s.v1.cni.cncf.io/networks",
     "networking.gke.io/interfaces",
     "networking.gke.io/default-interface",
 )
-"""Annotations with which Multus and GKE add interfaces to a pod. The coordinator must not get these
-interfaces, because GKE would take them from training pods, and SR-IOV does not set up a
-network for a pod that has not requested it.
+"""Annotations that make Multus or GKE add fast network interfaces to a pod. They are removed from
+the coordinator. With GKE, it would use up interfaces that training pods need, and with SR-IOV, its
+network would not be set up, because it requests no such device.
 """
 _OF_A_CONTAINER = "container.apparmor.security.beta.kubernetes.io/"
-"""Prefix of annotations that end with a container's name. The API server refuses a pod that lacks
-the container."""
+"""Prefix of annotations whose names end with the name of a container. The API server refuses a pod
+with such an annotation if the pod has no container with this name."""
 _OF_A_POD_SET = "kueue.x-k8s.io/podset-"
-"""Prefix of annotations that determine where nodes are placed. The coordinator does not get them,
-because it is a different pod set, and Kueue refuses a pod with two topology annotations."""
+"""Prefix of annotations by which Kueue places the nodes. They are removed from the coordinator,
+which belongs to a pod set of its own. Kueue refuses a pod with two annotations for the topology."""
 _MACHINE_KEYS = "kubernetes.io/"
 _LOCAL_SOURCES = ("hostPath", "emptyDir", "configMap", "secret", "projected", "downwardAPI", "image")
 _DEVICES = ("CharDevice", "BlockDevice", "Socket")
-"""hostPath types that exist only on a machine with the devices. Elsewhere, the kubelet would wait
-for them."""
+"""Types of hostPath volumes that exist only on machines with devices. On any other machine, the
+kubelet would wait for the path."""
 
 
 def merge_into_coordinator(pod: Json, template: Mapping[str, Any]) -> Json:
-    """Return the coordinator's pod with the template parts that its image needs to run.
+    """Return the coordinator's pod with those parts of podTemplate that its image needs to run.
 
-    Claims and fast networks are left out. Of nodeSelector and required node affinity, only the
-    kubernetes.io/ keys (architecture, operating system) are copied, because the coordinator does
-    not need a GPU.
+    The coordinator does not need a GPU, so it can run on machines on which nodes cannot run.
+    Therefore claims and fast networks are left out. From nodeSelector and from the required node
+    affinity, only keys that begin with kubernetes.io/ are taken, such as the architecture and the
+    operating system.
     """
     spec = template.get("spec") or {}
     taken: Json = {field: spec[field] for field in _COORDINATOR_SPEC if field in spec}
     if not _GPU_CLASS.search(spec.get("runtimeClassName") or "nvidia"):
         taken["runtimeClassName"] = spec["runtimeClassName"]
     if "securityContext" in taken:
-        # The kubelets of training machines may allow sysctls that other kubelets refuse.
+        # Sysctls are left out, because the kubelet of a machine without devices may not allow them.
         taken["securityContext"] = {k: v for k, v in taken["securityContext"].items() if k != "sysctls"}
     selector = {key: value for key, value in (spec.get("nodeSelector") or {}).items() if key.startswith(_MACHINE_KEYS)}
     if selector:
@@ -140,8 +143,9 @@ def merge_into_coordinator(pod: Json, template: Mapping[str, Any]) -> Json:
         taken["affinity"] = {"nodeAffinity": required}
     containers = _coordinator_containers(spec)
     mounted = {mount.get("name") for container in containers for mount in container.get("volumeMounts", ())}
-    # The kubelet would also wait for a sidecar's volumes, such as a fast network's, so only mounted
-    # volumes are taken. A volume without a name is taken too, so that the API server reports it.
+    # Only volumes that the coordinator mounts are taken. The kubelet would also wait for other
+    # volumes, such as those of a sidecar for a fast network. A volume without a name is kept, so
+    # that the API server reports the mistake.
     if volumes := [v for v in _local_volumes(spec) if v.get("name") in {None, *mounted}]:
         taken["volumes"] = volumes
     metadata = template.get("metadata") or {}
@@ -153,17 +157,18 @@ def merge_into_coordinator(pod: Json, template: Mapping[str, Any]) -> Json:
 
 
 def trainer_of(spec: Mapping[str, Any]) -> Json:
-    """Return the trainer's container in the template's `spec`; empty if the template does not have
-    it.
+    """Return the trainer's container in the template's `spec`.
+
+    The result is empty if the template does not contain the trainer.
     """
     return next((c for c in spec.get("containers") or () if c.get("name") == TRAINER_CONTAINER), {})
 
 
 def _machine_terms(spec: Mapping[str, Any]) -> list[Json]:
-    """Return the required node affinity terms, reduced to their kubernetes.io/ keys.
+    """Return the terms of the required node affinity, with only the keys kubernetes.io/... in them.
 
-    A machine must meet one of the terms. The result is empty if one of them would then allow any
-    machine.
+    A machine is allowed if it meets one of the terms. If a term has no such key, it would allow
+    every machine, and the result is empty.
     """
     affinity = (spec.get("affinity") or {}).get("nodeAffinity") or {}
     required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}
@@ -175,16 +180,16 @@ def _machine_terms(spec: Mapping[str, Any]) -> list[Json]:
 
 
 def _local_volumes(spec: Mapping[str, Any]) -> list[Json]:
-    """Return volumes that need neither a claim nor any part of a training machine."""
+    """Return the volumes that a pod can mount without a claim and on any machine."""
     volumes = spec.get("volumes") or ()
     return [v for v in volumes if any(source in v for source in _LOCAL_SOURCES) and not _is_of_a_training_machine(v)]
 
 
 def _is_of_a_training_machine(volume: Mapping[str, Any]) -> bool:
-    """Whether the volume exists only on training machines.
+    """Whether a volume can be mounted only on machines for training.
 
-    Such a volume is a device, or huge pages, which a container must request. On other machines, a
-    pod would wait for it.
+    Such a volume is a device or huge pages, which a container must also request. On any other
+    machine, a pod with the volume would never start.
     """
     host, memory = volume.get("hostPath") or {}, (volume.get("emptyDir") or {}).get("medium") or ""
     is_device = host.get("type") in _DEVICES or f"{host.get('path', '')}/".startswith("/dev/")
@@ -192,13 +197,13 @@ def _is_of_a_training_machine(volume: Mapping[str, Any]) -> bool:
 
 
 def _coordinator_containers(spec: Mapping[str, Any]) -> list[Json]:
-    """Return a list of one container, with the trainer's settings that the coordinator needs too.
+    """Return the coordinator's container with the settings that it takes from the trainer's.
 
-    The coordinator's container runs the trainer's image. The list is empty if there are no such
-    settings.
+    It needs some of them because it runs the same image. The result is a list with this one
+    container, or an empty list if the template has no such settings.
     """
-    # Keep a volume without a name: the API server refuses it, and the job's condition shows the
-    # path from the refusal.
+    # A volume without a name is kept here. The API server refuses it, and the job's condition then
+    # shows the path of the mistake.
     names = {v.get("name") for v in _local_volumes(spec)}
     trainer = trainer_of(spec)
     container = {field: trainer[field] for field in _COORDINATOR_CONTAINER_FIELDS if field in trainer}
@@ -207,7 +212,8 @@ def _coordinator_containers(spec: Mapping[str, Any]) -> list[Json]:
     if "env" in container:
         container["env"] = [e for e in container["env"] if not _OF_DEVICES.match(e.get("name") or "")]
     if "volumeMounts" in container:
-        # A subPathExpr may name variables that only the trainer has.
+        # Mounts with a subPathExpr are left out, because the expression may refer to variables that
+        # only the trainer has.
         mounts = (m for m in container["volumeMounts"] if "subPathExpr" not in m)
         container["volumeMounts"] = [m for m in mounts if m.get("name") in names]
     return [{"name": COORDINATOR_CONTAINER, **container}] if container else []

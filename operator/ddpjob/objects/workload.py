@@ -17,17 +17,17 @@ from ddpjob.objects.service import make_object, metadata
 
 API_VERSION, KIND = "kueue.x-k8s.io/v1beta2", "Workload"
 NODE_SET, COORDINATOR_SET = "node", "coordinator"
-"""Names of the Workload's pod sets: the slots' pods, including spares, and the coordinator's own
-pod."""
+"""Names of the Workload's two pod sets. The first consists of the pods of all slots, including
+spares, and the second of the coordinator's own pod."""
 LABEL_SHAPE = "ddpjob.io/queue-shape"
 LABEL_ADDITIONAL = "ddpjob.io/queue-additional"
-"""Marks a Workload that asks only for additional pods of an elastic job."""
+"""Label of a Workload that asks only for more pods of an elastic job that already has quota."""
 TOPOLOGIES = {"required": ONE_DOMAIN, "preferred": "kueue.x-k8s.io/podset-preferred-topology"}
-"""Maps fields of a pod set's topologyRequest to the annotations of podTemplate that set them."""
+"""Maps each field of a pod set's topologyRequest to the annotation in podTemplate that sets it."""
 UNCONSTRAINED = "kueue.x-k8s.io/podset-unconstrained-topology"
 _SLICE, _SLICE_SIZE = "kueue.x-k8s.io/podset-slice-required-topology", "kueue.x-k8s.io/podset-slice-size"
 PRIORITY_CLASSES = {"WorkloadPriorityClass": "kueue.x-k8s.io", "PriorityClass": "scheduling.k8s.io"}
-"""Maps kinds of priority classes to their API groups."""
+"""Maps each kind of priority class to its API group."""
 
 _POD_FIELDS = ("nodeSelector", "tolerations", "priorityClassName", "runtimeClassName", "schedulerName", "overhead",
                "resources", "resourceClaims")  # fmt: skip
@@ -35,13 +35,16 @@ _CONTAINER_FIELDS = ("name", "image", "resources", "restartPolicy")
 
 
 def build_workload(job: DDPJob, platform: Platform, asked: CreateWorkload) -> Json:
-    """Build the request for a number of slots' pods and, unless they are additional, the
-    coordinator's own pod.
+    """Build a Workload that asks Kueue for the quota of a job's pods.
 
-    A Workload can allow Kueue to admit only some of its pods, or can replace the Workload that
-    holds the quota. Kueue rejects a Workload that does both. Kueue reads the priority from
-    `spec.priority`, which is not set here: the code that creates the Workload looks up the value in
-    the priority class.
+    `asked` has the number of slots' pods. The coordinator's own pod is included, unless the
+    Workload asks only for additional pods.
+
+    A Workload can permit Kueue to admit only some of its pods, or it can replace the Workload that
+    holds the job's quota. Kueue rejects a Workload that does both.
+
+    Kueue reads the priority from `spec.priority`. This field is not set here. The code that sends
+    the Workload to the API server reads the value from the priority class and adds it.
     """
     plain = JobStatus(slots=(Slot(),))
     nodes = _pod_set(NODE_SET, build_node(job, plain, platform, 0, 0), asked.pods)
@@ -60,8 +63,9 @@ def build_workload(job: DDPJob, platform: Platform, asked: CreateWorkload) -> Js
 
 
 def _topology_request(job: DDPJob) -> Json:
-    """Return what podTemplate's annotations ask of Kueue's topology-aware scheduling, which puts
-    consecutive slots in the same domain.
+    """Return the pod set's topologyRequest, as the annotations of podTemplate determine it.
+
+    With this request, Kueue places pods of consecutive slots in the same topology domain.
     """
     given: Json = (job.spec.pod_template.get("metadata") or {}).get("annotations") or {}
     request: Json = {"podIndexLabel": LABEL_INDEX}
@@ -85,9 +89,9 @@ def _priority(job: DDPJob) -> Json:
 
 
 def _pod_set(name: str, pod: Json, number: int) -> Json:
-    """Build a pod set with the fields that determine quota and flavor.
+    """Build a pod set with only those fields of the pod that determine its quota and flavor.
 
-    Environment variables are omitted, since their values may be confidential.
+    Environment variables are left out, because their values may be confidential.
     """
     whole = pod["spec"]
     spec: Json = {field: whole[field] for field in _POD_FIELDS if field in whole}
@@ -104,19 +108,19 @@ def _pod_set(name: str, pod: Json, number: int) -> Json:
 
 
 def marked(workload: Json, now: datetime, *, condition: str, reason: str, message: str) -> Json:
-    """Return the Workload with a condition set to True."""
+    """Return the Workload with one of its conditions set to True."""
     return _with_conditions(workload, {condition: ("True", reason, message)}, now)
 
 
 _REQUEUED_AT_ONCE = ("Preempted", "NodeFailures")
-"""Eviction reasons after which a Workload can be admitted immediately. After any other reason,
-Kueue decides when."""
+"""Reasons for an eviction after which Kueue may admit the Workload again at once. After an eviction
+for any other reason, Kueue itself decides when the Workload can be admitted again."""
 
 
 def released(workload: Json, now: datetime) -> Json | None:
-    """Return an evicted Workload without its quota, as Kueue does for its own jobs.
+    """Return an evicted Workload without its quota, or None if the Workload is not evicted.
 
-    Return None if it is not evicted.
+    The changes are the same as those that Kueue makes for the kinds of jobs that it manages itself.
     """
     known = {c["type"]: c for c in workload["status"].get("conditions") or ()}
     evicted = known.get("Evicted", {})
@@ -135,9 +139,9 @@ def released(workload: Json, now: datetime) -> Json | None:
 
 
 def _with_conditions(workload: Json, changes: dict[str, tuple[str, str, str]], now: datetime) -> Json:
-    """Return the Workload with changed conditions.
+    """Return the Workload with some of its conditions changed.
 
-    `changes` maps a type to its status, reason and message.
+    `changes` maps the type of each changed condition to its new status, reason and message.
     """
     status = workload.get("status") or {}
     conditions = {c["type"]: c for c in status.get("conditions") or ()}

@@ -1,16 +1,17 @@
 """torchrun's elastic agent, controlled by the coordinator: reports failures and obeys `restart`.
 
-torchrun alone would restart its workers when it sees a failure, wait 30 s for a hung one, and leave
-children behind. Here the coordinator decides, and a round's workers are gone before the next round
-begins:
+torchrun alone would restart its workers when it sees a failure, wait 30 s for a hung worker, and
+leave the workers' child processes behind. Here the coordinator decides when to restart, and the
+workers of a round are gone before the next round begins:
 
 - A worker's failure is reported immediately, with its error file. Workers that this launcher has
   ended are not reported, because their errors are consequences.
-- `restart` stops all workers and their sessions with SIGTERM, and with SIGKILL after the grace
-  period. The launcher then waits until the kernel has removed them, because they may hold the
-  device. In a planned restart, workers have the pod's grace period to save.
-- A worker that exits with EXIT_STEPPED_ASIDE has saved. The launcher then waits for the node's
-  other workers.
+- When the coordinator sends `restart`, the launcher stops all workers and their sessions with
+  SIGTERM, and with SIGKILL after the grace period. The launcher then waits until the kernel has
+  removed them, because they may hold the device. In a planned restart, workers have the pod's grace
+  period to save a checkpoint.
+- A worker that exits with EXIT_STEPPED_ASIDE has saved a checkpoint. The launcher then waits until
+  the node's other workers have ended, too.
 
 Example: rank 5 fails on node 1. Node 1 reports the ValueError and ends its other workers. Nodes 0
 and 2 get `restart` and stop their workers within 0.3 s (Fast mode). All three then send `ready`.
@@ -368,11 +369,11 @@ def restarts_before(number: int) -> int:
 def _ask_to_end(handler: Any, number: signal.Signals) -> None:
     """Send the signal to a worker, and in most cases also to the worker's children.
 
-    If the worker runs Python and handles the signal, only the worker gets it. Its data-loader
-    processes must survive until it has completed its step and saved. They are killed once it has
-    exited. All other workers get the signal together with their children, as in torchrun. For
-    example, a shell with a trap may be waiting for the training that it started. Raises
-    ProcessLookupError if the worker has exited.
+    If the worker runs the same Python as the launcher and handles the signal, only the worker gets
+    it. Its data-loader processes must survive until the worker has completed its step and saved.
+    They are killed once it has exited. All other workers get the signal together with their
+    children, as in torchrun. For example, a shell with a trap may be waiting for the training that
+    it started. Raises ProcessLookupError if the worker has exited.
     """
     try:
         pid = handler.proc.pid

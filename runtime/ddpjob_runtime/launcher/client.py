@@ -11,7 +11,7 @@ lose information for the coordinator.
 - In Standard mode, a node gives up after RECONNECT_SECONDS. In Fast mode, a node with workers never
   gives up; a node without workers gives up after torchrun's join timeout.
 - In Fast mode, a coordinator that was replaced may still be running. So `_look` checks whether the
-  name leads to a later coordinator, and `_place` never goes back to an earlier one.
+  coordinator's name leads to a later coordinator, and `_place` never goes back to an earlier one.
 
 Example, in Fast mode: the coordinator's pod is replaced. The connection breaks, attempts fail for 8
 s, and the hello to the new pod reports round 7, rank 2, Running. The workers have not noticed

@@ -7,14 +7,15 @@ with a link check in stages. The later stages are needed only if the first one f
 2. `alone`: the ranks of each node do an all-reduce, if a node has several ranks.
 3. `pairs0` to `pairs2`: neighbours in a ring do an all-reduce, so that each link is tried once.
 
-A node fails if its own ranks fail, or if both of its links fail. If only one link fails, the fault
-may be at either end. Then one of the two nodes ends with an ordinary failure, and no culprit is
-named.
+A node fails if its own ranks fail, or if both of its links fail. If only one of a node's links
+fails, the fault may be at either end of the link. In that case, one of the two nodes ends with an
+ordinary failure, and no culprit is named.
 
 Example: the all-reduce of 4 nodes fails. Pairs (0, 1) and (2, 3) are tried, then (1, 2) and (3, 0).
 The pairs (0, 1) and (1, 2) fail, so the node of rank 1 is the culprit and ends as unfit.
 
-The results are collected in the round's store. Rank 0 judges, and all nodes obey its verdict.
+The nodes write their results into the round's store. The node with rank 0 judges the results, and
+all nodes obey its verdict.
 """
 
 from __future__ import annotations

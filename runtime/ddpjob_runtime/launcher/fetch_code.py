@@ -18,8 +18,9 @@ single read may exceed 1 MiB.
     .ddpjob-part-code         the archive while it is being fetched
     .ddpjob-lock              held by the fetching pod; the kernel releases it when the pod ends
 
-A launcher that finds the marker changes nothing, so files that the program has written are kept.
-A job's pods on the same machine share the folder, and the first pod fetches the archive.
+A launcher that finds the marker changes nothing in the folder, so files that the program has
+written there are kept. A job's pods on the same machine share the folder, and the first pod fetches
+the archive.
 
 Why: docs/decisions/0029.
 """

@@ -4,9 +4,9 @@ After a loss, the workers on surviving nodes are restarted too. A new interprete
 on `import torch`; forking a process that has imported it takes about 20 ms.
 
 The launcher imports torch and forks the server from itself before it starts threads. The server
-imports the modules of DDPJOB_PRELOAD, freezes the garbage collector so that workers share its
-pages, and waits for orders. It and the launcher exchange JSON objects, one per line, over a pair of
-sockets:
+imports the modules of DDPJOB_PRELOAD, freezes the garbage collector so that workers share the
+server's memory pages, and waits for orders to start workers. The server and the launcher exchange
+JSON objects, one per line, over a pair of sockets:
 
     server -> launcher   {"importing": "timm"}                   to be named if the import hangs
     server -> launcher   {"ready": ""}                           or the reason for a refusal
@@ -14,14 +14,15 @@ sockets:
     server -> launcher   {"number": 1, "pid": 4711}              or "problem": why it cannot fork
     server -> launcher   {"pid": 4711, "code": -9}               the worker's end
 
-A fork copies only memory and one thread. Other threads and device contexts do not survive it, so
-the server refuses to serve if an import starts threads or initializes CUDA. The launcher then
-starts its workers cold, and a condition of the job shows the reason.
+A fork copies only memory and one thread. Other threads and device contexts do not survive the fork,
+so the server refuses to fork workers if an import starts threads or initializes CUDA. The launcher
+then starts its workers cold, and a condition of the job shows the reason.
 
 A worker must look like a fresh process (`_become`). It gets its own session, signals, environment,
 output streams, random seeds and number of threads. torch is hidden from it, so that `import torch`
 in the script makes torch reread the environment variables. At its end, a worker finalizes the
-program's modules as the interpreter would. It does not finalize torch, because that takes a second.
+program's modules as the interpreter would. It does not finalize torch, because that would take a
+second.
 
 The server ends with the launcher, and the workers end with the server, because each process asks
 the kernel to signal it when its parent dies.

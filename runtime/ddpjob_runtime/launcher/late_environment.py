@@ -1,8 +1,8 @@
 """Applies variables that a script sets before `import torch`, although torch is already imported.
 
 In a worker that was forked with torch imported, torch is hidden until the program imports it. At
-that import, torch rereads the variables that it had already read, if possible. A line on stderr
-names the variables that it cannot reread.
+that import, torch rereads those variables that the program has changed. If it cannot reread some of
+them, a line on stderr names them.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ acknowledged for SILENT_SECONDS reports this to the coordinator, and reports aga
 acknowledged. In a job of any size, a node has only two such connections, and they cost the
 coordinator nothing.
 
-A single connection may break for other reasons. So the coordinator also checks its own connection
-to the silent member before it declares the member lost (`coordinator/witnesses.py`).
+A single connection may also break although both hosts are alive. So the coordinator also checks its
+own connection to the silent member before it declares the member lost (`coordinator/witnesses.py`).
 
 Example with 8 nodes, when the host of rank 3 loses its network:
 
@@ -23,8 +23,8 @@ A connection begins with one line from each side. Each line proves that the send
 token and is in the same round. With a copy of such a line, an attacker could forge only one of the
 two observations that a loss requires.
 
-Without POD_IP, as under `ddpjob run`, all nodes share a host and nothing is watched. Why:
-docs/decisions/0025.
+If POD_IP is not set, as under `ddpjob run`, all nodes are on the same host, and nothing is watched.
+Why: docs/decisions/0025.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """torchrun's rendezvous handler, with which the coordinator decides a round's members and ranks.
 
-torchrun's agent calls its handler's `next_rendezvous` for the next group, and starts workers with
-the rank, world size and store that it gets. With torchrun's own handler, c10d, the agents find each
-other through a store. Each agent polls the store about once a second, and if there are many agents,
-they overwrite each other's view of the group. Here the coordinator knows which agents are ready, so
-an agent only waits for its `go`.
+To get its next group, torchrun's agent calls `next_rendezvous` of its handler. It then starts
+workers with the rank, world size and store that the handler returns. With torchrun's own handler,
+c10d, the agents find each other through a store. Each agent polls the store about once a second,
+and if there are many agents, they overwrite each other's view of the group. Here the coordinator
+knows which agents are ready, so an agent only waits for its `go`.
 
     agent -> coordinator   ready {host, port}      no workers here; a store would be at host:port
     coordinator -> agent   go {round 8, rank 2, world 3, members [rank 0's host and port]}
@@ -15,13 +15,13 @@ The handler only has to provide a store, in rank 0's agent, in which the round's
   each round (`RUN-8/`), so that keys of a dead round do not matter. Rank 0 opens a store for the
   workers and writes its address there. The others poll for the address, because a store's own wait
   could not be interrupted when the round is over.
-- Fast does not need a central store. Every agent opens one before it sends `ready`. Rank 0's store
-  is used; the other agents drop theirs and connect to it.
+- Fast: there is no central store. Every agent opens a store before it sends `ready`. The store of
+  rank 0 is used. The other agents drop their own stores and connect to it.
 
 A round may end before it is complete, because one of its nodes has died. Then a store is
 unreachable or a key is missing. Such an error (CAME_APART) makes the handler wait for the next
-`go`. While waiting for a store, it keeps checking whether the round is over (`must_restart`), so a
-dead rank 0 does not cost the others STORE_SECONDS.
+`go`. While the handler waits for a store, it keeps checking whether the round is over
+(`must_restart`), so a dead rank 0 does not cost the others STORE_SECONDS.
 
 The coordinator ends rounds, so `num_nodes_waiting` and `is_closed` never make torchrun restart or
 stop on its own. Why: docs/decisions/0001, and 0008 for the two modes.

@@ -2,8 +2,9 @@
 
 Signals, the coordinator's `stop`, a lost coordinator and errors can all end the launcher, on
 different threads and at the same time. The first caller decides the exit code, and the others
-sleep. The order is fixed: announce the departure, stop the workers, close the connection, clean up,
-write the termination log. If a step fails, the next ones still run.
+sleep. The steps have a fixed order: announce the departure, stop the workers, close the connection
+to the coordinator, clean up, and write the termination log. If a step fails, the next ones still
+run.
 
 Example: SIGTERM arrives while a worker fails. The launcher sends `leaving`, gives the workers the
 grace period, and exits with 143. The agent, which has seen the failure, blocks in `block_if_begun`.

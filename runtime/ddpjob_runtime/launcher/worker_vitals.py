@@ -2,8 +2,8 @@
 
 A worker is judged together with all processes of its session, because its data-loader processes or
 a program that it started may do its work. Activity that the kernel does not show is not counted.
-That is safe, because the stacks must also be equal, and the coordinator compares several checks
-(`standstill`).
+This is safe, because a lack of activity alone does not prove a hang. The stacks must also be equal,
+and the coordinator compares several checks (`standstill`).
 
     stat         CPU time, and whether a process is stopped (T) or waits in the kernel (D)
     io           bytes read and written through files and pipes
@@ -14,7 +14,8 @@ That is safe, because the stacks must also be equal, and the coordinator compare
 
 A request is unanswered if no data on its connection was received after it was sent. Stacks would
 not show such a wait, because it may be in a different thread or process, or in a native library.
-Other ranks are not servers. Their ports are ephemeral, so only lower ports count.
+Other ranks do not count as servers. Their ports are ephemeral, so only connections to lower ports
+are examined.
 
 Only the names of open files are read, because even a stat of a file on a dead server would block.
 Why: docs/decisions/0024.

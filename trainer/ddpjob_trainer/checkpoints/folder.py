@@ -209,7 +209,10 @@ class CheckpointFolder:
 
     @property
     def state(self) -> SaverState:
-        """The state of this rank's writer. The ranks exchange these states in each agreement."""
+        """The state of this rank's writer.
+
+        The ranks exchange these states whenever they agree on whether to stop or save.
+        """
         fatal = self._writer.fatal
         return SaverState(busy=self._writer.busy, failed=fatal is not None, fenced=isinstance(fatal, FencedError))
 
@@ -351,7 +354,7 @@ class CheckpointFolder:
         self._unmarked = self._config.keep_best > 0
 
     def _write(self, path: Path, taken: Snapshot, metadata: Metadata) -> None:
-        """Write a checkpoint in the background."""
+        """Write the checkpoint that `save` has copied. This runs in the writer's thread."""
         self._staging.settle()
         entry, names = Entry(metadata.step, path, metadata.epoch), list[str]()
         try:

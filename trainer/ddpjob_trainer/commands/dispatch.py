@@ -101,10 +101,10 @@ def _printed(command: Callable[[], int]) -> int:
         sys.stdout.flush()
     except BrokenPipeError:
         if _is_read(sys.stdout.fileno()):
-            # Python would flush the output again at exit, and report the error once more. Discard
-            # the output.
+            # The error came from a different connection, not from standard output.
             raise
-        # At exit, Python would flush and report the error again.
+        # Discard the rest of the output. Otherwise, Python would flush it again at exit, and report
+        # the same error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return fast_exit.with_code(128 + signal.SIGPIPE)
     return code

@@ -1,11 +1,11 @@
 """data.decoder=dali: NVIDIA DALI decodes training images, on a GPU if there is one.
 
-The crops are the same as in the workers. Test images, and every batch that DALI cannot decode, are
-always decoded by workers, which report the broken image. decoders.image_slice decodes only the
-crop: https://docs.nvidia.com/deeplearning/dali.
+The crops are the same as those that worker processes would choose. Worker processes always decode
+test images, and every batch that DALI cannot decode; they then report the broken image.
+decoders.image_slice decodes only the crop: https://docs.nvidia.com/deeplearning/dali.
 
 Pixels are copied on a CUDA stream of this module, so a batch that is decoded ahead does not wait
-for the training's kernels. This has not been run on a GPU.
+for the kernels of training. This has not been run on a GPU.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class DaliDecoder:
     ) -> None:
         """Prepare the decoder. Raises ConfigError if DALI is not installed.
 
-        For the image at `index` of a request, `choose(request, index)` returns a function that
-        computes the crop from the image's height and width, and whether the image is mirrored.
-        `fallback` decodes a request without DALI.
+        `choose(request, index)` is called for each image of a request. It returns a function, which
+        computes the crop from the image's height and width, and a flag, which says whether the
+        image is mirrored. `fallback` decodes a request without DALI.
         """
         self._read, self._choose, self._fallback = read, choose, fallback
         self._threads, self._device = max(1, workers), device

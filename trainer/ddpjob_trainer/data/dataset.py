@@ -24,7 +24,7 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class Targets(enum.Enum):
-    """What the targets of a data set are."""
+    """The kinds of targets that a data set can have."""
 
     CLASSES = "class numbers"
     VALUES = "float values"
@@ -48,7 +48,7 @@ class Batch:
     unreadable: int = 0
 
     def split(self, sizes: list[int]) -> list[Batch]:
-        """Return consecutive parts of the batch, which have `sizes` samples.
+        """Divide the batch into consecutive parts; `sizes` are their numbers of samples.
 
         Each part still carries the whole batch's number of unreadable images.
         """

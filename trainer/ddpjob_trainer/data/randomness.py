@@ -36,7 +36,10 @@ def derive(*parts: int) -> int:
 
 
 def derive_state(*parts: int) -> int:
-    """Return the 64-bit state that `derive` has after these parts, so that more can follow."""
+    """Return the 64-bit state that `derive` reaches after these parts.
+
+    More parts can be added to this state.
+    """
     state = 0
     for part in parts:
         z = (state ^ ((part + 1) * _GOLDEN)) & _MASK

@@ -31,11 +31,12 @@ class RankPlacement:
 
 
 def choose(backend: str, local_rank: int) -> RankPlacement:
-    """Return the machine's accelerator and its backend, or the requested `backend`.
+    """Return the device of a rank, and the backend for its process group.
 
-    `backend` is auto, nccl, gloo, hccl, xccl or mpi. An accelerator's group also gets gloo for CPU
-    tensors, because small decisions must not wait for the device's stream. mps does not support
-    collectives, so ranks on a Mac compute on the CPU with gloo. Raises ConfigError, DeviceError.
+    `backend` is auto, nccl, gloo, hccl, xccl or mpi. With auto, the rank uses the machine's
+    accelerator if there is one. An accelerator's group also gets gloo for CPU tensors, because
+    small decisions must not wait for the device's stream. mps does not support collectives, so
+    ranks on a Mac compute on the CPU with gloo. Raises ConfigError, DeviceError.
     """
     kinds = {name: kind for kind, name in _BACKENDS.items()}
     if backend == "auto":
@@ -75,21 +76,22 @@ def devices_per_rank(config: Config) -> int:
 
 
 def choose_for(config: Config, local_rank: int) -> RankPlacement:
-    """Return the device on which a rank trains, or the first one if it has several."""
+    """Return the device on which a rank trains, or the first of its devices if it has several."""
     return choose(config.train.backend, local_rank * devices_per_rank(config))
 
 
 def _each_rank_sees_its_own(kind: str) -> bool:
-    """Return whether the only visible device was chosen for this rank, as in Slurm scripts.
+    """Return whether the only visible device is meant for this rank alone, as in Slurm scripts.
 
-    Scripts for Slurm and mpirun choose one device per rank. torchrun and a job's launcher give all
-    processes on a node the same environment, so a single visible device is shared by all of them.
+    Scripts for Slurm and mpirun choose one device for each rank. torchrun and a job's launcher give
+    all processes on a node the same environment, so these processes would share a single visible
+    device.
     """
     return bool(os.environ.get(_VISIBLE[kind])) and "TORCHELASTIC_RUN_ID" not in os.environ
 
 
 def search_algorithms(device: torch.device, *, repeatable: bool) -> None:
-    """Let cuDNN time its algorithms for each convolution size and use the fastest.
+    """Let cuDNN time its algorithms for each size of a convolution and use the fastest one.
 
     If runs must be `repeatable` with identical bits, turn this off, because the next run might
     choose a different algorithm.
@@ -99,15 +101,14 @@ def search_algorithms(device: torch.device, *, repeatable: bool) -> None:
 
 
 def _gpus_of_job() -> str:
-    """Return the GPUs that a job's pod was given and that this build of torch could use; empty if
-    none.
+    """Return the GPUs that a job gave to this pod, if this build of torch could use them.
 
-    If the driver fails, torch does not see any GPUs, even after a restart in the same pod. If this
-    node then trained on the CPU, the ranks of the other nodes, whose GPUs work, would wait for it
-    in NCCL.
+    The result is empty if there are none. If the driver fails, torch does not see any GPUs, even
+    after a restart in the same pod. If this node then trained on the CPU, the ranks of the other
+    nodes, whose GPUs work, would wait for it in NCCL.
     """
     number, _, resource = JobEnvironment.read().gpus.partition(" ")
-    # On a machine with too few GPUs, `ddpjob run` hides them.
+    # `ddpjob run` hides all GPUs of a machine that has too few of them.
     hidden = os.environ.get(_VISIBLE["cuda"]) == ""
     built = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
     usable = built and resource.startswith(("nvidia.com/", "amd.com/"))
@@ -130,7 +131,11 @@ def usable_cores() -> float:
 
 
 def cpu_limit(root: Path = Path("/sys/fs/cgroup")) -> float:
-    """Return the number of cores that the control group (version 2, then 1) allows."""
+    """Return the number of cores that the process's control group allows.
+
+    Version 2 of control groups is tried first, then version 1. Without a limit, the result is
+    infinite.
+    """
     try:
         if (root / "cpu.max").exists():
             quota, period = (root / "cpu.max").read_text().split()
@@ -142,11 +147,12 @@ def cpu_limit(root: Path = Path("/sys/fs/cgroup")) -> float:
 
 
 def limit_threads(threads: int, local_world: int, *, repeatable: bool = False) -> None:
-    """Share the usable cores among this node's ranks.
+    """Set the number of threads that torch uses in this rank.
 
-    With `threads` 0, each rank gets an equal share or, if `repeatable`, one thread. Sums on a CPU
-    depend on the number of threads, but must not depend on the number of ranks. If the user has set
-    OMP_NUM_THREADS, it takes precedence over both. Raises ConfigError.
+    The number is `threads`. If that is 0, it is an equal share of the node's usable cores or, if
+    `repeatable`, one thread. Sums on a CPU depend on the number of threads, but must not depend on
+    the number of ranks. If `threads` is 0 and the user has set OMP_NUM_THREADS, this does nothing.
+    A value of 1 is ignored, because torchrun sets it by itself. Raises ConfigError.
     """
     if threads < 0:
         raise ConfigError(f"train.threads={threads}: must be at least 0; 0 is an equal share of the cores")
@@ -156,10 +162,10 @@ def limit_threads(threads: int, local_world: int, *, repeatable: bool = False) -
     torch.set_num_threads(threads or share)
 
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # Parameters of mallopt, from malloc.h.
 _LARGEST_MMAP_THRESHOLD = 32 * 2**20
-"""The largest threshold in bytes that glibc sets by itself. If the trim threshold is set, glibc
-does not adjust the mmap threshold, so this module sets both."""
+"""The largest mmap threshold in bytes that glibc chooses by itself. Once the trim threshold is set,
+glibc no longer adjusts the mmap threshold, so this module sets both."""
 
 
 def keep_freed_memory(device: torch.device) -> None:

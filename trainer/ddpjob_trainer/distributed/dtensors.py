@@ -8,12 +8,12 @@ import torch
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor is a DTensor, so that this rank holds only a shard."""
+    """Return whether the tensor is a DTensor, of which this rank holds only a shard."""
     return hasattr(tensor, "full_tensor")
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a DTensor, without a copy, or any other tensor unchanged."""
+    """Return this rank's shard of a DTensor, without a copy. Return any other tensor unchanged."""
     part: torch.Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return part
 

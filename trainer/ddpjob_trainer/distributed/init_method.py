@@ -26,14 +26,15 @@ from ddpjob_trainer.distributed.process_group import Group, destroy
 from ddpjob_trainer.errors import ConfigError, RendezvousError, first_line
 
 INIT_METHOD = "DDPJOB_TRAINER_INIT"
-"""Environment variable with the init method, set by `--spawn`. The default is env://."""
+"""Environment variable that contains the init method. `--spawn` sets it. Without it, the init
+method is env://."""
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """The place named by an init method: a file, or the address and port of a TCP store.
+    """The place that an init method names: a file, or the address and port of a TCP store.
 
-    With `agents`, a launcher serves the store instead of rank 0.
+    With `agents`, a launcher's agent serves the store instead of rank 0.
     """
 
     file: str = ""
@@ -46,9 +47,10 @@ class Meeting:
 
 
 def read_method(method: str) -> Meeting:
-    """Parse `env://`, `tcp://HOST:PORT` or `file:///PATH`; env:// reads the environment.
+    """Return the place that an init method names.
 
-    Raises ConfigError with the remedy.
+    The method is `env://`, `tcp://HOST:PORT` or `file:///PATH`. For env://, the place comes from
+    the environment. Raises ConfigError with the remedy.
     """
     url = urlsplit(method)
     if url.scheme == "file" and url.path.startswith("/") and not url.netloc:
@@ -71,15 +73,15 @@ def read_method(method: str) -> Meeting:
 
 
 def meeting() -> Meeting:
-    """Return the meeting place of this process, from its environment."""
+    """Return the meeting place that this process's environment names."""
     return read_method(os.environ.get(INIT_METHOD) or "env://")
 
 
 def open_store(group: Group, timeout_seconds: float) -> Any:
-    """Return this incarnation's store (torch.distributed.Store), opened once per process.
+    """Return this incarnation's store (torch.distributed.Store). A process opens it only once.
 
-    Rank 0 serves the store, unless an agent does. This does not wait for other ranks. Raises
-    RendezvousError if the store cannot be reached in time or rank 0 cannot listen.
+    Rank 0 serves the store, unless a launcher's agent does. This does not wait for other ranks.
+    Raises RendezvousError if the store cannot be reached in time or rank 0 cannot listen.
     """
     where = meeting()
     incarnation = JobEnvironment.read().fence or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -87,27 +89,27 @@ def open_store(group: Group, timeout_seconds: float) -> Any:
         _stores[where, group, incarnation] = _open(where, group, incarnation, timeout_seconds)
     _stores[where, group, incarnation].set_timeout(
         datetime.timedelta(seconds=timeout_seconds)
-    )  # Preflight has opened the store with a shorter timeout.
+    )  # If preflight has opened the store, the store has a shorter timeout.
     return _stores[where, group, incarnation]
 
 
 _stores: dict[tuple[Meeting, Group, str], Any] = {}
-"""Open stores. Preflight and training share a store, because a file or port can be opened only
-once."""
+"""The stores that this process has opened. Preflight and training share a store, because a file or
+port can be opened only once."""
 
 
 def _open(where: Meeting, group: Group, incarnation: str, timeout_seconds: float) -> Any:
     timeout = datetime.timedelta(seconds=timeout_seconds)
     serves = group.rank == 0 and not where.agents
     if where.file and not Path(where.file).parent.is_dir():
-        # torch would wait for the folder for five minutes while holding the GIL.
+        # torch would hold the GIL while it waits five minutes for the folder.
         raise RendezvousError(
             f"rank {group.rank} cannot open {where}: its folder does not exist. {_remedy(where, serves)}"
         )
     try:
         if where.file:
             files = dist.FileStore(where.file, group.world)  # type: ignore[attr-defined]
-            files.set_timeout(timeout)  # This also limits the wait for a missing file.
+            files.set_timeout(timeout)  # This timeout also limits the wait for a missing file.
             return files
         store = dist.TCPStore(  # type: ignore[attr-defined]
             where.address,
@@ -127,9 +129,10 @@ def _open(where: Meeting, group: Group, incarnation: str, timeout_seconds: float
     if not where.agents:
         return store
     # An agent that restarts its workers in place gives them the same store again (torch 2.15).
-    # Without a prefix, the store would hold addresses of dead processes, for which gloo would wait
-    # forever. Each agent counts its own restarts, starting at 0, so only the fence (if there is
-    # one) is common to all ranks of an incarnation.
+    # Without a prefix for each incarnation, the workers would find addresses of dead processes in
+    # the store, for which gloo would wait forever. Each agent counts its own restarts, starting at
+    # 0, so these counts may differ. The fence, if there is one, is the same on all ranks of an
+    # incarnation.
     prefix = incarnation if JobEnvironment.read().fence else f"attempt_{incarnation}"
     return dist.PrefixStore(f"/worker/{prefix}", store)  # type: ignore[attr-defined]
 
@@ -137,12 +140,12 @@ def _open(where: Meeting, group: Group, incarnation: str, timeout_seconds: float
 def _loopback_listener(where: Meeting, group: Group) -> dict[str, Any]:
     """Return TCPStore's arguments for a store that only this machine can reach.
 
-    The result is empty unless all ranks are on this machine and meet on its loopback. torch itself
-    listens on every address, but the store has no authentication. Raises OSError if the port is in
-    use.
+    Without these arguments, torch would listen on every address, but the store has no
+    authentication. The result is empty unless all ranks are on this machine and meet on its
+    loopback. Raises OSError if the port is in use.
     """
     if group.world > group.local_world or any(where == known for known, *_ in _stores):
-        # Other nodes must reach the store as well, or this process is already listening.
+        # Either other nodes must reach the store as well, or this process is already listening.
         return {}
     family, kind, _, _, address = socket.getaddrinfo(where.address, where.port, type=socket.SOCK_STREAM)[0]
     if not is_loopback(str(address[0])):
@@ -150,14 +153,15 @@ def _loopback_listener(where: Meeting, group: Group) -> dict[str, Any]:
     with socket.socket(family, kind) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        # Before torch 2.8, only torch's older server accepts an existing socket.
+        # Before torch 2.8, only the older one of torch's two servers accepts an existing socket.
         return {"master_listen_fd": listener.detach(), "use_libuv": torch.__version__ >= "2.8"}
 
 
 def address_towards(host: str) -> str:
-    """Return this machine's address on the route to `host`, at which `host` can reach it.
+    """Return the address of this machine at which `host` can reach it.
 
-    This does not send anything. Raises OSError.
+    This is the address that the machine uses on the route to `host`. Nothing is sent. Raises
+    OSError.
     """
     family, kind, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
@@ -166,10 +170,11 @@ def address_towards(host: str) -> str:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a free TCP port on this address.
+    """Return a TCP port that is free on the address `host`.
 
-    Rank 0 listens on the port only seconds later. If possible, the port is therefore outside the
-    range that systems use for outgoing connections. Raises OSError.
+    Rank 0 listens on the port only seconds later, and no other program should take it until then.
+    If possible, the port is therefore outside the range that systems use for outgoing connections.
+    Raises OSError.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in random.SystemRandom().sample(range(16000, 20000), 100):
@@ -197,8 +202,8 @@ def join_group(
     """Join a process group for the duration of a `with`.
 
     With `one_device`, this rank sends only from `placement.device`, so NCCL connects immediately.
-    Otherwise, NCCL would connect at the first collective, separately for each group. The group is
-    not destroyed while an exception propagates, because peers may be gone.
+    Without it, NCCL would connect at the first collective, separately for each group. If an
+    exception leaves the `with`, the group is not destroyed, because peers may be gone.
     """
     if group.world == 1:
         yield

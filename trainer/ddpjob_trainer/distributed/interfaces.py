@@ -7,7 +7,10 @@ import socket
 
 
 def interfaces() -> dict[str, list[str]]:
-    """Return each interface's addresses, IPv4 first, without link-local IPv6 (`fe80::1%eth0`)."""
+    """Return the addresses of each interface, with IPv4 before IPv6.
+
+    Link-local IPv6 addresses (`fe80::1%eth0`) are left out.
+    """
     import psutil
 
     found = {

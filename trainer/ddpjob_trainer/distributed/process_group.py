@@ -21,7 +21,7 @@ _LAST_TENSORS_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Group:
-    """This rank's position among the ranks.
+    """This rank's position among the ranks, and the collectives of these ranks.
 
     With `world` 1, no process group is needed, and every collective is the identity.
     """
@@ -53,13 +53,13 @@ class Group:
         return self.sum_begin(values).wait()
 
     def gather(self, value: int) -> list[int]:
-        """Return every rank's number, in rank order."""
+        """Return the `value` of every rank, in rank order."""
         numbers = torch.zeros(self.world, dtype=torch.int64)
         numbers[self.rank] = value
         return [int(number) for number in self.sum(numbers)]
 
     def all_gather(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Return every rank's tensor, in rank order, on the tensor's device.
+        """Return the tensors that all ranks pass, in rank order, on the tensor's device.
 
         All tensors must have the same shape.
         """
@@ -70,7 +70,7 @@ class Group:
         return found
 
     def broadcast_bytes(self, content: bytes | None, source: int) -> bytes:
-        """Return rank `source`'s `content` on every rank."""
+        """Return the `content` of rank `source` on every rank."""
         if self.world == 1:
             assert content is not None
             return content
@@ -83,7 +83,7 @@ class Group:
         return buffer.numpy().tobytes()
 
     def broadcast_tensors(self, tensors: list[torch.Tensor], source: int = 0) -> None:
-        """Overwrite the tensors on every rank with rank `source`'s, on their own device.
+        """Overwrite `tensors` on every rank with the tensors of rank `source`, on their own device.
 
         The tensors may have any dtype and memory layout.
         """
@@ -92,7 +92,8 @@ class Group:
         for tensor in tensors:
             values = tensor.detach()
             whole = values.contiguous()
-            sent = whole.flatten().view(torch.uint8)  # gloo does not send booleans.
+            # Send bytes, because gloo does not send booleans.
+            sent = whole.flatten().view(torch.uint8)
             dist.broadcast(sent, group=self.process_group, group_src=source)
             if whole is not values:
                 values.copy_(whole)
@@ -114,9 +115,9 @@ class Group:
     def swap(self, own: list[tuple[torch.Tensor, range]]) -> list[list[torch.Tensor]]:
         """Exchange tensors with the ranks that share them.
 
-        `own` contains pairs (tensor, ranks that share it), and the ranks include this one. For each
-        pair, the result has the tensors of all its ranks. Two ranks share at most one pair. Only
-        ranks that share a pair exchange data, on the tensors' own device.
+        Each item of `own` consists of a tensor and the ranks that share it, including this rank.
+        For each item, the result contains the tensors of all these ranks. Two ranks share at most
+        one item. Only ranks that share an item exchange data, on the tensors' own device.
         """
         found, transfers = [], []
         for values, ranks in own:
@@ -134,9 +135,10 @@ class Group:
         return found
 
     def subgroup(self, members: list[list[int]], timeout_seconds: float) -> Group:
-        """Return this rank's group among several disjoint groups. Ranks are renumbered in it.
+        """Return the one of several disjoint groups to which this rank belongs.
 
-        All ranks must call this together.
+        Each item of `members` lists the ranks of one group. In its new group, a rank has a new
+        number. All ranks must call this together.
         """
         timeout, own = datetime.timedelta(seconds=timeout_seconds), Group()
         for ranks in members:
@@ -165,7 +167,7 @@ class Reduction:
 
 
 def in_thread(name: str, function: Callable[[], _T]) -> Future[_T]:
-    """Run `function()` in a daemon thread, so that this rank can still respond to others."""
+    """Run `function()` in a daemon thread, so that this rank can still respond to other ranks."""
     answer: Future[_T] = Future()
 
     def work() -> None:
@@ -181,10 +183,11 @@ def in_thread(name: str, function: Callable[[], _T]) -> Future[_T]:
 def done_in_thread(
     group: Group, name: str, function: Callable[[], _T], alive: Callable[[], None] = lambda: None
 ) -> Future[_T]:
-    """Return the outcome of `function()`, which may take longer than the timeout of a collective.
+    """Run `function()` in a thread, and return its outcome once all ranks are done.
 
-    Twice a second, the ranks agree on whether any rank is still busy, and each rank calls `alive`.
-    All ranks must call this together.
+    The function may take longer than the timeout of a collective. Twice a second, the ranks agree
+    on whether any rank is still busy, and each rank calls `alive`. All ranks must call this
+    together.
     """
     work, waiting = in_thread(name, function), True
     while waiting:
@@ -196,7 +199,7 @@ def done_in_thread(
 def wanted_world() -> int:
     """Return the number of ranks that the job requests, from the environment; 0 if unknown.
 
-    The job may run with fewer ranks at first.
+    At first, the job may run with fewer ranks.
     """
     job = JobEnvironment.read()
     return int(job.nodes or 0) * int(job.procs_per_node or 0)
@@ -205,8 +208,8 @@ def wanted_world() -> int:
 def destroy() -> None:
     """Destroy the process group, after a short wait.
 
-    Gloo's thread may still be waiting for Python's lock to free the last collective's tensors.
-    Destroying the group holds that lock while waiting for the thread, so both would wait forever
+    gloo's thread may still be waiting for the GIL, to free the tensors of the last collective.
+    Destroying the group holds the GIL while waiting for that thread, so both would wait forever
     (seen with torch 2.6 and 2.9).
     """
     time.sleep(_LAST_TENSORS_SECONDS)

@@ -41,43 +41,45 @@ class StepPhase(enum.StrEnum):
     """The phases of a step."""
 
     DATA = "data"
-    """Waiting for the batch and mixing it."""
+    """Waiting for the batch, and mixing its images."""
     FORWARD = "forward"
     BACKWARD = "backward"
-    """Backward pass, until this rank's last gradient."""
+    """The backward pass, until this rank's last gradient is ready."""
     EXCHANGE = "exchange"
     """Waiting for the other ranks, and sending."""
     COMPUTE = "compute"
-    """Forward and backward passes together (pipelines), including the exchange if it cannot be
-    distinguished."""
+    """Forward and backward passes together, in pipelines. Includes the exchange if the clock cannot
+    distinguish it."""
     UPDATE = "update"
     OTHER = "other"
     """Time between steps: reports and copies for a checkpoint."""
 
 
 OWN = (StepPhase.DATA, StepPhase.FORWARD, StepPhase.BACKWARD, StepPhase.COMPUTE)
-"""Phases that other ranks cannot delay, if the exchange can be distinguished."""
+"""Phases that other ranks cannot delay, provided that the clock can distinguish the exchange."""
 
 
 class StepClock:
-    """Measures the seconds spent in each phase since they were last taken."""
+    """Measures the seconds that this rank spends in each phase, until `take` returns them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._events = device.type == "cuda"
         self.sees_waits = device.type in ("cpu", "cuda")
-        """Whether waiting in the middle of a pass can be distinguished."""
+        """Whether the clock can distinguish waiting in the middle of a pass from this rank's own
+        work."""
         if self.sees_waits:
             _count_waits()
         if self._events:
             _count_waits_of_streams()
         self._marks: list[tuple[StepPhase, _Events, list[_Events]]] = []
         self._spare: list[Any] = []
-        self._last: Any = None  # None before the first mark, so that the device is not used earlier.
+        # None before the first mark, because an earlier mark would use the device too early.
+        self._last: Any = None
         self._seconds: dict[StepPhase, float] = {}
 
     def restart(self) -> None:
-        """Set a mark. The time since the last mark, such as an evaluation, is not counted."""
+        """Set a mark. Do not count the time since the last mark, such as that of an evaluation."""
         _in_streams.clear()
         self._last = self._mark()
 
@@ -98,13 +100,13 @@ class StepClock:
         self._last = now
 
     def watch(self, loss: torch.Tensor) -> None:
-        """Prepare to mark the end of the backward pass from `loss`, which is about to begin."""
+        """Prepare to mark the end of the backward pass that is about to begin at `loss`."""
         loss.register_hook(self._at_begin)  # type: ignore[no-untyped-call]
 
     def take(self) -> dict[StepPhase, float]:
-        """Return the seconds per phase since the last call.
+        """Return the seconds that were counted for each phase since the last call.
 
-        An accelerator must have finished all marked work.
+        An accelerator must have finished all work before the last mark.
         """
         found, self._seconds = self._seconds, {}
         for phase, (begin, end), waits in self._marks:
@@ -141,7 +143,7 @@ _waited = _Waited()
 
 @functools.cache
 def _count_waits() -> None:
-    """Count waits from now on, for the rest of the process."""
+    """Count the time of waits for other ranks from now on, until the process ends."""
 
     def wrap(wait: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(wait)
@@ -159,19 +161,19 @@ def _count_waits() -> None:
 
 _Events = tuple[Any, Any]
 _in_streams: list[_Events] = []
-"""Events before and after each wait of a stream since the last mark."""
+"""Pairs of events: before and after each wait of a stream since the last mark."""
 
 
 @functools.cache
 def _count_waits_of_streams() -> None:
-    """Count the waits of GPUs' streams from now on, for the rest of the process."""
+    """Count the time of waits of GPUs' streams from now on, until the process ends."""
     trains = threading.get_ident()
 
     def wrap(call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def counted(*given: Any, **named: Any) -> Any:
-            # Count torch's own threads too, because backward passes run in them. Python calls them
-            # Dummy.
+            # Also count calls in torch's own threads, because backward passes run in them. Python
+            # names these threads Dummy.
             thread = threading.current_thread()
             counts = thread.ident == trains or thread.name.startswith("Dummy-")
             in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -192,7 +194,10 @@ def _count_waits_of_streams() -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory use so far in bytes, on the device or, for the CPU, in main memory."""
+    """Return the peak memory use of this process so far, in bytes.
+
+    On a GPU, this is the device's memory; otherwise, it is main memory.
+    """
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

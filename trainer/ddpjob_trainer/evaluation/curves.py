@@ -79,7 +79,7 @@ class CurveAccumulator(Protocol):
 
 
 def curve(scores: torch.Tensor, positive: torch.Tensor) -> Curve:
-    """Return the exact curve for scores (n,) and whether each sample is positive, (n,) bool.
+    """Return the exact curve, given scores (n,) and whether each sample is positive, (n,).
 
     n must be above 0. Equal scores share one threshold.
     """

@@ -25,9 +25,9 @@ from ddpjob_trainer.errors import CheckpointError, ConfigError, FencedError, Fol
 
 EXIT_FENCED = 79
 BEAT_SECONDS, WATCH_SECONDS = 5.0, 30.0
-"""A folder's owner touches `owner.json` every BEAT_SECONDS. If another job finds no sign that the
-owner has ended, it watches the file for WATCH_SECONDS. Clocks are not compared, because they
-differ."""
+"""The owner of a folder touches `owner.json` every BEAT_SECONDS. If a different job finds no sign
+that the owner has ended, it watches this file for WATCH_SECONDS. It does not compare the file's
+time with its own clock, because clocks differ."""
 _OWNER = "owner.json"
 _NAME = "fence.json"
 
@@ -35,8 +35,8 @@ _NAME = "fence.json"
 def round_from_env() -> tuple[int, int]:
     """Return the (generation, round) in which this process was started; (0, 0) outside a job.
 
-    The launcher gives each worker DDPJOB_FENCE. Without a launcher, the pod's own DDPJOB_GENERATION
-    and DDPJOB_ROUND are used. Raises ConfigError.
+    The launcher gives both numbers to each worker in DDPJOB_FENCE. Without a launcher, the pod's
+    own DDPJOB_GENERATION and DDPJOB_ROUND are used. Raises ConfigError.
     """
     job = JobEnvironment.read()
     try:
@@ -47,10 +47,10 @@ def round_from_env() -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Claim:
-    """The claim of one incarnation of the job.
+    """The claim that one incarnation of a job makes to a checkpoint folder.
 
-    The claim consists of the group's generation and round (the highest among its ranks) and a
-    random number.
+    The claim consists of a generation and a round, which are the highest among the ranks, and a
+    random number that identifies the incarnation.
     """
 
     generation: int
@@ -64,9 +64,9 @@ class Claim:
     time: float = 0.0
 
     def take(self, folder: Path) -> None:
-        """Claim the folder.
+        """Claim the folder for this incarnation.
 
-        Raises FencedError if a newer generation or round has claimed the folder.
+        Raises FencedError if a newer generation or round of the same job has claimed the folder.
         """
         found = _read(folder)
         if found is not None and found.job == self.job and found.order > self.order:
@@ -87,14 +87,15 @@ class Claim:
         if found.incarnation == self.incarnation:
             return
         if found.job == self.job and found.order < self.order:
-            # An older incarnation read the claim before ours was written, and then wrote its own.
+            # An older incarnation had read the folder's claim before ours was written, and then
+            # wrote its own.
             self.take(folder)
             return
         raise FencedError(self._refusal(folder, found))
 
     @property
     def order(self) -> tuple[int, int]:
-        """The key by which incarnations of the same job are compared."""
+        """The key by which the claims of the same job's incarnations are compared."""
         return self.generation, self.round
 
     def _refusal(self, folder: Path, found: Claim) -> str:
@@ -107,10 +108,10 @@ class Claim:
 
 
 def agree_on_incarnation(group: Group) -> Claim:
-    """Return a common identity for this incarnation.
+    """Return a claim for this incarnation that is the same on all ranks.
 
-    The identity consists of the highest generation and round among the ranks, and a random number
-    drawn by rank 0. All ranks must call this together.
+    It consists of the highest generation and round among the ranks, and a random number drawn by
+    rank 0. All ranks must call this together.
     """
     generation, round_ = round_from_env()
     generations, rounds = group.gather(generation), group.gather(round_)
@@ -119,9 +120,9 @@ def agree_on_incarnation(group: Group) -> Claim:
 
 @dataclass(frozen=True)
 class Owner:
-    """The job that uses a folder; `pod` is the pod that runs its rank 0.
+    """The job that uses a folder. `pod` is the pod in which the job's rank 0 runs.
 
-    Outside a job, the names are empty.
+    Outside a job, `job`, `namespace` and `name` are empty, and `pod` is the host's name.
     """
 
     job: str
@@ -132,11 +133,12 @@ class Owner:
     ended: bool = False
     """Whether the job has completed training."""
     cluster: str = ""
-    """Distinguishes clusters, because each may have a job with this name. Empty if unknown."""
+    """Identifies the cluster, because different clusters may have jobs with the same name. Empty if
+    unknown."""
 
     @classmethod
     def from_env(cls) -> Owner:
-        """Return the owner that this process belongs to."""
+        """Return the owner that stands for the job of this process."""
         job = JobEnvironment.read()
         return cls(job.uid, job.namespace, job.name, job.host, cluster=job.cluster)
 
@@ -172,7 +174,7 @@ class Owner:
 class Ownership:
     """Keeps a folder for this process's job while the process is alive.
 
-    The rank that writes to the folder holds the ownership.
+    Only the rank that writes to the folder has an Ownership.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -182,9 +184,9 @@ class Ownership:
     def take(self) -> Iterator[None]:
         """Take over the folder from a job that has ended or is no longer running.
 
-        If the former owner has not reported its end, its file is first watched for WATCH_SECONDS,
-        while this yields twice a second. Raises FolderTakenError if the other job is still using
-        the folder.
+        If the former owner has not recorded its end in its file, this watches the file for
+        WATCH_SECONDS, and yields twice a second meanwhile. Raises FolderTakenError if the file
+        changes, because the other job is then still using the folder.
         """
         found = Owner.read(self._path)
         if found is not None and not found.ended and found.is_rival_of(self._owner):
@@ -209,10 +211,11 @@ class Ownership:
         threading.Thread(target=self._beat, name="checkpoint-owner", daemon=True).start()
 
     def release(self) -> None:
-        """Release the folder after training, so that another job may continue immediately."""
+        """Release the folder after training, so that a different job can continue immediately."""
         self._ended.set()
         if self._is_ours():
-            with contextlib.suppress(OSError):  # If this fails, the next job only waits longer.
+            # If this write fails, the next job only waits longer.
+            with contextlib.suppress(OSError):
                 self._write(replace(self._owner, ended=True))
 
     def _write(self, owner: Owner) -> None:
@@ -224,15 +227,16 @@ class Ownership:
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_SECONDS):
-            found = Owner.read(self._path)  # None also if a network file system fails briefly.
+            # The result is also None if a network file system fails briefly.
+            found = Owner.read(self._path)
             if found is not None and found.job != self._owner.job:
                 return
             with contextlib.suppress(OSError):
-                os.utime(self._path)  # This uses the file server's clock.
+                os.utime(self._path)  # This sets the file's time from the file server's clock.
 
     def _mark(self) -> tuple[int, int] | None:
         try:
-            # Opening the file makes a network file system ask its server.
+            # A network file system asks its server when a file is opened.
             with self._path.open("rb") as file:
                 found = os.fstat(file.fileno())
         except OSError:

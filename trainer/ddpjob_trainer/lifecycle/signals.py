@@ -42,16 +42,17 @@ class Due(enum.IntEnum):
 
     NO = 0
     WHEN_FREE = 1
-    """Save when no rank is saving."""
+    """Save, unless a rank is still saving an earlier checkpoint."""
     NOW = 2
-    """Save after exactly this step."""
+    """Save after exactly this step, even if a rank is still saving an earlier checkpoint."""
 
 
 @dataclass(frozen=True)
 class SaverState:
     """The state of a rank's checkpoint writer.
 
-    The writer may be saving, no longer able to save, or fenced by another incarnation of the job.
+    The writer may be saving now (`busy`), be unable to save from now on (`failed`), or be fenced by
+    another incarnation of the job (`fenced`).
     """
 
     busy: bool = False
@@ -64,15 +65,16 @@ class Saver(Protocol):
 
     @property
     def state(self) -> SaverState:
-        """The current state of this rank."""
+        """The current state of this rank's checkpoint writer."""
 
     def failure(self, fenced: bool) -> CheckpointError:
-        """Return the error that ends training on all ranks after a rank has failed."""
+        """Return the error that ends training on all ranks after one rank's writer has failed."""
 
 
 class StopRequest:
-    """Records SIGTERM, makes the ranks agree on stopping, and ends this process if they cannot
-    agree.
+    """Records SIGTERM, and makes the ranks agree on stopping.
+
+    If the ranks cannot agree in time, this process ends.
     """
 
     def __init__(self, group: Group, saver: Saver | None = None) -> None:
@@ -100,33 +102,34 @@ class StopRequest:
     def over(self) -> None:
         """Record that training is over.
 
-        From now on, SIGTERM does not end this process, which is only writing its last output.
+        From now on, SIGTERM does not end this process, because it is only writing its last output.
         """
         self._agreed.set()
 
     @property
     def seconds_left(self) -> float:
-        """Number of seconds from the agreement to stop until a rank's pod may be killed."""
+        """Number of seconds left before a pod may be killed, once the ranks have agreed to stop."""
         return max(0.0, self._last_answer + self._patience() - 2 * self._slowest_step - time.monotonic())
 
     def is_due(self, certain: bool) -> bool:
-        """Count a step, and return whether the ranks agree after it.
+        """Count a step, and return whether the ranks agree after this step.
 
-        The result is the same on every rank, and always true with `certain`.
+        The result is the same on every rank. With `certain`, it is always true.
         """
         self._steps += 1
         self._note_step()
         return certain or self._steps > self._skip
 
     def agreement(self, save_due: int = Due.NO, unreadable: int = 0) -> Agreement:
-        """Begin to agree, during the step, on whether to stop or save after it (see `Due`).
+        """Begin an agreement of the ranks on whether to stop or save after the current step.
 
-        This also sums the ranks' numbers of unreadable samples.
+        `save_due` states whether this rank wants to save (see `Due`). The agreement begins during
+        the step. It also adds up the numbers of unreadable samples of all ranks.
         """
         now = time.monotonic()
         if not self._steps:
             self._note_step()
-        # No steps are counted during an evaluation, so the mean step time is unknown after one.
+        # Steps are not counted during an evaluation, so the mean step time is unknown after it.
         mean = (now - self._last_begun) / self._steps if self._steps else math.inf
         self._last_begun, self._steps = now, 0
         state = self._saver.state if self._saver else SaverState()
@@ -144,7 +147,7 @@ class StopRequest:
         self._last_step = now
 
     def _leave_in_time(self) -> None:
-        """End this process if the ranks do not agree in time."""
+        """End this process if the ranks do not agree to stop in time."""
         asked = time.monotonic()
         self._requested.set()
         over = self._agreed.is_set()
@@ -162,18 +165,19 @@ class StopRequest:
         os._exit(EXIT_TERMINATED)
 
     def _until(self, asked: float) -> float:
-        """Return when this rank gives up, on the monotonic clock; `asked` is when SIGTERM arrived.
+        """Return the time, on the monotonic clock, at which this rank gives up waiting.
 
-        If the grace period is unknown, this rank waits for slow ranks as long as they respond.
+        `asked` is the time at which SIGTERM arrived. If the grace period is unknown, this rank
+        waits for slow ranks as long as they respond.
         """
         return self._patience() + (asked if self._grace is not None else max(asked, self._last_answer))
 
     def _patience(self) -> float:
-        """Return how many seconds the ranks have for agreeing.
+        """Return how many seconds the ranks have for agreeing to stop.
 
-        The launcher's share of the grace period and one second for a message are reserved. If the
-        grace period is unknown, the time covers a step, or a save in progress that other ranks may
-        be waiting for.
+        If the grace period is known, they have all of it except the launcher's share and one second
+        for a message. If it is unknown, they have enough time for a step or, while a checkpoint is
+        being saved, for this save, because other ranks may be waiting for it.
         """
         if self._grace is None:
             return (
@@ -197,13 +201,13 @@ class StopRequest:
 
 
 class Agreement:
-    """The agreement of the ranks at the end of a step."""
+    """An agreement that the ranks reach at the end of a step."""
 
     def __init__(self, flags: Reduction, request: StopRequest) -> None:
         self._flags, self._request = flags, request
 
     def wait(self) -> tuple[bool, bool]:
-        """Return (stop, save), the same on every rank.
+        """Wait for the agreement, and return (stop, save), which are the same on every rank.
 
         Raises CheckpointError on every rank if a rank can no longer save.
         """
@@ -215,12 +219,12 @@ class Agreement:
         return stop > 0, save
 
     def unreadable(self) -> int:
-        """Number of the step's unreadable samples, over all ranks."""
+        """Return the number of unreadable samples in the step, over all ranks."""
         return int(self._flags.wait()[-1])
 
 
 def grace_from_env() -> float | None:
-    """Return the seconds between SIGTERM and the pod's end; None outside a job.
+    """Return the number of seconds between SIGTERM and the end of the pod; None outside a job.
 
     Raises ConfigError.
     """

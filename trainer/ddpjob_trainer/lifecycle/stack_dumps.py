@@ -25,10 +25,10 @@ _SHARE_OF_TIMEOUT = 0.9
 
 
 class StackDumps:
-    """Dumps of this process's stacks.
+    """Writes the Python stacks of this process to a file.
 
-    If no step begins for nearly `timeout_seconds`, stacks are written before the waiting collective
-    fails.
+    If no step begins for nearly `timeout_seconds`, the stacks are written before the waiting
+    collective fails.
     """
 
     def __init__(self, run_dir: Path, rank: int, timeout_seconds: float) -> None:
@@ -43,8 +43,8 @@ class StackDumps:
         self._copied = self._size()
         if self._by_signal:
             signal.signal(stack_signal.SIGNAL, signal.SIG_IGN)  # `unregister` restores this handler.
-            # Other threads keep running while the handler reads, and reading their frames
-            # occasionally crashes a healthy process.
+            # Write only the main thread's stack. Other threads keep running while the handler reads
+            # their frames, and this occasionally crashes a healthy process.
             faulthandler.register(stack_signal.SIGNAL, file=self._file or sys.stderr, all_threads=False)
         self._arm()
         self._thread = threading.Thread(target=self._watch, name="stacks", daemon=True)
@@ -92,7 +92,7 @@ class StackDumps:
         return os.fstat(self._file.fileno()).st_size if self._file is not None else 0
 
     def _arm(self) -> None:
-        """Write all threads' stacks when a step is overdue.
+        """Let faulthandler write the stacks of all threads when the current step is overdue.
 
         Reading the frames of running threads could crash the process. But the collective is about
         to fail anyway, so it is more important to know where the threads are.

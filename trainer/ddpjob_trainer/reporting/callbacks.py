@@ -33,18 +33,19 @@ from ddpjob_trainer.own_functions import explain, load_function
 _KEY = "train.callbacks"
 _MOST_METRICS = 20
 _ALL_METRICS = 60
-"""Maximum number of an evaluation's metrics, because the job refuses longer reports."""
+"""Maximum number of metrics in one evaluation, because a job's report must not be longer."""
 _OTHER_FIGURES = {
     "self", "event", "time", "round", "epoch", "step", "unreadable", "testLoss", "learningRate", "dataWait",
     "gradientNorm", "mfu", "skippedSteps", "corruptImages", "checkpointTime", "copyStep", "copyTime", "copyBehind",
 }  # fmt: skip
-"""Names that already have a meaning in metrics.jsonl or in the job's reports."""
+"""Names that cannot be a metric's name, because they already have a meaning in metrics.jsonl or in
+the job's reports."""
 _OF_EVALUATIONS = ("on_test_batch", "on_test_end", "on_epoch_end")
 _METHODS = ("on_train_begin", "on_step", *_OF_EVALUATIONS)
 
 
 class Callbacks:
-    """The callbacks by name, in the order of the configuration."""
+    """The user's callbacks by name, in the order of the configuration."""
 
     def __init__(self, names: Sequence[str]) -> None:
         """Create the callbacks. Raises ConfigError, with the remedy, for an invalid callback."""
@@ -58,7 +59,10 @@ class Callbacks:
             _check_methods(name, self._own[name])
 
     def check_evaluations(self, every: int) -> None:
-        """Raise ConfigError if a callback needs evaluations, but there are none (`every` is 0)."""
+        """Raise ConfigError if a callback needs evaluations, but training has none.
+
+        Training has no evaluations if `every` is 0.
+        """
         for method in _OF_EVALUATIONS:
             for name in [] if every else self.having(method):
                 raise ConfigError(
@@ -67,7 +71,10 @@ class Callbacks:
                 )
 
     def call(self, method: str, *arguments: Any) -> dict[str, Any]:
-        """Return the results of the callbacks that have `method`, by name. Raises TrainingError."""
+        """Call `method` of each callback that has it.
+
+        Return the results by the callbacks' names. Raises TrainingError if a call fails.
+        """
         results = {}
         for name, own in self._own.items():
             if (act := getattr(own, method, None)) is not None:
@@ -76,9 +83,10 @@ class Callbacks:
         return results
 
     def ends(self, epoch: int, metrics: Mapping[str, float], group: Group) -> list[str]:
-        """Call `on_epoch_end`, and return the callbacks that end the training on any rank.
+        """Call `on_epoch_end`, and return the names of the callbacks that end the training.
 
-        All ranks must call this together.
+        A callback ends the training if it returns True on any rank. All ranks must call this
+        together.
         """
         results = self.call("on_epoch_end", epoch, dict(metrics))
         if not results:
@@ -91,15 +99,22 @@ class Callbacks:
         return [name for name, wish in zip(results, wishes.tolist(), strict=True) if wish]
 
     def still_ending(self, ended: list[str]) -> list[str]:
-        """Return the callbacks that ended the training of a checkpoint and are still configured."""
+        """Return the callbacks in `ended` that are still configured.
+
+        `ended` contains the callbacks that had ended the training when the checkpoint was saved.
+        """
         return [name for name in self._own if name in ended]
 
     def summing(self, inner: Adding) -> Adding:
-        """Return an accumulator that also computes the callbacks' metrics."""
+        """Return an accumulator that adds the callbacks' metrics to the results of `inner`."""
         return _CallbackSums(self, inner) if self.having("on_test_batch") else inner
 
     def metrics(self, name: str, sums: torch.Tensor, taken: Collection[str]) -> dict[str, float]:
-        """Return a callback's metrics from its sums. Metrics must not have a name in `taken`."""
+        """Return the metrics that a callback computes from its sums.
+
+        Raises TrainingError if there are too many of them, or if one has a name that is in `taken`
+        or has another meaning.
+        """
         with explain(_KEY, name, "on_test_end", TrainingError):
             found = {str(key): float(value) for key, value in self._own[name].on_test_end(sums).items()}
         wrong = [key for key in found if key in taken or key in _OTHER_FIGURES or len(key) > MAX_FIGURES]
@@ -116,11 +131,15 @@ class Callbacks:
         return [name for name, own in self._own.items() if hasattr(own, method)]
 
     def state(self) -> dict[str, Any]:
-        """Return the callbacks' states for a checkpoint."""
+        """Return the callbacks' states, to be kept in a checkpoint."""
         return self.call("state_dict")
 
     def load(self, states: Mapping[str, Any]) -> list[str]:
-        """Continue from the states in a checkpoint, and return notes on those that are missing."""
+        """Give each callback its state from a checkpoint.
+
+        Return notes about callbacks whose state is missing in the checkpoint, and about states that
+        are not used.
+        """
         kept = self.having("state_dict")
         for name in kept:
             if name in states:
@@ -157,14 +176,14 @@ def _check_counts(name: str, counts: Collection[int]) -> None:
 
 
 class _CallbackSums:
-    """Adds up the callbacks' sums in addition to those of an evaluation."""
+    """Adds up the sums that callbacks return, in addition to the sums of an evaluation."""
 
     def __init__(self, callbacks: Callbacks, inner: Adding) -> None:
         self._callbacks, self._inner = callbacks, inner
         self._sums: dict[str, torch.Tensor] = {}
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        """Add scores and targets of some of this rank's samples."""
+        """Add the scores and targets of some of this rank's samples."""
         self._inner.add(logits, labels)
         for name, found in self._callbacks.call("on_test_batch", logits.detach().float(), labels).items():
             with explain(_KEY, name, "on_test_batch", TrainingError):
@@ -174,11 +193,14 @@ class _CallbackSums:
             self._sums[name] = before + sums
 
     def reduce(self, group: Group, counted: int, unreadable: int = 0) -> Evaluation:
-        """Return the result over all ranks. All ranks must call this together."""
+        """Return the evaluation's result over all ranks, with the callbacks' metrics.
+
+        All ranks must call this together.
+        """
         result, own = self._inner.reduce(group, counted, unreadable), dict[str, float]()
         for name in self._callbacks.having("on_test_batch"):
             sums = self._sums.get(name)
-            # A rank without test samples does not know how many sums there are.
+            # A rank without test samples has no sums, so it does not know how many sums there are.
             counts = set(group.gather(-1 if sums is None else len(sums))) - {-1}
             _check_counts(name, counts)
             total = group.sum(torch.zeros(max(counts, default=0), dtype=torch.float64) if sums is None else sums)

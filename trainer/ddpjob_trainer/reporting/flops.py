@@ -18,8 +18,9 @@ from ddpjob_trainer.config.config import Config
 from ddpjob_trainer.model.models import build_model, is_own
 
 _PEAKS: tuple[tuple[str, float, float, float], ...] = (
-    # name, dense 10^12 FLOP/s in: 16 bits, TensorFloat-32, float32; from NVIDIA's data sheets,
-    # without sparsity
+    # Each row contains a pattern of the device's name, and its dense 10^12 FLOP/s in 16-bit
+    # formats, TensorFloat-32 and float32. The numbers are from NVIDIA's data sheets, without
+    # sparsity.
     (r"H100 PCIe", 756, 378, 51),
     (r"H100 NVL", 835, 417, 60),
     (r"H(200|100|800)\b", 989, 494, 67),
@@ -36,7 +37,10 @@ _PEAKS: tuple[tuple[str, float, float, float], ...] = (
 
 
 def peak(name: str, dtype: torch.dtype, *, tf32: bool) -> float:
-    """Return a GPU's FLOP/s for `dtype`; 0 if unknown. `name` is torch.cuda.get_device_name's."""
+    """Return the peak FLOP/s of a GPU that computes in `dtype`; 0 if it is unknown.
+
+    `name` is the result of torch.cuda.get_device_name.
+    """
     if re.search(r"\bMIG\b", name):  # A MIG device is only a part of the GPU, and its peak is not in the table.
         return 0.0
     for pattern, short, fast, whole in _PEAKS:
@@ -46,18 +50,21 @@ def peak(name: str, dtype: torch.dtype, *, tf32: bool) -> float:
 
 
 def device_peak(config: Config, device: torch.device, dtype: torch.dtype) -> float:
-    """Return report.peak_flops if set, otherwise the peak by the device's name; 0 if unknown."""
+    """Return the peak FLOP/s of a device: report.peak_flops if it is set.
+
+    If it is not set, the device's name determines the peak. The result is 0 if the peak is unknown.
+    """
     if config.report.peak_flops or device.type != "cuda":
         return config.report.peak_flops
     return peak(torch.cuda.get_device_name(device), dtype, tf32=config.amp.tf32)
 
 
 def flops_of_run(config: Config, shape: tuple[int, ...], classes: int, *, whole_numbers: bool = False) -> float:
-    """Return `flops_per_sample`, cached in RUN/flops.json.
+    """Return the result of `flops_per_sample`, which is cached in RUN/flops.json.
 
-    Counting takes most of a second, and every restart would wait for it. For a user's own model,
-    the count is not kept, because the model's code may change before the next run. This runs on
-    rank 0, which does the reporting.
+    Counting takes most of a second, and without the cache, every restart would wait for it. For a
+    user's own model, the count is not cached, because the model's code may change before the next
+    run. Only rank 0 calls this, because rank 0 does the reporting.
     """
     count = partial(flops_per_sample, config, shape, classes, whole_numbers=whole_numbers)
     if is_own(config.model):
@@ -69,18 +76,18 @@ def flops_of_run(config: Config, shape: tuple[int, ...], classes: int, *, whole_
         if kept["of"] == of:
             return float(kept["flops"])
     found = count()
-    with suppress(OSError):  # If this fails, the next run counts again.
+    with suppress(OSError):  # If the cache cannot be written, the next run counts again.
         write_atomically(path, json.dumps({"of": of, "flops": found}).encode())
     return found
 
 
 def flops_per_sample(config: Config, shape: tuple[int, ...], classes: int, *, whole_numbers: bool = False) -> float:
-    """Return the FLOPs of a forward and backward pass, from torch's counter; 0 if unknown.
+    """Return the FLOPs of a forward and backward pass for one sample; 0 if they are unknown.
 
-    A multiplication and an addition count as two. Nothing is computed, because the model is created
-    without values. If a user's own model needs values, the result is 0. This function must be
-    called before the ranks have joined. A model that communicates with its peers then gets an
-    error instead of waiting for ranks that do not call this function.
+    torch's counter counts a multiplication and an addition as two operations. Nothing is computed,
+    because the model is created without values. If a user's own model needs values, the result is
+    0. This function must be called before the ranks have joined. A model that communicates with its
+    peers then gets an error instead of waiting for ranks that do not call this function.
     """
     from torch.utils.flop_counter import FlopCounterMode
 

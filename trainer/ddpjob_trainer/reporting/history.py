@@ -14,38 +14,43 @@ from ddpjob_pod.metrics_log import METRICS
 from ddpjob_trainer.errors import TrainerError
 
 _OF_EVERY_JOB = ("run", "checkpoints", "")
-"""Names of folders that every job has, so they do not distinguish runs."""
+"""Names of folders that occur in every job. They do not distinguish runs, so they do not serve as
+titles."""
 
 
 @dataclass
 class History:
-    """A run's history. Times are in seconds since the first line."""
+    """A run's history. Times are in seconds since the first line in metrics.jsonl."""
 
     title: str = ""
     incarnations: list[dict[str, Any]] = field(default_factory=list)
-    """The start line of each incarnation."""
+    """The line with which each incarnation starts."""
     steps: list[list[dict[str, Any]]] = field(default_factory=list)
-    """The step lines of each incarnation."""
+    """The lines about steps, in one list for each incarnation."""
     evaluated: list[list[dict[str, Any]]] = field(default_factory=list)
-    """The evaluation lines of each incarnation."""
+    """The lines about evaluations, in one list for each incarnation."""
     end: float = 0.0
-    """Time of the last line."""
+    """The time of the last line."""
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """All evaluation lines."""
+        """The lines about evaluations of all incarnations."""
         return [row for rows in self.evaluated for row in rows]
 
     @property
     def restarts(self) -> int:
-        """Number of restarts, not counting starts of later jobs that continued in the folder."""
+        """Number of restarts.
+
+        The start of a later job that continues in the folder is not a restart.
+        """
         return sum(map(_is_restart, self.incarnations, self.incarnations[1:]))
 
     @property
     def gaps(self) -> list[tuple[float, float, bool]]:
-        """The times of the last step before and the first step after each later start.
+        """The gaps between incarnations that took steps.
 
-        Each entry is (time before, time after, whether the start is a restart).
+        Each entry is (time of the last step before the gap, time of the first step after it,
+        whether the incarnation after the gap is a restart).
         """
         found = []
         parts = list(zip(self.incarnations, self.steps, strict=True))
@@ -56,7 +61,10 @@ class History:
 
     @property
     def worlds(self) -> list[tuple[float, float, int]]:
-        """(from, to, number of ranks) of each incarnation that took a step."""
+        """The incarnations that took a step.
+
+        Each entry is (time of the start, time of the last step, number of ranks).
+        """
         return [
             (incarnation["time"], steps[-1]["time"], int(incarnation["world"]))
             for incarnation, steps in zip(self.incarnations, self.steps, strict=True)
@@ -69,13 +77,14 @@ def _is_restart(before: dict[str, Any], start: dict[str, Any]) -> bool:
 
 
 def read(run: Path) -> History:
-    """Return the history of a run, given its file, its folder or its checkpoint folder.
+    """Return the history of a run.
 
-    Raises TrainerError if the run has no metrics.
+    `run` is the run's metrics file, its folder, or its checkpoint folder. Raises TrainerError if
+    the run has no metrics.
     """
     path = run / METRICS if run.is_dir() else run
     if run.is_dir() and not path.is_file():
-        # `run` is a checkpoint.dir, or the folder of checkpoints in a run folder.
+        # `run` is a checkpoint.dir, or the folder `checkpoints` in a run folder.
         folder = run.resolve()
         near = [folder / "run", *([folder.parent] if folder.name == "checkpoints" else [])]
         path = next((place / METRICS for place in near if (place / METRICS).is_file()), path)
@@ -141,8 +150,8 @@ def _place_epochs(history: History) -> None:
 def _spread(steps: list[int], epochs: dict[int, float]) -> dict[int, float]:
     """Return each step's position in epochs, with an epoch's steps spread evenly over it.
 
-    `epochs` maps each step to its epoch.
-    The last epoch may be unfinished, so it is assumed to be at least as long as the previous one.
+    `epochs` maps each step to its epoch. The last epoch may be unfinished, so it is assumed to be
+    at least as long as the previous one.
     """
     ends: dict[float, int] = {}
     for step in steps:

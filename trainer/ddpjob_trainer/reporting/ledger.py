@@ -18,7 +18,7 @@ from ddpjob_pod.job_environment import JobEnvironment
 
 from ddpjob_trainer.errors import LedgerError
 
-if TYPE_CHECKING:  # These modules import torch, which reading a ledger does not need.
+if TYPE_CHECKING:  # These modules import torch, which is not needed for reading a ledger.
     from ddpjob_trainer.data.sampler import Step
     from ddpjob_trainer.distributed.process_group import Group
     from ddpjob_trainer.lifecycle.fence import Claim
@@ -27,7 +27,7 @@ FOLDER = "ledger"
 
 
 class Ledger:
-    """One process's file in `run_dir`/ledger. Nothing is written if the ledger is off.
+    """Writes one process's file in `run_dir`/ledger. Writes nothing if the ledger is off.
 
     `python -m ddpjob_trainer ledger FOLDER` checks that each epoch took each sample exactly once,
     across all restarts.
@@ -46,16 +46,19 @@ class Ledger:
                 self._file = path.open("x", encoding="utf-8")
 
     def start(self, step: int, size: int, epochs: int, repeats: int = 1) -> None:
-        """Record a resume after `step` steps, with `size` training samples and `epochs` epochs.
+        """Record that this process starts or resumes training after `step` steps.
 
-        With `repeats` > 1, the steps' sample numbers stand for versions of samples,
-        `sample + repeat * size`.
+        The training set has `size` samples, and training has `epochs` epochs. With `repeats` > 1,
+        the steps' sample numbers stand for versions of samples, `sample + repeat * size`.
         """
         about = {"job": self._job, "rank": self._group.rank, "world": self._group.world, "size": size, "epochs": epochs}
         self._write({"start": step, **about, **({"repeats": repeats} if repeats > 1 else {})})
 
     def step(self, number: int, step: Step) -> None:
-        """Record this rank's samples in global step `number` (from 1), before the exchange."""
+        """Record the samples that this rank takes in global step `number` (from 1).
+
+        Must be called before the ranks exchange the step's gradients.
+        """
         self._write(
             {
                 "epoch": step.epoch + 1,
@@ -67,12 +70,16 @@ class Ledger:
         )
 
     def left_out(self, number: int) -> None:
-        """Record that global step `number` was skipped: a loss or gradient was not finite."""
+        """Record that global step `number` was skipped.
+
+        The reason is a loss or gradient that was not finite.
+        """
         self._write({"leftOut": number})
 
     def unreadable(self, number: int, images: int) -> None:
-        """Record the unreadable images, which had weight zero, in global step `number` on all
-        ranks.
+        """Record how many images could not be read in global step `number`, over all ranks.
+
+        These images had a weight of zero.
         """
         self._write({"unreadable": images, "of": number})
 
@@ -83,7 +90,8 @@ class Ledger:
     def end(self, step: int, early: int | None = None) -> None:
         """Record that training is complete after `step` steps.
 
-        `early` is the number of epochs, if a callback ended the training before the last one.
+        `early` is the number of complete epochs if a callback ended the training before its last
+        epoch.
         """
         self._write({"end": step, **({} if early is None else {"epochs": early})})
 
@@ -96,7 +104,7 @@ class Ledger:
 
 @contextmanager
 def _writing(path: Path | str) -> Iterator[None]:
-    """Raise LedgerError if a line cannot be written.
+    """Raise LedgerError if a line cannot be written inside this `with`.
 
     A ledger with a gap would not prove anything.
     """

@@ -25,7 +25,7 @@ _REFRESHES_PER_SECOND, _POINTS_KEPT = 4, 512
 class LiveView:
     """A panel at the bottom of the terminal, which rich redraws in its own thread.
 
-    Notes stay above the panel.
+    Notes are printed above the panel.
     """
 
     def __init__(self, title: str, console: Console | None = None) -> None:
@@ -38,7 +38,7 @@ class LiveView:
         self._live.start()
 
     def show(self, status: TrainingStatus) -> None:
-        """Set the status to show at the next redraw."""
+        """Set the status that the next redraw shows."""
         self._status = status
         _keep(self._losses, status.loss)
         _keep(self._speeds, status.samples_per_second)
@@ -50,7 +50,7 @@ class LiveView:
         self._live.console.print(text, highlight=False, markup=False)
 
     def close(self) -> None:
-        """Draw the last state, and leave it on the terminal."""
+        """Draw the panel for the last time, and leave it on the terminal."""
         self._live.stop()
 
     def render(self) -> Panel:
@@ -99,7 +99,7 @@ def _job(status: TrainingStatus) -> list[str]:
 
 
 def _keep(values: list[float], value: float) -> None:
-    """Append a finite value. If the history is long, drop every other value."""
+    """Append a value if it is finite. If the list becomes too long, drop every other value."""
     if math.isfinite(value):
         values.append(value)
         if len(values) > _POINTS_KEPT:
@@ -107,9 +107,10 @@ def _keep(values: list[float], value: float) -> None:
 
 
 def sparkline(values: Sequence[float], width: int, *, from_zero: bool = False) -> str:
-    """Return at most `width` blocks, each showing the mean of its part of `values`.
+    """Return a curve of at most `width` block characters.
 
-    The blocks are scaled from the minimum (or zero) to the maximum.
+    Each block shows the mean of a part of `values`. Its height is scaled so that the smallest mean
+    (or, with `from_zero`, zero) is the lowest block, and the largest mean is the highest.
     """
     if not values:
         return ""

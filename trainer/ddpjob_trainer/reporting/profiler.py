@@ -16,9 +16,9 @@ _ROWS = 40
 
 
 class Profile:
-    """Profiles the global steps START to START + COUNT - 1 for (START, COUNT).
+    """Profiles some global steps, given as (START, COUNT): START to START + COUNT - 1.
 
-    The preceding step warms up the profiler.
+    In the step before START, the profiler warms up.
     """
 
     def __init__(self, steps: tuple[int, ...], run_dir: Path, rank: int) -> None:
@@ -27,7 +27,7 @@ class Profile:
         self._profiler: Any = None
 
     def before(self, step: int) -> None:
-        """Start or advance the profiler before step `step` (from 1)."""
+        """Start or advance the profiler. Must be called before each global step `step` (from 1)."""
         if not self._count or (self._profiler is None and not max(1, self._first - 1) <= step <= self._first):
             return
         if self._profiler is not None:
@@ -47,7 +47,7 @@ class Profile:
         self._profiler.start()
 
     def close(self) -> None:
-        """Write the profile so far, if training ends during the profiled steps."""
+        """Write the profile of the steps so far, if training ends during the profiled steps."""
         if self._profiler is not None:
             profiler, self._profiler, self._count = self._profiler, None, 0
             profiler.stop()

@@ -16,9 +16,10 @@ _BRIEF_SECONDS = 1.0
 
 
 class ProgressClient(Outbox):
-    """Posts progress to the coordinator, at most every half second.
+    """Posts progress to the coordinator, at most once every half second.
 
-    Progress is posted to `/v1/progress` at DDPJOB_COORDINATOR (host:port), with DDPJOB_TOKEN.
+    Progress is posted to `/v1/progress` at the address in DDPJOB_COORDINATOR (host:port), with the
+    token in DDPJOB_TOKEN.
     """
 
     def __init__(self, address: str, token: str) -> None:
@@ -26,15 +27,16 @@ class ProgressClient(Outbox):
         self._newest: dict[str, Any] | None = None
         self._copies: dict[str, float] | None = None
         self._activity: str | None = None
-        self._said: str | None = None  # The activity that the coordinator knows of.
-        # None if stragglers have not been posted yet.
+        self._said: str | None = None  # The activity that the coordinator knows of; None for steps.
+        # The newest stragglers. None before the first call of `post_stragglers`.
         self._stragglers: list[dict[str, float]] | None = None
-        self._said_stragglers: Any = None  # The last stragglers posted, and the coordinator that got them.
+        # The instance of the coordinator that got stragglers, and these stragglers.
+        self._said_stragglers: Any = None
         super().__init__("coordinator-link")
 
     @classmethod
     def from_env(cls) -> ProgressClient | None:
-        """Return the client described by the environment, or None outside a job."""
+        """Return a client for the job that the environment describes, or None outside a job."""
         job = JobEnvironment.read()
         return cls(job.coordinator, job.token) if job.coordinator else None
 
@@ -45,9 +47,10 @@ class ProgressClient(Outbox):
             self._changed.notify()
 
     def post_copies(self, copies: dict[str, float]) -> None:
-        """Send the state of the copies in the bucket.
+        """Send the state of the checkpoints' copies in the bucket.
 
-        This state is posted separately, because it does not show that a step was taken.
+        This state is posted separately from progress, because it does not show that a step was
+        taken.
         """
         with self._changed:
             self._copies = copies
@@ -56,16 +59,17 @@ class ProgressClient(Outbox):
     def post_stragglers(self, stragglers: list[dict[str, float]]) -> None:
         """Send the stragglers after the next post of progress.
 
-        Stragglers are sent only if they have changed, or if this process has not sent any yet.
+        They are sent only if they have changed, or if the current coordinator does not have them
+        yet.
         """
         with self._changed:
             self._stragglers = stragglers
 
     def post_activity(self, activity: str | None, *, again: bool = False) -> None:
-        """Send this process's activity other than steps (None: steps).
+        """Send what this process is doing instead of steps. None means that it takes steps.
 
-        An activity that ends within a second is not sent. With `again`, an activity is posted again
-        as a sign of life.
+        An activity that ends within a second is not sent. With `again`, the current activity is
+        posted again as a sign of life.
         """
         with self._changed:
             self._activity = activity
@@ -100,7 +104,11 @@ class ProgressClient(Outbox):
                 self._changed.wait_for(lambda: self._closing, timeout=pause)
 
     def _send_stragglers(self) -> None:
-        """Send the stragglers separately, and repeat until a coordinator has responded."""
+        """Send the stragglers in a separate post.
+
+        This is called after each post of progress. It sends the same stragglers again until a
+        coordinator has responded.
+        """
         stragglers = self._stragglers
         if stragglers is None or (self._poster.instance, stragglers) == self._said_stragglers:
             return

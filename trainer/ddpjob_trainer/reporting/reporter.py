@@ -27,7 +27,7 @@ from ddpjob_trainer.reporting.terminal import Display, ProgressLines, Silent, Tr
 
 _ALIVE_SECONDS = 5.0
 _RANKS = 64
-"""Number of ranks whose figures are logged separately."""
+"""Maximum number of ranks whose figures are reported one by one."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class Machines:
-    """Figures of the ranks' machines since the last report, by rank.
+    """Figures of the ranks' machines since the last report. Each sequence has one figure per rank.
 
-    `own` is how many seconds a rank itself works per step (0 if that cannot be measured), and
-    `even` how many it would work for an even share of the batch. `data` is the share of time spent
-    waiting for data, and `memory` is the peak number of bytes so far. `phases` contains this rank's
-    seconds per step. `flops` is per sample, and `peak` is per second for all devices together; 0
-    means unknown. `stages` has the same meaning as in `Strategy`.
+    `own` is the time in seconds that a rank itself works per step (0 if that cannot be measured),
+    and `even` is the time that it would work for an even share of the batch. `data` is the share of
+    time that it spends waiting for data, and `memory` is its peak number of bytes so far. `phases`
+    contains the seconds that this rank spends in each phase of a step. `flops` is the number of
+    FLOPs per sample, and `peak` the FLOP/s of all devices together; 0 means unknown. `stages` has
+    the same meaning as in `Strategy`.
     """
 
     own: Sequence[float]
@@ -64,12 +65,13 @@ class Machines:
     stages: int = 1
 
     def mfu(self, samples_per_second: float) -> float | None:
-        """Return the share of the peak that is used; None if unknown."""
+        """Return the share of the devices' peak FLOP/s that training uses; None if unknown."""
         return samples_per_second * self.flops / self.peak if self.flops and self.peak else None
 
     def logged(self) -> dict[str, Any]:
-        """Return each rank's figures for metrics.jsonl. If there are more than 64 ranks, only the
-        first 64 are included.
+        """Return the figures of the ranks, and the phases, for metrics.jsonl.
+
+        If there are more than 64 ranks, only the figures of the first 64 are included.
         """
         columns = {"ownSeconds": self.own, "dataWaits": self.data, "memoryBytes": self.memory}
         ranks = {name: [float(f"{value:.4g}") for value in values[:_RANKS]] for name, values in columns.items()}
@@ -77,7 +79,7 @@ class Machines:
 
 
 def open_log(run_dir: Path) -> MetricsLog:
-    """Return the run's log. Raises TrainingError if the log cannot be appended to."""
+    """Return the run's metrics log. Raises TrainingError if the log cannot be appended to."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         return MetricsLog(run_dir)
@@ -89,9 +91,10 @@ def open_log(run_dir: Path) -> MetricsLog:
 
 
 class Reporter:
-    """Measures speed and reports.
+    """Measures the speed of training, and reports progress.
 
-    With `writes`, this rank keeps the metrics log. Rank 0 also prints, posts, and feeds the sinks.
+    With `writes`, this rank keeps metrics.jsonl. Rank 0 also prints progress, posts it to the
+    coordinator, and passes it to the sinks.
     """
 
     def __init__(
@@ -107,8 +110,8 @@ class Reporter:
     ) -> None:
         """Check the sinks, and open the log and the display.
 
-        `device` and `model` appear in the first line. Raises ConfigError if a configured sink is
-        not available.
+        `device` and its `model` appear in the first line that is printed. Raises ConfigError if a
+        configured sink is not available.
         """
         check_report(config.report)
         self._plan, self._config, self._group = plan, config, group
@@ -127,14 +130,17 @@ class Reporter:
         self._files = EvaluationFiles(config.run_dir / FOLDER, config.eval, class_names) if group.rank == 0 else None
         self._window_began = time.perf_counter()
         self._waited = 0.0
-        self._samples, self._seconds = 0, 0.0  # trained in this process, without evaluations and checkpoints
+        # Number of samples that this process has trained, and the seconds that this took. Evaluations
+        # and checkpoints do not count.
+        self._samples, self._seconds = 0, 0.0
         self._pace = Pace(least=1)
         self._pace.add(0, 0.0)
         self._last: TrainingStatus | None = None
         self._evaluation: Evaluation | None = None
         self._checkpoint_time: float | None = None
         self.copies: Mapping[str, float] = {}
-        """Known figures about copies in checkpoint.url (copyStep, copyTime, copyBehind)."""
+        """What is known about the checkpoints' copies in checkpoint.url (copyStep, copyTime,
+        copyBehind)."""
 
     def start(
         self,
@@ -148,9 +154,9 @@ class Reporter:
         """Report that an incarnation begins after `step` steps, with `left` steps remaining.
 
         `warning` states why training is slow, if it is. `precision` is the dtype of computations,
-        and `notes` contains other useful facts. The total number of steps is `step + left`, because
-        it may change with the batch at a restart. If the checkpoint has more epochs than
-        configured, its number of epochs is the total.
+        and `notes` contains other useful facts. `step + left` becomes the total number of steps,
+        because a restart with a different batch may change it. If the checkpoint has more complete
+        epochs than are configured, their number becomes the total number of epochs.
         """
         wanted, trained = self._plan.epochs, epoch - 1
         self._plan = replace(self._plan, steps=step + left, epochs=max(wanted, trained))
@@ -181,12 +187,18 @@ class Reporter:
             self._sinks.write(step, {"train/world_size": self._group.world, "train/restarts": self.restarts})
 
     def restart_clock(self) -> None:
-        """Exclude the time since the last report (evaluation, checkpoint) from the speed."""
+        """Exclude the time since the last report from the measured speed.
+
+        This is the time of an evaluation or a checkpoint, for example.
+        """
         self._window_began, self._waited = time.perf_counter(), 0.0
 
     @contextmanager
     def during(self, activity: str) -> Iterator[None]:
-        """Report why training pauses, so that the pause does not look like a hang."""
+        """Report the activity for which training pauses inside this `with`.
+
+        Without the report, the pause would look like a hang.
+        """
         if self._link is None:
             yield
             return
@@ -199,13 +211,13 @@ class Reporter:
             self._link.post_activity(None)
 
     def alive(self) -> None:
-        """Report that the current activity is making progress, at most every few seconds."""
+        """Report that the current activity is making progress. Do so at most every few seconds."""
         if self._link is not None and self._activity is not None and time.monotonic() - self._alive > _ALIVE_SECONDS:
             self._alive = time.monotonic()
             self._link.post_activity(self._activity, again=True)
 
     def waited(self, seconds: float) -> None:
-        """Add the seconds for which this rank waited for its batch."""
+        """Add `seconds` to the time for which this rank has waited for its batches."""
         self._waited += seconds
 
     def report(
@@ -222,9 +234,9 @@ class Reporter:
         corrupt_images: int = 0,
         machines: Machines | None = None,
     ) -> None:
-        """Report the `samples` trained since the last report, with mean loss `loss`.
+        """Report that `samples` samples were trained since the last report, with mean loss `loss`.
 
-        `samples_left` samples remain.
+        `samples_left` samples remain until the end of the training.
         """
         self._note_stragglers(machines)
         elapsed = max(1e-9, time.perf_counter() - self._window_began)
@@ -274,7 +286,7 @@ class Reporter:
         self.restart_clock()
 
     def _note_stragglers(self, machines: Machines | None) -> None:
-        """Update the stragglers, and report each new one once."""
+        """Update the list of stragglers, and print a warning about each new one."""
         if machines is None:
             return
         before = {straggler.rank for straggler in self._lagging}
@@ -294,7 +306,7 @@ class Reporter:
             self._link.post_stragglers(_as_numbers(self._lagging))
 
     def evaluated(self, epoch: int, step: int, evaluation: Evaluation) -> None:
-        """Report the result on the test set after epoch `epoch`."""
+        """Report the result of the evaluation after epoch `epoch`."""
         self._evaluation = evaluation
         lost = {"unreadable": evaluation.unreadable} if evaluation.unreadable else {}
         self._write("eval", epoch=epoch, step=step, **evaluation.scalars(), **lost)
@@ -327,20 +339,20 @@ class Reporter:
                 )
 
     def checkpoint(self, step: int, seconds: float) -> None:
-        """Report that a checkpoint is on disk. Writing it took `seconds`."""
+        """Report that a checkpoint is on disk, and that writing it took `seconds`."""
         self._checkpoint_time = wall_clock()
         self._write("checkpoint", step=step, seconds=round(seconds, 4))
         self._sinks.write(step, {"checkpoint/time": self._checkpoint_time, "checkpoint/seconds": seconds})
 
     def copied(self, step: int) -> None:
-        """Report that the checkpoint of `step` is in checkpoint.url."""
+        """Report that the checkpoint of step `step` has been copied to checkpoint.url."""
         self._write("copied", step=step)
         self._sinks.write(step, {"checkpoint/copied_time": self.copies.get("copyTime", wall_clock())})
         if self._last is not None:
             self._post(self._last)
 
     def post_copies(self, copies: Mapping[str, float]) -> None:
-        """Post the state of the copies in checkpoint.url, independently of steps.
+        """Post the state of the checkpoints' copies in checkpoint.url, independently of steps.
 
         May be called from any thread.
         """
@@ -348,17 +360,18 @@ class Reporter:
             self._link.post_copies(dict(copies))
 
     def post_memory(self, figures: dict[str, Any]) -> None:
-        """Post the states in the nodes' memory and the step at which training continued.
+        """Post `figures` about the training states that the nodes keep in memory.
 
-        Only changes are posted.
+        The first figures include the step at which training continued. Later, only changes are
+        posted.
         """
         if self._link is not None and figures:
             self._link.add(figures)
 
     def skipped(self, step: int, text: str, samples: dict[int, list[int]]) -> None:
-        """Report that step `step` was skipped on all ranks.
+        """Report that step `step` was skipped on all ranks, for the reason in `text`.
 
-        `samples` contains the samples by rank, for the ranks whose loss was not finite.
+        `samples` maps each rank on which the loss was not finite to the numbers of its samples.
         """
         self._write("skipped", step=step, samples=samples)
         self._display.note(f"warning: {text}")
@@ -370,19 +383,20 @@ class Reporter:
         self._sinks.close(complete=False)
 
     def ended_early(self, epoch: int, names: Sequence[str]) -> None:
-        """Report that callbacks end the training after epoch `epoch`."""
+        """Report that the callbacks `names` end the training after epoch `epoch`."""
         self._plan = replace(self._plan, epochs=epoch)
         self._display.note(f"train.callbacks: {', '.join(names)} ends the training after epoch {epoch}")
 
     def end(self, step: int, seconds: float) -> None:
-        """Report that training is complete, after `seconds` in this incarnation."""
+        """Report that training is complete. This incarnation took `seconds`."""
         self._write("end", step=step)
         found = f", {_found(self._evaluation)}".removesuffix(", ") if self._evaluation else ""
         self._display.note(
             f"done: {self._plan.epochs} epochs, {step} steps{found}, {duration(seconds)} in this incarnation"
         )
         if self._last is None and self._link is not None:
-            # Nothing was left to train, so the job would show neither epoch nor accuracy.
+            # Nothing was left to train, so no progress has been posted. Without this post, the job
+            # would show neither epoch nor accuracy.
             epochs, metrics = self._plan.epochs, self._scalars()
             self._link.post({"epoch": epochs, "epochs": epochs, "step": step, "steps": step, "metrics": metrics})
         self._sinks.close(complete=True)
@@ -400,7 +414,7 @@ class Reporter:
             self._log.write(event, round=self._plan.round, **fields)
 
     def _scalars(self) -> dict[str, float]:
-        """Return the newest evaluation's numbers by their name in the job's metrics."""
+        """Return the numbers of the newest evaluation, by their names in the job's metrics."""
         if self._evaluation is None:
             return {}
         scalars = self._evaluation.scalars()
@@ -428,9 +442,9 @@ class Reporter:
 
 
 def _found(evaluation: Evaluation) -> str:
-    """Return a result's first numbers in words, ending in a comma.
+    """Return the main results of an evaluation as words that end in a comma.
 
-    These are the accuracy, or a regression's errors.
+    These are the accuracy or, for a regression, the errors. The text is empty if there are neither.
     """
     if evaluation.accuracy is not None:
         return f"test accuracy {evaluation.accuracy:.2%}, "
@@ -438,7 +452,7 @@ def _found(evaluation: Evaluation) -> str:
 
 
 def _optional(status: TrainingStatus) -> dict[str, float]:
-    """Return numbers that are reported only if present, by their names in metrics.jsonl."""
+    """Return those optional numbers that are present, by their names in metrics.jsonl."""
     norm = {} if status.gradient_norm is None else {"gradientNorm": status.gradient_norm}
     skipped = {"skippedSteps": status.skipped_steps} if status.skipped_steps else {}
     share = {} if status.mfu is None else {"mfu": round(status.mfu, 4)}
@@ -446,7 +460,7 @@ def _optional(status: TrainingStatus) -> dict[str, float]:
 
 
 def _values(status: TrainingStatus) -> dict[str, float | None]:
-    """Return the numbers for the sinks."""
+    """Return the numbers of a status, by their names in the sinks."""
     return {
         "train/step": status.step,
         "train/epoch": status.epoch,
@@ -468,8 +482,9 @@ def _values(status: TrainingStatus) -> dict[str, float | None]:
 
 
 def _values_of(machines: Machines | None) -> dict[str, float | None]:
-    """Return each rank's own seconds per step, for the sinks. If there are more than 64 ranks,
-    only the first 64 are included.
+    """Return each rank's own seconds per step, by their names in the sinks.
+
+    If there are more than 64 ranks, only the first 64 are included.
     """
     own = machines.own[:_RANKS] if machines is not None and any(machines.own) else []
     return {f"train/rank_step_seconds/{rank}": seconds for rank, seconds in enumerate(own)}
@@ -480,7 +495,11 @@ def _as_numbers(stragglers: Sequence[Straggler]) -> list[dict[str, float]]:
 
 
 def open_display(first_rank: bool, interval: float, title: str) -> Display:
-    """Return the live view on a TTY, otherwise plain lines; on other ranks, a silent display."""
+    """Return the display of this rank.
+
+    Rank 0 gets the live view on a TTY, and plain lines elsewhere. All other ranks get a silent
+    display.
+    """
     if not first_rank:
         return Silent()
     if not sys.stdout.isatty():

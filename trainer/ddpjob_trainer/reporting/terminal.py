@@ -15,10 +15,10 @@ from ddpjob_pod.stragglers import Straggler
 
 @dataclass(frozen=True)
 class TrainingStatus:
-    """The status to show.
+    """The status that a display shows.
 
-    Counts begin at 1, `eta` is in seconds, and `data_wait` is the share of time spent waiting for
-    data.
+    `epoch` and `step` begin at 1, `eta` is in seconds, and `data_wait` is the share of time spent
+    waiting for data.
     """
 
     epoch: int
@@ -33,31 +33,31 @@ class TrainingStatus:
     accuracy: float | None = None
     gradient_norm: float | None = None
     skipped_steps: int = 0
-    """Steps skipped in this incarnation of the job, because the loss or a gradient was not
-    finite."""
+    """Number of steps that were skipped in this incarnation of the job, because the loss or a
+    gradient was not finite."""
     corrupt_images: int = 0
-    """Images of this epoch that could not be read."""
+    """Number of images in this epoch that could not be read."""
     world: int = 1
     restarts: int = 0
     stragglers: tuple[Straggler, ...] = ()
     mfu: float | None = None
-    """Share of the devices' peak FLOP/s used by the model; None if unknown."""
+    """Share of the devices' peak FLOP/s that the model uses; None if unknown."""
     memory: float = 0.0
-    """Peak number of bytes held by any rank."""
+    """Largest peak number of bytes that any rank has used."""
     phases: Mapping[str, float] = field(default_factory=dict)
-    """Seconds per phase of rank 0's step."""
+    """Seconds that a step of rank 0 spends in each phase."""
     checkpoint_time: float | None = None
-    """The time.time() at which this incarnation's newest checkpoint was completely on disk."""
+    """Unix time at which this incarnation's newest checkpoint was completely on disk."""
 
     def line(self) -> str:
-        """Return one plain line."""
+        """Return the status as one plain line."""
         accuracy = "" if self.accuracy is None else f"  accuracy {self.accuracy:.2%}"
         where = f"epoch {self.epoch}/{self.epochs}  step {self.step}/{self.steps} ({self.step / self.steps:.0%})"
         speed = f"{self.samples_per_second:,.0f} samples/s  data wait {self.data_wait:.0%}  eta {duration(self.eta)}"
         return "  ".join([f"{where}  loss {self.loss:.4f}{accuracy}", speed, *self.extras()])
 
     def extras(self) -> list[str]:
-        """Return the optional parts that have something to show."""
+        """Return texts for the optional parts of the status that have something to show."""
         norm = [] if self.gradient_norm is None else [f"gradient norm {self.gradient_norm:.3g}"]
         skipped = [f"skipped steps {self.skipped_steps}"] if self.skipped_steps else []
         share = [] if self.mfu is None else [f"MFU {self.mfu:.1%}"]
@@ -88,13 +88,13 @@ class Display(Protocol):
 
 
 class ProgressLines:
-    """Plain lines for logs, at most one per `interval` seconds."""
+    """Prints plain lines for logs, at most one status per `interval` seconds."""
 
     def __init__(self, interval: float) -> None:
         self._interval, self._next = interval, 0.0
 
     def show(self, status: TrainingStatus) -> None:
-        """Print a line if one is due."""
+        """Print the status, unless the last one was printed less than `interval` seconds ago."""
         if (now := time.monotonic()) >= self._next:
             self._next = now + self._interval
             print(status.line(), flush=True)

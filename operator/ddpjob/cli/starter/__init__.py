@@ -23,10 +23,10 @@ _PLAIN = re.compile(r"[A-Za-z][-\w./:@]*\w")
 
 
 def write_starter(script: Path, *, name: str, image: str, nodes: int, gpus: int) -> Iterator[str]:
-    """Write job.yaml into the current folder, and `script` unless it exists.
+    """Write job.yaml, and also the script if it does not exist yet, and yield the lines to print.
 
-    Yield the lines to print. If job.yaml exists or the job would be refused, raise Mistake and
-    write nothing.
+    If job.yaml already exists, or if the API server would refuse the job, raise Mistake and write
+    nothing.
     """
     if script.suffix != ".py":
         raise Mistake(f"{script}: the script's name must end in .py")
@@ -68,9 +68,9 @@ def write_starter(script: Path, *, name: str, image: str, nodes: int, gpus: int)
 
 
 def check_script(script: Path) -> tuple[bool, list[str]]:
-    """Return whether the script's ranks form a group, and what to do about it.
+    """Return whether the script's ranks form a group, and lines of advice to print.
 
-    The script is read and never executed. Raises Mistake if it cannot be opened.
+    The script is read but not executed. Raises Mistake if it cannot be opened.
     """
     try:
         read = read_script(script)
@@ -83,9 +83,10 @@ def check_script(script: Path) -> tuple[bool, list[str]]:
 
 
 def _create(path: Path, text: str) -> None:
-    """Create a file completely or not at all.
+    """Create a file with this text, or no file at all.
 
-    Even on a full disk, no partial file remains for the next attempt to find. Raises OSError.
+    If the disk is full, the incomplete file is removed, so that the next attempt does not find it.
+    Raises OSError.
     """
     with path.open("x", encoding="utf-8") as file:
         try:
@@ -97,15 +98,18 @@ def _create(path: Path, text: str) -> None:
 
 
 def _file(name: str) -> str:
-    """Return the text of a template file.
+    """Return the text of one of the template files in this package.
 
-    The suffix `-tpl` keeps linters and importers from mistaking the file for a module of this
-    package.
+    The names of these files end in `-tpl`, so that linters and importers do not take them for
+    modules.
     """
     return resources.files(__name__).joinpath(f"{name}-tpl").read_text(encoding="utf-8")
 
 
 def _scalar(text: str) -> str:
-    """Return the text as YAML, quoted as in JSON if YAML could read it as something else."""
+    """Return the text in the form in which YAML reads it as a string.
+
+    If YAML could read the plain text as anything else, it is quoted as in JSON.
+    """
     plain = _PLAIN.fullmatch(text) and isinstance(yaml.safe_load(text), str)
     return text if plain else json.dumps(text, ensure_ascii=not text.isprintable())

@@ -4,7 +4,8 @@ Two replicas must never act at the same time, and a replica that dies must be re
 algorithm must not rely on two machines having the same time.
 
 - The holder renews the Lease every RETRY_SECONDS. If no renewal has succeeded for RENEW_SECONDS, it
-  stops acting. The RENEW_SECONDS begin when it starts the last successful write.
+  stops acting. This time is counted from the moment at which the holder began its last successful
+  write.
 - The other replicas read the Lease every RETRY_SECONDS. A replica takes the Lease after seeing no
   new version of it for LEASE_SECONDS, the Lease's duration, by the replica's own monotonic clock.
   Replicas never compare `renewTime`, which is for human readers.
@@ -42,43 +43,49 @@ from ddpjob.unavailable import Unavailable
 log = logging.getLogger("ddpjob.election")
 
 LEASE_SECONDS, RENEW_SECONDS, RETRY_SECONDS = 15, 10, 2
-"""The defaults of Kubernetes components, in seconds."""
+"""Duration of a Lease, maximum time between its renewals, and interval between attempts, in
+seconds. The values are the defaults of Kubernetes' own components."""
 assert RETRY_SECONDS < RENEW_SECONDS < LEASE_SECONDS, "a holder must stop before another replica may act"
 _AGAIN_SECONDS = 0.5
-"""Seconds until the next attempt after a failed renewal."""
+"""Number of seconds after which a failed renewal is tried again."""
 _RELEASE_SECONDS = 3.0
 
 
 class LeadershipLost(RuntimeError):
-    """Another replica may act soon, so this one has stopped."""
+    """This replica could not renew its Lease in time.
+
+    It has stopped acting, because another replica may act soon.
+    """
 
 
 class Lease:
-    """The Lease `name`, as seen by the replica `identity`."""
+    """The Lease `name` from the point of view of one replica, which is `identity`."""
 
     def __init__(self, rest: Rest, namespace: str, name: str, identity: str) -> None:
         self.rest, self.name, self.namespace, self.identity = rest, name, namespace, identity
         self.collection = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
         self._own: Json | None = None
-        """The Lease as this replica last wrote it; None if another replica may have written it
-        since."""
+        """The Lease in the form in which this replica last wrote it. None if another replica may
+        have written the Lease since then."""
         self._version: str | None = None
         self._seen = 0.0
-        """When the current version of the Lease was first seen (monotonic seconds)."""
+        """The time at which this replica first saw the current version of the Lease, in monotonic
+        seconds."""
         self._read = float("-inf")
         self.written = float("-inf")
-        """When this replica began its last write of the Lease. Other replicas never measure the
-        Lease's duration from an earlier time."""
+        """The time at which this replica began its last write of the Lease. Other replicas measure
+        the Lease's duration from a later time, because they see the write only afterwards."""
 
     @property
     def read_lately(self) -> bool:
-        """Whether the API server has responded in the last LEASE_SECONDS."""
+        """Whether this replica has read the Lease from the API server in the last LEASE_SECONDS."""
         return time.monotonic() - self._read < LEASE_SECONDS
 
     async def hold(self) -> bool:
-        """Take or renew the Lease. Return False if another replica holds it or took it first.
+        """Take or renew the Lease, and return whether this replica holds it now.
 
-        Raises ApiError and Unavailable.
+        The result is False if another replica holds the Lease or has just taken it. Raises ApiError
+        and Unavailable.
         """
         try:
             if await self._renewed():
@@ -99,9 +106,10 @@ class Lease:
         return True
 
     async def _renewed(self) -> bool:
-        """Renew the Lease without reading it first, if this replica was the last to write it.
+        """Renew the Lease without reading it first, and return whether this succeeded.
 
-        Return whether the Lease was renewed. If not, it must be read.
+        This is tried only if this replica was the last to write the Lease. If it does not succeed,
+        the Lease must be read.
         """
         own, self._own = self._own, None
         if own is None:
@@ -136,20 +144,27 @@ class Lease:
             )
 
     def observe(self, found: Json | None) -> None:
-        """Record the current Lease on the API server; None means that it does not exist."""
+        """Record the state of the Lease that the API server has returned.
+
+        None means that the Lease does not exist.
+        """
         self._read = time.monotonic()
         version = found["metadata"]["resourceVersion"] if found is not None else ""
         if version != self._version:
             self._version, self._seen = version, time.monotonic()
 
     async def _may_have(self, found: Json | None) -> bool:
-        """Whether this replica may take the Lease that it has just observed."""
+        """Whether this replica may take the Lease.
+
+        `found` is its state, which was just observed.
+        """
         return not self.is_held_by_another(found)
 
     def is_held_by_another(self, found: Json | None) -> bool:
-        """Whether another replica has renewed the Lease within its duration.
+        """Whether another replica holds the Lease and has renewed it within its duration.
 
-        The judgment relies only on what this replica has observed.
+        The duration is measured on this replica's own clock, from the time at which it saw the
+        current version of the Lease.
         """
         spec = found.get("spec", {}) if found is not None else {}
         holder = spec.get("holderIdentity") or ""
@@ -164,19 +179,20 @@ class Lease:
         return taken
 
     async def _write(self, found: Json, spec: Json) -> Json:
-        """Write the Lease.
+        """Replace the Lease `found` with one that has this spec.
 
-        The metadata contains the resource version, so the API server rejects the write if another
-        replica has written the Lease since it was read.
+        The metadata contains the resource version that was read. The API server therefore rejects
+        the write if another replica has written the Lease in the meantime.
         """
         return await self.rest.request("PUT", f"{self.collection}/{self.name}", body=_lease(found["metadata"], spec))
 
 
 async def act_while_elected(lease: Lease, act: Callable[[], Awaitable[None]]) -> None:
-    """Wait for the Lease, and run `act` while the Lease is renewed.
+    """Wait for the Lease, and run `act` as long as the Lease is renewed.
 
-    After losing the Lease, stop `act` and wait for the Lease again. Return when `act` returns. An
-    unreachable API server does not end the process, because a restart would not help.
+    If the Lease is lost, stop `act` and wait for the Lease again. Return when `act` returns. An
+    unreachable API server does not end the process, because a restart of the process would not
+    help.
     """
     while True:
         try:
@@ -186,10 +202,10 @@ async def act_while_elected(lease: Lease, act: Callable[[], Awaitable[None]]) ->
 
 
 async def _term(lease: Lease, act: Callable[[], Awaitable[None]]) -> None:
-    """Act for one term.
+    """Wait for the Lease, and run `act` until it ends or the Lease is lost.
 
-    Raises LeadershipLost if the Lease could not be renewed in time, or any exception from `act`, in
-    either case after `act` has stopped.
+    Raises LeadershipLost if the Lease could not be renewed in time. Raises any exception that `act`
+    raises. In both cases, `act` has stopped before the exception is raised.
     """
     taken = await _acquire(lease)
     acting, renewing = asyncio.ensure_future(act()), asyncio.ensure_future(_renew(lease, taken))
@@ -201,12 +217,16 @@ async def _term(lease: Lease, act: Callable[[], Awaitable[None]]) -> None:
         for task in (acting, renewing):
             task.cancel()
         await asyncio.gather(acting, renewing, return_exceptions=True)
-        # Release only now, because the next holder must not act while this replica still does.
+        # Release the Lease only after `act` has stopped, because another replica may act as soon as
+        # the Lease is free.
         await _release(lease)
 
 
 async def _acquire(lease: Lease) -> float:
-    """Wait for the Lease and return the time when it was written (monotonic seconds)."""
+    """Wait until this replica holds the Lease.
+
+    Return the time at which the replica began to write the Lease, in monotonic seconds.
+    """
     while True:
         if await _try(lease, RENEW_SECONDS):
             return lease.written
@@ -227,15 +247,15 @@ async def _renew(lease: Lease, renewed: float) -> None:
 
 
 async def _try(lease: Lease, seconds: float) -> bool:
-    """Make one attempt, which takes at most `seconds`.
+    """Try once to take or renew the Lease, for at most `seconds`.
 
-    Return False after a failure, because the next attempt may succeed.
+    Return False if the attempt failed, because a later attempt may succeed.
     """
     try:
         async with asyncio.timeout(max(seconds, 0)):
             return await lease.hold()
     except (ApiError, Unavailable, TimeoutError, KeyError) as error:
-        # A KeyError means that the response is an object from a different server.
+        # A KeyError means that the response is not a Lease, so it comes from a different server.
         log.warning("the Lease %s/%s: %s", lease.namespace, lease.name, str(error) or "no response in time")
         return False
 
@@ -245,7 +265,7 @@ async def _release(lease: Lease) -> None:
         async with asyncio.timeout(_RELEASE_SECONDS):
             await lease.release()
     except (ApiError, Unavailable, TimeoutError, KeyError) as error:
-        # A KeyError means that the response is an object from a different server.
+        # A KeyError means that the response is not a Lease, so it comes from a different server.
         log.warning(
             "the Lease %s/%s was not released and expires in %s s: %s",
             lease.namespace,

@@ -10,8 +10,8 @@ time, must detect deletions made while no watch was open, and must survive every
 - A list gives all objects and the version of the collection. Known objects that are not in the list
   have been deleted. The watch starts at that version and continues from the last event's version.
 - Each object has its own version, and the later of two versions is kept. The operator's own
-  writes enter the cache with their responses (`take`), so the next reconcile sees them even
-  if the watch is late; the watch's older event is then ignored.
+  writes enter the cache with their responses (`take`), so the next reconcile sees them even if the
+  watch is late. When the watch then shows an older version, that event is ignored.
 - Versions are compared as numbers. Kubernetes has guaranteed since 1.35 that they can be, and with
   etcd they always could.
 
@@ -29,8 +29,9 @@ restored from a backup. Versions have then gone backwards, and a watch from the 
 would be silent for a long time. The current version is therefore checked before the next watch.
 While the API server is unavailable, the known state is kept.
 
-Memory is bounded: all informers together parse one page at a time, a page larger than PAGE_BYTES is
-requested again as smaller pages, and only views of objects are kept.
+Three rules limit the memory. All informers together parse only one page at a time. A page that is
+larger than PAGE_BYTES is requested again as several smaller pages. Only views of objects are kept,
+not the objects themselves.
 
 Why: docs/decisions/0013.
 """
@@ -51,33 +52,37 @@ from ddpjob.unavailable import Unavailable
 log = logging.getLogger("ddpjob.informer")
 View = TypeVar("View")
 Id = tuple[str, str]
-"""Namespace (empty for cluster-scoped objects) and name."""
+"""The namespace and the name of an object. The namespace is empty for a cluster-scoped object."""
 
 PAGE = 500
 PAGE_BYTES = 2 * 1024 * 1024
-"""Maximum size of one page of a list in bytes. As Python objects, a page can take up 30 times as
-much memory. A larger page is requested again as smaller pages, down to one object, whose size the
-API server limits."""
+"""Maximum size in bytes of one page of a list. A page takes up to 30 times as much memory once it
+has been converted to Python objects. A larger page is requested again as several smaller pages. The
+smallest page is a single object, whose size the API server limits."""
 WATCH_SECONDS = 300
-"""Duration of a watch in seconds. The API server then ends the watch, and the next one follows."""
+"""Number of seconds after which the API server ends a watch. The next watch then follows."""
 _SILENCE = 75.0
-"""How long a watch may go without an event, in seconds, before it counts as dead. The API server
-sends a bookmark every minute."""
+"""Number of seconds without an event after which a watch is considered dead. A live watch gets at
+least a bookmark from the API server every minute."""
 TURN_SECONDS = 0.02
-"""Maximum time in seconds for which one watch may block everything else, including the Lease, when
-thousands of events arrive at once."""
+"""Maximum time in seconds for which one watch may occupy the event loop when thousands of events
+arrive at once. All other work has to wait for it, including the renewal of the Lease."""
 _RETRY = 1.0
 _UNREADABLE_RETRY = 600.0
-"""Seconds between attempts to read an optional collection that is forbidden or not served."""
+"""Delay in seconds before an optional collection that is forbidden or not served is requested
+again."""
 
 
 class Cache(Generic[View]):
-    """A view of every object in a collection.
+    """Keeps a view of every object in a collection.
 
-    The cache calls `on_change(before, after)` when a view has changed. `read` creates a view. An
-    object is ignored if `read` raises an exception for it, or if `keep` is false for its namespace.
-    The operator's own writes enter the cache through `take` and `forget`, so the next read shows
-    them even if the watch is late. The later of two versions of an object is kept.
+    `read` makes a view from an object, and `on_change(before, after)` is called when a view has
+    changed. An object is ignored if `read` raises an exception for it, or if `keep` is false for
+    its namespace.
+
+    The operator's own writes enter the cache through `take` and `forget`. The next read of the
+    cache therefore shows them, even if the watch is late. Of two versions of an object, the later
+    one is kept.
     """
 
     def __init__(
@@ -90,23 +95,25 @@ class Cache(Generic[View]):
     ) -> None:
         self.rest, self.path, self.read, self.on_change, self.keep = rest, path, read, on_change, keep
         self.listed = asyncio.Event()
-        """Set once the cache is complete, that is, once a list of the collection has been read."""
+        """Set once the collection has been listed for the first time. From then on, the cache is
+        complete."""
         self.answered = asyncio.Event()
-        """Set when `listed` is set, or when the API server has refused access to the collection."""
+        """Set together with `listed`, or earlier if the API server has refused access to the
+        collection."""
         self.served = False
-        """Whether the collection has been listed. False again if an optional collection is later
-        forbidden or no longer served."""
+        """Whether the collection has been listed. This becomes False again if the collection is
+        optional and is now forbidden or no longer served."""
         self._views: dict[Id, View] = {}
         self._versions: dict[Id, int] = {}
         self._floor = 0
-        """Version of the last list. Older events are already known."""
+        """Version of the last list. An event up to this version is already part of that list."""
         self._latest = 0
         """The latest known version of the collection."""
         self._logged_forbidden = False
         self._errors = WATCH_ERRORS.labels(path.rpartition("/")[2])
 
     def get(self, namespace: str, name: str) -> View | None:
-        """Return the view of an object; None if there is none."""
+        """Return the view of an object, or None if the cache has no such object."""
         return self._views.get((namespace, name))
 
     def views(self) -> tuple[View, ...]:
@@ -114,7 +121,7 @@ class Cache(Generic[View]):
         return tuple(self._views.values())
 
     def take(self, body: Json) -> None:
-        """Store an object at its version, unless a later version is known."""
+        """Put an object into the cache, unless the cache already has a later version of it."""
         self._take(body, self._floor)
 
     def _take(self, body: Json, floor: int) -> None:
@@ -123,7 +130,8 @@ class Cache(Generic[View]):
             return
         try:
             view = self.read(body)
-        except Exception as error:  # A user wrote the object, so the fault affects only that user's job.
+        # A user wrote the object, so the fault must not affect other users' jobs.
+        except Exception as error:
             log.warning("%s: %s/%s cannot be read and is ignored: %r", self.path, *key, error)
             self._remove(key)
             self._versions[key] = version
@@ -131,7 +139,7 @@ class Cache(Generic[View]):
         self._keep(key, version, view)
 
     def take_view(self, key: Id, version: int, view: View) -> None:
-        """Store the view of an object at its version, unless a later version is known."""
+        """Put the view of an object into the cache, unless a later version is known."""
         if version > self._versions.get(key, self._floor) and self.keep(key[0]):
             self._keep(key, version, view)
 
@@ -142,7 +150,7 @@ class Cache(Generic[View]):
             self.on_change(before, view)
 
     def forget(self, namespace: str, name: str) -> None:
-        """Remove an object, because the response to a request has shown that it is gone."""
+        """Remove an object from the cache. The response to a request has shown that it is gone."""
         self._remove((namespace, name))
 
     def _remove(self, key: Id) -> None:
@@ -154,7 +162,10 @@ class Cache(Generic[View]):
     # --- reading
 
     async def pages(self, query: Mapping[str, str], page: int, accept: str) -> AsyncIterator[Json]:
-        """Yield the current collection in pages of `page` objects, or fewer if they are large."""
+        """Request the whole collection, and yield it page by page.
+
+        A page has `page` objects, or fewer if the objects are large.
+        """
         asked, limit = dict(query), page
         while True:
             asked["limit"], most = str(limit), PAGE_BYTES if limit > 1 else None
@@ -172,10 +183,11 @@ class Cache(Generic[View]):
             asked["continue"] = token
 
     def _note_version(self, version: int) -> None:
-        """Record the version of a list.
+        """Record the version of the collection that a list has returned.
 
         If it is earlier than the latest known version, the API server may have been restored from a
-        backup. All known views then count as older than any object that the API server returns.
+        backup. The versions of all cached objects are then forgotten, so that any version from the
+        API server replaces them.
         """
         if version < self._latest:
             log.warning(
@@ -188,9 +200,10 @@ class Cache(Generic[View]):
         self._latest = version
 
     def _remove_but(self, found: Collection[Id], version: int) -> None:
-        """Remove objects that are missing from a list at `version`.
+        """Remove the objects that a list of the collection does not contain.
 
-        Keep an object that is known at a later version.
+        `version` is the version of the list. An object that is known at a later version was created
+        after the list, so it stays.
         """
         for key in [k for k, known in self._versions.items() if k not in found and known <= version]:
             self._remove(key)
@@ -202,9 +215,9 @@ class Cache(Generic[View]):
 
 
 class Informer(Cache[View]):
-    """A cache that follows its collection itself, using a list and a watch.
+    """A cache that follows its collection on its own, by a list and then a watch.
 
-    The cache of an `optional` collection is empty if the collection is forbidden or not served.
+    If the collection is `optional`, it may be forbidden or not served. The cache is then empty.
     """
 
     def __init__(
@@ -226,14 +239,15 @@ class Informer(Cache[View]):
         self._page, self._optional = page, optional
         self._version = ""
         self._broken = False
-        """Whether the last watch broke, perhaps because etcd was restored from a backup."""
+        """Whether the last watch broke. The reason may be that etcd was restored from a backup."""
 
     # --- following
 
     async def run(self) -> None:
-        """Run until cancelled.
+        """Follow the collection until cancelled.
 
-        While the API server is unavailable, keep the known state and retry.
+        While the API server is unavailable, the cache keeps the known objects and the requests are
+        retried.
         """
         while True:
             pause = 0.0
@@ -263,8 +277,9 @@ class Informer(Cache[View]):
                 elif error.status != HTTPStatus.GONE:
                     log.warning("%s will be listed again in %s s: %s", self.path, pause, error)
                 if error.status != HTTPStatus.GONE and pause == _RETRY:
-                    # An optional collection may be forbidden on purpose. It is therefore retried
-                    # much later and not counted as an error.
+                    # A pause other than _RETRY means that the collection is optional and cannot be
+                    # read. An administrator may have forbidden it on purpose, so this does not
+                    # count as an error.
                     self._errors.inc()
             except Exception as error:
                 # An invalid response, such as a proxy's error page, must not end the process.
@@ -275,16 +290,16 @@ class Informer(Cache[View]):
             await asyncio.sleep(pause)
 
     def _forbidden(self, error: ApiError) -> float:
-        """Log the refusal, and return the seconds until the next attempt."""
-        # An optional collection may be forbidden on purpose. If a job needs the collection, its
-        # conditions show that it is missing.
+        """Log that the collection is forbidden, and return the seconds until the next attempt."""
+        # An administrator may have forbidden an optional collection on purpose. If a job needs the
+        # collection, the conditions of that job show that it is missing.
         self._log_forbidden(error, logging.INFO if self._optional else logging.ERROR)
         return _UNREADABLE_RETRY if self._optional else _RETRY
 
     def _nothing_there(self) -> None:
         """Empty the cache of an optional collection that is forbidden or not served.
 
-        The empty cache counts as complete, so nothing waits for a list.
+        The empty cache counts as complete, so that nobody waits for a list.
         """
         self.served = False
         for key in list(self._views):
@@ -293,26 +308,27 @@ class Informer(Cache[View]):
         self.answered.set()
 
     async def _has_gone_back(self) -> bool:
-        """Whether the API server is at an earlier version than the latest known one.
+        """Whether the API server's version is earlier than the latest version known here.
 
-        A watch from the known version would be silent, without an error, until the API server
-        reached that version again.
+        A watch that starts at the known version would then report neither events nor an error until
+        the API server has reached that version again.
         """
         query = {**self._query, "limit": "1"}
         page = await self.rest.request("GET", self.path, query=query, accept=METADATA_LIST)
         return int(page["metadata"]["resourceVersion"]) < self._latest
 
     async def list(self) -> None:
-        """List the collection in pages, and remove objects that are not in the list.
+        """Read the whole collection page by page, and remove objects that it no longer contains.
 
-        All informers together hold only one page in memory at a time, because nothing is awaited
-        while a page is in memory.
+        All informers together hold only one page in memory at a time, because no informer awaits
+        anything while it holds a page.
         """
         found: set[Id] = set()
         async for page in self.pages(self._query, self._page, self._list_accept):
             version = int(page["metadata"]["resourceVersion"])
             self._note_version(version)
-            for body in page["items"] or ():  # The API server may send null instead of an empty list.
+            # The API server may send null in place of an empty list.
+            for body in page["items"] or ():
                 found.add(id_of(body))
                 self._take(body, -1)
                 del body
@@ -325,7 +341,7 @@ class Informer(Cache[View]):
         self.answered.set()
 
     async def _follow(self) -> None:
-        """Follow one watch from the latest known version until it ends."""
+        """Watch the collection from the version at which it is known, until the watch ends."""
         query = {
             **self._query,
             "resourceVersion": self._version,
@@ -335,7 +351,8 @@ class Informer(Cache[View]):
         turn = time.perf_counter()
         async for event in self.rest.watch(self.path, query, _SILENCE, accept=self._accept):
             if time.perf_counter() - turn > TURN_SECONDS:
-                # Let other tasks run, because reading events that have already arrived does not.
+                # Let other tasks run here. Reading events that have already arrived does not let
+                # them run.
                 await asyncio.sleep(0)
                 turn = time.perf_counter()
             kind, body = event["type"], event["object"]
@@ -349,27 +366,33 @@ class Informer(Cache[View]):
                 self._drop(body)
             elif kind != "BOOKMARK":
                 self.take(body)
-            del event, body  # Free them, because the next event may come much later.
+            # Free the memory of both now, because the next event may come much later.
+            del event, body
 
     def _drop(self, body: Json) -> None:
-        """Remove a deleted object, unless it is known at a later version than in this event."""
+        """Remove a deleted object from the cache.
+
+        Keep the object if the cache has it at a version that is later than its deletion.
+        """
         key = id_of(body)
         if self._versions.get(key, 0) <= version_of(body):
             if key in self._views:
-                self.take(body)  # The object's last state may show why it ended.
+                # The object's last state, which the event contains, may show why it ended.
+                self.take(body)
             self._remove(key)
 
 
 def id_of(body: Json) -> Id:
-    """Return the namespace and name of an object."""
+    """Return the namespace and the name of an object."""
     meta: Mapping[str, str] = body["metadata"]
     return meta.get("namespace", ""), meta["name"]
 
 
 def version_of(body: Json) -> int:
-    """Return the object's version, a number that grows with every change on the API server.
+    """Return the version of an object or of a list.
 
-    Versions within one collection can be compared. Kubernetes has guaranteed this since 1.35
-    (KEP-5504), and etcd always has.
+    It is a number that grows with every change on the API server. Versions in the same collection
+    can be compared. Kubernetes has guaranteed this since 1.35 (KEP-5504), and it has always been
+    true with etcd.
     """
     return int(body["metadata"]["resourceVersion"])

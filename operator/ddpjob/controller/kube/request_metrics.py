@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import Counter, disable_created_metrics
 
-# By default, each counter also gets a series with its creation time.
+# Do not export a second series for each counter with the time of its creation, which is the default
+# of prometheus_client.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 API_REQUESTS = Counter(

@@ -26,23 +26,27 @@ from ddpjob.unavailable import Unavailable
 Json = dict[str, Any]
 REQUEST_SECONDS = 30
 USER_AGENT = "ddpjob-operator"
-"""Also the manager in managedFields, because the API server copies the user agent up to a slash."""
+"""The user agent of all requests. It is also the name of the operator in managedFields, because the
+API server copies the part of the user agent before a slash."""
 LONGEST_PAUSE = 60.0
-"""Maximum delay in seconds that a response can request. A proxy's maintenance page might request an
-hour, although the maintenance ends sooner."""
+"""Maximum delay in seconds that a response can impose with Retry-After. A proxy's maintenance page
+may ask for a delay of an hour, although the maintenance ends sooner."""
 JSON = "application/json"
 MERGE_PATCH = "application/merge-patch+json"
 STRATEGIC_MERGE_PATCH = "application/strategic-merge-patch+json"
 METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 _DEEPEST = 50_000
-"""Python's recursion limit while reading an object that is nested too deeply for the usual limit.
-The API server allows 10,000 levels, and each level takes three calls."""
+"""Python's recursion limit while an object is read that is nested too deeply for the usual limit.
+The API server allows 10,000 levels, and reading each level takes three nested calls."""
 _TRANSPORT_ERRORS = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
 
 
 class ApiError(Exception):
-    """A 4xx response other than 429, with the server's message."""
+    """The API server responded with a 4xx status other than 429.
+
+    The exception has the status, the reason and the message of the response.
+    """
 
     def __init__(self, status: int, reason: str, message: str) -> None:
         super().__init__(f"{status} {reason}: {message}")
@@ -50,27 +54,28 @@ class ApiError(Exception):
 
 
 class TooLarge(Exception):
-    """A response has more bytes than the caller accepts."""
+    """The response has more bytes than the caller accepts."""
 
 
 class NoCredentials(Exception):
-    """There is neither a service account token nor a kubeconfig.
+    """There is neither a service account token nor a usable kubeconfig.
 
-    The message explains what is missing for each.
+    The message explains what is missing for each of them.
     """
 
 
 class Rest:
-    """Requests to one API server."""
+    """Sends requests to one API server."""
 
     def __init__(self, api: client.ApiClient) -> None:
         self.api = api
 
     @classmethod
     async def connect(cls, connections: int = 64) -> Rest:
-        """Connect with the service account inside a cluster, or otherwise with the kubeconfig.
+        """Connect with the service account if this is a pod, or otherwise with the kubeconfig.
 
-        The environment specifies the kubeconfig. Raises NoCredentials.
+        The kubeconfig is found through the environment, as by kubectl. Raises NoCredentials if
+        neither can be used.
         """
         try:
             config.load_incluster_config()
@@ -86,11 +91,12 @@ class Rest:
 
     @classmethod
     def open(cls, settings: client.Configuration, connections: int) -> Rest:
-        """Connect with the given settings."""
+        """Connect to the API server with these settings of the official client."""
         settings.connection_pool_maxsize = connections
-        settings.disable_strict_ssl_verification = True  # See ddpjob.controller.login.
-        # Look up the proxy once. aiohttp would look it up in a thread for each request.
-        # ~/.netrc does not apply to the API server.
+        settings.disable_strict_ssl_verification = True  # See `login.Connection` for the reason.
+        # Look up the proxy only once. With `trust_env`, aiohttp would look it up in a thread for
+        # each request. It would also use credentials from ~/.netrc, which are not meant for the API
+        # server.
         settings.proxy = settings.proxy or _proxy(settings.host)
         settings.client_session_kwargs = {"trust_env": False}
         api = client.ApiClient(configuration=settings)
@@ -111,12 +117,12 @@ class Rest:
         accept: str = JSON,
         most: int | None = None,
     ) -> Json:
-        """Return the JSON response.
+        """Send a request, and return the JSON object in the response.
 
-        Raises TooLarge if the response has more than `most` bytes, without reading it in full.
-        Raises ApiError for 4xx other than 429. Raises Unavailable for 429, 5xx and connection
-        failures, and for a response that is not a JSON object, because such a response must come
-        from something in front of the API server.
+        Raises TooLarge if the response has more than `most` bytes, without reading all of it.
+        Raises ApiError for a status of 4xx, except 429. Raises Unavailable for 429, 5xx and failed
+        connections, and also for a response that is not a JSON object. Such a response cannot come
+        from the API server itself, but comes from a proxy in front of it.
         """
         try:
             response = await self._send(
@@ -133,10 +139,10 @@ class Rest:
     async def watch(
         self, path: str, query: Mapping[str, str], silence: float, accept: str = JSON
     ) -> AsyncIterator[Json]:
-        """Yield the events of a watch until the server ends it.
+        """Yield the events of a watch until the API server ends the watch.
 
-        Raises the same errors as `request`, and Unavailable after `silence` seconds without an
-        event.
+        Raises the same errors as `request`. Also raises Unavailable if no event arrives for
+        `silence` seconds.
         """
         limits = aiohttp.ClientTimeout(total=None, connect=REQUEST_SECONDS, sock_read=silence)
         try:
@@ -159,9 +165,12 @@ class Rest:
         types: tuple[str, str],
         limits: aiohttp.ClientTimeout,
     ) -> Any:
-        """Send a request. `types` are the content types of the body and of the response."""
-        # Request an uncompressed response, because compressing and decompressing a list takes
-        # longer than sending it within a cluster.
+        """Send a request, and return the official client's response.
+
+        `types` are the content types of the request's body and of the response.
+        """
+        # Ask for an uncompressed response. Within a cluster, compressing and decompressing a list
+        # takes longer than sending it uncompressed.
         headers = {"Content-Type": types[0], "Accept": types[1], "Accept-Encoding": "identity"}
         arguments = await self.api.param_serialize(
             method, path, query_params=list(query.items()), header_params=headers, auth_settings=["BearerToken"]
@@ -176,20 +185,24 @@ async def _read_at_most(most: int, response: aiohttp.ClientResponse) -> bytes:
         async for part in response.content.iter_chunked(2**16):
             text += part
             if len(text) > most:
-                response.close()  # The connection is closed, so the rest of the response is not read.
+                # Closing the connection discards the rest of the response without reading it.
+                response.close()
                 raise TooLarge
     return bytes(text)
 
 
 def _words(error: Exception) -> str:
-    """Describe an error. aiohttp's timeout for a whole request has no message of its own."""
+    """Describe an error of the transport.
+
+    aiohttp raises an error without a message if a whole request takes too long.
+    """
     if isinstance(error, TimeoutError) and not str(error):
         return f"no response within {REQUEST_SECONDS} s"
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def _proxy(host: str) -> str | None:
-    """Return the proxy that the environment configures for this URL."""
+    """Return the proxy that the environment configures for the API server at this URL, or None."""
     url = urlsplit(host)
     proxies = getproxies()
     if url.hostname is None or proxy_bypass(url.hostname) or _in_a_network_of(proxies.get("no", ""), url.hostname):
@@ -198,12 +211,13 @@ def _proxy(host: str) -> str | None:
 
 
 def _in_a_network_of(no_proxy: str, host: str) -> bool:
-    """Whether NO_PROXY contains a network that includes this host, as in kubectl.
+    """Whether NO_PROXY contains a network, such as 10.96.0.0/12, to which the host belongs.
 
-    An example of a network is 10.96.0.0/12. Python supports only names and single addresses.
+    kubectl supports networks in NO_PROXY. Python supports only names and single addresses.
     """
     for word in no_proxy.split(","):
-        with contextlib.suppress(ValueError):  # Ignore a name that is not an address.
+        # The word or the host may be a name and not an address.
+        with contextlib.suppress(ValueError):
             if ip_address(host) in ip_network(word.strip(), strict=False):
                 return True
     return False
@@ -222,9 +236,10 @@ def _raise_for_status(response: Any, text: bytes, what: str) -> None:
 
 
 def _object(text: bytes, what: str) -> Json:
-    """Return the object that the API server sent.
+    """Return the JSON object in the response.
 
-    Raises Unavailable if the text cannot have come from the API server itself.
+    Raises Unavailable if the text is not such an object, because it then cannot come from the API
+    server itself.
     """
     found = _parse(text)
     if not found:
@@ -241,13 +256,13 @@ def _parse(text: bytes) -> Json:
 
 
 def loads(text: bytes) -> Any:
-    """Read JSON nested as deeply as the API server allows.
+    """Read JSON text that may be nested as deeply as the API server allows.
 
-    One user's object must not hide all other objects in its list.
+    If such an object could not be read, one user could hide all other objects in the same list.
     """
     with contextlib.suppress(ValueError):
-        # Three times as fast as json for a pod, but it rejects more than 200 levels of nesting and
-        # unpaired surrogates.
+        # For a pod, this parser is three times as fast as json. It rejects text with more than 200
+        # levels of nesting and with unpaired surrogates, so json reads such text below.
         return from_json(text)
     try:
         return json.loads(text)
@@ -264,8 +279,8 @@ def _loads_deep(text: bytes) -> Any:
     try:
         return json.loads(text)
     except RecursionError:
-        # Since Python 3.12, C code has a separate limit. The pure Python parser is slower but does
-        # not use the C stack.
+        # Since Python 3.12, the limit on recursion in C code is separate and cannot be raised. The
+        # parser in pure Python is slower, but it does not use the C stack.
         decoder = json.JSONDecoder()
         decoder.parse_object, decoder.parse_array = json.decoder.JSONObject, json.decoder.JSONArray  # type: ignore[attr-defined]
         decoder.scan_once = json.scanner.py_make_scanner(decoder)  # type: ignore[attr-defined]

@@ -12,7 +12,8 @@ namespace with a thousand new jobs must not keep the other namespaces waiting.
   costs one reconcile per second.
 - Among due keys, the lowest rank comes first, then the group with the fewest workers, then the key
   that was scheduled first.
-- A group gets another worker only if it has no workers, or fewer than half the number of idle ones.
+- A group gets another worker only if it has none yet, or if it has fewer than half as many workers
+  as there are idle workers.
 
 Example with 8 workers and any number of keys:
 
@@ -21,11 +22,13 @@ Example with 8 workers and any number of keys:
 
 `Turns` limits what the workers do inside a reconcile, such as creating pods.
 
-- At most `most` turns are taken at a time. A turn longer than SLOW is not counted, because it waits
-  for something else, such as an admission webhook. At most `most` turns may be slow.
-- The next turn goes to the waiting group with the fewest recent turns; a turn counts half after
-  HALF_LIFE. Groups that hold half of all turns come last. Example: A had 400 turns and waits for
-  600 more. B asks for 4 and gets the next 4.
+- At most `most` turns are taken at a time. A turn that lasts longer than SLOW seconds is no longer
+  counted, because it probably waits for something else, such as an admission webhook. It counts as
+  a slow turn instead, and at most `most` slow turns are taken at a time.
+- The next turn goes to the waiting group with the fewest recent turns. In this comparison, a turn
+  counts only half after HALF_LIFE seconds. Groups that hold half of all turns come last. Example:
+  group A has had 400 turns and waits for 600 more. Then group B asks for 4 turns, and it gets the
+  next 4.
 - Fairness counts turns, not seconds, because a turn takes many times longer at the start of a
   burst.
 
@@ -50,24 +53,25 @@ Key = TypeVar("Key", bound=Hashable)
 FIRST_BACKOFF = 0.5
 LONGEST_BACKOFF = 60.0
 INTERVAL = 1.0
-"""Minimum delay in seconds between starts of the same key, unless the second start is urgent or was
-requested by the first."""
+"""Minimum delay in seconds between two starts of the same key. It does not apply to an urgent
+start, or to one that the previous start itself has requested."""
 CROWDED_INTERVAL = 1.7
-"""Replaces INTERVAL while work that is more urgent than repeated starts is waiting. A status can
-then be two seconds late."""
+"""Minimum delay between two starts of the same key, in place of INTERVAL, while more important work
+is waiting. A job's status can then be up to two seconds late."""
 HALF_LIFE = 10.0
-"""Number of seconds after which a group's past turn counts only half."""
+"""Number of seconds after which a turn counts only half in the comparison of groups."""
 SLOW = 0.3
-"""Number of seconds after which a turn's slot is handed to another turn, although the turn has not
-ended."""
+"""Number of seconds after which a turn counts as slow. Its place is then given to a different turn,
+although the slow turn has not ended."""
 
 
 class DelayQueue(Generic[Key]):
-    """Keys with their due times, on the event loop's clock.
+    """Decides which key is handled next, and when.
 
-    The earliest requested time wins. Among due keys, the lowest `rank` comes first, then the
-    `group` with the fewest workers, then the key that was scheduled first. `crowded` returns
-    whether repeated starts should be less frequent.
+    Each key has a time from which it is due, on the event loop's clock. If several times are
+    requested for a key, the earliest one counts. Of the keys that are due, those with the lowest
+    `rank` come first, then those whose `group` has the fewest workers, and then the key that was
+    scheduled first. `crowded` returns whether the same key should start less often than usual.
     """
 
     def __init__(
@@ -89,10 +93,10 @@ class DelayQueue(Generic[Key]):
         self._time: Callable[[], float] = lambda: 0.0
 
     def add(self, key: Key, delay: float = 0.0, *, urgent: bool = True) -> None:
-        """Schedule `key` in `delay` seconds, or sooner if an earlier wake-up is already scheduled.
+        """Schedule `key` to start in `delay` seconds, or keep an earlier time that it already has.
 
-        If not `urgent`, the key starts no earlier than INTERVAL seconds after its last start, or
-        CROWDED_INTERVAL seconds while the queue is crowded.
+        A key that is not `urgent` starts no earlier than INTERVAL seconds after its last start.
+        While the queue is crowded, it starts no earlier than CROWDED_INTERVAL seconds after it.
         """
         when = asyncio.get_running_loop().time() + delay
         if not urgent and key in self._began:
@@ -101,20 +105,23 @@ class DelayQueue(Generic[Key]):
             self._schedule(key, when)
 
     def depth(self) -> int:
-        """Return the number of due keys that are waiting. May be called from any thread."""
+        """Return the number of due keys that are waiting for a worker.
+
+        This method can be called from any thread.
+        """
         return len(self._waiting())
 
     def age(self) -> float:
-        """Return how many seconds the longest-waiting due key has waited, or 0 if no key is due.
+        """Return for how many seconds the longest-waiting key has been due, or 0 if no key is due.
 
-        May be called from any thread.
+        This method can be called from any thread.
         """
         return max(0.0, self._time() - min(self._waiting(), default=math.inf))
 
     def _waiting(self) -> list[float]:
-        """Return the times at which the keys waiting for a worker became due.
+        """Return the due times of all keys that are due and wait for a worker.
 
-        `_ready` does not contain keys that became due while all workers were busy.
+        `_ready` is not used for this. It lacks keys that became due while all workers were busy.
         """
         now = self._time()
         return [when for key, (when, _) in list(self._due.items()) if when <= now and key not in self._busy]
@@ -126,11 +133,12 @@ class DelayQueue(Generic[Key]):
         self._changed.set()
 
     async def work(self, handle: Callable[[Key], Awaitable[float | None]], workers: int) -> None:
-        """Handle keys until cancelled, up to `workers` at a time.
+        """Call `handle` for each key that is due, until cancelled.
 
-        `handle` returns the number of seconds until the key is due again, or None. An exception is
-        logged, and the key is due again after FIRST_BACKOFF seconds, doubled with each failure in a
-        row up to LONGEST_BACKOFF.
+        At most `workers` keys are handled at the same time. `handle` returns the number of seconds
+        after which the key is due again, or None. If `handle` raises an exception, it is logged,
+        and the key is due again after FIRST_BACKOFF seconds. This delay doubles with each
+        consecutive failure, up to LONGEST_BACKOFF.
         """
         self._time = asyncio.get_running_loop().time
         gate = asyncio.Semaphore(workers)
@@ -146,7 +154,8 @@ class DelayQueue(Generic[Key]):
             now = asyncio.get_running_loop().time()
             while self._heap and self._heap[0][0] <= now:
                 when, order, key = heapq.heappop(self._heap)
-                # Skip an entry whose key was added again for an earlier time or is being handled.
+                # Skip the entry if its key was scheduled again for an earlier time, or is being
+                # handled now. The key then has or gets a different entry.
                 if self._due.get(key) == (when, order) and key not in self._busy:
                     heapq.heappush(self._ready.setdefault(self._group(key), []), (self._rank(key), order, key))
             share = max(1, (workers - len(self._busy)) / 2)
@@ -200,12 +209,13 @@ class DelayQueue(Generic[Key]):
 
 
 class Turns:
-    """Limits turns to `most` at a time, plus up to `most` slow turns.
+    """Limits how many turns are taken at the same time.
 
-    A turn becomes slow after SLOW seconds.
+    At most `most` ordinary turns and at most `most` slow turns are taken. A turn becomes slow after
+    SLOW seconds.
 
     While several groups wait, the group with the fewest recent turns gets the next one. A group
-    that holds half of all turns comes last.
+    that holds half of all turns comes after the groups that do not.
     """
 
     def __init__(self, most: int) -> None:
@@ -213,7 +223,8 @@ class Turns:
         self._slow = 0
         self._taken: Counter[Hashable] = Counter()
         self._had: dict[Hashable, float] = {}
-        """Recent turns by group. The weight of each turn is halved every HALF_LIFE seconds."""
+        """The number of recent turns of each group. The weight of each turn is halved every
+        HALF_LIFE seconds."""
         self._halved = 0.0
         self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}
 
@@ -223,7 +234,7 @@ class Turns:
 
     @asynccontextmanager
     async def turn(self, group: Hashable) -> AsyncIterator[None]:
-        """Wait for a turn for the group. The turn ends with the context."""
+        """Wait until the group gets a turn, and run the context as this turn."""
         if self._free and not self._waiting:
             self._begin(group)
         else:
@@ -253,7 +264,8 @@ class Turns:
             await mine
         except asyncio.CancelledError:
             if mine.done() and not mine.cancelled():
-                self._end(group)  # A turn was granted just before the cancellation.
+                # A turn was granted just before the cancellation. Pass it on.
+                self._end(group)
             raise
 
     def _begin(self, group: Hashable) -> None:
@@ -272,12 +284,13 @@ class Turns:
         if not self._taken[group]:
             del self._taken[group]
         if is_slow:
-            self._slow -= 1  # The slot of a slow turn was handed over after SLOW seconds.
+            # The place of this turn was already given to a different turn when it became slow.
+            self._slow -= 1
         else:
             self._next()
 
     def _next(self) -> None:
-        """Release a turn and give it to the next group."""
+        """Make one place free, and give it to the waiting group that comes first."""
         self._free += 1
         assert self._free <= self._most, "a turn was returned twice"
         while self._free and self._waiting:
@@ -291,9 +304,9 @@ class Turns:
                 self._begin(chosen)
 
     def _comes(self, group: Hashable) -> tuple[bool, float]:
-        """Return the sort key of a waiting group.
+        """Return the key by which waiting groups are sorted.
 
-        Among equals the first group in `_waiting` wins, which has waited longest since its last
-        turn.
+        If several groups have equal keys, the group that comes first in `_waiting` is chosen. That
+        group has waited longest since its last turn.
         """
         return 2 * self._taken[group] >= self._most, self._had.get(group, 0.0)

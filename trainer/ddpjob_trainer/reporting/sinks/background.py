@@ -21,10 +21,10 @@ _WAITING_RECORDS, _CLOSING_SECONDS, _STOPPING_SECONDS = 1000, 60.0, 5.0
 
 
 class _Background:
-    """A sink in its own thread.
+    """Runs a sink in its own thread.
 
-    If the sink cannot keep up or raises an error, this is reported once, and the sink is not called
-    again.
+    If the sink cannot keep up or raises an error, one warning is printed, and the sink is not
+    called again.
     """
 
     def __init__(self, name: str, make: Callable[[], Sink]) -> None:
@@ -73,22 +73,23 @@ class _Background:
 
 
 class Sinks:
-    """All sinks of a run. Only rank 0 has sinks."""
+    """All sinks of a run. On other ranks than rank 0, there are none."""
 
     def __init__(self, parts: list[_Background]) -> None:
         self._parts = parts
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Pass the numbers after `step` steps to the sinks, by names such as train/loss.
+        """Pass `values`, the numbers after `step` steps, to the sinks.
 
-        This does not wait for the sinks. None values are omitted.
+        The numbers have names such as train/loss. This does not wait for the sinks. Values that are
+        None are omitted.
         """
         known = {name: float(value) for name, value in values.items() if value is not None}
         for part in self._parts:
             part.write(step, known)
 
     def close(self, complete: bool) -> None:
-        """Let the sinks finish within 60 s, or within 5 s if training was stopped."""
+        """Close the sinks. Wait for them up to 60 s, or up to 5 s if training was stopped."""
         deadline = time.monotonic() + (_CLOSING_SECONDS if complete else _STOPPING_SECONDS)
         for part in self._parts:
             part.begin_close(complete)
@@ -97,8 +98,8 @@ class Sinks:
         self._parts = []
 
 
-# Maps a name to (whether the sink is wanted, package to import, package to install, module with the
-# function `prepare(config, run)`).
+# Maps the name of a sink to (function that returns whether the sink is configured, package to
+# import, package to install, module with the function `prepare(config, run)`).
 _KINDS: dict[str, tuple[Callable[[ReportConfig], bool], str, str, str]] = {
     "TensorBoard": (
         lambda report: report.tensorboard,
@@ -119,7 +120,7 @@ _KEYS = {"TensorBoard": "tensorboard", "Prometheus": "prometheus_port", "Weights
 
 
 def check_report(config: ReportConfig) -> None:
-    """Raise ConfigError if a package is missing or a value is invalid.
+    """Raise ConfigError if a sink's package is missing or a setting in `report` is invalid.
 
     Every rank calls this before training.
     """
@@ -159,8 +160,9 @@ def _check_limits(config: ReportConfig) -> None:
 def open_sinks(config: ReportConfig, run: Run) -> Sinks:
     """Return the configured sinks, which open in the background.
 
-    Raises ConfigError as `check_report` does, or if the port is in use at the first start. In a
-    restart, training continues without that sink.
+    Raises ConfigError as `check_report` does, and also if the port of a sink is in use when the run
+    starts for the first time. If the port is in use after a restart, training continues without
+    that sink.
     """
     check_report(config)
     parts = []

@@ -14,11 +14,11 @@ _FILE = "mlflow.id"
 
 
 class MLflow:
-    """Uses MLflow's client, which does not keep process-wide state."""
+    """Logs to MLflow through its client, which does not keep process-wide state."""
 
     def __init__(self, config: ReportConfig, run: Run) -> None:
-        # Report an unreachable server after one minute instead of ten. MLflow reads the environment
-        # at each request.
+        # With this setting, MLflow reports an unreachable server after one minute instead of ten.
+        # MLflow reads the environment at each request.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "4")
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
@@ -45,7 +45,7 @@ class MLflow:
         )
 
     def close(self, complete: bool) -> None:
-        """End the run; a stopped run becomes SCHEDULED, until the next incarnation."""
+        """End the MLflow run. A run that was stopped is SCHEDULED until its next incarnation."""
         self._client.set_terminated(self._id, status="FINISHED" if complete else "SCHEDULED")
 
 

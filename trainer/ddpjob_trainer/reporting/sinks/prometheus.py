@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 LABELS = ("namespace", "job_name", "run")
-"""Labels with the same names as the operator's and the coordinator's; empty outside a job."""
+"""Labels of all metrics, with the same names as labels of the operator and the coordinator. Outside
+a job, the values of namespace and job_name are empty."""
 _METRICS = {
-    # Maps a name in the sinks to (name for Prometheus, help).
+    # Maps the name that a metric has in the sinks to (its name for Prometheus, its help text).
     "train/step": (
         "ddpjob_train_step",
         "Optimizer steps taken by the whole training; falls back to the checkpoint's step after a restart.",
@@ -77,8 +78,8 @@ _METRICS = {
 _COUNTERS = ("train/skipped_steps", "train/corrupt_images", "train/restarts")
 
 _BY_LABEL = {
-    # Maps the first part of a name in the sinks to (name for Prometheus, label for the remainder,
-    # help).
+    # Maps the first part of the names that some metrics have in the sinks to (their name for
+    # Prometheus, label for the rest of the name, help text).
     "train/rank_step_seconds/": (
         "ddpjob_train_rank_step_seconds",
         "rank",
@@ -89,10 +90,10 @@ _BY_LABEL = {
 
 
 def _address() -> str:
-    """Return the address to listen on.
+    """Return the address on which the server listens.
 
-    In a pod, this is the wildcard address, because the network and `kubectl port-forward` use
-    different addresses. Under `ddpjob run`, it is the loopback address.
+    In a pod, this is the wildcard address, because requests from the network and from `kubectl
+    port-forward` arrive at different addresses. Under `ddpjob run`, it is the loopback address.
     """
     pod = os.environ.get("POD_IP", "")
     return pod if pod.startswith("127.") else "0.0.0.0"
@@ -117,7 +118,7 @@ class Prometheus:
             ) from error
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics. prometheus-client's registry calls this."""
+        """Yield the metrics for a scrape. prometheus-client's registry calls this."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         for name, value in dict(self._newest).items():
@@ -135,7 +136,11 @@ class Prometheus:
                 yield family
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Store the newest numbers. A checkpoint's step may be earlier than the last report."""
+        """Store the newest numbers.
+
+        The stored step does not decrease, because a checkpoint may be reported after a report of a
+        later step.
+        """
         self._newest = {**self._newest, **values, "train/step": max(step, self._newest["train/step"])}
 
     def close(self, complete: bool) -> None:
@@ -145,9 +150,10 @@ class Prometheus:
 
 
 def prepare(config: ReportConfig, run: Run) -> Callable[[], Sink]:
-    """Listen, and return a function that returns the sink.
+    """Open the port, and return a function that returns the sink.
 
-    Listen immediately, because a port in use is a configuration error.
+    The port is opened here and not in the background, because a port in use is a configuration
+    error.
     """
     opened = Prometheus(config, run)
     return lambda: opened

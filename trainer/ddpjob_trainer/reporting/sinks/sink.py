@@ -12,9 +12,9 @@ from ddpjob_trainer.atomic_files import write_atomically
 
 @dataclass(frozen=True)
 class Run:
-    """The facts about a run for its sinks.
+    """The facts about a run that its sinks receive.
 
-    `step` is the step after which the run resumes, and `restarts` the number of restarts so far.
+    The run resumes after step `step`, and has had `restarts` restarts so far.
     """
 
     folder: Path
@@ -25,7 +25,7 @@ class Run:
 
 
 class Sink(Protocol):
-    """Accepts numbers by name. Its methods may be slow and may raise anything."""
+    """A destination for numbers with names. Its methods may be slow and may raise any error."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Accept the numbers after global step `step`."""
@@ -35,9 +35,10 @@ class Sink(Protocol):
 
 
 def kept(path: Path, make: Callable[[], str]) -> str:
-    """Return the service's id for a run, kept in `path` so that a restart continues the same run.
+    """Return the id that a run has at a service.
 
-    At the first start, the id is the result of `make`. Raises OSError.
+    The id is kept in `path`, so that a restart continues the same run at the service. At the first
+    start, the id is the result of `make`. Raises OSError.
     """
     if path.exists() and (identity := path.read_text().strip()):
         return identity

@@ -1,6 +1,6 @@
 """TensorBoard's event files in RUN/tensorboard.
 
-A restart replaces events after its checkpoint (purge_step).
+After a restart, events of steps after the checkpoint are replaced (purge_step).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class TensorBoard:
         self._writer: Any = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.step + 1, flush_secs=10)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write scalars."""
+        """Write numbers as TensorBoard's scalars."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self, complete: bool) -> None:
-        """Flush and close."""
+        """Flush and close the event file."""
         self._writer.close()
 
 

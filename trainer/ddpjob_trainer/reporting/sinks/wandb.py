@@ -13,15 +13,15 @@ _FILE = "wandb.id"
 
 
 class WeightsAndBiases:
-    """Logs the step as a metric.
+    """Logs the trainer's step as a metric.
 
-    W&B's own step count must not decrease, but the trainer's does after a restart.
+    W&B's own step count must not decrease, but the trainer's step decreases after a restart.
     """
 
     def __init__(self, config: ReportConfig, run: Run) -> None:
         import wandb
 
-        # Do not capture the console, because that would route every line through a thread.
+        # Do not let W&B capture the console, because it would route every line through a thread.
         settings = wandb.Settings(console="off", silent=True)
         name = run.name
         identity = kept(run.folder / _FILE, lambda: secrets.token_hex(4))
@@ -37,11 +37,11 @@ class WeightsAndBiases:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Log one row of history."""
+        """Log the numbers after one step as a row of the run's history."""
         self._run.log({"step": step, **values})
 
     def close(self, complete: bool) -> None:
-        """Finish the run. An incomplete run remains resumable."""
+        """Finish the W&B run. An incomplete run remains resumable."""
         self._run.finish(exit_code=0 if complete else 1)
 
 
