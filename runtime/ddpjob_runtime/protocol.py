@@ -222,8 +222,8 @@ MAX_NOTES = 100
 """Maximum number of notes in a report. This is enough, because there are few kinds of notes, and
 each pod has at most one note of each kind."""
 DETAILED_INCIDENTS = 10
-"""The operator keeps the tracebacks of this many incidents, the newest ones. A status shows at most
-this many incidents."""
+"""Number of the newest incidents whose tracebacks the operator keeps. A status shows at most this
+number of incidents."""
 MAX_TOLD, MAX_TOLD_BEFORE, MAX_STACKS = 3000, 200, 6000
 """The operator shortens strings to these numbers of characters: MAX_TOLD for the message and the
 traceback of a detailed incident, MAX_TOLD_BEFORE for the message of an older incident, and
@@ -365,8 +365,8 @@ _NEWLINE = "\n"
 def last_lines(text: str, limit: int) -> str:
     """Return the last `limit` characters of the string.
 
-    If a line begins soon after that position, the result starts with this line instead, so that it
-    contains only whole lines.
+    If these begin within a line, and the next line begins soon after, the result starts with the
+    next line instead.
     """
     text = text.strip()
     last = text[-limit:]

@@ -63,7 +63,7 @@ OTHER_EXCHANGES = ("horovod", "mpi4py", "torchft", "torch_xla", "hivemind", "byt
 
 
 def main() -> None:
-    """Run the program named by the command line in place of this file."""
+    """Run the program that the command line names, in place of this file."""
     words = sys.argv[1:]
     if words[0] == "-u":
         become_worker(words[1:])
@@ -95,10 +95,10 @@ def become_worker(words: list[str]) -> None:
 
 
 def run(words: list[str], hide: Callable[[], None] | None = None) -> None:
-    """Run the program named by `words`, which are this file's arguments, in place of this file.
+    """Run the user's program in place of this file. `words` are this file's arguments.
 
-    `hide` is called just before the program starts. In a worker that was forked from a process with
-    torch, it hides modules that the program should import itself.
+    `hide` is called just before the program starts. If the worker was forked from a process that
+    had imported torch, `hide` hides the modules that the program should import itself.
     """
     mode, target = words[0], words[1]
     die_with_launcher()
@@ -860,8 +860,8 @@ class StepCounter:
                 self.made = made
             if knows_state and counts[key] <= 2 and len(counts) == 1:
                 state = getattr(optimizer, "state", None)
-                # Loading a checkpoint replaces the state object. With DCP, an empty step precedes
-                # the loading.
+                # Loading a checkpoint replaces the state object. DCP takes an empty step before it
+                # loads.
                 self.loaded = self.loaded or (counts[key] == 2 and id(state) != self.state)
                 self.state, self.has_state = id(state), isinstance(state, dict) and bool(state)
 
@@ -876,9 +876,10 @@ class StepCounter:
         optimizer_module.register_optimizer_step_post_hook(count_step)
 
     def resumed(self, steps: int) -> str:
-        """Return whether the first optimizer had a loaded state before its first real step.
+        """Return whether a checkpoint was loaded into the first optimizer before it took a step.
 
-        The result is "unknown" before the second step, and for an optimizer that keeps no state.
+        The result is "yes", "no" or "unknown". It is "unknown" before the second step, and for an
+        optimizer that keeps no state.
         """
         if self.loaded:
             return "yes"

@@ -57,13 +57,13 @@ ABORTED = (
     ": a library aborted the process; its reason is at the end of the pod's log. With GPUs, it is usually NCCL's "
     "watchdog, because a device failed or a collective timed out"
 )
-"""Added to a worker's message if SIGABRT ended the worker without an exception. Only the worker's
-output shows the reason in this case."""
+"""Added to a worker's error message if SIGABRT ended the worker without an exception. In this case,
+only the worker's output shows the reason."""
 STAYED = " (its process was still running 10 s later, and was killed)"
-"""Added to a worker's message if its program had failed, but its process had to be ended by the
-alarm that worker.py sets."""
+"""Added to a worker's error message if its program had failed, but its process had to be ended by
+the alarm that worker.py sets."""
 LOADER_KILLED = re.compile(r"DataLoader worker \(pid.*\) (is killed by signal: Killed|exited unexpectedly)")
-"""The error with which torch's DataLoader reports to its worker that one of its processes was
+"""The error that torch's DataLoader raises in a worker if one of the DataLoader's processes was
 killed."""
 GONE_SECONDS = 60.0
 """How many seconds workers can take to end after SIGKILL. The kernel needs time to release a device

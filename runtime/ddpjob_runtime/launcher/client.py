@@ -48,7 +48,7 @@ MAX_UNSENT = 1000
 """Maximum number of lines that wait for a connection. It is large, because a node reports the
 failure of each of its ranks, and any of these failures may be the first cause."""
 SHORT_MESSAGE = 300
-"""Maximum number of characters of a failure message that is to fit into one packet on every link.
+"""A failure message that is shortened to this many characters fits into one packet on every link.
 """
 GOODBYE_SECONDS = 1.0
 

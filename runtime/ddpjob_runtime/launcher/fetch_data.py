@@ -500,7 +500,10 @@ class Sums:
 
 
 def check_names(objects: list[Remote], url: str) -> None:
-    """Raise BucketRefusal if an object's name cannot be the path of a file below the folder."""
+    """Raise BucketRefusal unless each object can be a separate file below the folder.
+
+    Also raise it if there are no objects.
+    """
     if not objects:
         raise BucketRefusal(f"{url} contains no objects; check storage.data.url, which must be a folder in the bucket")
     names = set[str]()

@@ -1,8 +1,9 @@
 """data.decoder=dali: NVIDIA DALI decodes training images, on a GPU if there is one.
 
-The crops are the same as those that worker processes would choose. Worker processes always decode
-test images, and every batch that DALI cannot decode; they then report the broken image.
-decoders.image_slice decodes only the crop: https://docs.nvidia.com/deeplearning/dali.
+The crops are the same as those that worker processes would choose. Test images are always decoded
+by worker processes. A batch that DALI cannot decode is decoded by the same function as in the
+workers, which reports the broken image. decoders.image_slice decodes only the crop:
+https://docs.nvidia.com/deeplearning/dali.
 
 Pixels are copied on a CUDA stream of this module, so a batch that is decoded ahead does not wait
 for the kernels of training. This has not been run on a GPU.

@@ -153,7 +153,7 @@ def _loopback_listener(where: Meeting, group: Group) -> dict[str, Any]:
     with socket.socket(family, kind) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        # Before torch 2.8, only the older one of torch's two servers accepts an existing socket.
+        # Before torch 2.8, only the older of torch's two servers accepts an existing socket.
         return {"master_listen_fd": listener.detach(), "use_libuv": torch.__version__ >= "2.8"}
 
 

@@ -12,8 +12,8 @@ follows.
 Example: a patch of 2x2 pixels in 3 colours has 12 values, hence 12 eigenvectors and 24 filters.
 
 The filters are a buffer, not a parameter, so every strategy keeps them fixed. Checkpoints contain
-them, so only a new run computes them. Rank 0 does so from the first samples of epoch 0 and sends
-them to all ranks, so the number of ranks does not change them. `whiten` does the same for a
+them, so only a new run computes them. Rank 0 computes them from the first samples of epoch 0 and
+sends them to all ranks, so they do not depend on the number of ranks. `whiten` does the same for a
 `Whitening` that is the first layer of the user's own model.
 """
 

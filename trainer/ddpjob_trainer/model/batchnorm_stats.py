@@ -136,10 +136,11 @@ def _joined(flats: list[torch.Tensor]) -> torch.Tensor:
 def ordered_parts(
     parts: list[tuple[int, torch.Tensor]], size: int, like: torch.Tensor, group: Group
 ) -> list[torch.Tensor]:
-    """Return the parts of all ranks, ordered by their numbers, on every rank.
+    """Return the tensors of all ranks, in the order of their micro-batches, on every rank.
 
-    A part is a micro-batch's number and a flat tensor of `size` numbers. The result takes the
-    memory of one such tensor for each micro-batch of all ranks. All ranks must call this together.
+    Each of this rank's `parts` is the number of a micro-batch and a flat tensor of `size` values.
+    The result takes the memory of one such tensor for each micro-batch of all ranks. All ranks must
+    call this together.
     """
     if group.world == 1:
         return [part for _, part in sorted(parts, key=lambda part: part[0])]

@@ -16,9 +16,9 @@ rank 0 and f on rank 1. Each rank sends the other one 2 x 64 numbers, and both n
 of e and f. Dropout draws a mask with two rows on both ranks; rank 0 applies the first row, rank 1
 the second.
 
-In a pass, a rank may have parts of several micro-batches. A layer processes all of them at once.
-Each rank does an even share of the work. The overhead is one exchange in each pass, forward and
-backward. Three parts need no more kernels than one.
+In a pass, a rank can have parts of several micro-batches. A layer processes all of these parts at
+once. Each rank does an even share of the work. The overhead of a layer is one exchange in the
+forward pass and one in the backward pass. Three parts do not need more kernels than one.
 
 Without parts, the model's own layers are used. A layer that ties samples together in any other way
 cannot be shared (`can_be_shared`); in that case, whole micro-batches are distributed.

@@ -2,7 +2,7 @@
 
 Too many consecutive skipped steps end the training. If the loss is not finite on one rank, the
 summed gradient is not finite on all ranks, so every rank skips the step without any communication.
-Only afterwards do the ranks exchange on which rank, and with which samples, the loss was not
+Only afterwards do the ranks exchange the numbers of the ranks and samples whose loss was not
 finite.
 """
 
@@ -54,7 +54,7 @@ class NonFiniteGuard:
         dynamic_scale: bool = False,
         left_out: Callable[[int], None] | None = None,
     ) -> None:
-        """Let training end after `limit` consecutive skipped steps.
+        """End the training after `limit` consecutive skipped steps.
 
         `left_out` is called with the number of each skipped step. With `dynamic_scale`, a step that
         was skipped because of an overflow does not count while the loss scale is still adapting.

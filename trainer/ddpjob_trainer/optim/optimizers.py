@@ -24,7 +24,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the configured optimizer for `parameters`, which are pairs (name, parameter).
 
-    `depths` contains the depth of each of the model's parameters (`model.depths`), also of frozen
+    `depths` contains the depth of each of the model's parameters (`model.depths`), including frozen
     ones. optim.layer_decay needs the depths; see `parameter_groups`. `computed_in` is the number
     format in which the model computes. Raises ConfigError for values out of range.
     """

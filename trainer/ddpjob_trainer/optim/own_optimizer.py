@@ -75,7 +75,7 @@ def _check_resumes(name: str, make: Make, groups: list[dict[str, Any]]) -> None:
     """Raise ConfigError if the optimizer takes different steps after a checkpoint is loaded."""
 
     def stand_ins(weights: list[torch.Tensor]) -> list[nn.Parameter]:
-        # One stand-in for each kind of parameter is enough. To copy all parameters of a ResNet-50
+        # One stand-in for each kind of parameter is enough. Copying all parameters of a ResNet-50
         # would take seconds at each start.
         kinds = dict.fromkeys((tuple(min(side, _SIDE) for side in it.shape), it.dtype, it.device) for it in weights)
         return [

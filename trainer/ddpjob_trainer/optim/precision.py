@@ -63,7 +63,7 @@ class Precision:
         self.dtype = _dtype(self.config, self._device)
         self._scale = _loss_scale(self.config, self.dtype)
         self._scaler = None if self._scale == 1 else _scaler(self._device, self._scale, self.config.scale_window)
-        # Only on the CPU, a number can be read immediately. Reading it from an accelerator would
+        # Only on the CPU can a number be read immediately. Reading it from an accelerator would
         # wait until the accelerator's queue is empty.
         self._synchronous = self._device.type == "cpu"
         self._originals: dict[str, torch.Tensor] = {}

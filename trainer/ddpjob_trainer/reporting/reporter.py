@@ -130,8 +130,8 @@ class Reporter:
         self._files = EvaluationFiles(config.run_dir / FOLDER, config.eval, class_names) if group.rank == 0 else None
         self._window_began = time.perf_counter()
         self._waited = 0.0
-        # Number of samples that this process has trained, and the seconds that this took. Evaluations
-        # and checkpoints do not count.
+        # Number of samples that this process has trained, and the seconds that this took, without
+        # evaluations and checkpoints.
         self._samples, self._seconds = 0, 0.0
         self._pace = Pace(least=1)
         self._pace.add(0, 0.0)

@@ -152,7 +152,8 @@ class Pipeline(Strategy):
         schedule.step(*inputs, **({"target": torch.arange(len(together))} if last else {}))
         self._running = None
         if not last:
-            self.precision.scaled(losses)  # Every rank that unscales gradients must have called GradScaler.
+            # GradScaler refuses to unscale gradients on a rank that has never scaled a loss.
+            self.precision.scaled(losses)
         return losses
 
     def _schedule(self, number: int, shape: torch.Size) -> Any:

@@ -73,7 +73,7 @@ class _Background:
 
 
 class Sinks:
-    """All sinks of a run. On other ranks than rank 0, there are none."""
+    """All sinks of a run. Ranks other than rank 0 have no sinks."""
 
     def __init__(self, parts: list[_Background]) -> None:
         self._parts = parts

@@ -48,7 +48,7 @@ _DECIDED = {
 class DeepSpeed(Strategy):
     """Lets DeepSpeed's engine take the steps of the trainer's own optimizer.
 
-    Not DeepSpeed but this class determines the micro-batches, the weight of each loss, and the
+    This class, not DeepSpeed, determines the micro-batches, the weight of each loss, and the
     micro-batch that ends an accumulation of gradients.
     """
 

@@ -1,7 +1,7 @@
 """strategy=horovod: one process per device; Horovod adds up gradients while they are computed.
 
-Ranks are started by horovodrun, or by torchrun, --spawn or a DDPJob. In the latter cases, rank 0
-serves the rendezvous that horovodrun would serve. Horovod moves only gradients; the trainer's own
+Ranks are started by horovodrun, or by torchrun, --spawn or a DDPJob. In the last three cases, rank
+0 serves the rendezvous that horovodrun would serve. Horovod moves only gradients; the trainer's own
 small collectives still use torch.distributed.
 """
 

@@ -71,8 +71,9 @@ class ParameterServer(Strategy):
             with self.statistics.of_micro(replace(micro, counts=False), count):
                 pass
         self.statistics.exchange()
-        self.group.barrier()  # Every worker has pushed. If a worker is gone, the collective fails.
-        # Every rank that unscales gradients must have called GradScaler.
+        # Wait until every worker has pushed its gradients. If a worker is gone, this fails.
+        self.group.barrier()
+        # GradScaler refuses to unscale gradients on a rank that has never scaled a loss.
         self.precision.scaled(torch.zeros((), device=self.device))
         total, *others = _buffer.take(range(1, self.group.world))
         for gradients in others:
