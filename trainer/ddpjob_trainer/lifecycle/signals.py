@@ -176,8 +176,9 @@ class StopRequest:
         """Return how many seconds the ranks have for agreeing to stop.
 
         If the grace period is known, they have all of it except the launcher's share and one second
-        for a message. If it is unknown, they have enough time for the next steps or, while a checkpoint is
-        being saved, for this save, because other ranks may be waiting for it.
+        for a message. If it is unknown, they have enough time for the next steps. While a
+        checkpoint is being saved, they have enough time for this save, because other ranks may be
+        waiting for it.
         """
         if self._grace is None:
             return (

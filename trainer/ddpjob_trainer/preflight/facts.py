@@ -257,7 +257,7 @@ def cpu_threads(context: Context) -> RankFinding:
 
 
 def limits(context: Context) -> RankFinding:
-    """Return WARN if too few files may be open, or if InfiniBand may not lock enough memory.
+    """Return WARN if too few files can be open, or if memory cannot be locked for InfiniBand.
 
     Connections to ranks and pipes to loader processes count as open files.
     """
