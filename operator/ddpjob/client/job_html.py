@@ -12,7 +12,8 @@ from ddpjob.client.texts.job_text import header, row
 
 _WIDTH, _HEIGHT, _POINTS = 480, 90, 480
 _LOG_FROM = 20
-"""The scale is logarithmic if the largest number is more than this many times the smallest."""
+"""The scale of a curve is logarithmic if its largest number is more than this many times its
+smallest number."""
 _COLOURS = {"Running": "#1a7f37", "Complete": "#1a7f37", "Failed": "#cf222e"}
 _OTHER = "#9a6700"
 
@@ -35,7 +36,10 @@ def _cell(title: str, cell: str) -> str:
 
 
 def _line(points: Sequence[tuple[float, float]]) -> str:
-    """Return the loss curve and its description; empty if there are fewer than two points."""
+    """Return the curve of the loss and its label as HTML.
+
+    The text is empty if there are fewer than two points.
+    """
     curve = MetricCurve("loss", points)
     return f"{curve._repr_svg_()}<small>{curve.label}</small>" if len(curve.points) > 1 else ""
 

@@ -65,7 +65,7 @@ def rerun(backend: Backend, name: str, *, fresh: bool) -> str:
 
 
 def _in_a_new_folder(manifest: Json, uid: str) -> tuple[Json, str]:
-    """Return the manifest with an unused checkpoint folder, and a phrase that says where the job
+    """Return the manifest with a new checkpoint folder, and a phrase that says where the job
     starts.
 
     Raises Mistake if the folder cannot be changed in the job's own spec.
@@ -123,8 +123,9 @@ def checkpoints_that_stay(body: Json) -> str:
 
 
 def _manifest(body: Json) -> Json:
-    """Return an object as its user would write it, without the fields that the server and the
-    runner add.
+    """Return the manifest that a user would write for an object.
+
+    It does not contain the fields that the API server, or the runner on this machine, has added.
     """
     meta = body["metadata"]
     kept: dict[str, Any] = {key: dict(meta[key]) for key in _KEPT if meta.get(key)}

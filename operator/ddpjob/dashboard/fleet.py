@@ -361,7 +361,7 @@ class Fleet:
             self._sources[row.key] = backend
             before = self._rows.get(row.key)
             if before is not None and before.created != row.created:
-                # This is a different job with the same name.
+                # The earlier job was deleted, and this is a new job with the same name.
                 self._samples.pop(row.key, None)
             if before != row:
                 if before is None or (before.pods, before.pods_useful) != (row.pods, row.pods_useful):

@@ -120,7 +120,7 @@ class Listed:
 
 
 def listed(rows: Iterable[FleetRow], choice: Choice, now: datetime) -> Listed:
-    """Return the list page that the choice selects."""
+    """Return the page of the list that `choice` selects."""
     every = list(rows)
     words = choice.words.lower().split()
     fitting = [row for row in every if all(word in _text(row) for word in words)] if words else every

@@ -321,11 +321,10 @@ class Viewers:
         return _Opened(view, api, fleet, scope, now, now)
 
     def _scope(self, api: BearerServer, user: str, chosen: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the namespaces that a view has to follow. If there are none, it follows all
-        namespaces.
+        """Return the namespaces that a view has to follow. An empty result means all namespaces.
 
-        Raises AccessRefused if the token is not permitted to read any of them, and Mistake if this
-        cannot be checked.
+        Raises AccessRefused if the token is not permitted to read any of the namespaces that are
+        tried, and Mistake if this cannot be checked.
         """
         if not chosen and _may_list(api, ""):
             return ()
@@ -418,7 +417,9 @@ def _user(api: BearerServer) -> str:
 
 
 def _may_list(api: BearerServer, namespace: str) -> bool:
-    """Whether the token can list the DDPJobs of a namespace (empty: of all namespaces).
+    """Whether the token is permitted to list the DDPJobs of a namespace.
+
+    If `namespace` is empty, the question is about all namespaces.
 
     Raises Mistake if this cannot be determined.
     """

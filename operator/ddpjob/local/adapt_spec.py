@@ -159,7 +159,7 @@ def usable_gpus() -> tuple[str, ...]:
 def _listed_gpus() -> tuple[str, ...]:
     """Return the numbers of all NVIDIA GPUs of this machine.
 
-    The result is empty if nvidia-smi cannot run, fails or hangs, as it does with a broken driver.
+    The result is empty if nvidia-smi cannot run, fails, or hangs because of a broken driver.
     """
     tool = shutil.which("nvidia-smi")
     if tool is None:

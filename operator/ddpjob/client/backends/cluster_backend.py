@@ -620,7 +620,7 @@ class _ReadPosition:
         self._skipping = False
 
     def again(self) -> None:
-        """Prepare for a second connection, which repeats lines from `stamp` or an earlier time on.
+        """Prepare for a new connection. It repeats lines, beginning at the time `stamp` or earlier.
 
         After this, `is_new` returns False for the lines that have already been read.
         """

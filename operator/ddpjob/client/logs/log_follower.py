@@ -25,18 +25,18 @@ from ddpjob.client.backends.backend import (
 MOST_PODS = 200
 """Maximum number of logs that are read at the same time."""
 _QUEUE = 10_000
-"""Maximum number of lines in the queue."""
+"""Maximum number of lines that have been read from the logs and wait until `lines` yields them."""
 _QUEUE_OF_MANY = 500
-"""Maximum number of lines in the queue for a log that can be stopped. It is smaller because one
-process may read many such logs."""
+"""The same maximum for logs that the reader can stop (`LogOptions.stop`). It is smaller, because
+one process, such as the dashboard, may read many such logs."""
 _POLL = 1.0
 _NOT_STARTED = ("Pending", "ContainerCreating", "PodInitializing", "Unschedulable", "ErrImagePull", "ImagePullBackOff")
 _NO_GROUP_KNOWN = ("CoordinatorUnreachable", "CoordinatorReplaced", "GroupFinished")
-"""Reasons of the Running condition for which the status does not show the group's number of
-nodes."""
+"""Reasons of the condition Running. If it has one of them, the status does not show how many nodes
+the group has."""
 _TAG = re.compile(rb"\[(default|rank)(\d+)\]:")
-"""Prefix that shows which rank wrote a line. torchrun's --tee writes the local rank, and PyTorch's
-messages contain the global rank."""
+"""Matches a prefix that shows which rank wrote a line. torchrun's --tee writes the local rank, and
+PyTorch's messages contain the global rank."""
 
 
 def ranks_per_node(body: Json) -> int:
@@ -53,10 +53,11 @@ def ranks_per_node(body: Json) -> int:
 def ranks_of_pods(pods: Sequence[PodLine], body: Json, known: Mapping[str, range] | None = None) -> dict[str, range]:
     """Return the global ranks of each pod that trains or has trained. Spares have no ranks.
 
-    Ranks follow the slots' indices, or the order that the status shows. They change only when the
-    status in `body` shows that a new group has formed. While no group is formed, each slot keeps
-    its ranks from `known`, the previous result. Slots that `known` lacks then get ranks as if all
-    slots trained, including those whose pod has ended.
+    Ranks are numbered in the order of the slots' indices, or in the rank order that the status
+    shows. They change only when the status in `body` shows that a new group has formed. As long as
+    there is no group, each slot keeps the ranks that it has in `known`, the previous result. A slot
+    that is not in `known` gets the ranks that it would have if all slots trained, including slots
+    whose pods have ended.
     """
     per_node = ranks_per_node(body)
     status = JobStatus.read(body.get("status") or {})
@@ -75,7 +76,8 @@ def ranks_of_pods(pods: Sequence[PodLine], body: Json, known: Mapping[str, range
 def _by_rank(nodes: list[PodLine], status: JobStatus) -> list[PodLine]:
     """Return `nodes` in rank order.
 
-    If the status has the rank order of different nodes, keep the index order of `nodes`.
+    If the rank order in the status contains different nodes, return `nodes` in the order of their
+    indices.
     """
     places = {index: place for place, index in enumerate(status.rank_order)}
     if {pod.index for pod in nodes} != places.keys():
@@ -96,12 +98,12 @@ def _nodes_of_group(status: JobStatus) -> int | None:
 
 
 def _slot(pod: str) -> str:
-    """Return the common prefix of the names of a slot's pods."""
+    """Return the beginning of a pod's name, which is the same for all pods of its slot."""
     return pod.rpartition("-")[0]
 
 
 def newest_pods(pods: Sequence[PodLine]) -> list[PodLine]:
-    """Return the last attempt of each slot, in slot order."""
+    """Return the newest pod of each slot, in slot order."""
     newest = {pod.index: pod for pod in sorted(pods, key=_attempt) if pod.index is not None}
     return [newest[index] for index in sorted(newest)]
 
@@ -112,7 +114,7 @@ def _attempt(pod: PodLine) -> int:
 
 
 def rank_of_line(line: bytes, ranks: range) -> int | None:
-    """Return the global rank that wrote a line in a pod with these ranks.
+    """Return the global rank that wrote a line of a pod. `ranks` are all ranks of this pod.
 
     Return None if the line does not show the rank.
     """
@@ -126,23 +128,24 @@ def rank_of_line(line: bytes, ranks: range) -> int | None:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The logs to read: one pod's, or those of training pods and, optionally, coordinators.
+    """Which logs to read: the log of one pod, or the logs of training pods and coordinators.
 
-    By default, the logs of all training pods are read.
+    By default, the logs of all training pods are read, and those of coordinators are not.
     """
 
     pod: str = ""
     indices: Collection[int] = ()
     ranks: Collection[int] = ()
-    """Global ranks. Their pods' logs are read, without lines known to come from other ranks."""
+    """Global ranks. The logs of the pods that have these ranks are read, without the lines that are
+    known to come from other ranks."""
     coordinator: bool = False
     kept: EndedLogs | None = None
-    """The job's kept logs, if `pod` is gone and its log is to be read from them."""
+    """If `pod` no longer exists, these are the job's kept logs, from which its log is read."""
 
 
 @dataclass(frozen=True)
 class LogLine:
-    """A line from a pod that currently has these ranks."""
+    """A line from the log of a pod. `ranks` are the ranks that the pod has at this time."""
 
     pod: PodLine
     text: bytes
@@ -155,26 +158,27 @@ _ALL = Chosen()
 
 
 def last_state(line: bytes) -> bytes:
-    """Return the last state of a progress bar: the part after its last carriage return.
+    """Return the last state of a progress bar, or any other line without change.
 
-    This is what a terminal shows. Other lines are returned without change.
+    The last state is the part after the last carriage return, which a terminal shows in place of
+    the earlier ones.
     """
     return line[line.rstrip(b"\r").rfind(b"\r") + 1 :]
 
 
 def _shortened(line: bytes, limit: int) -> bytes:
-    """Return a line, shortened to `limit` bytes. For a progress bar, shorten its last state."""
+    """Shorten a line to `limit` bytes. If it is a progress bar, shorten its last state."""
     return line if len(line) <= limit else last_state(line)[:limit]
 
 
 class LogFollower:
     """Reads the logs of the chosen pods. `lines()` yields their lines.
 
-    With `options.follow`, it continues until the job has finished.
+    With `options.follow`, `lines()` continues until the job has finished.
     """
 
     def __init__(self, backend: Backend, body: Json, options: LogOptions, chosen: Chosen = _ALL) -> None:
-        """Start with `body`, the job's current object.
+        """Prepare to read the logs of the job whose current object is `body`.
 
         Raises Mistake if ranks are chosen but the job has none.
         """
@@ -184,8 +188,8 @@ class LogFollower:
         self.backend, self._chosen, self._body = backend, chosen, body
         self.options = replace(options, follow=options.follow and chosen.kept is None)
         self.ranks: dict[str, range] = {}
-        """Ranks of the training pods when they were last listed, and former ranks of terminated
-        pods."""
+        """Maps each training pod to the ranks that it had when the pods were last listed. A pod
+        that is no longer running keeps its last ranks."""
         self.notes: list[str] = []
         """Notes for the user about logs that could not be read."""
         self.seen: set[str] = set()
@@ -193,7 +197,8 @@ class LogFollower:
         self._lines: queue.Queue[tuple[PodLine, bytes | None]] = queue.Queue(
             _QUEUE if options.stop is None else _QUEUE_OF_MANY
         )
-        """Queue of (pod, line). The line is None at the end of a pod's log."""
+        """Lines that have been read, as pairs (pod, line). None in place of a line marks the end of
+        the pod's log."""
         self._begun: set[str] = set()
         """Pods whose log is being read or has been read."""
         self._reading = 0
@@ -225,8 +230,8 @@ class LogFollower:
                 patience.tolerate(mistake)
             for pod in pods:
                 if pod.name not in self._begun and pod.state not in _NOT_STARTED:
-                    # A pod that appears later may already have written many lines, so read them
-                    # all.
+                    # `tail` applies only to the first pods. A pod that appears later may already
+                    # have written many lines, and all of them are read.
                     self._start(pod, replace(self.options, tail=None) if looked else self.options)
             looked = looked or bool(pods)
             deadline, quiet = time.monotonic() + _POLL, True
@@ -244,7 +249,8 @@ class LogFollower:
                     break
             if (over or gone > 1) and not self._reading:
                 return
-            # A local log ends only with the run, so do not wait for its end.
+            # Do not wait for the end of a log on this machine, because it ends only when the job's
+            # run ends.
             if gone > 1 and quiet and self.backend.local:
                 return
 
@@ -278,7 +284,10 @@ class LogFollower:
         )
 
     def why_nothing(self) -> str:
-        """Return the reason why no line was read; empty if the notes explain it."""
+        """Return the reason why no line was read.
+
+        The text is empty if lines were read, or if the notes already contain the reason.
+        """
         if self.seen or self.notes:
             return ""
         if self._chosen.ranks:
@@ -341,7 +350,8 @@ class LogFollower:
                 for line in whole:
                     self._put(pod, line)
         except Mistake as mistake:
-            never_started = pod.ended and "is waiting to start" in str(mistake)  # the kubelet's words
+            # These words are from the kubelet's message.
+            never_started = pod.ended and "is waiting to start" in str(mistake)
             why = f"its program never started; `ddpjob why {self.job}` says what failed" if never_started else mistake
             self.notes.append(f"pod {pod.name}: {why}")
         if rest:

@@ -10,8 +10,8 @@ from ddpjob.client.backends.backend import Backend, Mistake, PodLine
 AT_ONCE = 16
 
 MOST_CHARACTERS = 1 << 20
-"""Maximum number of characters in a rank's stack. It is limited because a script may also write to
-the file with the stacks."""
+"""Maximum number of characters in the stacks of a rank. They are limited because a script may write
+anything to the file from which they are read."""
 
 PROBE = (
     f"""
@@ -61,19 +61,21 @@ if not found:
     print("no worker in this pod writes stacks; the pod is starting, or runs a command without torchrun")
 """
 )
-"""Python code that prints the stacks of its pod's ranks. It uses the signal that the launcher sends
-when the group hangs."""
+"""Python code that runs in a pod, and prints the stacks of the pod's ranks. To make a rank write
+its stacks, it sends the same signal as the launcher does when the group hangs."""
 
 
 _OWN_FRAME = re.compile(r'^  File "(?:[^"\n]*/ddpjob_(?:runtime|pod)/|<frozen |[^"\n]*/runpy\.py).*\n?', re.MULTILINE)
-"""Matches frames of the runtime, of imports and of `python -m`, which do not concern the script."""
+"""Matches the stack frames of the runtime, of imports and of `python -m`, which do not belong to
+the script."""
 
 
 def stacks(backend: Backend, pods: list[PodLine]) -> list[tuple[PodLine, str]]:
-    """Return the current stacks of each pod's ranks as text. Training continues.
+    """Return the current Python stacks of the ranks in each pod, as one text for each pod.
 
-    A pod that cannot be read has the reason in place of its stacks. Raises Mistake if no pod can be
-    read, for instance because the right to run commands in pods is missing.
+    Training continues. If a pod cannot be read, its text is the reason for this. Raises Mistake if
+    none of the pods can be read, for instance because the user is not permitted to run commands in
+    pods.
     """
 
     def one(pod: PodLine) -> str | Mistake:

@@ -22,12 +22,11 @@ from ddpjob.client.manifests.git_commit import resolve
 from ddpjob.local.paths import job_folder
 
 SOURCE = "function.py"
-"""File name of JobRequest.source. It must not be the name of a module, because the script's folder
-is on sys.path."""
+"""Name of the file that contains JobRequest.source. It must not be the name of a module that a
+script imports, because the script's folder is on sys.path, and the file would hide this module."""
 MOST_BYTES = 1024 * 1024 - 16 * 1024
-"""Maximum total size of the files in bytes. An object may have at most 1 MiB, including its
-metadata.
-"""
+"""Maximum total size in bytes of the files in a ConfigMap. An object of the API can have at most 1
+MiB, including its metadata."""
 _ENTRIES = ("train.py", "main.py", "__main__.py")
 _MODULE = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
 _Kind = TypeVar("_Kind", list[Any], dict[str, Any])
@@ -35,11 +34,12 @@ _Kind = TypeVar("_Kind", list[Any], dict[str, Any])
 
 @dataclass(frozen=True, kw_only=True)
 class JobRequest:
-    """A user's request. An empty field gets the CRD's default."""
+    """A user's request for a new job. For each empty field, the job gets the default of the CRD."""
 
     program: str
     source: str = ""
-    """The text of a script that is not in a file; `program` is its name."""
+    """The text of a script that is not in a file. In this case, `program` is the name of the
+    script."""
     args: Sequence[str | os.PathLike[str]] = ()
     image: str = ""
     name: str = ""
@@ -62,14 +62,14 @@ class JobRequest:
     code: str = ""
     """The s3:// folder for code that is too large for a ConfigMap.
 
-    Default: the folder `code` in the checkpoints' bucket.
+    The default is the folder `code` in the s3:// folder of `checkpoints`.
     """
     git: str = ""
     """URL or URL@REF of a git repository. `program` is then a path in the repository, or a
     module."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Values by field below spec, such as recovery.maxRestarts. Mappings are merged with the values
-    of other options."""
+    """Maps the path of a field below spec, such as recovery.maxRestarts, to its value. If another
+    option also sets this field, and both values are mappings, they are merged."""
 
 
 def _silent(text: str) -> None:
@@ -77,11 +77,12 @@ def _silent(text: str) -> None:
 
 
 def build(request: JobRequest, *, local: bool, say: Callable[[str], None] = _silent, upload: bool = True) -> list[Json]:
-    """Return the objects to create, the job last.
+    """Return the objects that have to be created for a request. The job is the last one.
 
-    If `local`, code is used in place, and an image is not needed. A folder that is too large for a
-    ConfigMap is uploaded, unless `upload` is False. `say` reports the upload and files that are
-    left out.
+    If `local` is true, the job runs on this machine. Its code is used where it is, and it does not
+    need an image. A folder that is too large for a ConfigMap is uploaded to a bucket, unless
+    `upload` is False. `say` is called with messages about the upload and about files that are left
+    out.
     """
     image = request.image or ("local" if local else "")
     of_class = any(request.settings.get(path) for path in ("className", "spec.className"))
@@ -136,9 +137,10 @@ def name_after(stem: str) -> str:
 def _program(
     request: JobRequest, name: str, spec: Json, say: Callable[[str], None], *, local: bool
 ) -> tuple[list[dict[str, bytes]], Found | None]:
-    """Set script or module in `spec`.
+    """Set `script` or `module` in `spec`. Return the files that have to be copied for this.
 
-    Return the files for a ConfigMap, or the files to upload as an archive.
+    The first result contains the files for ConfigMaps, and the second the files for an archive. At
+    most one of the two has any files. If the code is used where it is, both are empty.
     """
     program, path = request.program, Path(request.program)
     if not program:
@@ -181,7 +183,8 @@ def _program(
         for note in found.notes():
             say(f"{program}: {note}")
         if request.code or found.size > MOST_BYTES:
-            spec["script"] = inside  # Relative to the folder of the code.
+            # This path is relative to the folder in which the archive is unpacked.
+            spec["script"] = inside
             return [], found
         spec |= {"script": f"{CODE_FOLDER}/{inside}", "workingDir": CODE_FOLDER}
         files = ((inside, file.stat().st_size, file.read_bytes) for inside, file in found.files.items())
@@ -205,8 +208,9 @@ def _program(
 
 
 def _code_place(request: JobRequest, spec: Json, found: Found) -> CodePlace:
-    """Return the bucket folder for the code. Raises Mistake if the request does not specify a
-    bucket.
+    """Return the folder in a bucket to which the code is uploaded.
+
+    Raises Mistake if the request does not specify a bucket.
     """
     checkpoints = (spec.get("storage") or {}).get("checkpoints") or {}
     url = request.code or (f"{str(checkpoints['url']).rstrip('/')}/code" if checkpoints.get("url") else "")
@@ -224,13 +228,14 @@ def _code_place(request: JobRequest, spec: Json, found: Found) -> CodePlace:
 
 
 _File = tuple[str, int, Callable[[], bytes]]
-"""Name, size, and a function that reads the content."""
+"""A file: its name, its size in bytes, and a function that reads its content."""
 
 
 def _limited(files: Iterable[_File], source: str) -> dict[str, bytes]:
-    """Return the contents by name.
+    """Read files, and return their contents by name.
 
-    Raises Mistake before reading a file with which their total size exceeds the limit.
+    Raises Mistake if their total size exceeds MOST_BYTES. A file is not read if its size would
+    exceed this limit.
     """
     found, size = dict[str, bytes](), 0
     for name, length, read in files:
@@ -243,9 +248,10 @@ def _limited(files: Iterable[_File], source: str) -> dict[str, bytes]:
 
 
 def _keys(files: Mapping[str, bytes]) -> Iterator[tuple[str, str]]:
-    """Yield (key in the ConfigMap, path) for each file."""
+    """Yield a pair for each file: its key in the ConfigMap, and its path."""
     for number, path in enumerate(files):
-        # The number distinguishes the a.py of two folders, and "a_b" from "a b".
+        # Begin the key with a number. Without it, two files with the same name in different folders
+        # would have the same key, and so would "a_b" and "a b".
         key = path if len(files) == 1 else f"{number}.{Path(path).name}"
         yield re.sub(r"[^-._a-zA-Z0-9]", "_", key)[:200], path
 
@@ -279,9 +285,10 @@ def _mount(spec: Json, code: Json, files: Mapping[str, bytes]) -> None:
 
 
 def _within(parent: Json, name: str, kind: type[_Kind]) -> _Kind:
-    """Return a field of podTemplate, created if it is absent or null.
+    """Return the value of a field of podTemplate.
 
-    Raises Mistake if its value has a different type.
+    If the field is absent or null, it is first set to an empty value of the type `kind`. Raises
+    Mistake if its value has a different type.
     """
     found = parent[name] = parent.get(name) or kind()
     if not isinstance(found, kind):
@@ -348,7 +355,8 @@ def _plain(where: str, value: Any) -> Any:
     Raises Mistake for types that JSON does not have.
     """
     match value:
-        case int() if not -(2**63) <= value < 2**63:  # Python refuses to print very large numbers.
+        case int() if not -(2**63) <= value < 2**63:
+            # Python refuses to convert very large numbers to text.
             raise Mistake(f"{where}: a number of more than 64 bits; write a smaller number, or a string")
         case None | str() | bool() | int() | float():
             return value

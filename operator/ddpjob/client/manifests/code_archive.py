@@ -49,22 +49,26 @@ SECRETS = (
 """Patterns of files that usually hold keys or passwords."""
 _SHOWN = 5
 _PROGRESS_BYTES, _PROGRESS_SECONDS = 16 * 2**20, 2.0
-"""The progress of an upload is reported if it has at least _PROGRESS_BYTES, and at most once in
-_PROGRESS_SECONDS."""
+"""The progress of an upload is reported only if the archive has at least _PROGRESS_BYTES. It is
+reported at most once in _PROGRESS_SECONDS."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """The files to send from a folder, and the names of excluded files to report."""
+    """The files of a folder that belong in the archive, and the names of some that do not.
+
+    The latter are files that look like secrets, and links to folders. They are reported to the
+    user.
+    """
 
     files: Mapping[str, Path]
-    """The files by their paths in the folder, sorted."""
+    """Maps each file's path within the folder to its path on this machine, in sorted order."""
     secrets: tuple[str, ...] = ()
     links: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
-        """Total number of bytes, including the names. Raises OSError."""
+        """Total size of the files and of their names, in bytes. Raises OSError."""
         return sum(path.stat().st_size + len(name) for name, path in self.files.items())
 
     def notes(self) -> Iterator[str]:
@@ -95,7 +99,7 @@ class _Pattern:
 
 @dataclass(frozen=True)
 class Patterns:
-    """An ignore file's patterns. The last one that matches decides."""
+    """The patterns of an ignore file. If several of them match a path, the last one decides."""
 
     lines: tuple[_Pattern, ...] = ()
 
@@ -105,7 +109,10 @@ class Patterns:
         return cls(tuple(found for line in lines if (found := _pattern(line)) is not None))
 
     def excludes(self, path: str, *, folder: bool) -> bool | None:
-        """Whether a path below the ignore file's folder is excluded; None if no line matches."""
+        """Whether the patterns exclude a path below the ignore file's folder.
+
+        Return None if no pattern matches the path.
+        """
         for line in reversed(self.lines):
             if (folder or not line.only_folders) and line.regex.fullmatch(path):
                 return line.excludes
@@ -133,12 +140,13 @@ def _pattern(line: str) -> _Pattern | None:
             regex += _of_part(part) + ("" if last else "/")
     try:
         return _Pattern(re.compile(regex, re.DOTALL), excludes, only_folders)
-    except re.error:  # For instance, a range like [z-a], which matches nothing.
+    except re.error:
+        # Ignore an invalid pattern, such as the range [z-a], which would not match anything.
         return None
 
 
 def _of_part(part: str) -> str:
-    """Translate a pattern without `/` into a regular expression."""
+    """Translate a part of a pattern, which does not contain `/`, into a regular expression."""
     found, at = "", 0
     while at < len(part):
         letter = part[at]
@@ -164,8 +172,9 @@ def _of_part(part: str) -> str:
 
 
 def find_files(folder: Path) -> Found:
-    """Find the files in a folder that should be sent. Raises Mistake for a file that cannot be
-    read.
+    """Return the files of a folder that belong in the archive.
+
+    Raises Mistake if a folder or a .gitignore file cannot be read.
     """
     own = _ignore_file(folder / IGNORE_FILE)
     walk = _Walk(folder, own or Patterns(), by_git=own is None)
@@ -198,10 +207,11 @@ class _Walk:
     links: list[str] = field(default_factory=list)
 
     def visit(self, folder: Path, inside: str, above: tuple[tuple[str, Patterns], ...]) -> None:
-        """Visit a folder. `above` has the patterns of the .gitignore files above it.
+        """Add the files of a folder and of its subfolders, unless they are left out.
 
         `inside` is the folder's path below the root. It is empty for the root, and otherwise ends
-        with `/`.
+        with `/`. `above` contains the patterns of each .gitignore file in the folders above,
+        together with the `inside` of its folder.
         """
         if self.by_git and (found := _ignore_file(folder / ".gitignore")) is not None:
             above = (*above, (inside, found))
@@ -213,7 +223,8 @@ class _Walk:
                 self.links.append(path)
             elif is_folder:
                 self.visit(Path(entry.path), f"{path}/", above)
-            elif entry.is_file():  # A link to a file is sent as the file's content.
+            elif entry.is_file():
+                # The archive contains the content of the file instead of a link to it.
                 self.files[path] = Path(entry.path)
 
     def _is_left_out(self, path: str, above: tuple[tuple[str, Patterns], ...], *, folder: bool) -> bool:
@@ -247,9 +258,10 @@ class Packed:
 
 
 def pack(found: Found, source: str, to: Path) -> Packed:
-    """Write the archive of a folder's files.
+    """Write an archive with a folder's files to the path `to`.
 
-    Raises Mistake if there are too many files or they are too large.
+    `source` is the name of the folder in messages. Raises Mistake if there are too many files, or
+    if they are too large.
     """
     if len(found.files) > MOST_CODE_FILES:
         raise Mistake(f"{source}: {len(found.files)} files; at most {MOST_CODE_FILES} can be sent; {_remedy(found)}")
@@ -283,13 +295,16 @@ def _write_archive(files: Mapping[str, Path], to: IO[bytes]) -> None:
         for name, path in files.items():
             with path.open("rb") as content:
                 state = os.fstat(content.fileno())
-                member = tarfile.TarInfo(name)  # Time and owner are 0 by default.
+                member = tarfile.TarInfo(name)  # Its time and owner are 0 by default.
                 member.size, member.mode = state.st_size, 0o755 if state.st_mode & 0o100 else 0o644
                 tar.addfile(member, content)
 
 
 def _remedy(found: Found) -> str:
-    """Suggest what to leave out, and list the largest entries of the folder."""
+    """Return a text that suggests how to make the archive smaller.
+
+    It names the largest entries of the folder.
+    """
     sizes = dict[str, int]()
     for name, path in found.files.items():
         top = name.partition("/")[0]
@@ -312,7 +327,7 @@ def _size(size: float) -> str:
 
 @dataclass(frozen=True)
 class CodePlace:
-    """A bucket folder, and how to reach it from this machine."""
+    """The folder in a bucket to which code is uploaded, and how to reach it from this machine."""
 
     url: str
     endpoint: str = ""
@@ -320,9 +335,10 @@ class CodePlace:
 
 
 def send(found: Found, source: str, place: CodePlace, say: Callable[[str], None], *, upload: bool) -> dict[str, Any]:
-    """Pack the files, upload them unless the bucket has them, and return the field `code`.
+    """Pack the files into an archive, upload it, and return the value of the field `code`.
 
-    With `upload=False`, the bucket is not accessed. Raises Mistake.
+    An archive that is already in the bucket is not uploaded again. With `upload=False`, the bucket
+    is not accessed. Raises Mistake.
     """
     with tempfile.TemporaryDirectory(prefix="ddpjob-code-") as folder:
         packed = pack(found, source, Path(folder) / "code.tar.gz")

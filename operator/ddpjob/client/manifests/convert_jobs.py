@@ -29,7 +29,7 @@ _OPERATORS = ("rdzv-backend", "rdzv-endpoint", "rdzv-id", "master-addr", "master
               "standalone", "local-addr", "rdzv_backend", "is-host", "monitor-interval", "start-method",
               "use-env")  # fmt: skip
 _BARE = ("standalone", "m", "module", "no-python", "run-path", "virtual-local-rank", "use-env")
-"""torchrun's options without a value."""
+"""Names of torchrun's options that do not take a value."""
 _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _MOST_SHOWN = 5
 _PLAIN_SHELL = re.compile(r"-[euvx]*c")
@@ -38,7 +38,7 @@ options -l and -i do not match, because the shell would then read startup files.
 _SHELL = re.compile(r"[;&|<>$`*?(){}#~\n]")
 _QUOTED = re.compile(r"""\\.|'[^']*'|"((?:\\.|[^"\\])*)\"""", re.DOTALL)
 _SIGN_IN_QUOTES = re.compile(r"`|\$\w+|\$[{(][^\s)}]*[)}]?")
-"""Constructs that a shell interprets even within double quotes."""
+"""Matches constructs that a shell interprets even within double quotes."""
 _THEIRS = re.compile(
     r"""(^|\s)--(nnodes|node[-_]rank|master[-_](addr|port)|rdzv[-_](backend|endpoint|id)|machine_rank|"""
     r"""num_(machines|nodes)|main_process_(ip|port))(=|\s+)["']?\$\S*(?=\s)"""

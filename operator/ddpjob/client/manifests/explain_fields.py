@@ -18,9 +18,9 @@ _OBJECT = ("ddpjob", "ddpjobs", "ddp")
 
 
 def explain(path: str, *, recursive: bool = False) -> Iterator[str]:
-    """Yield lines about a field, given its path, such as spec.recovery.rules.cause.
+    """Yield lines that explain the field at a path, such as spec.recovery.rules.cause.
 
-    Raises Mistake for an unknown field.
+    With `recursive`, list the fields below it at all depths. Raises Mistake for an unknown field.
     """
     names = [name.removesuffix("[]") for name in path.split(".") if name]
     if names and names[0] in _OBJECT:
@@ -57,9 +57,9 @@ def explain(path: str, *, recursive: bool = False) -> Iterator[str]:
 
 
 def _rules_on(schema: Schema, names: list[str]) -> Iterator[Schema]:
-    """Return an object's rules about its field at this path.
+    """Return the rules (CEL) of an object that concern its field at the path `names`.
 
-    If the path is empty, the rules are about the object itself.
+    If the path is empty, return the rules that concern the object itself.
     """
     path = "".join(f".{name}" for name in names)
     return (rule for rule in schema.get("x-kubernetes-validations", ()) if rule.get("fieldPath", "") == path)
@@ -84,13 +84,16 @@ def _unknown(names: list[str], depth: int, holder: Schema) -> str:
 
 
 def _kubernetes(names: list[str]) -> str:
-    """Return the field's path for `kubectl explain`: podTemplate has the fields of a pod."""
+    """Return the path under which `kubectl explain` explains a field of podTemplate.
+
+    The fields of podTemplate are those of a pod.
+    """
     at = names.index("podTemplate") + 1 if "podTemplate" in names else 0
     return ".".join(["pod", *names[at:]])
 
 
 def paths(of: Schema | None = None) -> list[str]:
-    """Return the path of every field."""
+    """Return the paths of all fields, at any depth."""
     found: list[str] = []
 
     def walk(schema: Schema, above: str) -> None:
@@ -103,15 +106,19 @@ def paths(of: Schema | None = None) -> list[str]:
 
 
 def _elsewhere(name: str) -> list[str]:
-    """Return paths of fields with this name: only those below spec, if there are any."""
+    """Return the paths of all fields with this name.
+
+    If some of them are below spec, return only these.
+    """
     found = [path for path in paths() if path.rpartition(".")[2].lower() == name.lower()]
     return [path for path in found if path.startswith("spec.")] or found
 
 
 def _inner(schema: Schema) -> Schema:
-    """Return the object that holds the fields below this field.
+    """Return the schema of the object that contains the fields below a field.
 
-    It is the field itself, a list's item, or a map's value.
+    If the field is a list or a map, this is the schema of its items or of its values. Otherwise, it
+    is the schema of the field itself.
     """
     if "items" in schema:
         return _inner(schema["items"])
@@ -132,7 +139,7 @@ def _type(schema: Schema) -> str:
 
 
 def _limits(schema: Schema) -> Iterator[str]:
-    """Yield the allowed values and the default."""
+    """Yield sentences about a field's allowed values and its default."""
     inner = schema.get("items", schema)
     if "enum" in inner:
         yield f"One of: {', '.join(map(str, inner['enum']))}."

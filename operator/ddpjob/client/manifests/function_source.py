@@ -23,15 +23,16 @@ from ddpjob.client.manifests.build_manifest import SOURCE
 
 _ALONE = "Only the function itself is sent"
 _OF_NOTEBOOKS = {"display", "get_ipython", "__IPYTHON__", "_", "dreload"}
-"""Names that IPython adds to the builtins, so they do not exist on nodes. Notebook lines that begin
-with ! or % become calls of get_ipython."""
+"""Names that IPython adds to the builtins of a notebook. They do not exist in the pods of a job.
+Lines of a notebook that begin with ! or % become calls of get_ipython."""
 
 
 MOST_PACKAGES, MOST_OF_A_REQUIREMENT = 50, 200
 _NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?"
 _VERSION = r"(?:===|==|~=|!=|<=|>=|<|>) ?[A-Za-z0-9.*+!_-]+"
 _REQUIREMENT = re.compile(rf"{_NAME}(?:\[{_NAME}(?: ?, ?{_NAME})*\])? ?(?:{_VERSION}(?: ?, ?{_VERSION})*)?")
-"""A name with extras and versions. Addresses, paths and options of pip are not requirements."""
+"""Matches the name of a package, optionally with extras and versions. Addresses, paths and options
+of pip do not match."""
 
 
 def script_of(function: Callable[..., Any], args: Mapping[str, Any], packages: Sequence[str] = ()) -> str:
@@ -49,7 +50,9 @@ def script_of(function: Callable[..., Any], args: Mapping[str, Any], packages: S
             "it into a file or a notebook cell"
         ) from error
     if source[:1].isspace():
-        source = f"if True:\n{source}"  # Dedenting the text would change multi-line strings.
+        # Put an indented function below `if True:`. Removing its indentation would also change the
+        # content of its multi-line strings.
+        source = f"if True:\n{source}"
     if function.__code__.co_flags & __future__.annotations.compiler_flag:
         source = f"from __future__ import annotations\n{source}"
     _check_source(function, source)
@@ -70,7 +73,8 @@ def _installation(packages: Sequence[str]) -> str:
     if not packages:
         return ""
     code = Path(packages_in_pod.__file__).read_text(encoding="utf-8")
-    # Keep the installer's names apart from the function's.
+    # Run the installer in a namespace of its own, so that it cannot overwrite names that the
+    # function uses.
     within = {"__name__": "packages_in_pod"}
     return (
         f"    _within = {within!r}\n    exec(compile({code!r}, 'packages_in_pod.py', 'exec'), _within)\n"
@@ -148,9 +152,9 @@ def _check_used(name: str, outside: set[str]) -> None:
 
 
 def _changed(nodes: Sequence[ast.AST]) -> set[str]:
-    """Return names that are assigned only by `n += 1` and the like.
+    """Return the names that are assigned only by statements such as `n += 1`.
 
-    Such names need a previous value.
+    Such a statement needs a value that was assigned before, so it does not define the name.
     """
     names = [node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
     changed = {node.target for node in nodes if isinstance(node, ast.AugAssign)}
@@ -158,7 +162,7 @@ def _changed(nodes: Sequence[ast.AST]) -> set[str]:
 
 
 def _below(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
-    """Yield the scopes within a scope."""
+    """Yield all scopes within a scope, at any depth."""
     for child in table.get_children():
         yield child
         yield from _below(child)
@@ -185,9 +189,9 @@ def _arguments(function: Callable[..., Any], args: Mapping[str, Any]) -> str:
 
 
 def _other_keys(value: Any) -> Iterator[object]:
-    """Yield keys, at any depth, that are not strings.
+    """Yield the keys of mappings in `value`, at any depth, that are not strings.
 
-    json.dumps would turn them into strings, which may equal other keys.
+    json.dumps would turn such a key into a string, which may be equal to another key.
     """
     if isinstance(value, dict):
         yield from (key for key in value if not isinstance(key, str))

@@ -16,7 +16,7 @@ _MOST_LINES = 1000
 
 
 def resolve(text: str) -> dict[str, Any]:
-    """Return url, ref and commit of `URL` or `URL@REF`, as in the field code.git.
+    """Return the value of the field code.git (url, ref and commit) for `URL` or `URL@REF`.
 
     REF is a branch, a tag or a full commit hash; default: HEAD. Raises Mistake.
     """
@@ -30,8 +30,9 @@ def resolve(text: str) -> dict[str, Any]:
         return {"url": url, "commit": ref}
     ref = ref or "HEAD"
     found = _listed(url, ref)
-    # An annotated tag is an object of its own, not a commit; the line of its commit ends with ^{}.
-    # git matches the ends of names, so `main` also lists refs/heads/old/main.
+    # An annotated tag is an object of its own and not a commit. git also lists the tag's commit,
+    # under the tag's name with ^{} at the end. The full names are compared, because git matches
+    # only the ends of names: for `main`, it also lists refs/heads/old/main.
     names = (f"refs/tags/{ref}^{{}}", f"refs/tags/{ref}", f"refs/heads/{ref}", ref)
     commit = next((found[name] for name in names if name in found), "")
     if not commit:

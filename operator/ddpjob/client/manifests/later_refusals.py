@@ -25,7 +25,7 @@ _TEMPLATE = "spec.podTemplate.spec"
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 _LABEL_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?")
-# distribution/reference: [domain[:port]/]path[:tag][@digest]
+# The name of an image is [domain[:port]/]path[:tag][@digest], as distribution/reference defines.
 _PART = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
 _DOMAIN = (
     r"(?:[A-Za-z0-9](?:[-A-Za-z0-9]*[A-Za-z0-9])?(?:\.[A-Za-z0-9](?:[-A-Za-z0-9]*[A-Za-z0-9])?)*|\[[0-9a-fA-F:]+\])"
@@ -46,13 +46,15 @@ _EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 def later_refusals(manifest: Mapping[str, Any]) -> list[Problem]:
     """Return the problems that keep a job from running anywhere, although it fits the schema.
 
-    The path of a problem is a path in the manifest.
+    Each problem names the path of its field in the manifest.
     """
     spec = manifest["spec"]
     if too_large := oversized(spec):
         return [Problem(*size_fault(too_large).split(": ", 1))]
     template = spec.get("podTemplate") or {}
-    whole = "className" not in spec  # Only a cluster's operator knows the class's values.
+    # If the job has a class, its spec is incomplete, because only a cluster's operator knows the
+    # values that the class adds.
+    whole = "className" not in spec
     faulty = [Problem(*fault.split(": ", 1)) for fault in problems(template, whole=whole)] if template else []
     pod = without_nulls(template).get("spec") or {}
     found = [*_metadata(manifest["metadata"], "metadata"), *_spec(spec)]
@@ -108,7 +110,7 @@ def _spec(spec: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _one_file(script: str) -> Iterator[Problem]:
-    """Report a whole command line instead of a script's name, or a script that is not Python."""
+    """Report a spec.script that is a whole command line, or a file that is not a Python script."""
     if script.endswith((".sh", ".bash")):
         command = json.dumps(["bash", script])
         yield Problem(
@@ -130,7 +132,10 @@ def _one_file(script: str) -> Iterator[Problem]:
 
 
 def _few_bytes(value: Any, path: str) -> Iterator[Problem]:
-    """Report a tiny amount of memory: in Kubernetes, 512m is half a byte and 64 is 64 bytes."""
+    """Report an amount of memory that is too small to be intended.
+
+    In Kubernetes, `512m` means half a byte, and `64` means 64 bytes.
+    """
     number, text = amount(value), str(value)
     if number is not None and 0 < number < _LEAST_BYTES:
         digits = text.removesuffix("m")

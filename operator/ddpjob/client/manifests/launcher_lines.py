@@ -27,7 +27,9 @@ _PYTHON = re.compile(r"(.*/)?python[0-9.]*")
 
 @dataclass
 class LauncherLine:
-    """A torchrun line, the variables that it needs, and notes on the differences."""
+    """A torchrun line, the variables that it needs, and notes on differences from the original
+    line.
+    """
 
     words: list[str]
     env: dict[str, str] = field(default_factory=dict)
@@ -35,8 +37,9 @@ class LauncherLine:
 
 
 def as_torchrun(words: Sequence[str]) -> LauncherLine | None:
-    """Return the torchrun line; None if there is no translation or the line is already for
-    torchrun.
+    """Translate another launcher's command line into one for torchrun.
+
+    Return None if there is no translation, or if the line already starts torchrun.
     """
     match [word.rpartition("/")[2] if at == 0 else word for at, word in enumerate(words[:3])]:
         case ["srun", *_]:
@@ -51,8 +54,10 @@ def as_torchrun(words: Sequence[str]) -> LauncherLine | None:
 
 
 class _Options:
-    """The options before the script. Their names have dashes or underscores, and a value follows a
-    space or `=`.
+    """The options of a launcher, which precede the script in its command line.
+
+    Their names are written with dashes or with underscores. A value follows after a space or after
+    `=`. `bare` contains the names of options without a value.
     """
 
     def __init__(self, words: Sequence[str], bare: Sequence[str]) -> None:
@@ -69,7 +74,10 @@ class _Options:
         self.rest = list(words[position:])
 
     def take(self, *names: str) -> str | None:
-        """Return an option's value and remove the option; None if it was not given."""
+        """Remove an option, and return its value; None if the option was not given.
+
+        `names` are the different names of this option.
+        """
         found = [self.given.pop(name) for name in names if name in self.given]
         return found[0] if found else None
 
@@ -179,7 +187,11 @@ _RUN = "torch.distributed.run"
 
 
 def _starts(words: Sequence[str], first: str) -> bool:
-    """Whether a line starts a launcher, either as the program `first` or as a module in `words`."""
+    """Whether a command, whose words are `words`, starts a launcher.
+
+    The launcher is either the program `first`, which is the first word, or a module that this
+    program runs (`python -m`).
+    """
     name = first.rpartition("/")[2]
     options = list(takewhile(lambda word: word.startswith("-") and word != "-m", words[1:]))
     behind = [*words[len(options) + 1 : len(options) + 3]]

@@ -20,7 +20,7 @@ SUFFIXES = (".yaml", ".yml", ".json")
 
 
 class BadInput(Mistake):
-    """Nothing was started. The message has a line for each reason."""
+    """The input is invalid, so nothing was started. The message has a line for each reason."""
 
 
 def manifests(sources: Iterable[str | Path]) -> Iterator[Manifest | BadInput]:
@@ -54,7 +54,10 @@ def standard_input() -> str:
 
 
 def refuse_address(source: str, command: str) -> None:
-    """Raise BadInput for a web address. The message suggests piping a download to `command`."""
+    """Raise BadInput if `source` is a web address.
+
+    The message suggests downloading the manifest with curl, and piping it to the command `command`.
+    """
     if source.startswith(("http://", "https://")):
         raise BadInput(f"{source}: URLs are not fetched; write `curl -fsSL {source} | ddpjob {command} -`")
 
@@ -78,7 +81,8 @@ def _read(source: str) -> Iterator[Manifest | BadInput]:
                     jobs += 1
                     yield manifest
             except ManifestError as error:
-                # A folder may also hold manifests of other kinds.
+                # Ignore a file without a DDPJob, because a folder may also contain manifests of
+                # other kinds.
                 if "no DDPJob found" not in str(error):
                     jobs += 1
                     yield BadInput(str(error))
@@ -89,9 +93,9 @@ def _read(source: str) -> Iterator[Manifest | BadInput]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files that may hold manifests.
+    """Return the files below a folder that may contain manifests.
 
-    Records of `ddpjob run` anywhere below the folder are excluded.
+    The records of `ddpjob run` are left out, wherever they are below the folder.
     """
     above, records = folder.resolve(), {file.parent.resolve() for file in runs_folder().glob("*/status.json")}
     records = {record for record in records if above in record.parents}
@@ -114,7 +118,10 @@ def checked(manifest: Manifest) -> Json:
 
 
 def check_made(body: Json, what: str = "the job that the options describe") -> None:
-    """Check a job that was built, for example from options, rather than read. Raises BadInput."""
+    """Check a job that was not read from a source, but built, for example from options.
+
+    `what` describes the job in messages. Raises BadInput.
+    """
     from ddpjob.client.manifests.later_refusals import later_refusals
 
     faults = validate(body) or later_refusals(with_defaults(body))
@@ -123,9 +130,10 @@ def check_made(body: Json, what: str = "the job that the options describe") -> N
 
 
 def read_job(source: str | Path, name: str | None = None) -> Json:
-    """Return a source's only DDPJob, or the one with this name, checked and with its defaults.
+    """Read a DDPJob from a source, check it, and return it with its defaults.
 
-    Raises BadInput.
+    If `name` is None, the source must contain exactly one DDPJob. Otherwise, the DDPJob with this
+    name is returned. Raises BadInput.
     """
     found = []
     for manifest in manifests([source]):

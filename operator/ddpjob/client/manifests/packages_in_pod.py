@@ -34,7 +34,7 @@ import sys
 from pathlib import Path
 
 KEPT = ("torch",)
-"""Packages of the image that the launcher also uses, so they must not be replaced."""
+"""Packages of the image that must not be replaced, because the launcher also uses them."""
 PIP_SECONDS = 1800
 """Maximum duration of each of the two runs of pip, in seconds."""
 MOST_LINES = 8
@@ -68,7 +68,9 @@ def install_missing(requirements: list[str], folder: Path) -> None:
     import shutil
 
     partial = folder.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)  # An earlier process may have been killed here.
+    # Remove the incomplete folder of an earlier process, which may have been killed while it
+    # installed packages.
+    shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     plan = partial / "plan.json"
     print(f"installing packages: {', '.join(requirements)}", flush=True)

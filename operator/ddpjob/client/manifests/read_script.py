@@ -38,7 +38,7 @@ _OPTIMIZERS = (
 _TRAINERS = {"lightning": "lightning", "pytorch_lightning": "lightning", "transformers": "huggingface"}
 _TRAINERS |= {"trl": "huggingface", "setfit": "huggingface", "sentence_transformers": "huggingface"}
 _MODULES = 50
-"""Maximum number of modules in the script's folder that are also read."""
+"""Maximum number of modules in the script's folder that are read in addition to the script."""
 
 
 class UnreadableScript(ValueError):
@@ -60,7 +60,11 @@ class Named:
 
 @dataclass
 class TrainingScript:
-    """The parts of a script that training uses, and how the script's ranks find each other."""
+    """The result of reading a script.
+
+    It says how the script's ranks form a group. If they do not form one, it contains the parts of
+    the training loop, such as the optimizer and the model.
+    """
 
     text: str
     framework: str = ""
@@ -72,7 +76,8 @@ class TrainingScript:
     where: str = ""
     """The module that forms the group, if it is not the script itself."""
     alone: list[str] = field(default_factory=list)
-    """Lines that may keep the ranks of different nodes from forming one group, with remedies."""
+    """Messages about lines that may keep the ranks of different nodes from forming one group. Each
+    message contains the remedy."""
     trains: bool = False
     """Whether the script calls `.backward()` or creates an optimizer."""
     optimizer: Named | None = None
@@ -90,7 +95,10 @@ class TrainingScript:
 
 
 def read_script(path: Path) -> TrainingScript:
-    """Read a script and the modules in its folder. Raises UnreadableScript, OSError."""
+    """Read a script, and the modules in its folder that it imports.
+
+    Raises UnreadableScript, and OSError.
+    """
     content = path.read_bytes()
     tree = _parse(content, path)
     script = TrainingScript(content.decode(errors="replace"))
@@ -114,7 +122,10 @@ def _parse(content: bytes, path: Path) -> ast.Module:
 
 
 def _neighbours(path: Path, tree: ast.Module) -> Iterator[tuple[str, ast.Module]]:
-    """Yield the modules that the script imports, directly or indirectly, from its own folder."""
+    """Yield each module that the script imports, directly or indirectly, from its own folder.
+
+    A module is yielded as a pair of its path in this folder and its syntax tree.
+    """
     seen: set[Path] = {path}
     waiting = [tree]
     while waiting:
@@ -145,7 +156,10 @@ def _imported(tree: ast.Module) -> Iterator[str]:
 
 
 def _find_group(script: TrainingScript, tree: ast.Module) -> bool:
-    """Set `framework`, `call` or `group`. Return whether this module forms a group."""
+    """Return whether a module of the script forms a group.
+
+    If it does, set `framework` and `call`, or `group`, in `script`.
+    """
     modules = {name.partition(".")[0] for name in _imported(tree)}
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     frameworks = {_TRAINERS[name] for name in modules & _TRAINERS.keys()}
@@ -166,7 +180,10 @@ def _find_group(script: TrainingScript, tree: ast.Module) -> bool:
 
 
 def _find_own_launch(tree: ast.Module) -> Iterator[str]:
-    """Yield the lines that override what torchrun sets. Scripts for a single machine have them."""
+    """Yield a message about each line that starts processes or sets an address by itself.
+
+    Such lines override what torchrun sets. They are common in scripts for a single machine.
+    """
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.Call)
@@ -241,7 +258,10 @@ def _is_optimizer(call: ast.Call) -> bool:
 
 
 def _model(call: ast.Call) -> str:
-    """Return the model whose parameters the optimizer gets; empty if there is more than one."""
+    """Return the name of the model whose parameters the optimizer gets.
+
+    The name is empty if the optimizer gets the parameters of several models, or of none.
+    """
     names = {
         ast.unparse(node.func.value)
         for argument in [*call.args[:1], *(k.value for k in call.keywords if k.arg == "params")]
@@ -253,7 +273,7 @@ def _model(call: ast.Call) -> str:
 
 
 def _training_loader(loaders: list[Named], tree: ast.Module, training: set[str]) -> Named | None:
-    """Return the loader that training iterates; None if that is not certain."""
+    """Return the DataLoader that the training loop iterates over; None if that is not certain."""
     if len(loaders) == 1:
         return loaders[0]
     walked = {
@@ -297,7 +317,8 @@ def _scope(tree: ast.Module, wanted: ast.stmt) -> list[ast.stmt]:
         if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
             body = inner.body
         elif isinstance(inner, ast.If) and isinstance(node, ast.Module):
-            # Such as `if __name__ == "__main__":`.
+            # The body of an `if` at the top of the module also counts, for example that of `if
+            # __name__ == "__main__":`.
             body = inner.body if any(_contains(each, wanted) for each in inner.body) else body
         node = inner
 

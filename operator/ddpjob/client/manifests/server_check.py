@@ -22,9 +22,10 @@ _EXISTS = 409
 
 
 def server_problems(backend: ClusterBackend, manifest: Json) -> Iterator[str]:
-    """Yield the API server's refusals in dry runs.
+    """Create a job and its pods in dry runs, and yield the reasons why the API server refuses them.
 
-    A dry run includes admission and stores nothing.
+    In a dry run, the API server does everything that it would do otherwise, including admission,
+    but it does not store the object. Problems of the job's claims are yielded too.
     """
     try:
         stored = _dry_run_job(backend, manifest)
@@ -38,7 +39,8 @@ def server_problems(backend: ClusterBackend, manifest: Json) -> Iterator[str]:
     if job.spec.rendezvous.placement is Placement.DEDICATED:
         pods.append(build_coordinator(job, status, platform))
     if job.spec.class_name and job.status.job_class is None:
-        pods = []  # Only the operator knows what the class adds to the pods.
+        # Do not check the pods, because only the operator knows what the class adds to them.
+        pods = []
     for pod in pods:
         yield from _refused(backend, pod)
     yield from _claims(backend, job)
@@ -71,7 +73,7 @@ def _claims(backend: ClusterBackend, job: DDPJob) -> Iterator[str]:
 def _dry_run_job(backend: ClusterBackend, manifest: Json) -> Json:
     """Apply the manifest as `kubectl apply --server-side --dry-run=server` does.
 
-    If the job exists, the rules for updates apply.
+    If a job with this name exists, the manifest is checked as an update of this job.
     """
     kept = {key: value for key, value in manifest.items() if key != "status"}
     path = backend.path(PLURAL, manifest["metadata"]["name"])
@@ -89,6 +91,7 @@ def _refused(backend: ClusterBackend, pod: Json) -> Iterator[str]:
         other = as_non_root(pod) if "violates PodSecurity" in str(refusal) else None
         if other is not None and "runAsNonRoot" in str(refusal):
             yield from _refused(backend, other)
-        # The API server checks last whether the name exists, so it has accepted everything else.
+        # If the API server refuses the pod only because a pod with this name exists, it has
+        # accepted everything else, because it checks this last.
         elif refusal.status != _EXISTS:
             yield f"the job's pod {name}: {refusal}"

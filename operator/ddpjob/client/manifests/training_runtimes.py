@@ -35,7 +35,8 @@ _COUNTERPARTS = {
     "failurePolicy": "recovery.maxRestarts",
     "podFailurePolicy": "recovery.rules",
 }
-"""Fields of the runtime's JobSet or Job, and the fields of a DDPJob with the same purpose."""
+"""Maps fields of the runtime's JobSet or Job to the fields of a DDPJob that have the same
+purpose."""
 
 
 @dataclass
@@ -59,7 +60,10 @@ def named_runtime(manifest: Mapping[str, Any], runtimes: Sequence[Mapping[str, A
 
 
 def runtime_paths(manifest: Mapping[str, Any], namespace: str) -> Iterator[tuple[str, str]]:
-    """Yield (kind, path on the API server) of the runtime that a TrainJob names."""
+    """Yield the kind and the path on the API server of the runtime that a TrainJob names.
+
+    Nothing is yielded for a manifest that does not name a runtime.
+    """
     reference = (manifest.get("spec") or {}).get("runtimeRef") or {}
     namespace = (manifest.get("metadata") or {}).get("namespace") or namespace
     if manifest.get("kind") == "TrainJob" and reference.get("name"):
@@ -69,7 +73,10 @@ def runtime_paths(manifest: Mapping[str, Any], namespace: str) -> Iterator[tuple
 
 
 def complete(manifest: Mapping[str, Any], runtime: Mapping[str, Any]) -> CompletedTrainJob:
-    """Merge a TrainJob and its runtime. Raises AttributeError, TypeError for wrong shapes."""
+    """Merge a TrainJob and its runtime.
+
+    Raises AttributeError or TypeError if a field has a value of the wrong type.
+    """
     spec, theirs = manifest.get("spec") or {}, runtime.get("spec") or {}
     trainer, policy = spec.get("trainer") or {}, theirs.get("mlPolicy") or {}
     jobs = {
@@ -113,8 +120,10 @@ def complete(manifest: Mapping[str, Any], runtime: Mapping[str, Any]) -> Complet
 
 
 def _report_jobs(made: CompletedTrainJob, whole: Mapping[str, Any], node: Json, jobs: Mapping[str, Json]) -> None:
-    """Add a note for each setting of the runtime's JobSet and Job, and for each job that is not
-    converted.
+    """Add notes about the parts of the runtime that are not converted.
+
+    These are settings and metadata of its JobSet, settings of its Job, and jobs that neither train
+    nor initialize anything.
     """
     settings = {**((node.get("template") or {}).get("spec") or {}), **(whole.get("spec") or {})}
     made.notes += [
@@ -137,7 +146,9 @@ def _report_jobs(made: CompletedTrainJob, whole: Mapping[str, Any], node: Json, 
 
 
 def _initializes(job: Json) -> str | None:
-    """Return the part of spec.initializer that a job of the runtime carries out."""
+    """Return which field of spec.initializer a job of the runtime is for: dataset, model or
+    None.
+    """
     return _INITIALIZERS.get(_step(job)) or _INITIALIZERS.get(str(job.get("name")))
 
 
@@ -152,7 +163,10 @@ def _pod_template(job: Mapping[str, Any]) -> Json:
 
 
 def _overrides(spec: Mapping[str, Any], node: str) -> Iterator[Json]:
-    """Yield the overrides that apply to the training pods."""
+    """Yield the entries of spec.podTemplateOverrides that apply to the training pods.
+
+    `node` is the name of the runtime's job that trains.
+    """
     for override in spec.get("podTemplateOverrides") or ():
         targets = [target.get("name") for target in override.get("targetJobs") or ()]
         if not targets or node in targets or _NODE in targets:
@@ -173,7 +187,7 @@ def _patched_jobs(spec: Mapping[str, Any]) -> Iterator[Json]:
 
 
 def _targets(spec: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of all jobs that the overrides and patches name."""
+    """Yield the names of all jobs that podTemplateOverrides and runtimePatches change."""
     for override in spec.get("podTemplateOverrides") or ():
         yield from (str(target.get("name")) for target in override.get("targetJobs") or ())
     yield from (str(job.get("name")) for job in _patched_jobs(spec))

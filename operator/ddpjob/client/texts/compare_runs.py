@@ -30,7 +30,7 @@ _NEGATIVE = re.compile(r"-[0-9.]")
 
 @dataclass(frozen=True)
 class Row:
-    """One property of several jobs."""
+    """A row of the table. It contains one property of all compared jobs."""
 
     label: str
     values: tuple[str, ...]
@@ -41,7 +41,10 @@ class Row:
 
 
 def compare(bodies: Sequence[Json], now: datetime) -> list[Row]:
-    """Return the rows that at least one job has. Any field of a job may contain anything."""
+    """Return the rows of the table. A row is left out if none of the jobs has the property.
+
+    The fields of a job may contain any values, so they are not trusted.
+    """
     found = [dict(_properties(body, now)) for body in bodies]
     labels = list(dict.fromkeys(label for properties in found for label in properties))
     order = sorted(labels, key=lambda label: _KINDS.index(label[0]))
@@ -53,7 +56,7 @@ _KINDS = ("result", "argument", "code", "resource")
 
 
 def _properties(body: Json, now: datetime) -> Iterator[tuple[tuple[str, str], str]]:
-    """Yield ((kind, label), text)."""
+    """Yield the properties of a job as pairs ((kind, label), text)."""
     spec = body.get("spec") or {}
     for label, text in _results(body, now):
         yield ("result", label), _short(text)
@@ -94,7 +97,10 @@ def _results(body: Json, now: datetime) -> Iterator[tuple[str, str]]:
 
 
 def arguments(words: object) -> dict[str, str]:
-    """Return a program's arguments by name. A word without a name is `argument 1`, and so on."""
+    """Return the arguments of a program by name.
+
+    Arguments without a name are called `argument 1`, `argument 2`, and so on.
+    """
     given = [str(word) for word in words[:_MOST_ARGUMENTS]] if isinstance(words, list) else []
     found: dict[str, list[str]] = {}
     at, unnamed = 0, 0

@@ -33,19 +33,20 @@ _END = "torch.distributed.destroy_process_group()"
 
 @dataclass(frozen=True)
 class FrameworkLines:
-    """What a framework's script needs in a job.
+    """What a script that uses a framework needs, so that it works well in a job.
 
-    Each pair is a word and the text to add. Nothing needs to be added if the script has the word.
+    Each pair consists of a word and a text, which says what to add to the script. The text is shown
+    only if the script does not contain the word.
     """
 
     forms: str
     arguments: tuple[str, str]
-    """Arguments of the Trainer or the Accelerator."""
+    """Arguments that the Trainer or the Accelerator needs."""
     imports: str
     """The import that the arguments need."""
     elsewhere: tuple[tuple[str, str], ...]
     resumes: tuple[str, str]
-    """The page that shows how to resume."""
+    """A word, and the page that shows how the script can resume from a checkpoint."""
 
 
 _OF_FRAMEWORK = {
@@ -136,7 +137,10 @@ def _advice_on_framework(script: TrainingScript, path: Path, lines: FrameworkLin
 
 
 def general_form(script: TrainingScript | None = None) -> Iterator[str]:
-    """Yield the lines to add and the places where they belong, with the names that are known."""
+    """Yield the lines that a script needs, with a description of the places where they belong.
+
+    They contain the names of the script's own variables, if these are known.
+    """
     model = (script and script.model) or "model"
     loader, data = "loader", "data"
     if script and script.loader:
@@ -156,9 +160,9 @@ def general_form(script: TrainingScript | None = None) -> Iterator[str]:
 
 
 def _shown(lines: Sequence[AddedLine]) -> Iterator[str]:
-    """Yield each line with its place, indented as in the script.
+    """Yield each line to add, preceded by its place.
 
-    The indentation shows to which block the line belongs.
+    It has the same indentation as in the script, which shows to which block it belongs.
     """
     for added in lines:
         is_end = added.text.strip() == _END and added is lines[-1]
@@ -168,7 +172,10 @@ def _shown(lines: Sequence[AddedLine]) -> Iterator[str]:
 
 
 def added_lines(script: TrainingScript) -> list[AddedLine]:
-    """Return the lines in script order; empty if it is unclear where they belong."""
+    """Return the lines to add, in the order of their places in the script.
+
+    The result is empty if it is unclear where the lines belong.
+    """
     optimizer, loader, loop = script.optimizer, script.loader, script.loop
     if optimizer is None or loader is None or loop is None or script.doubts:
         return []
@@ -193,13 +200,15 @@ def added_lines(script: TrainingScript) -> list[AddedLine]:
 
 
 def _bound(tree: ast.Module) -> set[str]:
-    """Return the names that imports at the top of the module bind."""
+    """Return the names that `import` statements at the top level of the module define."""
     imports = (node for node in tree.body if isinstance(node, ast.Import))
     return {alias.asname or alias.name.partition(".")[0] for node in imports for alias in node.names}
 
 
 def _first_import(tree: ast.Module) -> int:
-    """Return the first line of an import that is not of __future__."""
+    """Return the line number of the first import that is not from __future__; 1 if there is
+    none.
+    """
     for node in tree.body:
         future = isinstance(node, ast.ImportFrom) and node.module == "__future__"
         if isinstance(node, ast.Import | ast.ImportFrom) and not future:
@@ -223,7 +232,7 @@ def _dataset(call: ast.Call) -> str:
 
 
 def _sampled(node: ast.stmt, call: ast.Call) -> AddedLine:
-    """Return the loader's statement with a sampler in place of `shuffle`."""
+    """Return the statement that creates the loader, with a sampler in place of `shuffle`."""
     copy = deepcopy(node)
     assert isinstance(copy, ast.Assign | ast.AnnAssign) and isinstance(copy.value, ast.Call)
     changed = copy.value
@@ -240,7 +249,10 @@ def _sampled(node: ast.stmt, call: ast.Call) -> AddedLine:
 
 
 def _saves(tree: ast.Module, script: TrainingScript) -> Iterator[AddedLine]:
-    """Yield each saving statement, changed so that only rank 0 saves the unwrapped model."""
+    """Yield a replacement for each statement that saves something with torch.save.
+
+    In the replacement, only rank 0 saves, and it saves the model without its wrapper.
+    """
     for node in ast.walk(tree):
         if _is_save(node):
             copy = deepcopy(node)
@@ -263,7 +275,7 @@ _OF_BOTH = ("train", "eval", "to", "cuda", "cpu", "parameters", "named_parameter
 
 
 def _behind_the_wrapper(script: TrainingScript) -> Iterator[str]:
-    """Yield remarks on calls of methods that the model's wrapper lacks or changes."""
+    """Yield remarks on calls of those methods of the model that its wrapper lacks or changes."""
     loop = script.loop
     assert loop is not None
     raw = [node for node in script.scope if not isinstance(node, ast.FunctionDef | ast.ClassDef)]
@@ -280,7 +292,7 @@ def _behind_the_wrapper(script: TrainingScript) -> Iterator[str]:
 
 
 def _remarks(script: TrainingScript) -> Iterator[str]:
-    """Yield advice beyond the lines themselves."""
+    """Yield advice on what else to change, apart from adding the lines."""
     assert script.optimizer is not None and script.loader is not None
     yield "Each process reads its own batch, so the global batch is larger. Divide the"
     yield f"batch size, or adapt the learning rate of {script.optimizer.name} (line {script.optimizer.line})."

@@ -23,12 +23,13 @@ RIGHTS = (
     (GROUP, PLURAL, "", ("get", "list", "watch", "create", "patch", "delete")),
     ("", "pods", "", ("get", "list", "create", "delete")),
     ("", "pods", "log", ("get",)),
-    # A WebSocket begins with GET, but Kubernetes 1.35 also requires create.
+    # Commands run in pods through a WebSocket, which is opened with GET and needs the right `get`.
+    # Since version 1.35, Kubernetes also requires `create`.
     ("", "pods", "exec", ("get", "create")),
     ("", "events", "", ("list",)),
     ("", "configmaps", "", ("create",)),
 )
-"""(group, resource, subresource, verbs) that the commands need."""
+"""The rights that the commands need, as tuples (group, resource, subresource, verbs)."""
 _NEEDED_BY = {"pods/exec": "stacks", "configmaps": "submit with code", "pods create": "validate --server"}
 
 
@@ -42,9 +43,9 @@ class Diagnosis:
 
 
 def checks(api: ApiServer, namespace: str) -> Iterator[Diagnosis]:
-    """Yield all checks of a cluster, ordered so that the first failure explains the others.
+    """Check a cluster, and yield the result of each check. Raises Unreachable.
 
-    Raises Unreachable.
+    The checks are ordered so that the first failure explains the later ones.
     """
     yield Diagnosis(True, f"client {installed_version()}, Python {platform.python_version()}")
     try:
@@ -140,15 +141,16 @@ def _operators(api: ApiServer, namespace: str) -> Iterator[Diagnosis]:
 
 
 _WRONG = {("Progressing", "False"), ("ReplicaFailure", "True")}
-"""Type and status of a Deployment's conditions that report a fault. ReplicaFailure means that the
-API server refuses new pods."""
+"""The conditions of a Deployment that report a fault, as pairs (type, status). ReplicaFailure means
+that the API server refuses new pods."""
 
 
 def _rollout(deployment: Json, where: str) -> Diagnosis:
     """Check whether all replicas are ready and have the newest revision.
 
-    The number of ready replicas is not enough: after a faulty change, the newest replica never
-    becomes ready, but earlier ones keep running.
+    The number of ready replicas alone does not show this. After a faulty change, replicas of the
+    earlier revision keep running and stay ready, but those of the newest revision never become
+    ready.
     """
     meta, wanted, status = deployment["metadata"], deployment["spec"].get("replicas", 1), deployment.get("status", {})
     ready, updated = status.get("readyReplicas", 0), status.get("updatedReplicas", 0)

@@ -27,12 +27,16 @@ gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 print(json.dumps([torch.__version__, torch.version.cuda or "", torch.distributed.is_available(), gpus]))
 """
 _LITTLE_SHARED_MEMORY, _LITTLE_DISK = 256 * 2**20, 2**30
-"""Bytes of shared memory and of disk space below which a data loader with workers, or a checkpoint,
-soon runs out of space. Docker gives a container 64 MiB of shared memory."""
+"""Minimum number of free bytes in shared memory and on the disk. With less shared memory, a data
+loader with workers soon fails. With less disk space, saving a checkpoint soon fails. By default,
+Docker gives a container only 64 MiB of shared memory."""
 
 
 def checks_of_machine(shared_memory: Path = Path("/dev/shm")) -> Iterator[Diagnosis]:
-    """Yield the checks of this machine, ordered so that the first failure explains the others."""
+    """Check this machine, and yield the result of each check.
+
+    The checks are ordered so that the first failure explains the later ones.
+    """
     yield Diagnosis(True, f"client {installed_version()}, Python {platform.python_version()} ({sys.executable})")
     linux = platform.system() == "Linux"
     yield Diagnosis(linux, f"system: {platform.system()}", "jobs run on Linux; on Windows use WSL 2")
@@ -90,7 +94,7 @@ def _ports() -> Diagnosis:
 
 
 def _disk() -> Diagnosis:
-    """Check the disk on which the folder of runs is, or will be created."""
+    """Check the disk that contains the folder of runs, or on which this folder will be created."""
     runs = runs_folder()
     there = next(folder for folder in (runs, *runs.parents) if folder.exists())
     if not os.access(there, os.W_OK | os.X_OK):

@@ -132,7 +132,7 @@ def warnings(bodies: Sequence[Json]) -> Iterator[str]:
 
 
 def describe(body: Json, pods: Sequence[PodLine], events: Sequence[Happened], now: datetime) -> Iterator[str]:
-    """Yield lines about everything important in a job.
+    """Yield lines that describe everything important about a job.
 
     The lines fit on one screen, however many nodes the job has.
     """
@@ -292,9 +292,9 @@ def _repeated_work(status: JobStatus) -> str:
 
 
 def at_risk(status: JobStatus) -> str:
-    """Return the work that would have to be repeated if a node were lost now.
+    """Return a text that says how much work would be repeated if a node were lost now.
 
-    The result is empty if that is unknown or the job has finished.
+    The text is empty if this is unknown, or if the job has finished.
     """
     steps = status.progress.get(AT_RISK)
     return f"at most {count(int(steps), 'step')}" if is_number(steps) and not status.terminal else ""
@@ -343,7 +343,10 @@ def _tally(words: Iterable[str]) -> str:
 
 
 def restart_line(restart: Restart, now: datetime) -> str:
-    """Return a restart in one line: when, why, whether it counted, and how long it took."""
+    """Describe a restart in one line.
+
+    The line says when and why the restart happened, whether it counted, and how long it took.
+    """
     counted = "counted" if restart.counted else "not counted"
     after = f", ran again after {restart.seconds:.1f} s" if restart.seconds is not None else ""
     consequence = ", a consequence" if restart.consequence else ""
@@ -354,7 +357,7 @@ def restart_line(restart: Restart, now: datetime) -> str:
 
 
 def event_line(event: Happened, now: datetime) -> str:
-    """Return an event in one line."""
+    """Describe an event in one line."""
     mark = "!" if event.warning else " "
     times = f" (x{event.count})" if event.count > 1 else ""
     return f"{mark} {_since(event.time, now):>7}  {event.reason}: {_first_line(event.message)}{times}"
@@ -489,7 +492,7 @@ _SIDE_CONDITIONS = (
 
 
 def _notable(status: JobStatus) -> Iterator[Condition]:
-    """Yield the conditions of a training job that report a problem."""
+    """Yield those conditions of a training job that report a problem."""
     running = status.condition(ConditionType.RUNNING)
     if running is not None and running.status and running.reason not in ("GroupRuns", "NodesRun"):
         yield running

@@ -1,12 +1,16 @@
 """Reads metrics.jsonl, the built-in trainer's measurements.
 
-Any line may be cut off, hostile or unrelated.
+The file cannot be trusted. A line may be incomplete, made by an attacker, or written by another
+program.
 
-A curve is drawn in stretches: no line crosses a restart, because nothing was measured during the
-outage. Each value carries the number (0, 1, ...) of the start after which it was measured. A
-restart repeats steps, and the newest value of a step counts. An older value between newer ones is
-dropped, because it belongs to discarded work. Older values of steps that have not been repeated yet
-are kept, as a separate stretch.
+A curve is drawn in stretches. No line connects the stretches before and after a restart, because
+nothing was measured during the outage.
+
+The starts of a job are numbered 0, 1, and so on, and each value carries the number of the start
+after which it was measured. After a restart, some steps are repeated, and the newest value of a
+step counts. If an older value lies between newer ones, it is dropped, because it belongs to work
+that was discarded. If steps have not been repeated yet, their older values are kept as a separate
+stretch.
 """
 
 from __future__ import annotations
@@ -22,8 +26,8 @@ from ddpjob.core.status.messages import count
 from ddpjob.core.view import is_number
 
 LARGEST = 1e300
-"""Maximum value in a curve. Sums of larger numbers could become infinite, and integers may be too
-large for a float."""
+"""Curves contain only values that are smaller than this. The sum of larger values could be
+infinite, and an integer may be too large for a float."""
 _LAST_STEP = 2**63
 _LAST_EPOCH = 1e9
 _NAMES = 40
@@ -36,7 +40,9 @@ Points = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Origin:
-    """When a step's newest values were measured, and after which start of the job."""
+    """The origin of a step's newest values: the start after which they were measured, and the
+    time.
+    """
 
     start: int
     """The number of the start after which the values were measured."""
@@ -46,9 +52,9 @@ class Origin:
 
 @dataclass
 class MetricSeries:
-    """Numbers by name, then by step.
+    """The measurements of a job. If a step was repeated, only its newest values are kept.
 
-    A restart repeats steps; the newest value of a step counts.
+    `steps` and `evaluations` map the name of each metric to its values by step.
     """
 
     steps: dict[str, dict[int, float]] = field(default_factory=dict)
@@ -56,7 +62,7 @@ class MetricSeries:
     evaluations: dict[str, dict[int, float]] = field(default_factory=dict)
     """Evaluation on the test set: accuracy, loss, ..."""
     starts: list[int] = field(default_factory=list)
-    """The steps after which training continued, one for the first start and for each restart."""
+    """The step after which training continued, for the first start and for each restart."""
     restarts: int = 0
     """Number of starts, not counting the first start of each job. Several jobs may have used the
     folder."""
@@ -76,11 +82,11 @@ class MetricSeries:
     """The earliest time in any line."""
 
     def positions(self, by: str) -> tuple[dict[int, float], dict[int, float]]:
-        """Return the position of each training step and each evaluation on one of AXES.
+        """Return the position of each training step, and of each evaluation, on the axis `by`.
 
-        Times are seconds since the first line. An epoch's steps are spread evenly: a step in the
-        middle of the second epoch is at 1.5. Steps and evaluations with an unknown position are
-        missing.
+        On the axis `time`, a position is the number of seconds since the first line. On the axis
+        `epoch`, the steps of an epoch are spread evenly, so a step in the middle of the second
+        epoch is at 1.5. If a position is unknown, the step or evaluation is left out.
         """
         if by == "epoch":
             found = _fractions(self.epochs)
@@ -93,7 +99,7 @@ class MetricSeries:
         return {step: origin.time - self.began for step, origin in origins.items() if origin.time is not None}
 
     def stretches(self, curve: Mapping[int, float], where: tuple[dict[int, float], dict[int, float]]) -> list[Points]:
-        """Return a curve's points, one list for each stretch without a restart.
+        """Return the points of a curve, with a separate list for each stretch between two restarts.
 
         A point is (position, value). `where` is the result of `positions`.
         """
@@ -110,7 +116,7 @@ class MetricSeries:
         return sorted(sorted(point for _, point in part) for _, part in groupby(kept, key=lambda pair: pair[0]))
 
     def restarts_at(self, where: tuple[dict[int, float], dict[int, float]]) -> list[float]:
-        """Return the positions of the first steps after restarts."""
+        """Return the position of the first step after each restart."""
         first: dict[int, float] = {}
         for step, position in where[0].items():
             if step in self.made:
@@ -136,7 +142,8 @@ class MetricSeries:
         last = known[-1] if known else -1
         if self.not_finite and max(self.not_finite) > last:
             return f"loss: not finite (NaN or infinite) at {_counted(self.not_finite)}"
-        # A script may report its loss only every ten steps.
+        # Ignore a gap of the usual length. For example, a script may report its loss only every ten
+        # steps.
         usual = max((later - step for step, later in pairwise(known)), default=0)
         since = {step for step in self.without_loss if step > last}
         if since and max(since) - last > usual:
@@ -162,7 +169,11 @@ def _note_loss(series: MetricSeries, step: int, row: dict[str, Any]) -> None:
 
 
 def _fractions(epochs: Mapping[int, float]) -> dict[int, float]:
-    """Return each step's position, measured in epochs. Fractions are used as they were reported."""
+    """Return each step's position, measured in epochs.
+
+    If the script has reported fractions of epochs, they are used without change. Otherwise, the
+    steps of each epoch are spread evenly.
+    """
     if any(epoch != int(epoch) for epoch in epochs.values()):
         return dict(epochs)
     ends: dict[float, int] = {}
@@ -192,13 +203,15 @@ def _is_step(value: object) -> bool:
 
 
 def read_metrics(text: str) -> MetricSeries:
-    """Read all numbers from the lines that can be read."""
+    """Read metrics.jsonl, of which `text` is the end. Lines that cannot be read are skipped."""
     series, newest, run = MetricSeries(), 0, ""
     for line in text.splitlines():
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
-            continue  # The line is cut off at the start, or where the writer was killed.
+            # The line is incomplete. Either `text` begins in the middle of it, or its writer was
+            # killed.
+            continue
         event = row.get("event") if isinstance(row, dict) else None
         time = row.get("time") if event in ("start", "step", "eval") else None
         time = float(time) if is_number(time) and 0 <= time < LARGEST else None
@@ -214,7 +227,7 @@ def read_metrics(text: str) -> MetricSeries:
             continue
         step = row["step"]
         origins = series.made if event == "step" else series.evaluated
-        # Steps before those of the newest start keep their origin.
+        # A step that has not been repeated since the newest start keeps its origin.
         if step not in origins or step + (event == "eval") > (series.starts or [-1])[-1]:
             origins[step] = Origin(max(len(series.starts) - 1, 0), time)
         if is_number(epoch := row.get("epoch")) and abs(epoch) < _LAST_EPOCH:

@@ -17,13 +17,17 @@ from ddpjob_runtime.protocol import ENVIRONMENT, read_environment
 from ddpjob.api.job_spec import Json
 
 COMMIT, DIRTY = "ddpjob.io/git-commit", "ddpjob.io/git-dirty"
-"""Annotations with the commit's hash, and with "true" if tracked files had uncommitted changes."""
+"""Names of two annotations. The first contains the commit's hash. The second contains "true" if
+tracked files had uncommitted changes."""
 _HASH = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 _SECONDS = 5.0
 
 
 def record_of(body: Json) -> Iterator[tuple[str, str]]:
-    """Yield (label, text) for the commit, the GPU, and each package's version, if known."""
+    """Yield a (label, text) pair for the commit, for the GPU, and for the version of each package.
+
+    Unknown ones are left out.
+    """
     notes = body["metadata"].get("annotations")
     notes = notes if isinstance(notes, dict) else {}
     commit = notes.get(COMMIT)
@@ -50,18 +54,22 @@ def with_commit(manifest: Json, *, again: bool = False) -> Json:
 
 
 def git_notes(folder: Path) -> dict[str, str]:
-    """Return the annotations for a job that is submitted from a folder; empty without a commit."""
+    """Return the annotations for a job that is submitted from a folder.
+
+    There are none if the folder is not in a git repository that has a commit.
+    """
     commit = _git(folder, "rev-parse", "--verify", "HEAD")
     if commit is None or not _HASH.fullmatch(commit):
         return {}
-    # Untracked files may be data or results, and there are often many.
+    # Ignore untracked files. There are often many, and they may be data or results.
     changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
     return {COMMIT: commit, DIRTY: str(bool(changes)).lower()}
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
     """Run git and return its output; None if git fails, is missing, or takes too long."""
-    # Optional locks would write to the index of a repository that may be read at the same time.
+    # With optional locks, git would write to the index of the repository, which another program may
+    # be reading.
     command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     try:
         ran = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=False)
