@@ -63,7 +63,8 @@ class RunFolder(_Folder):
     events = _Below("events.jsonl")
     manifest = _Below("job.json")
     torchrun_python = _Below("torchrun-python")
-    """The program that starts the workers if the job's `command` starts torchrun."""
+    """The program that torchrun uses in place of Python to start workers, if the job's `command`
+    starts torchrun."""
     earlier = _Below("earlier-checkpoints")
     """Checkpoints of earlier runs. They were moved here if this run started from scratch
     (--fresh)."""
@@ -80,7 +81,7 @@ class RunFolder(_Folder):
         return self.pods / (f"{pod}.{container}.log" if second else f"{pod}.log")
 
     def termination(self, pod: str, container: str) -> Path:
-        """Return the file for the container's termination message."""
+        """Return the path of the file for the container's termination message."""
         return self.log(pod, container).with_suffix(".end")
 
 
@@ -104,7 +105,7 @@ class JobFolder(_Folder):
     code = _Below("code")
     """Code that was submitted as text, such as the source of a function, and not as a file."""
     fetched_code = _Below("fetched-code")
-    """Code that was fetched because of spec.code. Each archive has a folder of its own."""
+    """The fetched code to which spec.code refers. Each archive has a folder of its own."""
 
     def has_checkpoints(self) -> bool:
         """Return whether `checkpoints` has files other than the record of rounds.

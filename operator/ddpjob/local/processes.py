@@ -13,7 +13,8 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _ENVIRONMENT = slice(47, 49)
-"""The fields env_start and env_end in /proc/PID/stat, counted from the state field."""
+"""The positions of the fields env_start and env_end in /proc/PID/stat, counted from the field that
+contains the process's state."""
 _EXEC_SECONDS = 1.0
 _libc = ctypes.CDLL(None, use_errno=True)
 

@@ -158,7 +158,11 @@ class EndedLogs(Protocol):
         """
 
     def text(self, pod: str, options: LogOptions) -> bytes:
-        """Return a pod's kept log. Raises Mistake if no log is kept, or for unsupported options."""
+        """Return a pod's kept log.
+
+        Raises Mistake if no log is kept, or if `options` has an option that kept logs do not
+        support.
+        """
 
 
 class Backend(Protocol):

@@ -119,7 +119,11 @@ class KeptLogs:
         return [each for each in (name + OLDER, name) if each in self.sizes]
 
     def text(self, pod: str, options: LogOptions) -> bytes:
-        """Return a pod's kept log. Raises Mistake if no log is kept, or for unsupported options."""
+        """Return a pod's kept log.
+
+        Raises Mistake if no log is kept, or if `options` has an option that kept logs do not
+        support.
+        """
         if options.since is not None:
             raise Mistake("--since: kept logs contain no timestamps; use --tail")
         files = self._files(pod)
@@ -176,9 +180,10 @@ def _valid(rows: Iterable[tuple[object, object]]) -> dict[str, int]:
 
 
 def in_bucket(checkpoints: Json, folder: str, job: str, uid: str) -> KeptLogs:
-    """Return the kept logs in a job's folder of a bucket, with the credentials of this shell.
+    """Return the kept logs in a job's folder of a bucket.
 
-    `checkpoints` is spec.storage.checkpoints. Raises Mistake.
+    `checkpoints` is the value of spec.storage.checkpoints. The bucket is read with the credentials
+    in the environment of this shell. Raises Mistake.
     """
     from ddpjob_bucket.stored import Bucket, BucketError, LibraryMissing
 
