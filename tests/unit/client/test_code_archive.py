@@ -49,6 +49,13 @@ def test_ddpjobignore_replaces_gitignore_and_its_exceptions_are_sent(tmp_path: P
     assert found.secrets == ("certs/key.pem",)
 
 
+@pytest.mark.parametrize("name", [".ddpjobignore", ".gitignore"])
+def test_an_ignore_file_that_cannot_be_read_is_named(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).symlink_to(name)  # A link to itself, because root may read every file.
+    with pytest.raises(Mistake, match=rf"{name}: Too many levels of symbolic links; make it readable"):
+        find_files(tmp_path)
+
+
 def test_files_like_secrets_are_left_out_with_a_note(tmp_path: Path) -> None:
     secrets = (".env", ".env.local", "deploy/id_rsa", "tls.key", "tls.pem", ".aws/credentials", "kubeconfig", ".netrc")
     write(tmp_path, dict.fromkeys((*secrets, "train.py", "environment.py", "keys.py", "monkey.keys"), ""))

@@ -174,11 +174,11 @@ def _of_part(part: str) -> str:
 def find_files(folder: Path) -> Found:
     """Return the files of a folder that belong in the archive.
 
-    Raises Mistake if a folder or a .gitignore file cannot be read.
+    Raises Mistake if a folder, its .ddpjobignore or a .gitignore file cannot be read.
     """
-    own = _ignore_file(folder / IGNORE_FILE)
-    walk = _Walk(folder, own or Patterns(), by_git=own is None)
     try:
+        own = _ignore_file(folder / IGNORE_FILE)
+        walk = _Walk(folder, own or Patterns(), by_git=own is None)
         walk.visit(folder, "", ())
     except OSError as error:
         raise Mistake(
