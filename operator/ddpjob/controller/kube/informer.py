@@ -29,9 +29,8 @@ restored from a backup. Versions have then gone backwards, and a watch from the 
 would be silent for a long time. The current version is therefore checked before the next watch.
 While the API server is unavailable, the known state is kept.
 
-Three rules limit the memory. All informers together parse only one page at a time. A page that is
-larger than PAGE_BYTES is requested again as several smaller pages. Only views of objects are kept,
-not the objects themselves.
+To limit the memory, all informers together parse only one page at a time, a page larger than
+PAGE_BYTES is requested again as several smaller pages, and only views of objects are kept.
 
 Why: docs/decisions/0013.
 """

@@ -29,8 +29,7 @@ Example with 8 workers and any number of keys:
   counts only half after HALF_LIFE seconds. Groups that hold half of all turns come last. Example:
   group A has had 400 turns and waits for 600 more. Then group B asks for 4 turns, and it gets the
   next 4.
-- Fairness counts turns, not seconds, because a turn takes many times longer at the start of a
-  burst.
+- Fairness counts turns, not seconds, because turns take much longer at the start of a burst.
 
 A key names the job to reconcile but never says what has happened to it, so merging two changes
 loses nothing (docs/decisions/0002).
