@@ -1,4 +1,4 @@
-"""The cluster side and the command line: API, decisions, operator and process backend.
+"""Everything outside a job's pods: API, operator, process backend and the command `ddpjob`.
 
 Python programs use `from ddpjob import Client`.
 """

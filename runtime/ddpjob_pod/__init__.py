@@ -1,4 +1,4 @@
-"""Gives a process in a job's pod what its job provides: variables, posts, memory, signals.
+"""Connects a process in a pod with its job: variables, posts to the coordinator, memory, signals.
 
 Scripts, the launcher and the built-in trainer use this package. It needs only Python 3.9 and the
 standard library, so it runs in any image, and also outside a job. A module belongs here only if at

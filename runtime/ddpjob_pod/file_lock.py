@@ -1,4 +1,4 @@
-"""Serializes work that the ranks of a node share, such as a download."""
+"""Locks a file, so that only one rank of a node at a time does shared work, such as a download."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures training speed from the reported counts, over a window of several reports.
+"""Measures training speed as reported counts per second, over a window of several reports.
 
 Few steps fall between two reports, so two reports alone give a poor estimate. With half a second
 between posts and steps of 0.3 s, the speed would change by a factor of two from post to post.

@@ -1,4 +1,4 @@
-"""Posts to the job's coordinator with a proof that the sender knows the job's token.
+"""Posts data to the job's coordinator, with a proof that the sender knows the job's token.
 
 The token itself is never sent, because the coordinator's address may by now belong to a stranger
 (docs/protocol.md, "Coordinator").

@@ -1,4 +1,5 @@
-"""Connects a training script with its DDPJob, in both directions. Outside a job it has no effect.
+"""Lets a script report figures, find its checkpoint folder, and stop in time. Has no effect outside
+a job.
 
     import ddpjob_report
 

@@ -1,4 +1,4 @@
-"""Keeps reported figures as curves in the checkpoint folder (`ddpjob_pod.metrics_log`)."""
+"""Writes reported figures to a file in the checkpoint folder, from which curves are drawn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Helps callbacks find the checkpoint to resume from, and the figures among logged values."""
+"""Helps framework callbacks find the checkpoint to resume from, and select figures to report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes SIGTERM set a flag on which the ranks agree.
+"""Makes SIGTERM set a flag on which the ranks agree, so that all of them stop after the same step.
 
 Only the ranks of a deleted pod get SIGTERM, but all ranks must save after the same step. So they
 exchange the flag whenever the script calls `should_stop`. The flag is one number, sent over gloo in

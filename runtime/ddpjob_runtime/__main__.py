@@ -1,4 +1,4 @@
-"""Runs one of the runtime's programs, given the path of this package.
+"""Runs the coordinator, the launcher or another program of the runtime, as the first argument says.
 
     python3 PATH/ddpjob_runtime coordinator|launcher|store|check ARGUMENTS
 

@@ -1,4 +1,4 @@
-"""Finds modules in the runtime's archive without compiling each of them twice."""
+"""Imports modules from the runtime's archive, and compiles each of them only once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Words, numbers, lines and the report that the coordinator, launchers and operator share.
+"""Words, numbers, lines and the report with which coordinator, launchers and operator communicate.
 
 docs/protocol.md describes how they are used. This module needs only the standard library of Python
 3.9 or later, because it runs in users' images.

@@ -1,4 +1,4 @@
-"""The modules that every rank imports, for DDPJOB_PRELOAD.
+"""Imports the modules that every rank needs, before a launcher forks its workers (DDPJOB_PRELOAD).
 
 A launcher that forks its workers imports this module once, before the first fork. It imports only
 modules that do not start threads or open files. The few runs that need torchvision, scikit-learn or

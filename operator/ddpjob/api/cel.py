@@ -1,4 +1,4 @@
-"""Evaluates the CRD's x-kubernetes-validations as the API server does.
+"""Evaluates the CRD's validation rules (`x-kubernetes-validations`) as the API server does.
 
 A rule that refers to `oldSelf` is a transition rule. It is evaluated only if an update replaces an
 existing value.

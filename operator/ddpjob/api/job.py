@@ -1,4 +1,4 @@
-"""The DDPJob of `ddpjob.io/v1alpha1`: identity, spec and status as one frozen dataclass."""
+"""Defines the DDPJob of `ddpjob.io/v1alpha1`, a frozen dataclass with identity, spec and status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`spec` of a DDPJob as frozen dataclasses, which pydantic reads.
+"""Defines the `spec` of a DDPJob as frozen dataclasses, which pydantic fills from a manifest.
 
 The CRD file is the only source of names, defaults and ranges. A field with a default in the CRD has
 no default in its dataclass, because `JobSpec.read` fills in the CRD's defaults first. A spec can

@@ -1,4 +1,4 @@
-"""`status` of a DDPJob as frozen dataclasses, which pydantic reads and writes.
+"""Defines the `status` of a DDPJob as frozen dataclasses, which pydantic reads and writes.
 
 docs/decisions/0022 explains why some names say "node" for a machine.
 """

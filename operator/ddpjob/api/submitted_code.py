@@ -1,4 +1,4 @@
-"""The mount of code that `ddpjob submit` and `Client.train` add to a job's podTemplate.
+"""The mount through which `ddpjob submit` and `Client.train` add the user's code to podTemplate.
 
 Users do not write this mount, so a class that fixes podTemplate still allows it. The mount only
 adds files from a ConfigMap in the job's own namespace, at one path. A mount of a different form, or

@@ -1,5 +1,4 @@
-"""Reads YAML as kubectl does, with the line of every field, and writes YAML that kubectl reads
-back.
+"""Reads YAML as kubectl does, with each field's line number, and writes YAML that kubectl can read.
 
 PyYAML differs: it converts dates and 1:30 (strings for kubectl), reads 1e5 as a string, and
 silently drops one of two equal keys.

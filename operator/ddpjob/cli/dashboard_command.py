@@ -1,4 +1,4 @@
-"""`ddpjob dashboard`: serves the pages until Ctrl-C, and prints their address."""
+"""`ddpjob dashboard`: prints the address of the web pages, and serves them until Ctrl-C."""
 
 from __future__ import annotations
 

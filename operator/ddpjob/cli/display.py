@@ -1,4 +1,4 @@
-"""Displays of a run: a live panel in a terminal, plain lines elsewhere."""
+"""Shows a running job as a live panel in a terminal, or as plain lines in logs and files."""
 
 from __future__ import annotations
 

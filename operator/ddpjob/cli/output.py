@@ -1,4 +1,4 @@
-"""Output of commands: objects as YAML, JSON or kubectl's path templates, and rows of jobs."""
+"""Formats what commands print: objects as YAML, JSON or by a kubectl template, and jobs as rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options that choose between this machine's jobs and a cluster's, and exit codes."""
+"""Options that select jobs on this machine or in a cluster, and the exit codes of the commands."""
 
 from __future__ import annotations
 

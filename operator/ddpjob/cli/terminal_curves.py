@@ -1,4 +1,4 @@
-"""Training curves in a terminal, and as a picture made with the trainer's own plots.
+"""Draws training curves in a terminal, or into an image file with the trainer's plotting command.
 
 Curves of several jobs are drawn in one chart. Each has its own letter as well as its own colour, so
 that the curves are distinguishable in a file without colours.

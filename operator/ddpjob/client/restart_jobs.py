@@ -1,4 +1,4 @@
-"""Changes jobs, and replaces all pods of a job.
+"""Changes the spec of a job, and restarts a job by replacing all of its pods.
 
 To replace the pods, `restart` suspends the job, waits until its pods have stopped, and resumes it.
 

@@ -1,4 +1,4 @@
-"""Watches Kubernetes nodes and reports changes in their readiness, health, taints or existence."""
+"""Watches Kubernetes nodes, and reports deletions and changes of readiness, health and taints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prometheus metrics of jobs, from the statuses that the operator writes and reads anyway.
+"""Prometheus metrics of jobs, computed from the statuses that the operator reads and writes.
 
 Events are counted when a job's status in the cache changes, once for each status that the API
 server has stored. The status may reach the cache in a response or through a watch. Events are not

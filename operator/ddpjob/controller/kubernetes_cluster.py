@@ -1,4 +1,4 @@
-"""`Cluster` on Kubernetes: reads from the caches that watches keep, and writes for `apply`."""
+"""Implements `Cluster` on Kubernetes: reads from the watches' caches, and writes for `apply`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Posts notifications to receivers: webhooks named by the platform team, with their URLs in files.
+"""Posts notifications to receivers: webhooks that the platform team has named, with URLs in files.
 
 A job only names a receiver, so people who create jobs cannot choose the address to which the
 operator sends. Each receiver has its own workers, so a receiver that hangs does not delay the other

@@ -1,4 +1,4 @@
-"""Divides namespaces into shards by a hash of their names; one replica acts for each shard.
+"""Divides namespaces into shards by a hash of their names. For each shard, a single replica acts.
 
 One process can reconcile only as many jobs as one CPU allows. With more jobs, several replicas act
 at the same time, but never two for the same job. Each shard has a Lease, whose holder is elected as

@@ -1,4 +1,4 @@
-"""Reads pods, claims and Workloads of the Kubernetes API into the views that decisions need."""
+"""Converts pods, claims and Workloads of the Kubernetes API into the views that decisions need."""
 
 from __future__ import annotations
 

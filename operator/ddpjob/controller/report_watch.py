@@ -1,4 +1,4 @@
-"""Follows coordinators. Each job has one pending request, its last report, and a wake-up for news.
+"""Follows all coordinators: keeps each job's last report, and wakes the job when a report has news.
 
 A reconcile reads the reports that are kept here, and never waits for a coordinator. Coordinators
 run the images of users. A coordinator that hangs, sends too much or reports something wrong must

@@ -1,4 +1,4 @@
-"""The gates that a job passes before it may run. Each returns a view, or a decision.
+"""The gates that a job passes before it may run. A gate lets the job pass or ends the reconcile.
 
 A view lets the job pass to the next gate. A decision ends the reconcile, because the job may not
 run now. `decide.GATES` has the order, in which each gate relies on the previous ones:

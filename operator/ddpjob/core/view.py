@@ -1,4 +1,4 @@
-"""The view of one reconcile: a job, its status so far, the world, the time and derived values."""
+"""The view on which a reconcile decides: a job, its status, the observed objects and the time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m ddpjob.dashboard`: the dashboard in a cluster, for the chart.
+"""`python -m ddpjob.dashboard`: serves the dashboard in a cluster, where the Helm chart starts it.
 
 It has no rights of its own (see `viewers`).
 """

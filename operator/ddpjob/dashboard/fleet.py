@@ -1,4 +1,4 @@
-"""Follows all jobs of a cluster or of this machine in threads, and keeps the rows of the list."""
+"""Follows all jobs of a cluster or this machine in threads, and keeps the job list up to date."""
 
 from __future__ import annotations
 

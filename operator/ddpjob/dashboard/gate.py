@@ -1,4 +1,4 @@
-"""Decides who may use the dashboard, and which view serves a request."""
+"""Decides who may use the dashboard, and which view of the jobs a request gets."""
 
 from __future__ import annotations
 

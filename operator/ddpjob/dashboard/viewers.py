@@ -1,4 +1,4 @@
-"""The gate of a dashboard in a cluster.
+"""Decides who may use a dashboard that runs in a cluster, by the token of each viewer.
 
 The dashboard has no rights of its own, and reads everything with the tokens of its viewers. The API
 server checks a token when a view is opened for it, and every few seconds after that. Data that was

@@ -1,4 +1,4 @@
-"""The interface of a reconcile, implemented for Kubernetes, for this machine and for tests.
+"""The interface `Cluster`, which is implemented for Kubernetes, for this machine and for tests.
 
 A reconcile reads and writes only through this interface. Why: docs/decisions/0005.
 """

@@ -1,4 +1,4 @@
-"""Overrides platform settings to run the same spec on one machine."""
+"""Settings for pods that run on a single machine, and a search for free ports for a coordinator."""
 
 from __future__ import annotations
 

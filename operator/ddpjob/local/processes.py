@@ -1,4 +1,6 @@
-"""Ties Linux process trees to their parent, finds them by environment variables, and kills them."""
+"""Finds Linux processes by environment variables, kills process trees, and makes children die with
+their parent.
+"""
 
 from __future__ import annotations
 

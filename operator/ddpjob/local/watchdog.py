@@ -1,4 +1,4 @@
-"""Kills leftover processes of a job, and deletes its in-memory folder, when stdin closes.
+"""Waits until stdin closes, then kills a job's leftover processes and deletes its in-memory folder.
 
 stdin closes when `ddpjob run` has exited or crashed.
 

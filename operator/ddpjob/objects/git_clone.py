@@ -1,4 +1,4 @@
-"""Clones one commit for spec.code.git before the workers start, with a shell script.
+"""The shell script that clones the commit of spec.code.git before the workers start.
 
 On Kubernetes, an init container of each node pod runs the script. It uses the image that the chart
 specifies, because a job's image need not contain git. On one machine, `ddpjob run` runs the script

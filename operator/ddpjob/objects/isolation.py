@@ -1,4 +1,4 @@
-"""Isolates a job with a Secret that holds its pods' token, and a NetworkPolicy."""
+"""Builds the objects that isolate a job: a NetworkPolicy, and a Secret with its pods' token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Differences between pods built for Kubernetes and for a single machine."""
+"""Settings that differ between pods built for Kubernetes and pods built for a single machine."""
 
 from __future__ import annotations
 

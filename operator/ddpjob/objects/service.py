@@ -1,4 +1,4 @@
-"""Builds the headless service that names a job's pods, and the ConfigMap with their runtime.
+"""Builds the headless Service that gives pods their host names, and the ConfigMap with the runtime.
 
 docs/decisions/0012 explains why the runtime is in a ConfigMap, and 0014 why each namespace has one.
 """

@@ -1,4 +1,4 @@
-"""How long a group waits after its own failures if they repeat without progress.
+"""Decides how long a group waits before its next round if its own failures repeat without progress.
 
 Without back-off, a script that fails at its first step would restart several times a minute. It
 would fill the logs and use up its restarts before anybody can look. A job that trains for hours

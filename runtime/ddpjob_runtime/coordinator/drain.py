@@ -1,4 +1,4 @@
-"""Asks members to stop their workers, and fences late members."""
+"""Asks members to stop their workers, and fences the members that do not do so in time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP half of the coordinator's port, one request per connection.
+"""Answers HTTP requests on the port that the coordinator's members also use, one per connection.
 
 Anyone can read the health and the metrics. All other requests need the job's token: for the report,
 for posts of progress, and for changes.

@@ -1,4 +1,6 @@
-"""The clock and timers of the decisions, which tests advance by hand, and a timeout for awaits."""
+"""The clock and timers of the coordinator's decisions, which tests advance by hand, and a function
+that awaits with a timeout.
+"""
 
 from __future__ import annotations
 

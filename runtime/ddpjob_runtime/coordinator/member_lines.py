@@ -1,4 +1,4 @@
-"""Checks the fields of the members' lines, and handles each verb."""
+"""Checks the fields of each line that a member sends, and handles the line by its verb."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connected launchers as members, and the lists of lost and dismissed members."""
+"""The connected launchers, called members, and the lists of lost and dismissed members."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report as Prometheus text."""
+"""Formats the coordinator's report as metrics for Prometheus."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The job's progress: the last value of each figure from the script or the step counter.
+"""The job's progress: the last value of each figure reported by the script or the step counter.
 
 Scripts call `ddpjob_report`. The step counter in the workers reports without any help from the
 script. Both may run in one job, so their reports are merged:

@@ -1,4 +1,5 @@
-"""The sequence of rounds: form, run, break, find the first cause, form the next.
+"""The sequence of rounds: a round forms, runs and breaks, the cause of the break is found, and the
+next round forms.
 
 This module opens no sockets, and its clock is passed in. After each event, `advance` does whatever
 is due and sets an alarm for whatever will be due later.

@@ -1,4 +1,4 @@
-"""A coordinator's settings."""
+"""A coordinator's settings: the numbers of nodes, the recovery mode, time limits and back-off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks the ranks of a round without steps: does any rank move, and which one blocks the others?
+"""Checks in a round without steps whether any rank still works, and which one blocks the others.
 
 A check (`Look`) asks every launcher for the stacks of its workers, and for what they have done
 since the last check (`worker_vitals`). One check proves nothing, so a `Standstill` compares each

@@ -1,4 +1,4 @@
-"""Decides early that a member's host is unreachable, if two witnesses agree and a spare is ready.
+"""Declares a silent member lost before its timeout, if two witnesses agree and a spare is ready.
 
 The server waits 6 s for a silent member, because a network may fail briefly and restarts cost work.
 If a spare is ready, an early decision risks little: the spare takes over, and the silent member

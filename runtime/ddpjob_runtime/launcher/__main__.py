@@ -1,4 +1,4 @@
-"""torchrun with a coordinator: the trainer container's main process.
+"""Runs torchrun under the coordinator's control, as the main process of the trainer container.
 
     python3 PATH/ddpjob_runtime launcher TORCHRUN_ARGUMENTS
 

@@ -1,4 +1,5 @@
-"""Fetches spec.storage.data.url before workers start: once per folder, verified, and resumable.
+"""Fetches spec.storage.data.url before workers start, once per folder. Verifies the files, and
+resumes after an interruption.
 
     NAME                      a whole object, renamed to this name once size and checksum (if any) match
     .ddpjob-fetched.jsonl     a line per fetched object: name, ETag, size, time of the file

@@ -1,4 +1,4 @@
-"""A container's PID 1: forwards signals, reaps orphans, and keeps the exit code and log."""
+"""A container's PID 1: forwards signals to the launcher, reaps orphans, and keeps the log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Collects hung workers' Python stacks. On a signal, workers write them even if blocked in C++."""
+"""Collects hung workers' Python stacks. On a signal, a worker writes its stack even if it is
+blocked in C++.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checkpoints in one folder, of both formats, with their known state."""
+"""The checkpoints of both formats in one folder, and whether each is known to be intact."""
 
 from __future__ import annotations
 

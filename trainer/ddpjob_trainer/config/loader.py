@@ -1,4 +1,4 @@
-"""Typed configuration from dataclasses, read from YAML files, arguments and environment variables.
+"""Builds the typed configuration from YAML files, arguments and environment variables.
 
 A section is a frozen dataclass, in which the string below a field is its help text. Precedence:
 argument, file, environment, default.

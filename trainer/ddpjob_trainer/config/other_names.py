@@ -1,4 +1,4 @@
-"""Names that other trainers and PyTorch tutorials use for the keys, each with a remark."""
+"""Maps names of settings in other trainers and tutorials to this trainer's keys, with remarks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RandAugment and TrivialAugment for a whole batch, with the result of `augment.RandAugment`.
+"""RandAugment and TrivialAugment for a whole batch, with the same results as `augment.RandAugment`.
 
 Problem: if 128 images are augmented one by one, this launches 5,350 kernels, more than the training
 step itself. On a GPU, the launches and not the pixels take the time.

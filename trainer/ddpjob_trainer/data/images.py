@@ -1,4 +1,4 @@
-"""Encoded images (a folder of files, or tar shards) as a data set.
+"""A data set of encoded images, which are in a folder of files or in tar shards.
 
 A pool of processes reads and decodes images, and the device normalizes them.
 """

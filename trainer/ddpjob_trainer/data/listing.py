@@ -1,4 +1,4 @@
-"""The images in a folder of class folders, listed once per node and kept across starts.
+"""Lists the images in a folder of class folders once per node, and keeps the list for later starts.
 
 Listing ImageNet's 1.3 million names takes seconds on an idle disk and minutes on a network file
 system. Every rank would need that time at every start. Adding, removing or renaming a file changes

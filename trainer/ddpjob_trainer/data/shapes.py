@@ -1,4 +1,4 @@
-"""Ten classes of generated shapes, hard enough to show the contribution of each part of a recipe.
+"""Ten classes of generated shapes, hard enough to show what each part of a recipe contributes.
 
 The images do not need a download. Image n depends only on its number, and has identical bits on any
 machine and version of numpy. The computation uses integers, and only floating-point operations that

@@ -1,4 +1,4 @@
-"""Sums over the samples of an evaluation, first on each rank, then over all ranks."""
+"""Adds up the results of an evaluation's samples, first on each rank and then over all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decides which processes may write to a checkpoint folder: the newest incarnation of one job.
+"""Lets only the newest incarnation of a single job write to a checkpoint folder.
 
 Leftover processes of older incarnations are fenced.
 """

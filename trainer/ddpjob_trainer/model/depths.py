@@ -1,4 +1,4 @@
-"""The depth of each parameter in a model, for layer-wise learning rates (optim.layer_decay)."""
+"""The depth of each parameter in a model, which sets its learning rate with optim.layer_decay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shares micro-batches between ranks: joint batch normalization and common random numbers.
+"""Lets ranks share a micro-batch, with joint batch normalization and common random numbers.
 
 `data/sampler.py` divides a micro-batch between ranks if whole micro-batches would leave ranks idle.
 The result must be the same as on a single rank. Most layers treat every sample separately and work

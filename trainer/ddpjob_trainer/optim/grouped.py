@@ -1,4 +1,4 @@
-"""The loop for an optimizer that updates all weights in a parameter group together."""
+"""A base class for optimizers that update all weights of a parameter group together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An optimizer's state by parameter name, which any strategy can load."""
+"""Stores an optimizer's state by parameter name, so that any strategy can load it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers, and the learning rate as a pure function of the samples consumed."""
+"""Creates optimizers, and computes the learning rate as a pure function of the samples consumed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preflight: can these machines train together?
+"""Checks before training whether these machines can train together.
 
 Preflight prints a table with each culprit and the remedy, before any work can be lost. facts.py and
 addresses.py collect a rank's own observations, and peers.py collects measurements between ranks.

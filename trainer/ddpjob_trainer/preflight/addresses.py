@@ -1,4 +1,4 @@
-"""The address at which other nodes reach this node, chosen in the same way as by gloo and NCCL."""
+"""Finds the address at which other nodes reach this node, in the same way as gloo and NCCL."""
 
 from __future__ import annotations
 

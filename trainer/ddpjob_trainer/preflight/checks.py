@@ -1,4 +1,4 @@
-"""Rank 0's judgements: pure functions of the ranks' findings, with the culprit and remedy."""
+"""Judges all ranks' findings on rank 0, by pure functions that name the culprit and the remedy."""
 
 from __future__ import annotations
 

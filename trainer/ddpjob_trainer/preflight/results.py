@@ -1,4 +1,4 @@
-"""The outcome of checks: single ranks' findings, rank 0's results, and the table or JSON."""
+"""A preflight's results: ranks' findings, rank 0's judgements, and the output as table or JSON."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""A run's reports: terminal, metrics.jsonl, coordinator, ledger, profiles and sinks."""
+"""The outputs of a run: the terminal, metrics.jsonl, coordinator, ledger, profiles and sinks."""

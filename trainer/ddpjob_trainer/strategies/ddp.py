@@ -1,4 +1,4 @@
-"""strategy=ddp: one process per device.
+"""strategy=ddp: one process per device, each with a full copy of the model.
 
 DistributedDataParallel averages gradients while they are computed.
 """

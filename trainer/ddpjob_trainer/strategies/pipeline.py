@@ -1,4 +1,4 @@
-"""strategy=pipeline: a replica's stages are on different ranks.
+"""strategy=pipeline: each replica's model is divided into stages, which run on different ranks.
 
 Micro-batches pass through the stages concurrently. Rank = replica * stages + stage. The trainer
 chooses the micro-batches, so that normalization statistics, dropout and mixed images are the same

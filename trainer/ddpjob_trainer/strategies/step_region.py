@@ -1,4 +1,4 @@
-"""A step as one region for torch.compile: normalization, model and loss.
+"""A step's normalization, model and loss as one region, which torch.compile compiles as a whole.
 
 Problem: if only the model is compiled, the other parts of a step still launch their kernels one by
 one, and a batch of a different size makes torch compile everything again. The last batch of each

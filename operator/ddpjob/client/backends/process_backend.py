@@ -1,4 +1,4 @@
-"""Reads the records of `ddpjob run` on this machine, and sends requests to its processes."""
+"""Reads the records that `ddpjob run` keeps on this machine, and sends requests to running jobs."""
 
 from __future__ import annotations
 

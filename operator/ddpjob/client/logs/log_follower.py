@@ -1,4 +1,4 @@
-"""Follows the logs of all of a job's pods together, line by line, across pod replacements."""
+"""Follows the logs of all of a job's pods, including replacements, as one stream of lines."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Checks manifests, scripts and other tools' jobs, and turns them into DDPJobs."""
+"""Checks manifests and scripts, and turns scripts and the jobs of other tools into DDPJobs."""

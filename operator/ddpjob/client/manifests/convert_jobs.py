@@ -1,4 +1,6 @@
-"""Translates PyTorchJobs, TrainJobs and torchrun commands into DDPJobs, and lists lost settings."""
+"""Translates PyTorchJobs, TrainJobs and torchrun commands into DDPJobs, and lists settings that
+have no equivalent.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns a Python function into a script that is sent with a job.
+"""Turns a Python function into a script that a job can run.
 
 The script has the function's source and a call with the arguments as JSON. Before the call it
 installs `packages`, if there are any (see packages_in_pod).

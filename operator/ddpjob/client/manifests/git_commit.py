@@ -1,4 +1,4 @@
-"""Resolves URL@REF to a commit, with this machine's git and its user's credentials."""
+"""Resolves URL@REF to a commit by running git on this machine with the user's credentials."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds faults that a DDPJob's schema allows, but for which the API server or kubelet rejects pods.
+"""Finds faults in a DDPJob that its schema allows, but that make Kubernetes reject its pods later.
 
 `ddpjob validate` uses this module. The operator does not: it creates the pods and shows the API
 server's own response, which a check here can only predict.

@@ -1,4 +1,4 @@
-"""Rewrites command lines of other launchers as the torchrun line that starts the same ranks.
+"""Rewrites a command line for a different launcher as a torchrun line that starts the same ranks.
 
 `accelerate launch`, `deepspeed` and `srun` all start a script that finds its rank in RANK,
 LOCAL_RANK and WORLD_SIZE, which torchrun also sets. Only their options differ:

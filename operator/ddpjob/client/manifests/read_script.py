@@ -1,4 +1,4 @@
-"""Reads a script without running it, to find its main names and whether its ranks form a group.
+"""Finds a script's main variables, and whether its ranks form a group, without running the script.
 
 A script written for one GPU also runs under torchrun, but each rank then trains its own model on
 all the data, without any error. Users must learn this before the job starts. They also need to know

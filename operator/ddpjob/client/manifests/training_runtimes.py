@@ -1,4 +1,4 @@
-"""Completes a TrainJob of Kubeflow Trainer with the runtime that it names.
+"""Completes a TrainJob of Kubeflow Trainer with the settings of the runtime that it names.
 
 A v2 TrainJob contains little. A runtime (TrainingRuntime or ClusterTrainingRuntime) has the image,
 the volumes, the number of nodes and the initializers, and the TrainJob overrides parts of it.

@@ -1,4 +1,4 @@
-"""The lines that turn a script for one GPU into one whose ranks train together.
+"""The lines of code that make a script for one GPU train with several ranks together.
 
 A script with its own training loop needs eight lines. They import `os`, form the group, select this
 rank's GPU, add the sampler, wrap the model, set the sampler's epoch, save on one rank only, and

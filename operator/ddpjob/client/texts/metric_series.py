@@ -1,4 +1,4 @@
-"""Reads metrics.jsonl, the built-in trainer's measurements.
+"""Reads a job's measurements, which the trainer or `ddpjob_report` has written to metrics.jsonl.
 
 The file cannot be trusted. A line may be incomplete, made by an attacker, or written by another
 program.

@@ -1,4 +1,4 @@
-"""Reads a run's record: the code it was submitted from, the packages and the GPU it trained with.
+"""Reads which commit a job was submitted from, and with which GPU and package versions it trained.
 
 The client writes the git commit of the folder that a job is submitted from into annotations. Rank 0
 sends its GPU and the versions of its packages with its first report, and the status keeps them.

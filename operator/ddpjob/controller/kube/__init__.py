@@ -1,1 +1,1 @@
-"""Controller parts independent of DDPJobs: requests, caches, work queue and leader election."""
+"""Parts of a controller that are independent of DDPJobs: requests, caches, queue and election."""

@@ -1,4 +1,4 @@
-"""Sends JSON requests through the official asyncio client, using its transport and login.
+"""Sends JSON requests to the API server through the official asyncio client's transport and login.
 
 The client's models are not used, because they are too slow.
 """

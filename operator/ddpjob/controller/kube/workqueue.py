@@ -1,4 +1,4 @@
-"""A work queue of keys with delays, and turns that groups share fairly.
+"""A queue of keys to handle now or later, and turns that are shared fairly between groups of keys.
 
 One process reconciles all jobs, whose keys are grouped by namespace. A pod that changes ten times a
 second must not cause ten reconciles, two workers must not reconcile the same job at once, and a

@@ -1,4 +1,4 @@
-"""Turns incidents of the coordinator that no reconcile has seen yet into findings.
+"""Turns incidents that no reconcile has evaluated yet into findings about the cause of a break.
 
 The coordinator numbers its incidents, and each report repeats the latest ones. The status remembers
 the last number that was evaluated, and the generation to which it belongs. Every incident is

@@ -1,4 +1,4 @@
-"""Decides which pods to move: from unhealthy Kubernetes nodes, or out of failing containers.
+"""Decides which pods to replace because of an unhealthy Kubernetes node or a broken container.
 
 Here a node is a Kubernetes node. Health agents mark nodes that are about to fail, and the pods on a
 marked node should move before the node fails (`judge_nodes`). But agents may be wrong, so there are

@@ -1,4 +1,4 @@
-"""Third stage: record restarts in the status, count them, and remember hosts to avoid.
+"""Third stage of `follow`: record restarts in the status, count them, and remember hosts to avoid.
 
 The status is written before any pod is replaced, so a restart is counted exactly once even if the
 operator dies in between. The attributed restarts are recorded first. Then this stage adds:

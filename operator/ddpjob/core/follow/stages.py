@@ -1,4 +1,4 @@
-"""Works through what has happened to the group since the last reconcile, stage by stage.
+"""Runs the stages that work out what has happened to the group since the last reconcile.
 
 1. `ends`: which pods have ended, and for which cause
 2. `attribution`: which of these ends and new incidents are causes, and which are consequences

@@ -1,4 +1,4 @@
-"""Plans a job: attempts of its slots, actions on its pods, and how the job ends.
+"""Plans a job: which attempt each slot has, which actions its pods need, and how the job ends.
 
 The package imports `status`, `failures` and the modules below them.
 """

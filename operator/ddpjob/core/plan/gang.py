@@ -1,4 +1,4 @@
-"""Decides the gang: which pods are placed all at once, and when a job gives up its nodes.
+"""Decides which pods form the gang, and when the job gives up its nodes and waits as a gang again.
 
 If a scheduler places pods one by one, two jobs may wait for each other forever, each with half of
 its pods. Only the scheduler can prevent this, so the operator creates a PodGroup for it.

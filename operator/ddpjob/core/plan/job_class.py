@@ -1,4 +1,4 @@
-"""Decides what a job takes from its class, and when it must wait for the class.
+"""Decides which values a job takes from its class, and when the job must wait for the class.
 
 The platform team writes classes, and users name one in spec.className. When a job starts or
 resumes, the values of its class are copied to its status. A change to the class must not restart

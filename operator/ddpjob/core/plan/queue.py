@@ -1,4 +1,4 @@
-"""Decides what a job in a Kueue queue requests, whether it may run, and at which size.
+"""Decides what quota a job in a Kueue queue requests, whether it may run, and with how many nodes.
 
 Kueue grants quota through its own objects, Workloads. The owner of a Workload creates it, starts
 the pods when the Workload is admitted, stops them when it is evicted, and releases the quota. For

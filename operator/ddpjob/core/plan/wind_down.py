@@ -1,4 +1,4 @@
-"""Decides how a job ends: what to write, how training stops, and what to delete when.
+"""Decides how a job ends: what its status says, how training stops, and when objects are deleted.
 
 The end is written once, by `fail` or `complete`. Later reconciles only perform the actions that are
 due (`wind_down`), and no longer change the conditions:

@@ -1,4 +1,4 @@
-"""Counts a job's GPU seconds: how many GPUs its pods hold, multiplied by the time in seconds.
+"""Counts a job's GPU seconds: the number of GPUs that pods hold, times the seconds of holding them.
 
 Costs and fair shares are calculated in GPU hours, which nobody can reconstruct once pods are gone.
 The status therefore holds the sum, the number of GPUs that are held now, and since when:

@@ -1,4 +1,4 @@
-"""Phrases and shortens messages: numbers with their nouns, and events within the length limit."""
+"""Phrases messages with singular or plural nouns, and shortens them to fit into events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The conditions of recovery: Restarting, FastRecovery and PreflightPassed.
+"""Sets the conditions that describe recovery: Restarting, FastRecovery and PreflightPassed.
 
 Restarting is true from a break until the group runs again. Both moments are seen late, so three
 cases need care (`judge_restarting`):

@@ -1,4 +1,4 @@
-"""The Scheduled condition: whether all pods have a place, and what they are waiting for.
+"""The Scheduled condition: whether all pods have been placed, and what the remaining pods wait for.
 
 Several obstacles may exist at once. The condition shows the first one, in the order in which users
 have to remove them (`judge_scheduled`):
