@@ -41,20 +41,20 @@ class DataName(enum.StrEnum):
 
 
 class Corrupt(enum.StrEnum):
-    """How to handle an image that cannot be decoded."""
+    """What happens if an image cannot be decoded."""
 
     SKIP = "skip"
     STOP = "stop"
 
 
 class Flip(enum.StrEnum):
-    """A rule for mirroring images, other than a new random draw in each epoch."""
+    """Values of data.flip that are neither true nor false."""
 
     ALTERNATING = "alternating"
 
 
 class Padding(enum.StrEnum):
-    """Pixels of the border that a shift moves into an image."""
+    """How to fill the border that becomes empty when an image is shifted."""
 
     ZEROS = "zeros"
     REFLECT = "reflect"
@@ -269,7 +269,7 @@ class NormName(enum.StrEnum):
 
 
 class MemoryLayout(enum.StrEnum):
-    """A memory layout that depends on the device."""
+    """Values of model.channels_last that are neither true nor false."""
 
     AUTO = "auto"
 
@@ -444,12 +444,12 @@ class OptimConfig:
     rate. Evaluations then use the average instead of the weights. Checkpoints contain both.
     """
     schedule: ScheduleName | str = ScheduleName.COSINE
-    """How the learning rate changes. cosine, linear: it falls to zero over the whole training.
-    step: it is multiplied by optim.gamma at each of optim.milestones. one_cycle: it rises, and then
-    falls for a longer time, both along a cosine (torch's OneCycleLR; momentum stays the same).
-    constant: it stays the same. package.module:function: your own function, which is called with
-    (epoch, train.epochs), where epoch is 2.5 in the middle of the third epoch, and returns a factor
-    of optim.lr.
+    """How the learning rate changes. cosine, linear: it falls to zero until the end of training,
+    along a cosine or a straight line. step: it is multiplied by optim.gamma at each of
+    optim.milestones. one_cycle: it rises, and then falls for a longer time, both along a cosine
+    (torch's OneCycleLR; momentum stays the same). constant: it stays the same.
+    package.module:function: your own function, which is called with (epoch, train.epochs), where
+    epoch is 2.5 in the middle of the third epoch, and returns a factor of optim.lr.
     """
     warmup_epochs: float = 0.0
     """Number of epochs (fractions allowed) over which the learning rate rises linearly from zero to
@@ -559,7 +559,7 @@ class TrainConfig:
     """Number of test samples that a rank processes in one forward pass."""
     accumulate: int = 1
     """Gradient accumulation: the number of parts in which a rank processes its share of a global
-    batch one after another, to save memory. Gradients are exchanged once, after the last part. May
+    batch one after another, to save memory. Gradients are exchanged only once for all parts. May
     change when a run resumes. Cannot be combined with data.micro_batches, which already divides the
     batch.
     """
@@ -593,7 +593,7 @@ class Metric(enum.StrEnum):
 
 
 class Interval(enum.StrEnum):
-    """An interval that is not a number of seconds."""
+    """Values of checkpoint.every_seconds that are not a number."""
 
     AUTO = "auto"
 
@@ -654,7 +654,7 @@ class CheckpointConfig:
     best) or loss (the lowest is the best).
     """
     keep_every_epochs: int = 0
-    """Keep the checkpoint at the end of every N epochs forever; 0: none."""
+    """Keep the checkpoint from the end of every Nth epoch forever; 0: none."""
     failures: int = 3
     """Number of consecutive failed writes after which training ends with an error. At the end of
     training and on SIGTERM, a single failure is enough.
@@ -767,7 +767,7 @@ class ReportConfig:
     """Stragglers, the profile, and where rank 0's reports go in addition to RUN/metrics.jsonl and
     the terminal.
 
-    A sink that fails never stops the training.
+    If one of these destinations (a sink) fails, training continues without it.
     """
 
     tensorboard: bool = False
@@ -859,9 +859,9 @@ class DdpConfig:
     comm_hook: CommHook = CommHook.NONE
     """The form in which ranks send gradients to each other. none: unchanged. fp16, bf16: as 16-bit
     numbers. powersgd: as products of two narrow matrices (Vogels et al., 2019). The error of this
-    approximation is added to the gradients of the next step. With all values except none, results
-    depend on the number of ranks: slightly because of rounding, and more strongly with powersgd.
-    Checkpoints do not include the error that powersgd remembers, so a restart loses it.
+    approximation is added to the gradients of the next step. With fp16 and bf16, results depend
+    slightly on the number of ranks because of rounding; with powersgd, they depend on it more
+    strongly. Checkpoints do not include the error that powersgd remembers, so a restart loses it.
     """
     powersgd_rank: int = 1
     """powersgd: number of columns of the matrices. More columns approximate better but take longer
