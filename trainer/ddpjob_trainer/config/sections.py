@@ -444,12 +444,12 @@ class OptimConfig:
     rate. Evaluations then use the average instead of the weights. Checkpoints contain both.
     """
     schedule: ScheduleName | str = ScheduleName.COSINE
-    """How the learning rate changes. cosine, linear: it falls to zero until the end of training,
-    along a cosine or a straight line. step: it is multiplied by optim.gamma at each of
-    optim.milestones. one_cycle: it rises, and then falls for a longer time, both along a cosine
-    (torch's OneCycleLR; momentum stays the same). constant: it stays the same.
-    package.module:function: your own function, which is called with (epoch, train.epochs), where
-    epoch is 2.5 in the middle of the third epoch, and returns a factor of optim.lr.
+    """How the learning rate changes. cosine, linear: it falls to zero by the end of training, along
+    a cosine or a straight line. step: it is multiplied by optim.gamma at each of optim.milestones.
+    one_cycle: it rises, and then falls for a longer time, both along a cosine (torch's OneCycleLR;
+    momentum stays the same). constant: it stays the same. package.module:function: your own
+    function, which is called with (epoch, train.epochs), where epoch is 2.5 in the middle of the
+    third epoch, and returns a factor of optim.lr.
     """
     warmup_epochs: float = 0.0
     """Number of epochs (fractions allowed) over which the learning rate rises linearly from zero to
@@ -882,7 +882,7 @@ class FsdpConfig:
     This saves memory, but increases the traffic between ranks by half.
     """
     short_gathers: bool = False
-    """With amp.level=O1, gather weights in 16 bits instead of float32, which halves the traffic of
+    """Gather weights in 16 bits instead of float32 if amp.level is O1, which halves the traffic of
     gathering. Each rank keeps its shard in float32, and gradients are added up in float32.
     Normalization layers stay in float32. No effect with other values of amp.level.
     """
