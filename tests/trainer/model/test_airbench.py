@@ -168,7 +168,7 @@ def test_the_recipes_steps_match_airbench(wrong: str | None) -> None:
             one.zero_grad()
     found, wanted = their_names(dict(ours.named_parameters())), dict(theirs.named_parameters())
     close = [
-        torch.allclose(found[name], value, rtol=1e-3, atol=1e-4)
+        torch.allclose(found[name], value, rtol=1e-2, atol=1e-3)
         for name, value in wanted.items()
         if value.requires_grad
     ]
