@@ -89,10 +89,10 @@ class Loss:
         self._classes = classes if targets is Targets.CLASSES else 0
 
     def sum(self, scores: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Return the sum of the losses of a micro-batch's samples, in float32.
+        """Return the summed loss of a micro-batch's samples, in float32.
 
         An unreadable sample has a loss of zero. Raises the same errors as `each`. Also raises
-        TrainingError if scores have a shape with which only the first evaluation would fail, hours
+        TrainingError if scores have a shape that would make only the first evaluation fail, hours
         later.
         """
         return self.total(scores, batch.labels, batch.unreadable)
