@@ -1,7 +1,7 @@
 """Copies a checkpoint folder to a bucket, from which a starting job can fetch checkpoints.
 
 The copies are uploaded in the background. If a checkpoint is in parts, each rank uploads the files
-that it has written. The ranks have agreed on the checkpoint's manifest before, which lists every
+that it has written. By then, the ranks have agreed on the checkpoint's manifest, which lists every
 file with its size and checksum. Rank 0 uploads the manifest last, once the bucket lists all of
 these files.
 """
@@ -163,7 +163,7 @@ class Copies:
 
     @property
     def term(self) -> int:
-        """This incarnation's number in the bucket, which `begin` has acquired."""
+        """The number that `begin` has acquired for this incarnation in the bucket."""
         return self._bucket.term
 
     def begin(self, mark: str, *, in_parts: bool) -> dict[int, float]:

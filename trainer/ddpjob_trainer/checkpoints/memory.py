@@ -1,7 +1,7 @@
 """Keeps the newest training states in the nodes' memory (`ddpjob_pod.rank_snapshots`).
 
 Checkpoints are still needed in case all nodes are lost. A starting job resumes from a state in
-memory or a checkpoint, whichever is of the later step.
+memory or a checkpoint, whichever is from the later step.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Loss:
     def check(self, data: DataConfig, targets: Targets, classes: int) -> None:
         """Raise ConfigError if the data's targets do not suit the loss, or a setting has no effect.
 
-        Afterwards, `sum` raises an error for scores with a number of classes other than `classes`.
+        Afterwards, `sum` raises an error for scores whose number of classes is not `classes`.
         """
         if self._smoothing and self.name != "cross_entropy":
             raise ConfigError(

@@ -313,7 +313,7 @@ def choose_amp(config: AmpConfig, device: torch.device) -> AmpConfig:
 
 
 def agree_on_amp(config: AmpConfig, device: torch.device, group: Group) -> tuple[AmpConfig, list[int]]:
-    """Return a common result of `choose_amp` for all ranks, and the ranks without bfloat16.
+    """Return the result of `choose_amp` that all ranks use, and the ranks without bfloat16.
 
     If ranks computed in different formats, they would add up gradients of different precision. All
     ranks must call this together.
