@@ -185,8 +185,8 @@ class Copies:
 
         A checkpoint in a single file is downloaded; a checkpoint in parts is not. If a checkpoint
         is broken, a warning names it, and the next older one is tried. If all later checkpoints are
-        broken, return None, or raise CheckpointError if `step` is negative, which means that there
-        is no other checkpoint. Raises FetchError.
+        broken, return None, or raise CheckpointError if `step` is negative, which means that no
+        other checkpoint exists. Raises FetchError.
         """
         entries = _patiently(self._bucket.entries)
         newer = [entry for entry in entries if entry.step > step]
