@@ -121,7 +121,7 @@ class Uploads:
 
     @property
     def behind_seconds(self) -> float:
-        """Seconds for which uploads have been behind; 0 if no checkpoint is left to upload.
+        """How many seconds uploads have been behind; 0 if no checkpoint is left to upload.
 
         The time starts again with each completed upload.
         """

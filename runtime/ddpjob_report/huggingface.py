@@ -5,11 +5,11 @@ args = TrainingArguments(output_dir=str(folder), ...)
 trainer = Trainer(..., args=args, callbacks=[DDPJobCallback()])
 trainer.train(resume_from_checkpoint=last_checkpoint(folder))
 
-The callback keeps the newest state in the memory of the nodes, and `last_checkpoint` returns it if
-it is newer than the folder's checkpoints. The state consists of weights, optimizer, scheduler,
-scaler, the Trainer's own state, and each rank's random generators. As with any checkpoint, the
-Trainer finds its position in the data by counting steps. The state after a step is taken only when
-the next step or epoch begins, so it includes the log and the evaluation that followed the step.
+The callback keeps the newest state in the nodes' memory, and `last_checkpoint` returns it if it is
+newer than the folder's checkpoints. The state consists of weights, optimizer, scheduler, scaler,
+the Trainer's own state, and each rank's random generators. As with any checkpoint, the Trainer
+finds its position in the data by counting steps. The state after a step is taken only when the next
+step or epoch begins, so it includes the log and the evaluation that followed the step.
 
 The state does not include changes to other callbacks' states since the last checkpoint
 (`restore_callback_states_from_checkpoint`, such as EarlyStoppingCallback's patience), random
@@ -54,11 +54,11 @@ class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
         """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Check that the ranks form a group, and record from which step training continues. Runs on
-        all ranks.
+        """Check that the ranks form a group, and record the step from which training continues.
+        Runs on all ranks.
 
-        Warns if the Trainer would continue in a different epoch than the one in which its
-        checkpoint was saved.
+        Warns if the Trainer would continue in a different epoch from the one that its checkpoint
+        was saved in.
 
         Raises:
             RuntimeError: each rank trains its own model, for example without a GPU if

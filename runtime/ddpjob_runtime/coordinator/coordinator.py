@@ -125,7 +125,7 @@ class Coordinator:
         send(ToMember.WELCOME, {"generation": self.settings.generation})
         if resumed is not None:
             self._takeover.resume(member, resumed)
-        # The arrival of a new member makes nothing due. When a thousand members started, checking
+        # Nothing becomes due when a new member arrives. When a thousand members started, checking
         # all of them at each hello took a quarter of the CPU time.
         if old is not None or resumed is not None:
             self._advance()

@@ -55,7 +55,7 @@ class Member:
 
     @property
     def source(self) -> Source:
-        """The pod and index to which events of this member belong."""
+        """The pod and index that this member's events belong to."""
         return Source(self.pod, self.index)
 
     @property
@@ -128,7 +128,7 @@ class Member:
         self._become(MemberState.LOST)
 
     def drain(self, until: float, planned: bool) -> bool:
-        """Set the time by which the member must have stopped its workers, and return True.
+        """Set the deadline for the member to stop its workers, and return True.
 
         If the member already has an earlier deadline, keep that one, and return False.
         """
@@ -199,7 +199,7 @@ class Members:
         return why
 
     def dismiss(self, pod: str, why: str) -> None:
-        """Refuse connections of this pod from now on."""
+        """Refuse connections from this pod from now on."""
         self._dismissed[pod] = why
 
     def forget_missing(self, pod: str) -> None:

@@ -44,15 +44,15 @@ from ddpjob_runtime.coordinator.states import ROUND_TRANSITIONS, RoundState, Sta
 from ddpjob_runtime.protocol import EXIT_STEPPED_ASIDE, HEARTBEAT_SECONDS, MemberState, RankLook, ToMember
 
 SETTLE_SECONDS = 0.5
-"""Number of seconds after the cause of a break within which its consequences arrive."""
+"""The consequences of a break's cause arrive within this many seconds."""
 BUILD_SECONDS = 120.0
 """Maximum number of seconds from `go` until every member has sent `joined`."""
 QUIET_SECONDS = 2.5 * HEARTBEAT_SECONDS
-"""Number of seconds of silence after which a member may be dead."""
+"""A member that has been silent for this many seconds may be dead."""
 
 
 class RoundOwner(Protocol):
-    """What a round needs of the sequence of rounds to which it belongs."""
+    """What a round needs from the sequence of rounds that it belongs to."""
 
     @property
     def over(self) -> bool: ...
@@ -205,7 +205,7 @@ class Round:
         self._joined.add(member.rank)
 
     def readmit(self, member: Member, rank: int, joined: bool) -> None:
-        """Take a member back that took part in this round under an earlier coordinator.
+        """Take back a member that took part in this round under an earlier coordinator.
 
         `joined` indicates whether it had started its workers by then.
         """

@@ -59,12 +59,12 @@ PROBE_SECONDS = 1.0
 does so, the member counts as suspended but alive.
 """
 SLOW_SECONDS, BLIND_SECONDS = 15.0, 30.0
-"""Maximum silence in seconds: of a suspended member, and of any member while most members are
+"""Maximum silence in seconds: for a suspended member, and for any member while most members are
 silent.
 """
 RETURN_SECONDS = 10.0
-"""Number of seconds within which a member can reconnect, if its connection ended after a silence of
-the member or after a suspension of this process.
+"""Number of seconds within which a member can reconnect if its connection ended after the member
+was silent or this process was suspended.
 """
 TICK_SECONDS, STALL_SECONDS = 0.25, 1.0
 MAX_BACKLOG = 1024 * 1024
@@ -94,9 +94,9 @@ STARTED_AT = time.time() - time.monotonic()
 
 
 def now() -> float:
-    """Return the time as Unix seconds, by a clock that is never corrected.
+    """Return the time as Unix seconds, from a clock that is never corrected.
 
-    If corrections of the system clock had an effect, members would seem silent, or steps overdue.
+    If corrections to the system clock had an effect, members would seem silent, or steps overdue.
     """
     return STARTED_AT + time.monotonic()
 
@@ -528,8 +528,8 @@ def _sender(writer: asyncio.StreamWriter) -> Any:
 
 
 async def _line(reader: asyncio.StreamReader) -> bytes:
-    """Return the next line of a peer that is still unknown, or no bytes if the line does not arrive
-    in time or is too long.
+    """Return the next line from a peer that is still unknown, or no bytes if the line does not
+    arrive in time or is too long.
     """
     with contextlib.suppress(ValueError):
         return await within(HELLO_SECONDS, reader.readline()) or b""

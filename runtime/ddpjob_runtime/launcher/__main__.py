@@ -308,7 +308,7 @@ def fetch_data(data: Any, client: MemberClient, shutdown: Shutdown) -> None:
 
 
 def data_note(client: MemberClient) -> Callable[[str], None]:
-    """Return a function that reports to the coordinator how far this node's fetch is."""
+    """Return a function that reports the progress of this node's fetch to the coordinator."""
 
     def report(text: str) -> None:
         client.note(protocol.DATA, text)
@@ -406,7 +406,7 @@ def require_torchrun() -> Any:
     # This includes OSError, which is raised if a library of CUDA is missing.
     except Exception as error:
         if isinstance(error, MemoryError) or getattr(error, "errno", None) is not None:
-            raise  # This node has a temporary problem. An error of a missing library has no errno.
+            raise  # This node has a temporary problem. An error about a missing library has no errno.
         what = f"{sys.executable} (Python {sys.version.split()[0]}) cannot import torch.distributed.run: {error}"
         raise InitFailure(f"{what}; use an image whose python3 has PyTorch 2.6 or later") from error
     if lacks:
@@ -492,7 +492,7 @@ def run_worker(parsed: Any) -> None:
 
 
 def classify(error: BaseException) -> tuple[str, int]:
-    """Return (kind, exit code) for an exception with which torchrun ended.
+    """Return (kind, exit code) for an exception that ended torchrun.
 
     A lost rendezvous is a consequence of a failure elsewhere. Any other exception is a failure of
     this node.

@@ -54,8 +54,9 @@ _FILE_SECONDS, _BUCKET_SECONDS = 1.0, 60.0
 """Seconds between two writes of new output. A bucket is written less often, because an object can
 only be replaced as a whole."""
 _CLOSE_SECONDS = 3.0
-"""How many seconds passing on and writing the last output can take. A hung volume must not keep the
-pod from ending."""
+"""Maximum number of seconds for passing on and writing the last output. A hung volume must not keep
+the pod from ending.
+"""
 
 
 class Tail:

@@ -1,6 +1,6 @@
 """torchrun's rendezvous handler, with which the coordinator decides a round's members and ranks.
 
-To get its next group, torchrun's agent calls `next_rendezvous` of its handler. It then starts
+To get its next group, torchrun's agent calls its handler's `next_rendezvous`. It then starts
 workers with the rank, world size and store that the handler returns. With torchrun's own handler,
 c10d, the agents find each other through a store. Each agent polls the store about once a second,
 and if there are many agents, they overwrite each other's view of the group. Here the coordinator
@@ -243,7 +243,7 @@ class FastRendezvous(CoordinatedRendezvous):
         self._store: Any = None
 
     def get_backend(self) -> str:
-        """Return the backend's name, with which this handler is registered."""
+        """Return the backend name under which this handler is registered."""
         return FAST_BACKEND
 
     def get_run_id(self) -> str:
