@@ -35,8 +35,9 @@ from typing import Any
 
 _COMPLETE, _DATA, _TERMS, _SCORES = "complete", "data", "terms", "scores.json"
 _VANISHED = "vanished"
-"""An object with this name, next to the files of a checkpoint that several processes upload, marks
-that the checkpoint will never be complete."""
+"""An object with this name, next to the files of a checkpoint that several processes upload, shows
+that the checkpoint will never be complete.
+"""
 _MANIFEST = re.compile(rf"{_COMPLETE}/(\d{{9}})-(\d{{9}})\.json")
 _NAME = re.compile(r"(?!\.{1,2}$)[-A-Za-z0-9_.=+@,]{1,200}")
 _MANIFEST_BYTES = 2**20
@@ -434,7 +435,7 @@ class Bucket:
         return f"{_DATA}/{self.term:09d}-{step:09d}-{mark}"
 
     def upload(self, path: Path, data: str, names: Iterable[str]) -> None:
-        """Upload those of the named files in the folder `path` that are not yet in the bucket.
+        """Upload the named files in the folder `path` that are not yet in the bucket.
 
         `commit` later completes the checkpoint. Raises BucketError and OSError. Raises Vanished if
         one of the files was removed. `lacking` then also raises Vanished in the other processes,

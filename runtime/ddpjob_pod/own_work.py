@@ -46,7 +46,7 @@ from ddpjob_pod.stragglers import Straggler, Stragglers
 
 LOOK_SECONDS = 5.0
 FACTOR, SECONDS = 1.5, 30.0
-"""A rank is named as lagging if its own work takes FACTOR times as long as that of the others, for
+"""A rank is named as lagging if its own work takes FACTOR times as long as the others' work, for
 SECONDS. Both equal the defaults of the built-in trainer.
 """
 COLLECTIVES = (

@@ -558,7 +558,7 @@ class RankSnapshots:
         """Bytes for two states, if this rank's node does not have that much room; otherwise 0."""
         self._copies = 0
         self._base: Moment | None = None
-        """The moment from which training continued. It becomes None once a later state is complete
+        """The moment that training continued from. It becomes None once a later state is complete
         on all nodes.
         """
         self._places: _Places | None = None
@@ -681,7 +681,7 @@ class RankSnapshots:
         return Restored(moment, tree, owns, self._made)
 
     def _part_before(self, rank: int) -> str:
-        """Return the part of the previous node's rank, of which this rank's node keeps a copy."""
+        """Return the name of the previous node's part that this rank's node keeps a copy of."""
         world = self._exchange.world
         return part_of((rank - self._exchange.local_world) % world, world)
 
@@ -892,8 +892,7 @@ class RankSnapshots:
         return True
 
     def _count_copy(self) -> None:
-        """Count a copy. At the second copy, stop protecting the state from which training
-        continued.
+        """Count a copy. At the second copy, stop protecting the state that training continued from.
 
         By then, the first copy is complete on all nodes, because the ranks have exchanged their
         costs since then. Parts that this node need not keep are also deleted, such as parts written

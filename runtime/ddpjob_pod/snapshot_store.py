@@ -162,7 +162,7 @@ class SnapshotStore:
         """Return memory for the next state of a part. It overwrites one of the two slots of the
         part.
 
-        `base` is the moment from which training continued; None once a later state is complete on
+        `base` is the moment that training continued from; None once a later state is complete on
         all nodes. The state from that moment is kept, even if this node holds a newer state,
         because the job has abandoned the newer one.
 

@@ -68,7 +68,7 @@ class DDPJobTracker(GeneralTracker):  # type: ignore[misc]
         """Do nothing, because DDPJob does not show hyperparameters."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
-        """Report those values that are numbers. Accelerate calls this in `accelerator.log`."""
+        """Report the values that are numbers. Accelerate calls this in `accelerator.log`."""
         report(**{**figures(values), **({} if step is None else {"step": step})})
 
 

@@ -54,8 +54,8 @@ class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
         """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Check that the ranks form a group, and record the step from which training continues.
-        Runs on all ranks.
+        """Check that the ranks form a group, and record the step that training continues from. Runs
+        on all ranks.
 
         Warns if the Trainer would continue in a different epoch from the one that its checkpoint
         was saved in.

@@ -76,8 +76,8 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
         """
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Check that the ranks form a group, and record the step from which training continues.
-        Runs on all ranks.
+        """Check that the ranks form a group, and record the step that training continues from. Runs
+        on all ranks.
 
         Raises:
             RuntimeError: each rank trains its own model, for example without `strategy="ddp"` and

@@ -345,7 +345,7 @@ class Coordinator:
         self._notify()
 
     def replaced(self, generation: int, attempt: int) -> None:
-        """Exit, because a member has found a different coordinator at the job's name.
+        """Exit because a member has found another coordinator at the job's name.
 
         Do nothing unless the other coordinator is later than this one. All members then look up the
         name again, and find the later coordinator. Until this one exits, it does not judge any

@@ -293,7 +293,7 @@ async def _wait(server: Any, reader: asyncio.StreamReader, query: dict[str, list
     """Wait as the query asks (long polling): until the report's version differs from `news`, or for
     `wait` seconds.
 
-    Return immediately without these two parameters. Raises ConnectionResetError if the client
+    Return immediately if both parameters are missing. Raises ConnectionResetError if the client
     disconnects.
     """
     news, seconds = _number(query, "news"), _number(query, "wait")

@@ -287,7 +287,7 @@ class Round:
             return
         if self.judged:
             # The round may have ended as planned. Then members that save may be waiting for the
-            # lost one.
+            # lost member.
             if was == MemberState.RUNNING:
                 self._end_workers(f"node {member.pod} was lost: {why}")
             return

@@ -82,8 +82,8 @@ enough for all of them. If they displaced each other, then on a slow host their 
 closed and repeated forever.
 """
 MAX_NONCES = 4096
-"""Maximum number of nonces to remember, in order to refuse repeated requests. Only requests that
-change the state use nonces up.
+"""Maximum number of nonces to remember in order to refuse repeated requests. Only requests that
+change the state use up nonces.
 """
 LOGGED_EVERY = 1.0
 """Minimum number of seconds between log lines about connections of unknown peers."""

@@ -362,7 +362,7 @@ def processes_per_node() -> int:
 
 
 def torchrun_options() -> str:
-    """Return the arguments before `--`, which are those of torchrun itself.
+    """Return the arguments before `--`, which belong to torchrun itself.
 
     The script's arguments follow after `--`. They are left out, because they may have the same
     names.

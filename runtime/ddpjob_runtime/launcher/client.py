@@ -40,8 +40,9 @@ from ddpjob_runtime.protocol import FromMember, MemberState, Mode, ToMember
 
 CONNECT_SECONDS = 2.0
 LOOKUP_SECONDS = 10.0
-"""Seconds between two checks whether the coordinator's name already leads to a later coordinator. A
-coordinator whose host was unreachable may have been replaced, but still be running."""
+"""Seconds between two checks of whether the coordinator's name already leads to a later
+coordinator. A coordinator whose host was unreachable may have been replaced, but still be running.
+"""
 FIRST_SECONDS = 60.0
 """If there is no coordinator for this many seconds, attempts to connect become less frequent."""
 MAX_UNSENT = 1000

@@ -45,8 +45,8 @@ STAGES = 5
 node alone, and three stages of pairs. Each stage has its own time limit."""
 MARGIN_SECONDS = 15.0
 """Seconds to allow for one exchange over the store. A stage consists of its check and of four such
-exchanges: one for the address at which its ranks meet, one for the results, and two for the
-verdict."""
+exchanges: one for the address where its ranks meet, one for the results, and two for the verdict.
+"""
 _POLL_SECONDS = 0.05
 _MAX_OUTPUT = 64 * 1024
 

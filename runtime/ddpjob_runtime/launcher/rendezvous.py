@@ -60,8 +60,9 @@ LOOKUP_SECONDS = 25.0
 """How many seconds connecting to a listening store can take. torch first looks up the name of the
 store's address, and the name server may be slow or down."""
 LONGEST_PAUSE = 0.5
-"""Longest pause in seconds between checks whether the store has a key. The store's own wait is not
-used, because it could not be interrupted when the round is over."""
+"""Longest pause in seconds between checks of whether the store has a key. The store's own wait is
+not used, because it could not be interrupted when the round is over.
+"""
 VERDICT_SECONDS = 30.0
 """If a link check has found a faulty node, that node exits. This is how many seconds the other
 nodes wait for the end of the round."""

@@ -20,9 +20,9 @@ torchrun's own handler or barrier. Only `get_subprocess_handler` has a fallback:
 started cold, and the log says so.
 
 worker.py itself replaces `FileBaton.try_acquire`, because it cannot import other modules. The
-modules `late_*.py` call those parts of torch that exist, and report the parts that they cannot
-find. The trainer has its own module for this purpose, `ddpjob_trainer/private_torch.py`; neither
-may import the other.
+modules `late_*.py` call the parts of torch that exist, and report the parts that they cannot find.
+The trainer has its own module for this purpose, `ddpjob_trainer/private_torch.py`; neither may
+import the other.
 """
 
 from __future__ import annotations
