@@ -43,7 +43,7 @@ class Waiting:
     step: int
     epoch: int | None = None
     time: float = 0.0
-    """The time at which the checkpoint was saved, in Unix seconds."""
+    """When the checkpoint was saved, in Unix seconds."""
     names: tuple[str, ...] = ()
     """The files that this process uploads, if several processes upload files of the same folder. If
     empty, this process uploads all files."""

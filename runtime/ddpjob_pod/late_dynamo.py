@@ -60,7 +60,7 @@ def put_off() -> None:
 
 
 def find() -> ModuleSpec | None:
-    """Return a spec with which an import hook imports the stand-in instead of torch._dynamo.
+    """Return a spec that lets an import hook import the stand-in instead of torch._dynamo.
 
     Return None if this torch has no _dynamo.
     """

@@ -212,8 +212,8 @@ _begun: list[Lookout] = []
 
 
 def begin(say: Callable[[list[dict[str, float]]], None]) -> None:
-    """Start to measure the steps of this process, as soon as the program has imported torch. Later
-    calls do nothing.
+    """Start to measure this process's steps, as soon as the program has imported torch. Later calls
+    do nothing.
 
     Whenever the lagging ranks change, `say` is called with the entries for a progress report.
     Nothing is measured if there is only one rank.
@@ -256,7 +256,7 @@ class _TorchImport:
 def _measure(optimizer_module: Any) -> None:
     """Register a hook that is called after each optimizer step.
 
-    The first call of the hook also starts to measure waits, because only then is torch certain to
+    The first call to the hook also starts to measure waits, because only then is torch certain to
     be completely imported.
     """
     hook = getattr(optimizer_module, "register_optimizer_step_post_hook", None)

@@ -234,7 +234,7 @@ class TorchExchange:
         """Return one tensor to send, and for each rank a tensor to receive its bytes.
 
         The next call returns the same tensors, because allocating new ones took a fifth of the time
-        of a small copy.
+        that a small copy takes.
         """
         if not self._reused or len(self._reused[0]) != size:
             torch = _torch()

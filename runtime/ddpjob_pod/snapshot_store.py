@@ -13,7 +13,7 @@ was copied or not. It shows how many steps a restart repeats.
 
 A memory barrier is not needed, not even on ARM. A kill is a precise exception: all writes before it
 in program order reach memory, and no later writes do. Other processes read only after the writer
-has ended, or after a collective in which it took part. The launcher starts workers only once all
+has ended, or after a collective that it took part in. The launcher starts workers only once all
 processes of earlier workers have ended, so no older incarnation is still writing.
 
 The slot to overwrite is not always the one with the older state. If another node lacked its part of
@@ -60,9 +60,9 @@ _WHOLE = 0x77686F6C65
 _MADE = struct.Struct("=8sQQQ")
 _MADE_MAGIC = int.from_bytes(_MAGIC, sys.byteorder)
 _SHARED = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0x8000 if sys.platform == "linux" else 0)
-"""Flags with which a slot is mapped into memory. All its pages are mapped at once, because a page
-fault takes five times as long as copying into the page. Python 3.9 lacks MAP_POPULATE, so its
-number on Linux is given.
+"""Flags for mapping a slot into memory. All its pages are mapped at once, because a page fault
+takes five times as long as copying into the page. Python 3.9 lacks MAP_POPULATE, so its number on
+Linux is given.
 """
 _SLOT = re.compile(r"(all|[0-9]{1,6}of[0-9]{1,6})\.([01])")
 _PART = re.compile(r"([0-9]+)of([0-9]+)")
@@ -106,7 +106,7 @@ class NoRoom(Exception):
 
 
 class SnapshotStore:
-    """The folder in memory in which one node keeps its states.
+    """The folder in memory where one node keeps its states.
 
     If the folder cannot be used, it counts as a folder without states and without room.
 

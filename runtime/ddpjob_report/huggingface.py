@@ -49,8 +49,8 @@ class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
         self._leaving = False
         self._memory: FrameworkMemory | None = None
         self._taken = 0
-        """The last step whose state was taken or, before that, the step from which training
-        continued.
+        """The last step whose state was taken or, before that, the step that training continued
+        from.
         """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
@@ -185,9 +185,7 @@ def _state(state: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _generators(args: Any) -> dict[str, Any]:
-    """Return the states of this rank's random generators, in the form in which the Trainer saves
-    them.
-    """
+    """Return the states of this rank's random generators, in the form that the Trainer saves."""
     import numpy as np
     import torch
 

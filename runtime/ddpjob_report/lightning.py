@@ -67,8 +67,8 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
         """The number of optimizer steps when the ranks last checked whether they should stop."""
         self._memory: FrameworkMemory | None = None
         self._taken = 0
-        """The last step whose state was taken or, before that, the step from which training
-        continued.
+        """The last step whose state was taken or, before that, the step that training continued
+        from.
         """
         self._generators: bytes = b""
         """States of the random generators, pickled, which are set once the first batch has been

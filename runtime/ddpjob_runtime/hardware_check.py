@@ -188,7 +188,7 @@ def check_links(settings: dict[str, Any]) -> dict[str, Any]:
         wrong = int((numbers != expected[:count]).sum())
         if count > 1000:
             shortest = min(shortest, time.monotonic() - began)
-        # Do not end here. That would break the connections of other ranks, which may be healthy.
+        # Do not end here. That would break the connections to other ranks, which may be healthy.
         if wrong and not problem:
             problem = f"{wrong} of {count} sums of an all-reduce with {backend} are wrong"
     rate = 2 * (world - 1) / world * SUM_BYTES / shortest / 1e6 if world > 1 else None

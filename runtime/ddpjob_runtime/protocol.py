@@ -50,7 +50,7 @@ EXIT_INIT_FAILURE = 78
 EXIT_FENCED = 79
 """The launcher was fenced, because the round continued without its node."""
 EXIT_UNFIT = 80
-"""The node has failed the checks of spec.preflight."""
+"""The node has failed the checks in spec.preflight."""
 
 
 # --- modes, states and kinds
@@ -308,8 +308,7 @@ COUNTED_SPEED = "stepsPerSecond"
 """The only metric that the step counter sends. It is used as the speed if a script does not report
 samples per second."""
 CHECKPOINT_TIME = "checkpointTime"
-"""Metric from a script: the time at which its newest checkpoint was completely on disk, in Unix
-seconds.
+"""Metric from a script: when its newest checkpoint was completely on disk, in Unix seconds.
 """
 COPY_STEP, COPY_TIME, COPY_BEHIND = "copyStep", "copyTime", "copyBehind"
 """Metrics about the copies of checkpoints in a bucket. COPY_STEP is the step of the newest copy,
@@ -851,7 +850,7 @@ class Member(Record):
 class LostMember(Record):
     """A member whose connection has ended, and whose index has not been taken by another member.
 
-    `since` is the time at which the member last sent something.
+    `since` is when the member last sent something.
     """
 
     pod: str = field(metadata={"most": MAX_NAME})

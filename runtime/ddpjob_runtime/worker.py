@@ -582,7 +582,7 @@ def record(error: BaseException, path: str, code: int) -> None:
     """Write the error to torchrun's error file, in the format of torch.distributed.elastic.
 
     `path` names the error file. It is empty if there is no torchrun, and then nothing is written.
-    `code` is the code with which this process will exit.
+    `code` is this process's exit code.
     """
     import json
     import time
@@ -708,8 +708,8 @@ def with_inner_error(said: str) -> str:
     """Append a subprocess's error to the first line of a message that quotes its traceback.
 
     mp.spawn and DataLoader quote the traceback of a failed subprocess in the message of their own
-    exception, but most displays show only the first line of a message. The message of mp.spawn
-    begins with an empty line, which is removed.
+    exception, but most displays show only the first line of a message. mp.spawn's message begins
+    with an empty line, which is removed.
     """
     lines = [line for line in said.splitlines() if line.strip()]
     heads = [number for number, line in enumerate(lines) if "Traceback (most recent call last):" in line]
@@ -814,7 +814,8 @@ def hook_steps(optimizer_module: Any) -> None:
 
 
 class StepCounter:
-    """Counts the steps of the optimizer with the most steps, and posts them to the coordinator.
+    """Counts the steps taken by the optimizer with the most steps, and posts them to the
+    coordinator.
 
     A thread posts the count at most twice a second.
     """

@@ -163,7 +163,7 @@ def main() -> None:
     # As PID 1, this process has blocked SIGTERM until now.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
     divert_loggers(log)  # This also diverts the loggers of asyncio.
-    # Each pod's connection needs a file descriptor, and connections of unknown peers need a few
+    # Each pod's connection needs a file descriptor, and connections from unknown peers need a few
     # more.
     raise_open_files()
     try:

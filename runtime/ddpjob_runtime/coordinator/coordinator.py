@@ -51,7 +51,7 @@ from ddpjob_runtime.protocol import (
 )
 
 _NO_STEP = frozenset({ACTIVITY, STRAGGLERS, ROUND, START, ENVIRONMENT, AT_RISK, SNAPSHOT_BYTES})
-"""Keys of a progress report that do not show that a step of the current round was completed."""
+"""Keys in a progress report that do not show that a step in the current round was completed."""
 
 
 class Coordinator:

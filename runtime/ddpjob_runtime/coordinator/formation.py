@@ -69,7 +69,7 @@ class Size:
 class RankOrder:
     """The order in which pods get their ranks.
 
-    The operator sets it, because it knows on which hosts the pods run.
+    The operator sets it, because it knows which hosts the pods run on.
     """
 
     expected: bool = False

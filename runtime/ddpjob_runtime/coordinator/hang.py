@@ -195,11 +195,11 @@ class HangWatch:
         return max(OVERDUE_SECONDS, PACE_FACTOR * pace)
 
     def due(self) -> float | None:
-        """Return the time at which the next step becomes overdue; None if that is unknown."""
+        """Return when the next step becomes overdue; None if that is unknown."""
         return None if self.since is None or self.limit is None else self.since + self.limit
 
     def looks_at(self) -> float | None:
-        """Return the time of the next check of the ranks; None while no round runs."""
+        """Return when the ranks are checked next; None while no round runs."""
         if self.since is None:
             return None
         if self._suspicion is not None:

@@ -1,7 +1,7 @@
 """Answers HTTP requests on the port that the coordinator's members also use, one per connection.
 
-Anyone can read the health and the metrics. All other requests need the job's token: for the report,
-for posts of progress, and for changes.
+Anyone can read the health and the metrics. All other requests (for the report, progress posts and
+changes) need the job's token.
 """
 
 from __future__ import annotations

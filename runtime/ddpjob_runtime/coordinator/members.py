@@ -175,9 +175,7 @@ class Members:
         return self._tally[MemberState.READY]
 
     def ready(self) -> list[Member]:
-        """Return the members that can take part in a new round, in the order in which they became
-        ready.
-        """
+        """Return the members that can take part in a new round, in the order they became ready."""
         return sorted((m for m in self if m.state == MemberState.READY), key=lambda m: (m.ready_at, m.index))
 
     def admit(self, member: Member) -> None:

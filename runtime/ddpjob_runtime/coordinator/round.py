@@ -182,8 +182,8 @@ class Round:
         # Only the address of rank 0 is sent. With 1,024 nodes, a list of all addresses took a
         # megabyte for each member.
         host = [{"rank": 0, "host": first.host, "port": first.port, "pod": first.pod}]
-        # A member asks for a check of the links when it has new ones. If any member asks, all
-        # members check.
+        # A member asks for a link check when it has new links. If any member asks, all members
+        # check.
         check = max(member.check for member in self.members.values())
         common = {"round": self.number, "world": self.world, "members": host, **({"check": True} if check else {})}
         for rank, member in self.members.items():

@@ -90,7 +90,7 @@ class Rounds:
         )
         self.watch = HangWatch(settings.hang_after, settings.hangs)
         self.overdue: Overdue | None = None
-        """Describes the step of the current round that is taking too long; None if no step is
+        """Describes the step in the current round that is taking too long; None if no step is
         overdue.
         """
         # the value of `watch.since` when all ranks were last asked for their stacks

@@ -86,7 +86,7 @@ MAX_NONCES = 4096
 change the state use up nonces.
 """
 LOGGED_EVERY = 1.0
-"""Minimum number of seconds between log lines about connections of unknown peers."""
+"""Minimum number of seconds between log lines about connections from unknown peers."""
 BEAT = protocol.encode(FromMember.HEARTBEAT)
 """The bytes of a heartbeat, exactly as launchers send it."""
 POD_NAME = re.compile(rf"[-.\w]{{1,{protocol.MAX_NAME}}}", re.ASCII)

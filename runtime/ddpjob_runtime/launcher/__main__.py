@@ -243,7 +243,7 @@ def torchrun(
 
 
 def pass_node(preflight: NodePreflight, client: MemberClient, shutdown: Shutdown) -> None:
-    """Wait for the check of this node. If it has found a problem, end the launcher."""
+    """Wait for this node's check. If it has found a problem, end the launcher."""
     try:
         problem = preflight.node_problem(lambda: shutdown.begun or client.done)
     except Abandoned:

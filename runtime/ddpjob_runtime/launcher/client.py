@@ -93,7 +93,8 @@ class MemberClient:
         coordinator does not know them, and because a broken link may have lost some."""
         self._failures: list[tuple[tuple[int, int], dict[str, Any]]] = []
         """The failures of this node in the current round. Each is stored with the generation and
-        attempt of the coordinator to which it was sent."""
+        attempt of the coordinator that it was sent to.
+        """
         self._thread = threading.Thread(target=self._guard, args=(self._keep,), name="ddpjob-client", daemon=True)
         self._closing = False
         self._refusal = ""  # Why the connected coordinator is not this pod's; empty if it is.

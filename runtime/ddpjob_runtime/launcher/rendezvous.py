@@ -65,7 +65,7 @@ not used, because it could not be interrupted when the round is over.
 """
 VERDICT_SECONDS = 30.0
 """If a link check has found a faulty node, that node exits. This is how many seconds the other
-nodes wait for the end of the round."""
+nodes wait for the round to end."""
 CAME_APART = (RendezvousClosedError, RendezvousTimeoutError, dist.DistStoreError)
 """Errors that mean that a node has died before the round was complete. The coordinator then forms a
 new round."""

@@ -105,7 +105,7 @@ def watch_signals(on_signal: Callable[[signal.Signals], None]) -> None:
     """Call `on_signal` on a separate thread as soon as this process is asked to stop.
 
     Python would run an ordinary handler on the main thread, which may spend a minute in a blocking
-    C++ call of a store.
+    C++ call to a store.
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)

@@ -66,8 +66,9 @@ CALLED = {
     (ELASTIC + "rendezvous.c10d_rendezvous_backend", "create_backend"): 1,
     (ELASTIC + "rendezvous.api", "RendezvousStoreInfo.build"): 4,
 }
-"""The number of arguments with which the launcher calls a function, by the function's module and
-name."""
+"""The number of arguments that the launcher passes to a function, by the function's module and
+name.
+"""
 
 
 def missing() -> list[str]:
