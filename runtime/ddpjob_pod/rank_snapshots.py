@@ -175,8 +175,8 @@ class Cost(NamedTuple):
     pace: float = 0.0
     """Time of one step without a copy."""
     keeps: float = 0.0
-    """1 if this rank keeps copies; 0 if its node has no room or a different rank of the node writes
-    for it.
+    """1 if this rank keeps copies; 0 if its node has no room or another rank on the node writes for
+    it.
     """
     needed: float = 0.0
     """Bytes that two states would need on this rank's node; 0 if they fit."""

@@ -518,8 +518,9 @@ def log_line(moment: datetime, who: str, text: str) -> str:
 
 OWN_LOG_LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (?:ddpjob|coordinator): (?!ends with [1-9])")
 """Matches the beginning of a line that was written with `log_line`. One such line is excluded:
-`ends with CODE`, the launcher's last line after a failure, because it describes only the end of the
-launcher itself."""
+`ends with CODE`, the launcher's last line after a failure, because it describes only how the
+launcher itself ended.
+"""
 
 
 def largest_report(pods: int) -> int:

@@ -404,7 +404,7 @@ class AfterImport:
 
 
 def run_recorded(mode: str, target: str) -> None:
-    """Run the program to its end.
+    """Run the program until it ends.
 
     If the program raises an exception, write the exception to torchrun's error file, and print it
     without this file's frames. The process then exits with code 1, or with EXIT_REFUSED if

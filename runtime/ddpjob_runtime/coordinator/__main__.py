@@ -50,7 +50,7 @@ async def _host_store(server: Server, host: str, port: int) -> int:
     said = bytearray()
     reading = asyncio.ensure_future(_read(child.stdout, said, server))
     code = await child.wait()
-    # Child processes of the store may keep its output open, so do not wait for its end.
+    # Child processes of the store may keep its output open, so do not wait for it to close.
     await asyncio.wait([reading], timeout=1.0)
     if code == protocol.EXIT_INIT_FAILURE:
         why = said.decode(errors="replace").strip().rpartition("\n")[2]

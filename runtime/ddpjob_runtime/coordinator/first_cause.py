@@ -11,7 +11,7 @@ reported before the error that caused it.
 2. If members were lost or have left, these events compete with the failures whose suspicion is 0,
    and the earliest is the cause. A death by signal does not compete, unless it is an OOM kill,
    because the workers of a lost pod are killed with it.
-3. If only suspicious failures are known, and a worker has ended with exit code 0, that end is the
+3. If only suspicious failures are known, and a worker has ended with exit code 0, that exit is the
    cause, because the worker's peers were still waiting for it in a collective.
 
 Example. All times are in seconds on the coordinator's clock, to which the times in reports are

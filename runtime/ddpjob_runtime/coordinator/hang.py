@@ -67,8 +67,8 @@ LEAST_REPORTS = 20
 DUMP_SECONDS = 3.0
 """Maximum number of seconds to wait for the stacks of all ranks."""
 LAST_STACKS_SECONDS = 0.3
-"""After the stacks of a member's first rank, those of its other ranks arrive within this many
-seconds.
+"""The stacks of a member's other ranks arrive within this many seconds after those of its first
+rank.
 """
 
 

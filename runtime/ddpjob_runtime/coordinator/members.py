@@ -214,7 +214,7 @@ class Members:
             self.missing[member.index] = LostMember(member.pod, time_of(member.heard), member.index, why)
 
     def remove(self, member: Member) -> None:
-        """Remove a member. If a different member has already taken its index, that one stays."""
+        """Remove a member. If another member has already taken its index, that one stays."""
         if self.holds(member):
             del self.by_index[member.index]
         member.lose()

@@ -149,8 +149,8 @@ class Round:
         return self._drains is not None
 
     def _has(self, member: Member) -> bool:
-        """Whether the member still has its rank in this round. A different member may have taken
-        the rank.
+        """Whether the member still has its rank in this round. Another member may have taken the
+        rank.
         """
         return member.rank is not None and self.members.get(member.rank) is member
 

@@ -502,7 +502,7 @@ class Server:
         shown = {key: value for key, value in message.items() if key not in ("traceback", "text", "ranks")}
         log(f"{member.pod}: {shown}"[:1000])
         if member.state == MemberState.LOST and verb != FromMember.FAILURE:
-            return  # A different pod has taken the index of this member.
+            return  # Another pod has taken this member's index.
         HANDLERS[verb](self.coordinator, member, message)
 
 

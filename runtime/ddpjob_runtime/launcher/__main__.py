@@ -317,10 +317,10 @@ def data_note(client: MemberClient) -> Callable[[str], None]:
 
 
 def await_fetch(field: str, fetch: Any, shutdown: Shutdown) -> None:
-    """Run a fetch to its end.
+    """Run a fetch to completion.
 
-    BucketRefusal fails the job, as InitFailure. Unfit ends only this node, because its disk cannot
-    hold the files.
+    BucketRefusal fails the job, as an InitFailure. Unfit ends only this node, because its disk
+    cannot hold the files.
     """
     from ddpjob_runtime.launcher.fetch_data import FetchAbandoned, Unfit
     from ddpjob_runtime.launcher.s3_reader import BucketRefusal

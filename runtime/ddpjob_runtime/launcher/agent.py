@@ -192,10 +192,10 @@ class CoordinatedAgent(LocalElasticAgent):
     def _end_workers(self, context: Any, death_sig: signal.Signals) -> bool:
         """Stop the workers, and return whether they and their children have ended.
 
-        They get SIGTERM, and SIGKILL after the grace period. This method waits for their end,
-        because new workers must not start while a process of an earlier round still holds the
-        device. torch does not do that: after SIGKILL, it waits for workers either forever (2.6) or
-        only as long as the grace period (2.15), and it never waits for the workers' children.
+        They get SIGTERM, and SIGKILL after the grace period. This method waits until they have
+        ended, because new workers must not start while a process of an earlier round still holds
+        the device. torch does not do that: after SIGKILL, it waits for workers either forever (2.6)
+        or only as long as the grace period (2.15), and it never waits for the workers' children.
         """
         handlers = list(context.subprocess_handlers.values())
         for handler in handlers:
@@ -270,8 +270,8 @@ class CoordinatedAgent(LocalElasticAgent):
         """Report the workers that have ended without being stopped by this launcher.
 
         This includes a worker whose error file has an exception although its process still waits
-        for a thread or a device. Exit code 0 is also reported, because the end of this worker may
-        explain the errors of its peers.
+        for a thread or a device. Exit code 0 is also reported, because this worker's exit may
+        explain its peers' errors.
         """
         codes = {**self._ending, **self._ended}
         if not any(codes.values()) and len(codes) == len(ranks):

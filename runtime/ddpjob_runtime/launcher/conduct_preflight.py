@@ -135,7 +135,7 @@ class HardwareCheck:
         """Kill the process, even if it hangs."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
-        # If a driver blocks the process, do not wait for its end.
+        # If a driver blocks the process, do not wait for it to end.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1)
 

@@ -85,7 +85,7 @@ _Found = TypeVar("_Found")
 
 
 class Unfit(Exception):
-    """The disk of this host cannot hold the data, but the disk of a different host might."""
+    """The disk of this host cannot hold the data, but another host's disk might."""
 
 
 class FetchAbandoned(Exception):

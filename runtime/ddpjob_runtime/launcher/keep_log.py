@@ -265,8 +265,7 @@ class KeptLog:
     def finish(self) -> None:
         """Pass on and write the rest of the output after the launcher has ended.
 
-        This does not wait for the ends of the pipes, because other processes may still have them
-        open.
+        This does not wait for the pipes to close, because other processes may still have them open.
         """
         os.close(self._end[1])
         deadline = time.monotonic() + self._close_seconds

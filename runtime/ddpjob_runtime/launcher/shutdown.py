@@ -33,7 +33,9 @@ PR_SET_PDEATHSIG = 1
 
 
 class Shutdown:
-    """Ends this process. The first caller of `exit` decides how; later callers wait for the end."""
+    """Ends this process. The first caller of `exit` decides how; later callers wait for the process
+    to end.
+    """
 
     def __init__(self, grace_seconds: float) -> None:
         self.grace_seconds = grace_seconds
