@@ -160,7 +160,7 @@ class Job:
 
     @property
     def failure(self) -> Condition | None:
-        """The job's condition of type Failed, which has a reason and a message.
+        """The job's Failed condition, which has a reason and a message.
 
         None if the job has not failed.
         """
@@ -372,7 +372,7 @@ class Client:
         follow: bool = False,
         tail: int | None = None,
     ) -> Iterator[tuple[str, str]]:
-        """Yield the lines in the logs of the training pods, as pairs of a pod's name and a line.
+        """Yield the lines in the logs of the training pods, as (pod name, line) pairs.
 
         `rank` selects the pod in which this global rank runs, and leaves out lines that are known
         to come from other ranks of the pod. `index` selects the pods of the slot with this number.
@@ -508,15 +508,16 @@ class Client:
     def kill(self, pod: str | PodLine) -> None:
         """Kill a pod in order to test recovery.
 
-        The pod is deleted as by `kubectl delete pod --force --grace-period=0`.
+        The pod is deleted as with `kubectl delete pod --force --grace-period=0`.
         """
         self._backend.kill(pod if isinstance(pod, str) else pod.name)
 
     def delete(self, job: str | Job) -> None:
         """Delete a job and its pods.
 
-        Checkpoints on volumes are kept, unless storage.checkpoints.claimTemplate.whenDeleted of the
-        job is Delete. On this machine, the same applies to checkpoints in RUNS/JOB/checkpoints.
+        Checkpoints on volumes are kept, unless the job's
+        storage.checkpoints.claimTemplate.whenDeleted is Delete. On this machine, the same applies
+        to checkpoints in RUNS/JOB/checkpoints.
         """
         self._backend.delete(_name(job))
 

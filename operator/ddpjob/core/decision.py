@@ -21,17 +21,17 @@ class Preparation(Enum):
     """Creates an object that pods need."""
 
     SERVICE = auto()
-    """The headless service of the job."""
+    """The job's headless service."""
     CLAIM = auto()
     """The PersistentVolumeClaim of storage.checkpoints.claimTemplate."""
     RUNTIME = auto()
-    """The ConfigMap with the runtime of the job's pods. `status.runtime` holds its name."""
+    """The ConfigMap with the runtime for the job's pods. `status.runtime` holds its name."""
     BUDGET = auto()
-    """The PodDisruptionBudget of the job's node pods."""
+    """The PodDisruptionBudget for the job's node pods."""
     POLICY = auto()
-    """The NetworkPolicy of the job's pods. If it is rejected, the job runs without it."""
+    """The NetworkPolicy for the job's pods. If it is rejected, the job runs without it."""
     TOKEN = auto()
-    """The Secret with the token of the job's pods. The operator never reads it."""
+    """The Secret with the token for the job's pods. The operator never reads it."""
     GANG = auto()
     """The generation's PodGroup: the scheduler places all of its pods or none."""
 
@@ -104,7 +104,7 @@ class MarkWorkload:
     name: str
     uid: str
     condition: str
-    """Type of the Workload's condition that becomes True."""
+    """Type of the Workload condition to set to True."""
     reason: str
     message: str
 

@@ -40,7 +40,7 @@ _SHOWN = 200
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the record. It describes the start of a round or the end of the job.
+    """A line in the record. It describes the start of a round or the end of the job.
 
     `incidents` are the breaks since the previous line.
     """
@@ -55,7 +55,7 @@ class Line:
     incidents: tuple[Incident, ...]
     progress: Json
     start: Json = field(default_factory=dict)
-    """The point from which the round continued the training, in the form that `protocol.read_start`
+    """The point from which the round continued training, in the form that `protocol.read_start`
     returns. It is empty if it was not recorded."""
 
 

@@ -57,7 +57,7 @@ class PastJobs:
         self.jobs()
 
     def within(self, namespace: str) -> PastJobs:
-        """Return a copy of this backend in which names refer to jobs of this namespace."""
+        """Return a copy of this backend in which names refer to jobs in this namespace."""
         scoped = copy(self)
         scoped._namespace = namespace
         return scoped

@@ -25,8 +25,8 @@ SOURCE = "function.py"
 """Name of the file that contains JobRequest.source. It must not be the name of a module that a
 script imports, because the script's folder is on sys.path, and the file would hide this module."""
 MOST_BYTES = 1024 * 1024 - 16 * 1024
-"""Maximum total size in bytes of the files in a ConfigMap. An object of the API can have at most 1
-MiB, including its metadata."""
+"""Maximum total size in bytes of the files in a ConfigMap. An API object can have at most 1 MiB,
+including its metadata."""
 _ENTRIES = ("train.py", "main.py", "__main__.py")
 _MODULE = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
 _Kind = TypeVar("_Kind", list[Any], dict[str, Any])
@@ -285,7 +285,7 @@ def _mount(spec: Json, code: Json, files: Mapping[str, bytes]) -> None:
 
 
 def _within(parent: Json, name: str, kind: type[_Kind]) -> _Kind:
-    """Return the value of a field of podTemplate.
+    """Return the value of a field in podTemplate.
 
     If the field is absent or null, it is first set to an empty value of the type `kind`. Raises
     Mistake if its value has a different type.

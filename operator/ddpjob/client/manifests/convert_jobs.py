@@ -24,8 +24,8 @@ from ddpjob.objects.pod_template import OWNED_VARIABLES
 _GPUS = re.compile(
     r"(?!.*(mem|core|ratio))(.+/(.*gpu.*|xpu|npu|hpu|gaudi|mig-.+)|huawei\.com/Ascend.+|gpu\.intel\.com/(i915|xe))"
 )
-"""Matches the names of resources that count whole devices. The names of resources that count the
-memory or a fraction of a device, such as nvidia.com/gpumem, do not match."""
+"""Matches the names of resources that count whole devices. The names of resources that count a
+device's memory or fractions of it, such as nvidia.com/gpumem, do not match."""
 _PYTHON = re.compile(r"(.*/)?python[0-9.]*")
 _OPERATORS = ("rdzv-backend", "rdzv-endpoint", "rdzv-id", "master-addr", "master-port", "node-rank",
               "standalone", "local-addr", "rdzv_backend", "is-host", "monitor-interval", "start-method",
@@ -35,7 +35,7 @@ _BARE = ("standalone", "m", "module", "no-python", "run-path", "virtual-local-ra
 _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _MOST_SHOWN = 5
 _PLAIN_SHELL = re.compile(r"-[euvx]*c")
-"""Matches the options with which a shell runs a command without reading startup files first. The
+"""Matches the options that make a shell run a command without reading startup files first. The
 options -l and -i do not match, because the shell would then read startup files."""
 _SHELL = re.compile(r"[;&|<>$`*?(){}#~\n]")
 _QUOTED = re.compile(r"""\\.|'[^']*'|"((?:\\.|[^"\\])*)\"""", re.DOTALL)
@@ -264,8 +264,8 @@ def _pytorch_job(manifest: Mapping[str, Any]) -> Conversion:
     of_workers = target.get("recovery", {}).get("maxRestarts", elastic.get("maxRestarts"))
     of_pods = 0 if policies == {"Never"} else (spec.get("runPolicy") or {}).get("backoffLimit")
     if limits := [limit for limit in (of_workers, of_pods) if limit is not None]:
-        # A PyTorchJob limits the failures of workers and the failures of pods separately. A DDPJob
-        # has one limit for both, so the larger one is used.
+        # A PyTorchJob limits worker failures and pod failures separately. A DDPJob has one limit
+        # for both, so the larger one is used.
         target.setdefault("recovery", {})["maxRestarts"] = max(limits)
     _sharing(made)
     _left_out(made, manifest, _OF_PYTORCH_JOB)
@@ -273,7 +273,7 @@ def _pytorch_job(manifest: Mapping[str, Any]) -> Conversion:
 
 
 def _wanted(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the section Master or Worker of a job, or an empty mapping if it asks for no pods.
+    """Return a job's Master or Worker section, or an empty mapping if it does not ask for pods.
 
     Charts write `replicas: 0` if a job does not need workers.
     """
@@ -281,7 +281,7 @@ def _wanted(part: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _differences(master: Any, worker: Any, path: str) -> Iterator[str]:
-    """Yield the path of each field in which the pod templates of Master and Worker differ."""
+    """Yield the path of each field that differs between the pod templates of Master and Worker."""
     if isinstance(master, Mapping) and isinstance(worker, Mapping):
         for key in dict.fromkeys((*master, *worker)):
             yield from _differences(master.get(key), worker.get(key), f"{path}.{key}")
@@ -564,7 +564,7 @@ def _resources(made: Conversion, resources: Mapping[str, Any]) -> None:
     target, kept = made.job["spec"], {}
     target["gpusPerNode"] = 0
     if resources and not {"requests", "limits"} & resources.keys():
-        # The field resourcesPerNode of a TrainJob may contain amounts without requests and limits.
+        # A TrainJob's field resourcesPerNode may contain amounts without requests and limits.
         resources = {"limits": resources}
     names = [n for kind in ("limits", "requests") for n in resources.get(kind) or () if _GPUS.fullmatch(n)]
     # Only one kind of device becomes gpusPerNode. The others stay in `resources`.

@@ -57,7 +57,7 @@ def explain(path: str, *, recursive: bool = False) -> Iterator[str]:
 
 
 def _rules_on(schema: Schema, names: list[str]) -> Iterator[Schema]:
-    """Return the rules (CEL) of an object that concern its field at the path `names`.
+    """Return an object's rules (CEL) that concern its field at the path `names`.
 
     If the path is empty, return the rules that concern the object itself.
     """

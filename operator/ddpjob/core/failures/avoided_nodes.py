@@ -37,8 +37,8 @@ _OF_LIMITS = frozenset({Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED})
 """Causes that are the job's own fault, whichever host it runs on."""
 _MOVED = frozenset({Cause.NODE_UNHEALTHY, Cause.POD_UNHEALTHY, Cause.SLOW_RANK})
 FAULTS = _MOVED | {Cause.NODE_FAULT, Cause.START_ERROR, Cause.PREFLIGHT_FAILED}
-"""Causes for which the host is avoided immediately, because the program has not run yet or was not
-at fault."""
+"""Causes that make new pods avoid the host immediately, because the program has not run yet or was
+not at fault."""
 
 
 def find_avoided_nodes(

@@ -58,7 +58,7 @@ class Finding:
     """The round in which the pod was created; None for incidents and for the coordinator's own
     end."""
     fails: str = ""
-    """Reason of the Failed condition if the finding is a cause; empty if it would not fail the
+    """The Failed condition's reason if the finding is a cause; empty if it would not fail the
     job."""
     why: str = ""
     """The rule that fails the job; empty if it is one of the defaults."""
@@ -154,7 +154,7 @@ def attribute(
     for incident in incidents:
         explain_losses(incident.restart.time)
         if incident.restart.reason == Cause.JOINED and _scaling(status):
-            continue  # The operator has already recorded this restart when spec.nodes changed.
+            continue  # The operator already recorded this restart when spec.nodes changed.
         if here is not None and not here.incident and _close(incident, here):
             here.incident = True
             if not _join(incident, here):
@@ -190,7 +190,7 @@ def _last_break(status: JobStatus) -> Restart | None:
 
 
 def _belongs(end: Finding, last: Restart, status: JobStatus) -> bool:
-    """Whether a pod's end may be a result of the last recorded break."""
+    """Whether a pod may have ended because of the last recorded break."""
     if end.made_in is None or end.made_in >= last.round:
         return False
     still_broken = last.seconds is None and status.holds(ConditionType.RESTARTING)

@@ -44,7 +44,7 @@ _CAUSES = {
     IncidentKind.INIT_FAILURE: Cause.INIT_FAILURE,
     IncidentKind.JOINED: Cause.JOINED,
 }
-"""The cause for each incident kind that has one. The other kinds are PeerLost and Left."""
+"""The cause for each kind of incident that has one. The other kinds are PeerLost and Left."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class NewIncidents:
     findings: tuple[Finding, ...] = ()
     """The incidents that name a cause, in the order of their numbers."""
     lost: tuple[tuple[str, datetime], ...] = ()
-    """The pod and the time of each incident that names no cause, because the end of that pod
-    explains it."""
+    """The pod and the time of each incident that does not name a cause. How that pod ended explains
+    the incident."""
     last: int = 0
     """Number of the newest incident that has been evaluated."""
 

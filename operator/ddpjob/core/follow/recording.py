@@ -122,7 +122,7 @@ def _coordinator_restart(view: View, ended: Ended) -> Restart:
 
 
 def without_restart(view: View, before: JobStatus) -> View:
-    """Return the view of a job that has failed, so that no restart follows its newest failures.
+    """Return a failed job's view, in which no restart follows the newest failures.
 
     The failures stay listed, and counted failures stay counted. Only the round and the totals of
     restarts exclude them.

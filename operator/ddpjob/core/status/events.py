@@ -160,7 +160,7 @@ def _where(entry: Json) -> str:
 
 
 def _begun(old: JobStatus, new: JobStatus) -> str:
-    """Return the message of the Running event.
+    """Return the message for the Running event.
 
     After a restart, it describes the last break and the pause that followed.
     """

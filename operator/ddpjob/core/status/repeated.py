@@ -32,7 +32,7 @@ from ddpjob.core.status.messages import count
 from ddpjob.core.view import View, is_number
 
 UNKNOWN = "unknown"
-"""The source of the state with which a restart continued, if the script has not reported it."""
+"""Stands for the source of a restart's state if the script has not reported the source."""
 
 
 def count_repeats(view: View) -> JobStatus:
@@ -90,7 +90,7 @@ def _with_repeats(counts: Restarts, restart: Restart | None, start: dict[str, An
 
 
 def count_steps(start: Mapping[str, Any]) -> int | None:
-    """Return the number of steps that a round repeats, from the report of its start.
+    """Return the number of steps that a round repeats, based on the report about its start.
 
     The result is None if the number is unknown.
     """
