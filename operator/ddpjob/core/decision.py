@@ -42,7 +42,7 @@ class CreateWorkload:
 
     name: str
     pods: int
-    """Number of pods, not counting the coordinator's, for which quota is requested."""
+    """Number of pods to request quota for, not counting the coordinator's."""
     least: int = 0
     """The smallest number of these pods that Kueue may admit if there is too little quota for all
     of them. 0 means that Kueue must admit all of them."""
@@ -50,7 +50,7 @@ class CreateWorkload:
     """Name of the Workload that holds the job's quota now. The new Workload replaces it once Kueue
     admits the new one."""
     after: int = 0
-    """Number of pods for which the job already has quota. If it is not 0, this Workload asks only
+    """Number of pods that the job already has quota for. If it is not 0, this Workload asks only
     for additional pods, and not for the coordinator's pod."""
 
 

@@ -297,7 +297,7 @@ class ClaimView:
     made_for: str = ""
     """Name of the job that made the claim."""
     template: str = ""
-    """Hash of the claimTemplate from which the claim was made."""
+    """Hash of the claimTemplate that the claim was made from."""
     owners: tuple[str, ...] = ()
     """UIDs of the objects that own the claim. The claim is deleted with them."""
     deleting: bool = False
@@ -410,8 +410,8 @@ class World:
     runtime_offered: str = ""
     """Name of the runtime ConfigMap that this version of the operator would create."""
     key_mark: str = ""
-    """Short hash of the key from which the jobs' tokens are derived. Pods reject each other if
-    their tokens come from different keys."""
+    """Short hash of the key that the jobs' tokens are derived from. Pods reject each other if their
+    tokens come from different keys."""
     is_sole_operator: bool = False
     """Whether this operator holds the Lease for the job's namespace, so that no other operator
     acts there."""

@@ -74,7 +74,7 @@ from ddpjob.objects.workload import build_workload, marked, released
 CONCURRENT = 16
 """Maximum number of simultaneous requests in one reconcile."""
 MESSAGES_SECONDS = 5.0
-"""Timeout in seconds for all messages of one decision. The next reconcile sends lost messages
+"""Timeout in seconds for all messages in one decision. The next reconcile sends lost messages
 again."""
 
 

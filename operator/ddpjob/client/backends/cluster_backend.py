@@ -261,9 +261,9 @@ class ClusterBackend:
         """Return the pods of the current job `name`, without the pods of a deleted job with this
         name.
 
-        The pods of a deleted job exist until they have terminated. A new job with the same name may
-        have pods at the same time. If the current job does not exist, or the user is not permitted
-        to read it, all pods are returned.
+        A deleted job's pods exist until they have terminated. A new job with the same name may have
+        pods at the same time. If the current job does not exist, or the user is not permitted to
+        read it, all pods are returned.
         """
         uids = {pod["metadata"]["labels"].get(LABEL_UID) for pod in pods}
         if len(uids) < 2 and not any("deletionTimestamp" in pod["metadata"] for pod in pods):
@@ -361,7 +361,7 @@ class ClusterBackend:
             read.again()
 
     def kept_logs(self, name: str) -> KeptLogs:
-        """Return the logs that are kept in the job's bucket, or on the volume of its running pods.
+        """Return the logs kept in the job's bucket, or on the volume that its running pods mount.
 
         All pods usually mount the same volume, so the first pod that can be read is enough. With a
         hostPath that is not shared, a pod sees only the logs on its own Kubernetes node, so the
@@ -394,7 +394,7 @@ class ClusterBackend:
         return found
 
     def _running_pods(self, name: str) -> list[PodLine]:
-        """Return the pods in which commands can run, nodes before spares."""
+        """Return the pods that can run commands, nodes before spares."""
         running = [pod for pod in self.pods(name) if pod.index is not None and pod.state == "Running"]
         return sorted(running, key=lambda pod: pod.role != "node")
 

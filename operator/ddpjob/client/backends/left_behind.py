@@ -152,7 +152,7 @@ def _read(row: Any) -> tuple[tuple[str, str, str], Line]:
     """Return the identity (name, namespace, uid) of a line's job, and the line itself.
 
     If the line has a `start`, it adds this to an earlier line about the same round. Raises
-    ValueError if `row` is not a line of the record.
+    ValueError if `row` is not a line in the record.
     """
     if not isinstance(row, dict) or row.get("event") not in ("round", "end", START):
         raise ValueError("not a line of the record")

@@ -48,7 +48,7 @@ _STARTED_SECONDS = 120.0
 """Number of seconds within which a new `ddpjob run` must have written its record. Starting Python
 may take half a minute on a very busy machine."""
 _STOPPED = "the job's `ddpjob run` was stopped; run the job again to resume"
-"""If a job was interrupted, this text replaces the message of its condition Suspended. The usual
+"""If a job was interrupted, this text replaces the message of its Suspended condition. The usual
 message suggests setting runPolicy.suspend to false, which is impossible without a running `ddpjob
 run`."""
 

@@ -131,7 +131,7 @@ def rank_of_line(line: bytes, ranks: range) -> int | None:
 class Chosen:
     """Which logs to read: the log of one pod, or the logs of training pods and coordinators.
 
-    By default, the logs of all training pods are read, and those of coordinators are not.
+    By default, the logs of all training pods are read, and coordinators' logs are not.
     """
 
     pod: str = ""
@@ -141,7 +141,7 @@ class Chosen:
     known to come from other ranks."""
     coordinator: bool = False
     kept: EndedLogs | None = None
-    """If `pod` no longer exists, these are the job's kept logs, from which its log is read."""
+    """The job's kept logs. If `pod` no longer exists, its log is read from them."""
 
 
 @dataclass(frozen=True)

@@ -183,7 +183,7 @@ def _program(
         for note in found.notes():
             say(f"{program}: {note}")
         if request.code or found.size > MOST_BYTES:
-            # This path is relative to the folder in which the archive is unpacked.
+            # This path is relative to the folder where the archive is unpacked.
             spec["script"] = inside
             return [], found
         spec |= {"script": f"{CODE_FOLDER}/{inside}", "workingDir": CODE_FOLDER}
@@ -208,7 +208,7 @@ def _program(
 
 
 def _code_place(request: JobRequest, spec: Json, found: Found) -> CodePlace:
-    """Return the folder in a bucket to which the code is uploaded.
+    """Return the bucket folder that the code is uploaded to.
 
     Raises Mistake if the request does not specify a bucket.
     """
@@ -311,7 +311,7 @@ def _volume(text: str) -> Json:
 
 
 def read_settings(texts: Iterable[str]) -> dict[str, Any]:
-    """Read `FIELD=VALUE` strings, in which VALUE is YAML."""
+    """Read `FIELD=VALUE` strings, where VALUE is YAML."""
     settings = {}
     for setting in texts:
         path, equals, text = setting.partition("=")

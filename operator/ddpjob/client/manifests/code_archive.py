@@ -68,7 +68,7 @@ class Found:
 
     @property
     def size(self) -> int:
-        """Total size of the files and of their names, in bytes. Raises OSError."""
+        """Total size of the files and their names, in bytes. Raises OSError."""
         return sum(path.stat().st_size + len(name) for name, path in self.files.items())
 
     def notes(self) -> Iterator[str]:
@@ -327,7 +327,7 @@ def _size(size: float) -> str:
 
 @dataclass(frozen=True)
 class CodePlace:
-    """The folder in a bucket to which code is uploaded, and how to reach it from this machine."""
+    """The bucket folder that code is uploaded to, and how to reach it from this machine."""
 
     url: str
     endpoint: str = ""

@@ -50,15 +50,15 @@ option's value is a shell variable. Other operators set such variables in their 
 _NOT_SET = re.compile(
     r"\$[{(]?(WORLD_SIZE|RANK|MASTER_ADDR|MASTER_PORT|PET_NODE_RANK|PET_MASTER_ADDR|PET_MASTER_PORT)\b"
 )
-"""Matches uses of variables that are set in the pods of a PyTorchJob, but not in those of a DDPJob.
-There is one exception: in a DDPJob with `command`, MASTER_ADDR and MASTER_PORT are set to the
-address of the pod with index 0."""
+"""Matches uses of variables that are set in a PyTorchJob's pods, but not in a DDPJob's pods. There
+is one exception: in a DDPJob with `command`, MASTER_ADDR and MASTER_PORT are set to the address of
+the pod with index 0."""
 _THEIR_LABELS = re.compile(
     r"\b(training\.kubeflow\.org/|trainer\.kubeflow\.org/|jobset\.sigs\.k8s\.io/|batch\.kubernetes\.io/job-)[\w.-]+"
 )
 _ROOTS_TOOLS = re.compile(r"(?:^|[\s;&|(/])(apt-get|apt|yum|dnf|apk|chown|sshd|useradd)(?=[\s;&|)]|$)")
-"""Matches programs that root can only use if the container has capabilities. The containers of a
-PyTorchJob have capabilities by default, and those of a DDPJob do not."""
+"""Matches programs that root can only use if the container has capabilities. A PyTorchJob's
+containers have capabilities by default, and a DDPJob's containers do not."""
 _OF_PYTORCH_JOB = {
     "spec": ("pytorchReplicaSpecs", "runPolicy", "elasticPolicy", "nprocPerNode"),
     "spec.pytorchReplicaSpecs": ("Master", "Worker"),
@@ -74,9 +74,8 @@ _OF_TRAIN_JOB = {
              "runtimePatches", "labels", "annotations", "managedBy"),
     "spec.trainer": ("image", "command", "args", "env", "numNodes", "numProcPerNode", "resourcesPerNode"),
 }  # fmt: skip
-"""The fields of a TrainJob that the conversion knows. Each of them is read, or it needs no
-counterpart because DDPJob's operator chooses the value. Every other field gets a note that it was
-left out."""
+"""The TrainJob fields that the conversion knows. Each of them is read, or it needs no counterpart
+because DDPJob's operator chooses the value. Every other field gets a note that it was left out."""
 
 
 @dataclass
@@ -146,7 +145,7 @@ def _complete(made: Conversion, script: str, image: str) -> None:
 
 
 def _left_out(made: Conversion, manifest: Mapping[str, Any], known: Mapping[str, Sequence[str]]) -> None:
-    """Add a note for each field of the manifest that the conversion does not know.
+    """Add a note for each field in the manifest that the conversion does not know.
 
     `known` maps the path of an object in the manifest to the names of its known fields.
     """
@@ -361,7 +360,7 @@ def _train_job(manifest: Mapping[str, Any], runtime: Mapping[str, Any] | None) -
 
 
 def _sharing(made: Conversion) -> None:
-    """Allow the pods of a job to share a Kubernetes node, as they could in the original job.
+    """Allow a job's pods to share a Kubernetes node, as they could in the original job.
 
     By default, each pod of a DDPJob gets a Kubernetes node of its own, and several pods with few
     GPUs would wait for separate Kubernetes nodes. If the original job has a podAntiAffinity, its
@@ -496,7 +495,7 @@ def _pod_spec(spec: Json) -> Json:
 def _privileges(made: Conversion, pod: Json, container: Json) -> None:
     """Add a note if the job runs as root, or starts programs that need root's capabilities.
 
-    In the containers of a DDPJob, root has no capabilities by default.
+    In a DDPJob's containers, root has no capabilities by default.
     """
     contexts = [holder.get("securityContext") or {} for holder in (pod, container)]
     command, args = (made.job["spec"].get(name, ()) for name in ("command", "args"))

@@ -84,9 +84,9 @@ def _unknown(names: list[str], depth: int, holder: Schema) -> str:
 
 
 def _kubernetes(names: list[str]) -> str:
-    """Return the path under which `kubectl explain` explains a field of podTemplate.
+    """Return the path that `kubectl explain` uses for a field in podTemplate.
 
-    The fields of podTemplate are those of a pod.
+    podTemplate has the same fields as a pod.
     """
     at = names.index("podTemplate") + 1 if "podTemplate" in names else 0
     return ".".join(["pod", *names[at:]])

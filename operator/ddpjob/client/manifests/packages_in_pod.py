@@ -20,7 +20,7 @@ dependencies:
 A plan that replaces torch is refused. FOLDER is next to the script if that location is writable,
 and otherwise in the pod's temporary folder. On a laptop it is in the job's folder, where all pods
 share it and `ddpjob delete` removes it. The folder's name has a digest of the requirements and of
-Python's version, so an in-place restart finds everything there. A lock makes the ranks of a pod
+Python's version, so an in-place restart finds everything there. A lock makes the ranks in a pod
 take turns. The folder appears under its final name only when it is complete.
 
 If pip cannot reach the index, this counts as a failure, and the job tries again. Any other error

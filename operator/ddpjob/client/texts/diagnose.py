@@ -149,7 +149,7 @@ def _rollout(deployment: Json, where: str) -> Diagnosis:
     """Check whether all replicas are ready and have the newest revision.
 
     The number of ready replicas alone does not show this. After a faulty change, replicas of the
-    earlier revision keep running and stay ready, but those of the newest revision never become
+    earlier revision keep running and stay ready, but the newest revision's replicas never become
     ready.
     """
     meta, wanted, status = deployment["metadata"], deployment["spec"].get("replicas", 1), deployment.get("status", {})

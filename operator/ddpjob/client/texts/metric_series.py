@@ -72,7 +72,7 @@ class MetricSeries:
     not_finite: set[int] = field(default_factory=set)
     """Training steps whose loss is NaN or infinite. Files contain null instead."""
     without_loss: set[int] = field(default_factory=set)
-    """Training steps for which no loss was reported."""
+    """Training steps without a reported loss."""
     made: dict[int, Origin] = field(default_factory=dict)
     """Origin of the newest values for each training step."""
     evaluated: dict[int, Origin] = field(default_factory=dict)

@@ -58,7 +58,7 @@ def find_avoided_nodes(
 def _suspects(recent: tuple[Restart, ...], now: datetime, *, trained: bool) -> list[AvoidedNode]:
     """Return the hosts that the last hour's restarts make suspect, with the reason for each.
 
-    Each entry also has the time until which the host is avoided.
+    Each entry also says until when the host is avoided.
     """
     recent = tuple(r for r in recent if r.node and r.time > now - WINDOW)
     own = [r for r in recent if trained and r.counted and r.reason not in _OF_LIMITS]

@@ -51,7 +51,7 @@ from ddpjob.api.job_status import Restart
 from ddpjob.core.world import CODE_CONTAINER, ContainerView, HostView, PodView, Role, is_down
 
 _TRACEBACK_LIMIT = 3000
-"""Maximum number of characters of a traceback. Only the end of a longer traceback is kept, because
+"""Maximum number of characters in a traceback. Only the end of a longer traceback is kept, because
 it names the error."""
 
 
@@ -192,8 +192,8 @@ def explain_vanished(name: str, host: str, hosts: Hosts, last: PodView | None = 
     """Return why a pod whose object is gone has ended, based on its last known state if possible.
 
     If the last state shows no reason, the pod was force-deleted, was deleted with its host, or lost
-    the labels by which the operator finds it. If it lost its labels, the watch reports a deletion
-    although nobody has requested one.
+    the labels that the operator uses to find it. If it lost its labels, the watch reports a
+    deletion although nobody has requested one.
     """
     if last is not None and (last.disruption or last.status_reason or (last.ended and not last.succeeded)):
         return explain_end(last, hosts, launcher=launcher)

@@ -110,8 +110,8 @@ def attribute(
     The function is pure and records nothing. `status` holds the breaks of earlier reconciles
     (`restarts.recent`, `restarts.seen_round`, `round`). `ends` are the ends of pods since then, in
     any order. `incidents` are the coordinator's incidents, in the order of their numbers. `lost`
-    lists incidents, each as a pod and a time, that name no cause because the pod's end explains
-    them.
+    lists incidents, each as a pod and a time, that do not name a cause because the pod's end
+    explains them.
 
     1. An end that would count or fail the job joins the last recorded break if its pod was created
        before that break. The group must also still be down because of the break, or the end must be

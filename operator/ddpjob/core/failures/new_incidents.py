@@ -1,7 +1,7 @@
 """Turns incidents that no reconcile has evaluated yet into findings about the cause of a break.
 
 The coordinator numbers its incidents, and each report repeats the latest ones. The status remembers
-the last number that was evaluated, and the generation to which it belongs. Every incident is
+the last number that was evaluated, and the generation that it belongs to. Every incident is
 therefore evaluated only once, even if the operator is replaced in between.
 
 - An incident that names its cause, such as a failed worker or a hang, becomes a finding. The rules

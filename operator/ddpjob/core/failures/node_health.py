@@ -58,8 +58,8 @@ is broken or no other node would be better."""
 MAX_MOVES = 3
 """Maximum number of moves within an hour. More moves would cost more than they could save."""
 LINK_LOSSES = 3
-"""Number of lost connections in a row after which a pod is replaced. For failures of a worker, two
-in a row suffice. One more is required here, because a switch that restarts may cause two lost
+"""How many lost connections in a row cause a pod to be replaced. For worker failures, two in a row
+suffice. One more is required here, because a switch that restarts may cause two lost
 connections."""
 _BEYOND = (
     "the required affinity, spread constraints, claims or quantities in this job's podTemplate and resources, or the "
@@ -156,7 +156,7 @@ MOVE_CAUSES = (Cause.NODE_UNHEALTHY, Cause.POD_UNHEALTHY, Cause.SLOW_RANK)
 
 @dataclass(frozen=True)
 class Failing:
-    """A living pod that is replaced because of a failure of its ranks."""
+    """A living pod that is replaced because its ranks failed."""
 
     number: int
     """The position of the failure in the sequence that `judge_failing` received."""
@@ -343,7 +343,7 @@ class Wants:
 
     @classmethod
     def of(cls, spec: JobSpec, queue: QueueStatus | None) -> Wants:
-        """Return the requirements of the spec, together with those that Kueue's flavor adds."""
+        """Return the spec's requirements, together with those that Kueue's flavor adds."""
         added = queue.node if queue is not None else PodChanges()
         pod = _dict(spec.pod_template.get("spec"))
         affinity = _dict(pod.get("affinity"))
@@ -367,7 +367,7 @@ class Wants:
         )
 
     def kind(self, host: HostView) -> bool:
-        """Whether a node is of the same kind as the nodes on which the job runs.
+        """Whether a node is of the same kind as the nodes that the job runs on.
 
         Such a node offers the requested kinds of devices or, if the job does not request any, has
         the labels of its node selector. A node whose devices are all broken still lists them, with

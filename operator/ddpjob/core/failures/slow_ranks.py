@@ -45,8 +45,8 @@ from ddpjob.core.world import PodView
 
 SLOWDOWN = 1.3
 COST = 0.1
-"""A rank moves only if this saves at least this share of the time of each step. Such a move repays
-its restart in about a minute."""
+"""A rank moves only if this saves at least this share of each step's time. Such a move repays its
+restart in about a minute."""
 LASTS = timedelta(seconds=30)
 APART = timedelta(minutes=5)
 _MOVES = (Cause.SLOW_RANK, Cause.NODE_UNHEALTHY)

@@ -5,8 +5,8 @@ operator dies in between. The attributed restarts are recorded first. Then this 
 
 - an entry for each pod that is alive but has a broken device or host, because such a pod is
   replaced (`judge_failing`). The entry is a consequence of the failure that revealed the fault.
-- a separate restart for the loss of the coordinator. In Fast mode the group continues to train
-  without a coordinator, so the loss neither counts nor breaks the group.
+- a separate restart for a lost coordinator. In Fast mode the group continues to train without a
+  coordinator, so the loss neither counts nor breaks the group.
 - hosts that have become suspect, to the list of hosts that new pods avoid.
 
 Example: rank 3's worker fails for the second time in a row, in pod train-3-0.
@@ -77,7 +77,7 @@ def record_restarts(attribution: Attribution) -> Recorded:
 
 
 def _replace_failing(ends: Ends, restarts: list[Restart]) -> tuple[dict[int, Ended], list[Restart]]:
-    """Return the ends and the restarts, and add those of living pods that have to be replaced.
+    """Return the ends and the restarts, including those for living pods that must be replaced.
 
     If the restarts exceed the budget, the job fails, so no living pod is added.
     """

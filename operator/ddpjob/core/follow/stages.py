@@ -1,6 +1,6 @@
 """Runs the stages that work out what has happened to the group since the last reconcile.
 
-1. `ends`: which pods have ended, and for which cause
+1. `ends`: which pods have ended, and why
 2. `attribution`: which of these ends and new incidents are causes, and which are consequences
 3. `recording`: restarts in the status, whether they count, and hosts to avoid
 4. `outcome`: whether the job fails

@@ -104,7 +104,7 @@ def plan_actions(view: View, lost: frozenset[str]) -> PlannedActions:
         pods += [CreateNode(i, s.attempt) for i, s in planned if i < members and _due(view, s.not_before, held)]
     if buildable and missing and _due(view, status.rendezvous.not_before, held):
         # Create the coordinator right after the first node's pod. The coordinator prefers the same
-        # kind of machine, and should not wait for all pods of a large job.
+        # kind of machine, and should not wait for all of a large job's pods.
         pods.insert(1, CreateCoordinator())
     isolated = view.status.condition(ConditionType.ISOLATED)
     if world.policy and not world.has_policy and (pods or isolated is None or isolated.status):
@@ -125,10 +125,10 @@ def plan_actions(view: View, lost: frozenset[str]) -> PlannedActions:
 
 
 def _due(view: View, not_before: datetime | None, held: list[datetime | None]) -> bool:
-    """Whether an object may be created now, because its back-off (`not_before`) is over.
+    """Whether an object's back-off (`not_before`) is over, so the object may be created now.
 
-    If it is not over, add the time when it ends to `held`. If more time remains than the longest
-    back-off takes, the clock was set back, and the back-off counts as over.
+    If it is not over, add the time at which it ends to `held`. If more time remains than the
+    longest back-off takes, the clock was set back, and the back-off counts as over.
     """
     longest = max(timedelta(seconds=view.job.spec.recovery.backoff.maximum), ROOM) + timedelta(seconds=1)
     if not_before is None or not timedelta(0) < not_before - view.now <= longest:
@@ -266,7 +266,7 @@ longer, it has probably not noticed the deletion."""
 
 
 def send_away_deaf(view: View, endpoint: str) -> list[Action]:
-    """Return the message that stops launchers that have not noticed the deletion of their pods.
+    """Return the message that stops launchers that have not noticed that their pods were deleted.
 
     SIGTERM is lost if it arrives while a container's first process starts. Without the message,
     such a launcher would wait for a group until the kubelet kills it at the end of the grace

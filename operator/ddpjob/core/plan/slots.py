@@ -19,7 +19,7 @@ Example with 2 nodes:
 A new generation replaces the coordinator and every pod, because the spec, the token or the runtime
 has changed, or because the group cannot be repaired pod by pod (`begin_generation`).
 
-If a pod ends within QUICK of its creation, and waiting may help against the cause, the next pod
+If a pod ends within QUICK of being created, and waiting may help against the cause, the next pod
 backs off (`count_repetition`). The first time there is no wait, the second time it is
 `recovery.backoff.initialSeconds`, and then it doubles each time. A pod that lasts longer resets the
 count.
@@ -43,7 +43,7 @@ from ddpjob.core.view import View
 from ddpjob.core.world import PodView
 
 QUICK = timedelta(seconds=60)
-"""A pod that ends within this time after its creation is assumed to have made no progress."""
+"""A pod that ends within this time after being created is assumed to have made no progress."""
 ROOM = timedelta(seconds=8)
 """How long to wait after a preempted pod has ended before the next pod is created. kube-scheduler
 1.36 does not reserve room for a gang that preempts other pods. It retries the gang within 10 s
@@ -67,7 +67,7 @@ first to end each time."""
 
 @dataclass(frozen=True)
 class Repeated:
-    """A cause, the number of times in a row it has occurred, and the end of the next back-off."""
+    """A cause, how many times in a row it has occurred, and the end of the next back-off."""
 
     reason: str = ""
     failures: int = 0
@@ -82,9 +82,9 @@ runtime comes from."""
 
 
 def template_mark(view: View) -> str:
-    """Return a string that identifies everything that all pods of a generation have in common.
+    """Return a string that identifies everything that all pods in a generation have in common.
 
-    It contains the spec from which they are built, the key of their token, and the protocol version
+    It contains the spec that they are built from, the key of their token, and the protocol version
     of their runtime.
     """
     version = protocol_of(view.status) if view.status.runtime else protocol.VERSION
@@ -146,7 +146,7 @@ def fits(view: View) -> bool:
 
 
 def can_replace(view: View) -> bool:
-    """Whether single pods of the current generation can be replaced.
+    """Whether single pods in the current generation can be replaced.
 
     A pod needs the same runtime as its peers. If the runtime's ConfigMap is gone and this operator
     has a different runtime, a new pod could not join them.
