@@ -320,7 +320,7 @@ class Rejection:
 
     @property
     def final(self) -> bool:
-        """Whether the same object will always be rejected, because its content is invalid.
+        """Whether the same object will always be rejected because its content is invalid.
 
         A rejection by a webhook or an admission policy has the same HTTP statuses, but is not
         final, because the webhook or policy may change.

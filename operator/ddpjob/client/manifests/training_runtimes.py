@@ -1,8 +1,8 @@
 """Completes a TrainJob of Kubeflow Trainer with the settings of the runtime that it names.
 
-A v2 TrainJob contains little. A runtime (TrainingRuntime or ClusterTrainingRuntime) has the image,
-the volumes, the number of nodes and the initializers, and the TrainJob overrides parts of it.
-Kubeflow's controller merges both in this order, and so does this module:
+A v2 TrainJob contains few settings. A runtime (TrainingRuntime or ClusterTrainingRuntime) has the
+image, the volumes, the number of nodes and the initializers, and the TrainJob overrides parts of
+it. Kubeflow's controller merges both in this order, and so does this module:
 
 1. the pod template of the runtime's replicated job `node`;
 2. `spec.trainer` over its container `node`: image, command, args, env, resources;

@@ -84,7 +84,8 @@ class NodeVerdict:
 def judge_nodes(view: View) -> list[NodeVerdict]:
     """Decide for each slot's pod on an unhealthy node whether it leaves, in the order of indices.
 
-    The result is empty once a node of the job has finished, because the job is about to finish.
+    The result is empty once one of the job's nodes has finished, because the job is about to
+    finish.
     """
     hosts = view.world.hosts
     if not hosts or any(slot.state is SlotState.SUCCEEDED for slot in view.status.slots):

@@ -105,7 +105,7 @@ def _coordinator_restart(view: View, ended: Ended) -> Restart:
     """Return the restart for a lost coordinator.
 
     In Fast mode, training continues without it, so its loss does not begin a round. The exception
-    is a coordinator that cannot be replaced alone, because the pods need a new generation.
+    is a coordinator that cannot be replaced alone because the pods need a new generation.
     """
     end, fast = ended.end, view.job.spec.fast and can_replace(view)
     ruled = evaluate_rules(view.job.spec, end.cause, end.exit_code, trained=True)

@@ -10,7 +10,7 @@ keep running. A new generation replaces the whole group instead (`_must_regroup`
 - if a preemption leaves a gang with too few nodes to train
 
 A pod that ends soon after its start is replaced after a back-off (`plan.slots`). Pods that fail for
-the same cause in the program share their count, because any of them may be the first to fail.
+the same cause in the program share a count, because any of them may be the first to fail.
 
 Example with initialSeconds: 10, in which pod train-1-0 runs out of memory after 20 s each time:
 
@@ -61,7 +61,7 @@ def replace_ended(recorded: Recorded) -> View:
 
 
 def _must_regroup(recorded: Recorded, view: View) -> bool:
-    """Whether the whole group must be replaced, because replacing the ended pods would not help."""
+    """Whether the whole group must be replaced because replacing the ended pods would not help."""
     spec, ends, lost = view.job.spec, recorded.slots, recorded.coordinator is not None
     causes = {ended.end.cause for ended in ends.values()}
     return (

@@ -285,7 +285,7 @@ def plan_queue_actions(view: View) -> list[Action]:
 
 
 def _uses_more(view: View) -> bool:
-    """Whether pods of dropped slots may still run, and so use quota that the job no longer has."""
+    """Whether pods of dropped slots may still run and use quota that the job no longer has."""
     status, now = view.status, view.now
     running = [pod for pod in view.world.nodes() if may_run(pod, now)]
     granted = status.queue.pods if status.queue is not None else 0

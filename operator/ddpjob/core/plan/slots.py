@@ -19,8 +19,8 @@ Example with 2 nodes:
 A new generation replaces the coordinator and every pod, because the spec, the token or the runtime
 has changed, or because the group cannot be repaired pod by pod (`begin_generation`).
 
-If a pod ends within QUICK of being created, and waiting may help against the cause, the next pod
-backs off (`count_repetition`). The first time there is no wait, the second time it is
+If a pod ends within QUICK of being created, and waiting may help, the next pod backs off
+(`count_repetition`). The first time there is no wait, the second time it is
 `recovery.backoff.initialSeconds`, and then it doubles each time. A pod that lasts longer resets the
 count.
 
@@ -61,7 +61,7 @@ may be placed on a dead host repeatedly."""
 _PROGRAM = frozenset(
     {Cause.EXIT_CODE, Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED, Cause.INIT_FAILURE, Cause.WORKER_FAILED}
 )
-"""Causes that lie in the program. Every pod runs the same program, so a different pod may be the
+"""Causes that come from the program. Every pod runs the same program, so a different pod may be the
 first to end each time."""
 
 
@@ -286,7 +286,8 @@ def count_repetition(view: View, before: Repeated, end: End, pod: PodView | None
 def count_in_a_row(view: View, cause: Cause) -> int:
     """Return how many times in a row pods of the job have ended quickly for the same cause.
 
-    The result is 0 for causes that do not lie in the program, because they differ from pod to pod.
+    The result is 0 for causes that do not come from the program, because they differ from pod to
+    pod.
     """
     if cause not in _PROGRAM:
         return 0

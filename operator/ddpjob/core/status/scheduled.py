@@ -131,7 +131,7 @@ _OF_A_CONTAINER = re.compile(r"usage per (Container|Pod) is|request ratio per (C
 container."""
 _NO_CLASS = re.compile(r"no PriorityClass with name \S+ was found")
 """Matches messages about objects that name a missing PriorityClass. Running without a gang would
-not help against this."""
+not help."""
 _NO_BUDGET = (
     "is refused, so a drain may end several pods at once (to run without it, set scheduling.disruptionBudget to false)"
 )
