@@ -146,7 +146,7 @@ def _report_jobs(made: CompletedTrainJob, whole: Mapping[str, Any], node: Json, 
 
 
 def _initializes(job: Json) -> str | None:
-    """Return which field of spec.initializer a job in the runtime is for: dataset, model or None."""
+    """Return which field of spec.initializer a runtime's job is for: dataset, model or None."""
     return _INITIALIZERS.get(_step(job)) or _INITIALIZERS.get(str(job.get("name")))
 
 
