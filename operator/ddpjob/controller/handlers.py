@@ -47,7 +47,7 @@ class Patience:
 
 
 def build_registry(seen: Seen) -> kopf.OperatorRegistry:
-    """Return kopf's registry with the handlers for signing in and for events of jobs.
+    """Return kopf's registry with the handlers for signing in and for job events.
 
     `seen` is called for each event.
     """

@@ -36,7 +36,7 @@ class _Claim(Lease):
 
 
 class _Namespace:
-    """What this replica knows about the claim of one namespace.
+    """What this replica knows about the claim on one namespace.
 
     `due` is the time at which the claim must be requested again, and `renewed` the time at which it
     was last renewed. Both are in monotonic seconds.
@@ -76,10 +76,7 @@ class NamespaceClaims:
         return known.mine
 
     def is_sole(self, name: str) -> bool:
-        """Whether this release holds the Lease of the namespace.
-
-        No other operator acts there then.
-        """
+        """Whether this release holds the namespace's Lease, so no other operator acts there."""
         known = self._namespaces.get(name)
         return known is not None and known.mine and not known.refused
 

@@ -67,7 +67,7 @@ class Receivers:
     """URL of a web page about a job. It contains the placeholders {namespace} and {job}."""
 
     def usable_in(self, namespace: str) -> frozenset[str]:
-        """Return the names of the receivers that the jobs of a namespace may use."""
+        """Return the names of the receivers that the jobs in a namespace may use."""
         return frozenset(n for n, allowed in self.namespaces.items() if {namespace, EVERYBODY} & set(allowed))
 
     def url(self, name: str) -> str:

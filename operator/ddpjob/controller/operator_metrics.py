@@ -76,7 +76,7 @@ long."""
 class TurnMeter(selectors.DefaultSelector):
     """The selector of an event loop, which also measures the loop's turns.
 
-    A turn is the time that the loop spends between two calls of the selector.
+    A turn is the time that the loop spends between two calls to the selector.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -85,8 +85,9 @@ class TurnMeter(selectors.DefaultSelector):
         self._began: float | None = None
         """The time at which the current turn began. None while the loop waits for events."""
         self._kept = 0, 0.0, 0.0
-        """The number of the current period of TURNS_SECONDS, the longest turn of this period, and
-        the longest turn of the period before it."""
+        """The number of the current period of TURNS_SECONDS, the longest turn in this period, and
+        the longest turn in the period before it.
+        """
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """Wait for events.
@@ -203,7 +204,7 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore errors of a connection, such as a client that disconnects or stays silent."""
+        """Ignore connection errors, such as a client that disconnects or stays silent."""
 
 
 class _Handler(WSGIRequestHandler):

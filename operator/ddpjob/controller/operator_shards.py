@@ -95,7 +95,7 @@ class Shards:
         self._asked = time.monotonic()
 
     async def another_number_is_held(self) -> bool:
-        """Whether a different replica holds a Lease that belongs to a different number of shards.
+        """Whether a different replica holds a Lease for a different number of shards.
 
         This happens while an upgrade changes the number of shards. Raises the same errors as
         `Rest.request`.
@@ -138,7 +138,7 @@ class ShardLease(Lease):
         return self.held
 
     async def _is_alone(self) -> bool:
-        """Return whether no Lease of a different number of shards is held.
+        """Return whether no Lease for a different number of shards is held.
 
         If such a Lease is held, release this Lease and wait a moment. Two replicas that are
         configured with different numbers of shards can take their Leases at the same time. Each of

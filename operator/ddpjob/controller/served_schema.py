@@ -62,7 +62,7 @@ class ServedSchema:
         await self._fits.wait()
 
     async def run(self) -> None:
-        """Check the schema again and again until cancelled."""
+        """Check the schema repeatedly until cancelled."""
         now = asyncio.get_running_loop().time
         while True:
             began = now()

@@ -108,7 +108,7 @@ class Gate(Protocol):
         """
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """Return the routes of the gate's own pages, which are served without a call of `admit`."""
+        """Return the routes of the gate's own pages, which are served without calling `admit`."""
 
     async def close(self) -> None:
         """Close all views."""
@@ -160,8 +160,8 @@ class OneSession:
 def own_host(header: str, names: Collection[str]) -> bool:
     """Whether a Host header contains an IP address, or one of `names`, the names of this server.
 
-    A different name may belong to an attacker, whose DNS server resolves it to the address of this
-    server (DNS rebinding).
+    A different name may belong to an attacker, whose DNS server resolves it to this server's
+    address (DNS rebinding).
     """
     name = host_name(header)
     with contextlib.suppress(ValueError):

@@ -25,7 +25,7 @@ from ddpjob.dashboard.fleet import STATES, CurveSamples, FleetRow
 
 PER_PAGE = 100
 MOST_SLOTS = 256
-"""Maximum number of rows for pods and slots on the page of a job."""
+"""Maximum number of rows for pods and slots on a job's page."""
 _POINTS = 1200
 """Maximum number of points in a curve."""
 _CURVES = 16
@@ -250,9 +250,7 @@ def _repeated_seconds(restart: Restart) -> float:
 
 @dataclass(frozen=True)
 class SlotRow:
-    """A row on the page of a job. It shows a pod and the status of its slot, or a slot without a
-    pod.
-    """
+    """A row on a job's page. It shows a pod and the status of its slot, or a slot without a pod."""
 
     index: int | None
     pod: str
@@ -267,7 +265,7 @@ class SlotRow:
 
 
 def slot_rows(job: DDPJob, body: Json, pods: Sequence[PodLine]) -> tuple[list[SlotRow], int]:
-    """Return the rows for the page of a job, and the number of rows that the page does not show.
+    """Return the rows for a job's page, and the number of rows that the page does not show.
 
     The coordinator comes first, followed by the slots in the order of their indices. If there are
     more than MOST_SLOTS rows, the rows with problems come before all others.

@@ -74,7 +74,7 @@ LOG_STREAMS = 16
 _LOG_PODS = 16
 """Maximum number of pods whose logs can be shown together, as the log of the whole job."""
 _LOG_LINES = 500
-"""When a log is opened, it begins with this many of each pod's last lines."""
+"""Number of each pod's most recent log lines that are shown when a log is opened."""
 _LINE = 4000
 """Maximum number of characters in a log line; the rest is cut off."""
 _BATCH = 500

@@ -157,7 +157,7 @@ def usable_gpus() -> tuple[str, ...]:
 
 
 def _listed_gpus() -> tuple[str, ...]:
-    """Return the numbers of all NVIDIA GPUs of this machine.
+    """Return the numbers of all NVIDIA GPUs in this machine.
 
     The result is empty if nvidia-smi cannot run, fails, or hangs because of a broken driver.
     """
@@ -325,7 +325,7 @@ _OBJECTS = {"secretKeyRef": "Secret", "configMapKeyRef": "ConfigMap", "resourceF
 
 
 def _unreadable(spec: JobSpec) -> Iterator[str]:
-    """Yield a message for each variable of the container whose value cannot be read here."""
+    """Yield a message for each of the container's variables whose value cannot be read here."""
     trainer, where = _trainer(spec)
     lists = [("spec", spec.env), (where, trainer.get("env") or ())]
     for path, entries in lists:

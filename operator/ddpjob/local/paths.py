@@ -21,10 +21,10 @@ _CURVES = Path("run", "metrics.jsonl")
 
 
 def memory_folder(uid: str) -> Path:
-    """Return the folder in which a run keeps the newest states of its training.
+    """Return the folder in which a run keeps its newest training states.
 
     If the machine has an in-memory file system, the folder is there. The watchdog deletes the
-    folder at the end of the run.
+    folder when the run ends.
     """
     shared = Path("/dev/shm")
     return (shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())) / f"ddpjob-{uid}"
@@ -74,7 +74,7 @@ class RunFolder(_Folder):
     def log(self, pod: str, container: str) -> Path:
         """Return the path of one container's log.
 
-        The log has the name of the pod. If the coordinator is the second container of a node pod,
+        The log is named after the pod. If the coordinator is the second container of a node pod,
         the name of its log also contains `coordinator`.
         """
         second = container == COORDINATOR_CONTAINER and "-coordinator-" not in pod

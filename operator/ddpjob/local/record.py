@@ -198,7 +198,7 @@ def _refusal(request: Path) -> Path:
 
 
 def requests(folder: JobFolder) -> list[tuple[Path, str, str]]:
-    """Return (file, verb, subject) of every pending request, oldest first.
+    """Return (file, verb, subject) for every pending request, oldest first.
 
     The runner removes a request's file after processing it.
     """

@@ -33,7 +33,7 @@ def kind_of(manifest: Json) -> str:
 
 
 def kind_for(job: DDPJob) -> str:
-    """Return the kind of PodGroup that the scheduler of this job reads."""
+    """Return the kind of PodGroup that this job's scheduler reads."""
     return VOLCANO_KIND if job.spec.scheduling.by_volcano else KIND
 
 

@@ -73,7 +73,7 @@ class Lease:
         seconds."""
         self._read = float("-inf")
         self.written = float("-inf")
-        """The time at which this replica began its last write of the Lease. Other replicas measure
+        """The time at which this replica began its last write to the Lease. Other replicas measure
         the Lease's duration from a later time, because they see the write only afterwards."""
 
     @property
@@ -191,8 +191,7 @@ async def act_while_elected(lease: Lease, act: Callable[[], Awaitable[None]]) ->
     """Wait for the Lease, and run `act` as long as the Lease is renewed.
 
     If the Lease is lost, stop `act` and wait for the Lease again. Return when `act` returns. An
-    unreachable API server does not end the process, because a restart of the process would not
-    help.
+    unreachable API server does not end the process, because restarting it would not help.
     """
     while True:
         try:
