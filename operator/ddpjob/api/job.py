@@ -15,7 +15,7 @@ from ddpjob.api.merging import QUEUE, with_class
 GROUP, VERSION, KIND, PLURAL = "ddpjob.io", "v1alpha1", "DDPJob", "ddpjobs"
 API_VERSION = f"{GROUP}/{VERSION}"
 QUEUE_LABEL, PRIORITY_LABEL = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/priority-class"
-"""Names of the labels from which Kueue reads a job's LocalQueue and WorkloadPriorityClass."""
+"""Names of the labels that tell Kueue a job's LocalQueue and WorkloadPriorityClass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class DDPJob:
     """The `spec` as it is written in the object, without the class's values. Empty if the job names
     no class."""
     oversized: str = ""
-    """Path of the part of the spec that is too large, or an empty string. If a part is too large,
+    """Path to the part of the spec that is too large, or an empty string. If a part is too large,
     the spec is read without its large fields, and no pods are created from it."""
 
     @classmethod

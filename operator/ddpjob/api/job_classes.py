@@ -20,7 +20,8 @@ from ddpjob.api.submitted_code import split_code
 MOST_CLASSES = 100
 LARGEST_CLASS = 32 * 1024
 """Maximum size in bytes of a class, written as JSON. It is limited because the status of every job
-of the class contains a copy of it."""
+in the class contains a copy of it.
+"""
 _KEYS = ("namespaces", "spec", QUEUE, "fixed", "limits")
 _LIMITS = ("maxNodes", "maxGpusPerNode", "images")
 _SETTABLE = (*CLASS_FIELDS, QUEUE)

@@ -224,7 +224,7 @@ class Storage:
 
     @property
     def url(self) -> str | None:
-        """URL of the bucket to which checkpoints are copied, as written in the spec.
+        """URL of the bucket that checkpoints are copied to, as written in the spec.
 
         None if they are not copied to a bucket.
         """
@@ -507,10 +507,10 @@ effect only in new pods.
 
 
 def _template_hash(spec: Mapping[str, Any], mode: str) -> str:
-    """Return a hash of the fields from which pods are made.
+    """Return a hash of the fields that pods are made from.
 
-    An upgrade of the CRD must not change the hash, because a new hash replaces all running pods.
-    The spec in the API server has the defaults from the cluster's CRD, which may be newer than this
+    Upgrading the CRD must not change the hash, because a new hash replaces all running pods. The
+    spec in the API server has the defaults from the cluster's CRD, which may be newer than this
     operator. Therefore fields with their default value are left out, and so are fields that this
     operator does not know.
     """
@@ -549,7 +549,7 @@ _SMALL_TEXT, _SMALL_VALUES = 4096, 100
 
 
 def oversized(spec: Mapping[str, Any]) -> str:
-    """Return the path of the part of a spec that is too large.
+    """Return the path to the part of a spec that is too large.
 
     The path is empty if no part is too large.
     """

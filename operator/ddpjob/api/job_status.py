@@ -174,7 +174,8 @@ class Slot:
     state: SlotState = SlotState.PLANNED
     node: Annotated[str, _OMIT_EMPTY] = ""
     round: Annotated[_Number, _OMIT_EMPTY] = 0
-    """The job's round in which the pod was created. The pod took part in no earlier round."""
+    """The job's round in which the pod was created. The pod did not take part in any earlier round.
+    """
     reason: Annotated[str, _OMIT_EMPTY] = ""
     failures: Annotated[_Number, _OMIT_EMPTY] = 0
     """Number of consecutive pods in this slot that ended soon after starting, all for `reason`."""
@@ -321,9 +322,9 @@ class Restart:
     """Seconds that the group spent on the repeated steps; None until it has repeated all of
     them."""
     continued_from: Annotated[str, _OMIT_EMPTY] = ""
-    """The source of the training state with which training continued: memory, storage, or scratch.
-    It is unknown if the script has not reported the source, and empty until the first step after
-    the restart.
+    """Where the training state came from when training continued: memory, storage, or scratch. It
+    is unknown if the script has not reported the source, and empty until the first step after the
+    restart.
     """
     round: Annotated[_Number, _OMIT_EMPTY] = 0
     """The round that began with this restart."""

@@ -84,7 +84,7 @@ def validate(manifest: Mapping[str, Any], old: Mapping[str, Any] | None = None) 
 
 
 def with_defaults(manifest: Mapping[str, Any]) -> Json:
-    """Return the manifest in the form in which the API server would store it.
+    """Return the manifest as the API server would store it.
 
     Defaults are filled in, and a name is made from generateName. A status in the manifest is
     dropped.

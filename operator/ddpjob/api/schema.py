@@ -88,7 +88,7 @@ def object_schema() -> Json:
 
 
 def schema_of(path: str) -> Json:
-    """Return the schema of the field with this path, such as `spec.nodes`.
+    """Return the schema for the field with this path, such as `spec.nodes`.
 
     The result is cached, so callers must not modify it.
     """
@@ -107,7 +107,7 @@ def default_of(path: str) -> Any:
 
 
 def apply_defaults(value: Any, schema: Mapping[str, Any]) -> Any:
-    """Return a copy of `value` in the form in which the API server would store it.
+    """Return a copy of `value` as the API server would store it.
 
     Fields that are null are removed unless the schema allows null, missing fields get their
     defaults, and a number such as 2.0 in an integer field becomes 2.

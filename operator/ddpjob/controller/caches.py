@@ -6,7 +6,7 @@ requests are made while nothing changes.
 
 - Views of objects are kept, not the objects themselves. A pod is kept as a `PodView`. Of services,
   ConfigMaps, policies and budgets, only the metadata is read. The cached spec of a finished job
-  lacks the parts from which pods are made. This limits the operator's memory, because users choose
+  lacks the parts that pods are made from. This limits the operator's memory, because users choose
   how large their objects are.
 - An object belongs to the job whose uid is in its labels or owner references. Names do not count,
   because a job that was deleted and recreated with the same name does not own its predecessor's
@@ -67,8 +67,8 @@ Wake = Callable[[JobKey, bool], None]
 """Called with the key of a job that should be reconciled, and whether this is urgent."""
 
 DEPARTED_FOR = 30.0
-"""Number of seconds for which the last state of a deleted pod is kept. A reconcile that comes later
-may need that state to find out why the pod ended."""
+"""How long the last state of a deleted pod is kept, in seconds. A reconcile that comes later may
+need that state to find out why the pod ended."""
 MOST_REFERENCES = 2000
 """Maximum number of owner references that are read from one object. An object that many jobs share
 can have about a thousand owners."""
@@ -126,7 +126,7 @@ class Owned:
     owner_uids: frozenset[str] = frozenset()
     """UIDs of all owners, including those that are not jobs."""
     leaving: bool = False
-    """Whether the deletion of the object has been requested."""
+    """Whether the object's deletion has been requested."""
 
 
 @dataclass(frozen=True)
@@ -338,7 +338,7 @@ class Caches:
             self._of(kind, body["metadata"]["namespace"]).take(body)
 
     def take_job(self, job: DDPJob) -> DDPJob:
-        """Put a job into the cache in the form in which the API server has stored it.
+        """Put a job into the cache as the API server has stored it.
 
         Return the job as it is cached, even if the cache already has a later version.
         """
@@ -448,9 +448,9 @@ class Caches:
 
 
 def _kept(job: DDPJob) -> DDPJob:
-    """Return the job in the form in which it is cached.
+    """Return the job in its cached form.
 
-    A finished job creates no pods, so its cached spec lacks the fields from which pods are made.
+    A finished job creates no pods, so its cached spec lacks the fields that pods are made from.
     """
     if not job.status.terminal:
         return job

@@ -134,14 +134,14 @@ class _Account:
 class JobAccounts:
     """The accounts of all jobs while this replica is the leader of a shard.
 
-    `changed` must be called for every change of a job in the cache.
+    `changed` must be called for every change to a job in the cache.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._accounts: dict[JobKey, _Account] = {}
         self._ours: set[JobKey] = set()
-        """Jobs on which this operator acts. Only these jobs are counted here, because other
+        """Jobs that this operator acts on. Only these jobs are counted here, because other
         operators count the others."""
 
     def acts_on(self, key: JobKey, *, acts: bool) -> None:
@@ -180,7 +180,7 @@ class JobAccounts:
             _count_gpu_seconds(before, after)
 
     def jobs(self) -> list[_Account]:
-        """Return the accounts of the jobs on which this operator acts.
+        """Return the accounts of the jobs that this operator acts on.
 
         This method can be called from any thread.
         """

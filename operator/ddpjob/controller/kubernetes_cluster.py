@@ -85,11 +85,13 @@ LONGEST_PAUSE = 60.0
 """Maximum delay in seconds before a request that the API server has refused is sent again."""
 _DELETION, _LABEL, _CHANGE = "deletion", "label", "change"
 FOUND_FOR = 30.0
-"""Time in seconds for which an object that was created or found is assumed to exist, although no
-watch shows it."""
+"""How long an object that was created or found is assumed to exist, in seconds, although no watch
+shows it.
+"""
 LOOK_AGAIN = 5.0
-"""Time in seconds for which the operator relies on its last reading of a Kubernetes node that seems
-lost, before it reads that Kubernetes node again."""
+"""How long the operator relies on its last reading of a Kubernetes node that seems lost, in
+seconds, before it reads that Kubernetes node again.
+"""
 _MOST_CHECKED = 5000
 """Maximum number of runtime ConfigMaps for which the result of the check is remembered. Each
 namespace with jobs has one or two of them, but users can delete them at any time, and the operator
@@ -190,7 +192,7 @@ class KubernetesCluster:
         """Whether each runtime ConfigMap has the right content, by the ConfigMap's uid. The result
         stays valid, because a runtime ConfigMap is immutable."""
         self._shared: dict[tuple[str, str], _Shared] = {}
-        """Shared ConfigMaps to which owners are currently being added, by namespace and name."""
+        """Shared ConfigMaps that owners are currently being added to, by namespace and name."""
 
     # --- reading
 

@@ -165,7 +165,7 @@ class Leader:
         return 0.0 if ours else OTHERS_SECONDS
 
     async def _is_ours(self, key: JobKey) -> bool:
-        """Whether this operator acts in the job's namespace, so that no other operator does."""
+        """Whether this operator acts in the job's namespace, so no other operator does."""
         try:
             return self.claims is None or await self.claims.mine(key.namespace)
         except Unavailable as error:

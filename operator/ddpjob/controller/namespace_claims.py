@@ -1,9 +1,9 @@
 """Claims namespaces, so that only the first of two operators acts on the jobs of a namespace.
 
 Without claims, each operator would mistake the other's key for a change to its own key, and would
-therefore restart jobs. Helm prevents most installations in which two operators watch a namespace,
-but not all of them. Two operators without permission for Leases restart each job once
-(`slots.is_superseded`).
+therefore restart jobs. Helm prevents most installations that would make two operators watch the
+same namespace, but not all of them. Two operators without permission for Leases restart each job
+once (`slots.is_superseded`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ddpjob.engine.ports import Unavailable
 log = logging.getLogger("ddpjob.claims")
 
 CLAIM_NAME = "ddpjob-jobs"
-"""Name of the Lease by which an operator claims a namespace. Each namespace with jobs contains
+"""Name of the Lease that an operator uses to claim a namespace. Each namespace with jobs contains
 one."""
 CLAIM_SECONDS, RENEW_SECONDS, RETRY_SECONDS = 600, 200, 10
 

@@ -1,7 +1,7 @@
 """Posts notifications to receivers: webhooks that the platform team has named, with URLs in files.
 
-A job only names a receiver, so people who create jobs cannot choose the address to which the
-operator sends. Each receiver has its own workers, so a receiver that hangs does not delay the other
+A job only names a receiver, so people who create jobs cannot choose the address that the operator
+sends to. Each receiver has its own workers, so a receiver that hangs does not delay the other
 receivers. The namespaces that use the same receiver share its workers.
 """
 

@@ -69,8 +69,7 @@ BUILD_INFO.labels(installed_version(), platform.python_version()).set(1)
 # --- the event loop ---------------------------------------------------------------------------------------------
 
 TURNS_SECONDS = 60.0
-"""Minimum number of seconds for which the duration of a turn is remembered. The maximum is twice as
-long."""
+"""Minimum number of seconds that a turn's duration is remembered. The maximum is twice as long."""
 
 
 class TurnMeter(selectors.DefaultSelector):
@@ -126,10 +125,9 @@ CONNECTIONS = 16
 """Maximum number of clients that are served at the same time. The number is limited because anybody
 in the network can connect. Further clients are refused."""
 PATIENCE = 10.0
-"""Maximum time in seconds for which a connected client may be silent."""
+"""Maximum time in seconds that a connected client may be silent."""
 FRESH_SECONDS = 0.5
-"""Minimum time in seconds for which the text of the metrics is reused after it has been
-rendered."""
+"""Minimum time in seconds that the rendered text of the metrics is reused."""
 SHARE = 0.1
 """Maximum share of one CPU's time that is spent on rendering metrics. Rendering takes long if there
 are many jobs, and the text is then reused for longer."""
@@ -147,10 +145,7 @@ class Page:
         self._text, self._until = b"", 0.0
 
     def text(self) -> bytes:
-        """Return the text of all metrics.
-
-        An exception that a collector raises is passed on.
-        """
+        """Return the text of all metrics. An exception raised by a collector is passed on."""
         with self._lock:
             if time.monotonic() >= self._until:
                 began = time.thread_time()

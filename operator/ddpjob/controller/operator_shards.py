@@ -54,7 +54,7 @@ a while. This is the waiting time in seconds for each Lease that the replica hol
 
 
 def shard_of(namespace: str, count: int) -> int:
-    """Return the number of the shard to which a namespace belongs, from 0 to `count` - 1.
+    """Return the number of the shard that a namespace belongs to, from 0 to `count` - 1.
 
     All replicas and all releases of the operator compute the same number.
     """
@@ -91,7 +91,7 @@ class Shards:
         return theirs >= self.held + 2 and time.monotonic() - self._asked >= LEASE_SECONDS
 
     def has_asked(self) -> None:
-        """Record that this replica has asked for a shard, so that it does not soon ask again."""
+        """Record that this replica has asked for a shard, so it does not soon ask again."""
         self._asked = time.monotonic()
 
     async def another_number_is_held(self) -> bool:

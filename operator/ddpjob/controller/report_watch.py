@@ -41,9 +41,9 @@ from ddpjob.engine.ports import JobKey
 
 log = logging.getLogger("ddpjob.coordinator")
 PROGRESS_SECONDS, LONGEST_WAIT = 10.0, 60.0
-"""Number of seconds for which a coordinator holds a request if it has no news. The reported
-progress is never much older than this. PROGRESS_SECONDS applies to up to JOBS jobs, and the time
-grows in proportion to any larger number of jobs. Coordinators do not hold a request for longer than
+"""How long a coordinator holds a request if it has no news, in seconds. The reported progress is
+never much older than this. PROGRESS_SECONDS applies to up to JOBS jobs, and the time grows in
+proportion to any larger number of jobs. Coordinators do not hold a request for longer than
 LONGEST_WAIT."""
 JOBS = 50
 PAUSE, SLOW_PAUSE = 0.1, 1.0
@@ -58,8 +58,8 @@ FIRST_RETRY, LONGEST_RETRY = 0.5, 10.0
 recovered, a user waits no longer than the longest delay to see the current state.
 """
 LONGEST_SHARE = 30.0
-"""Maximum time in seconds for which a coordinator with a large report has to wait so that the
-reports of other coordinators can be read."""
+"""Maximum time in seconds that a coordinator with a large report has to wait so that the reports of
+other coordinators can be read."""
 STALE_SECONDS = 3.0
 """Number of seconds without a response after which a coordinator's last report is dropped."""
 READ_BYTES = 25_000_000

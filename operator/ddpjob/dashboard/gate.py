@@ -51,7 +51,7 @@ class Shared:
 
 
 class FleetView:
-    """The jobs to which a credential gives access, and everything that the dashboard knows about
+    """The jobs that a credential gives access to, and everything that the dashboard knows about
     them.
 
     No data is shared between two views. `scoped` returns the backend for one namespace. `commands`
@@ -188,9 +188,9 @@ def is_loopback(name: str) -> bool:
 
 
 def own_port(request: web.Request) -> int:
-    """Return the port on which this server received the request.
+    """Return the port that this server received the request on.
 
-    The names of cookies contain this port, because all ports of a machine share cookies.
+    The names of cookies contain this port, because all ports on a machine share cookies.
     """
     place = request.transport.get_extra_info("sockname") if request.transport is not None else None
     return int(place[1]) if place else 0

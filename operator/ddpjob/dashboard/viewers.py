@@ -485,7 +485,7 @@ def _cookie(request: web.Request) -> str:
     """Return the name of the session cookie.
 
     With TLS, the name begins with `__Host-`, so browsers let only this host set the cookie. On
-    loopback, the name contains the port, because all ports of a machine share cookies.
+    loopback, the name contains the port, because all ports on a machine share cookies.
     """
     own = own_port(request)
     return f"ddpjob-{own}" if is_loopback(host_name(request.headers.get("Host", ""))) else "__Host-ddpjob"

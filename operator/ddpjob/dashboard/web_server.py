@@ -615,7 +615,7 @@ def _job(body: Json) -> DDPJob:
 def _nodes(body: Json, job: DDPJob) -> str:
     """Return the text about a job's nodes that the list of jobs shows.
 
-    A record of a deleted job contains this text, but no slots from which it could be computed.
+    A record of a deleted job contains this text, but no slots that it could be computed from.
     """
     stored = (body.get("status") or {}).get("nodes") or {}
     return str(stored.get("display") or job.status.nodes_display(job.spec))

@@ -45,7 +45,7 @@ class LocalSpec:
     not request NVIDIA GPUs, or requests more of them than this machine has."""
     data: Path | None
     code: Path | None
-    """The folder into which the code of spec.code is fetched."""
+    """The folder that the code from spec.code is fetched into."""
     working_dir: Path
     warnings: tuple[str, ...]
     problems: tuple[str, ...]
@@ -287,7 +287,7 @@ def _without_torch(spec: JobSpec) -> Iterator[str]:
 def _module_note(spec: JobSpec, working_dir: Path) -> Iterator[str]:
     """Yield a message if spec.module was not found.
 
-    The message is only a warning, because the job's own variables may add folders in which Python
+    The message is only a warning, because the job's own variables may add folders where Python
     finds the module.
     """
     top = spec.module.partition(".")[0] if spec.module and "$(" not in spec.module else ""

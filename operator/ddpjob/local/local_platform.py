@@ -15,7 +15,7 @@ from ddpjob.local.environment import ADDRESS
 from ddpjob.objects.platform import Platform
 
 _LOWEST, _HIGHEST = 20000, 32000
-"""The range from which ports are chosen. It is below the kernel's ephemeral ports. Otherwise, an
+"""The range that ports are chosen from. It is below the kernel's ephemeral ports. Otherwise, an
 outgoing connection could take a port between the time when it is chosen and the time when the
 coordinator listens on it."""
 

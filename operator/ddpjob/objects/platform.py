@@ -19,15 +19,15 @@ COORDINATOR_HOSTNAME = "coordinator"
 class Platform:
     """Settings that differ between a cluster and a single machine.
 
-    The defaults are those for Kubernetes. `operator_key` is the secret from which the tokens of all
-    jobs are derived.
+    The defaults are those for Kubernetes. `operator_key` is the secret that the tokens of all jobs
+    are derived from.
     """
 
     operator_key: bytes
     python: str = "python3"
     runtime_path: str = "/opt/ddpjob"
     torchrun_python: str = "/opt/ddpjob/ddpjob_worker.py"
-    """The program with which torchrun in a `command` starts its workers, in place of Python. It is
+    """The program that torchrun in a `command` uses in place of Python to start its workers. It is
     worker.py from the runtime."""
     data_path: str | None = None
     """Path of the training data if it is not the mount path in spec.storage.data, otherwise

@@ -27,7 +27,7 @@ QUEUE_ANNOTATION = "scheduling.volcano.sh/queue-name"
 def kind_of(manifest: Json) -> str:
     """Return the kind of an object, as the operator names it.
 
-    Volcano's PodGroups get a name that differs from that of Kubernetes' own PodGroups.
+    Volcano's PodGroups get a different name from Kubernetes' own PodGroups.
     """
     return VOLCANO_KIND if manifest["apiVersion"] == VOLCANO_API else str(manifest["kind"])
 

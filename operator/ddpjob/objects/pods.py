@@ -76,8 +76,8 @@ _NO_DEVICES: Json = {"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}
 """Keeps NVIDIA's container runtime from adding devices to a container that did not request any.
 Without this variable, it adds all devices for CUDA images, which request them by default."""
 TOPOLOGY_GATE = "kueue.x-k8s.io/topology"
-"""The scheduling gate of pods for which Kueue chooses the topology domain. Kueue removes the gate
-once it has chosen.
+"""The scheduling gate on pods whose topology domain Kueue chooses. Kueue removes the gate once it
+has chosen.
 """
 _COORDINATOR_LIMITS = {"cpu": "2", "memory": "2Gi"}
 """The default limits of the coordinator's container. A higher request from the job raises them."""
@@ -479,7 +479,7 @@ def _backend(spec: JobSpec) -> str:
 
 
 def _preflight(spec: JobSpec, preflight: Preflight, folder: str) -> str:
-    """Return the settings of the launcher's preflight as JSON.
+    """Return the launcher's preflight settings as JSON.
 
     `folder` is the checkpoint folder.
     """

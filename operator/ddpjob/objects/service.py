@@ -31,7 +31,7 @@ SCRIPTS_PACKAGE = "ddpjob_report"
 
 
 def job_labels(job: DDPJob) -> dict[str, str]:
-    """Return the labels by which the operator's watches select a job's objects."""
+    """Return the labels that the operator's watches use to select a job's objects."""
     return {LABEL_MANAGED: MANAGED_BY, LABEL_JOB: job.name, LABEL_UID: job.uid}
 
 
@@ -126,7 +126,7 @@ def holds_runtime(config_map: Json) -> bool:
 def runtime_name() -> str:
     """Return the name of the ConfigMap that contains this version's runtime.
 
-    A running job keeps the runtime with which it started, as long as its pods can mount that
+    A running job keeps the runtime that it started with, as long as its pods can mount that
     ConfigMap.
     """
     return f"ddpjob-runtime-{_digest(_runtime_files())}"

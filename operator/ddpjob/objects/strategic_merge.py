@@ -97,7 +97,7 @@ lack the handlers for these classes. Runtime classes such as kata and gVisor are
 because every machine in a cluster has their handlers.
 """
 _OF_DEVICES = re.compile(r"(?:NVIDIA|CUDA|HIP|ROCR|HSA|GPU|HABANA|ASCEND|ZE|NEURON)_")
-"""Matches the names of variables by which a runtime or a library selects devices."""
+"""Matches the names of variables that a runtime or a library uses to select devices."""
 _FAST_NETWORKS = (
     "k8s.v1.cni.cncf.io/networks",
     "networking.gke.io/interfaces",
@@ -111,7 +111,7 @@ _OF_A_CONTAINER = "container.apparmor.security.beta.kubernetes.io/"
 """Prefix of annotations whose names end with the name of a container. The API server refuses a pod
 with such an annotation if the pod has no container with this name."""
 _OF_A_POD_SET = "kueue.x-k8s.io/podset-"
-"""Prefix of annotations by which Kueue places the nodes. They are removed from the coordinator,
+"""Prefix of annotations that Kueue uses to place the nodes. They are removed from the coordinator,
 which belongs to a pod set of its own. Kueue refuses a pod with two annotations for the topology."""
 _MACHINE_KEYS = "kubernetes.io/"
 _LOCAL_SOURCES = ("hostPath", "emptyDir", "configMap", "secret", "projected", "downwardAPI", "image")
@@ -123,10 +123,10 @@ kubelet would wait for the path."""
 def merge_into_coordinator(pod: Json, template: Mapping[str, Any]) -> Json:
     """Return the coordinator's pod with those parts of podTemplate that its image needs to run.
 
-    The coordinator does not need a GPU, so it can run on machines on which nodes cannot run.
-    Therefore claims and fast networks are left out. From nodeSelector and from the required node
-    affinity, only keys that begin with kubernetes.io/ are taken, such as the architecture and the
-    operating system.
+    The coordinator does not need a GPU, so it can run on machines where nodes cannot run. Therefore
+    claims and fast networks are left out. From nodeSelector and from the required node affinity,
+    only keys that begin with kubernetes.io/ are taken, such as the architecture and the operating
+    system.
     """
     spec = template.get("spec") or {}
     taken: Json = {field: spec[field] for field in _COORDINATOR_SPEC if field in spec}

@@ -64,8 +64,8 @@ _SILENCE = 75.0
 """Number of seconds without an event after which a watch is considered dead. A live watch gets at
 least a bookmark from the API server every minute."""
 TURN_SECONDS = 0.02
-"""Maximum time in seconds for which one watch may occupy the event loop when thousands of events
-arrive at once. All other work has to wait for it, including the renewal of the Lease."""
+"""Maximum time in seconds that one watch may occupy the event loop when thousands of events arrive
+at once. All other work has to wait for it, including renewing the Lease."""
 _RETRY = 1.0
 _UNREADABLE_RETRY = 600.0
 """Delay in seconds before an optional collection that is forbidden or not served is requested
@@ -297,7 +297,7 @@ class Informer(Cache[View]):
     def _nothing_there(self) -> None:
         """Empty the cache of an optional collection that is forbidden or not served.
 
-        The empty cache counts as complete, so that nobody waits for a list.
+        The empty cache counts as complete, so nobody waits for a list.
         """
         self.served = False
         for key in list(self._views):
