@@ -287,7 +287,7 @@ class ClassLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class JobClass:
-    """The values and restrictions that the platform team sets for jobs of a class."""
+    """The values and restrictions that the platform team sets for jobs in a class."""
 
     name: str
     mark: str

@@ -63,7 +63,7 @@ class HostWatch(Informer[HostView]):
     def gone(self, name: str) -> None:
         """Record that the API server has no Kubernetes node with this name.
 
-        This is called for the Kubernetes node of a pod, even if the watch has never shown it.
+        This is called for a pod's Kubernetes node, even if the watch has never shown it.
         """
         if self.hosts is not None and name not in self.hosts:
             self.hosts = {**self.hosts, name: HostView(name=name, ready=False, since=None, out_of_service=False)}

@@ -178,9 +178,9 @@ class KubernetesCluster:
         self._tokens: dict[JobKey, str] = {}
         """The name of each job's token Secret, if that Secret is known to exist."""
         self._found: dict[JobKey, dict[tuple[str, str, str], float]] = {}
-        """The objects of each job that exist although no watch shows them, by the job's uid, the
-        object's kind and its name. The value is the time (in monotonic seconds) until which the
-        object is assumed to exist."""
+        """Each job's objects that are assumed to exist although no watch shows them, by the job's
+        uid, the object's kind and its name. The value is the time (in monotonic seconds) when this
+        assumption expires."""
         self._faults: dict[JobKey, tuple[tuple[str, str], tuple[str, ...]]] = {}
         """The faults found in each job's podTemplate, together with the job's uid and the hash of
         the template that was searched."""

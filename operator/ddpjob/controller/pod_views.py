@@ -240,7 +240,7 @@ def _flavors(assignment: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _checks_changes(status: Mapping[str, Any], pod_set: str) -> PodChanges:
-    """Return the fields that admission checks add to the pods of a pod set.
+    """Return the fields that admission checks add to the pods in a pod set.
 
     Only checks that have succeeded count.
     """
@@ -255,7 +255,7 @@ def _checks_changes(status: Mapping[str, Any], pod_set: str) -> PodChanges:
 def _with_topology(
     changes: PodChanges, workload: str, assignment: Mapping[str, Any], sets: Mapping[Any, Any]
 ) -> PodChanges:
-    """Return the changes for the pods of a pod set, with the marks that Kueue needs to place them.
+    """Return the changes for the pods in a pod set, with the marks that Kueue needs to place them.
 
     Kueue recognizes the pods by a label and annotations, and writes a topology domain into the node
     selector of each pod. If Kueue has assigned no topology domains to the pod set, the changes stay

@@ -265,7 +265,7 @@ class Fleet:
     def _account(self) -> None:
         """Add the time since the last call to `_pod_seconds` and `_useful_seconds`.
 
-        The caller must hold the lock, and must call this before it changes the pods of a row.
+        The caller must hold the lock, and must call this before it changes a row's pods.
         """
         now = self._clock()
         self._pod_seconds += (now - self._since) * sum(row.pods for row in self._rows.values())

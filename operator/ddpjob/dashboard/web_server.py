@@ -79,7 +79,7 @@ _LINE = 4000
 """Maximum number of characters in a log line; the rest is cut off."""
 _BATCH = 500
 _FRESH_SECONDS = 1.0
-"""Data that was read about a job is reused for other requests for this many seconds."""
+"""How long data that was read about a job is reused for other requests, in seconds."""
 _CURVES_SECONDS = 5.0
 _LOOK_SECONDS = 1.0
 _BODY = 32 << 10
@@ -399,7 +399,7 @@ class Dashboard:
         """Send a log's lines as JSON events, followed by the event `end`.
 
         If the query names a pod, the lines are from its log. Otherwise, they are from the logs of
-        all training pods of the job.
+        all the job's training pods.
         """
         key, view, pod = _key(request), _view(request), request.query.get("pod", "")
         if view.log_streams >= LOG_STREAMS:

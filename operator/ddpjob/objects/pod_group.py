@@ -57,7 +57,7 @@ def build_gang(job: DDPJob, status: JobStatus) -> Json:
     else:
         spec = {
             "schedulingPolicy": {"gang": {"minCount": members}},
-            # If the job can train with fewer nodes, the scheduler may preempt single pods of the
+            # If the job can train with fewer nodes, the scheduler may preempt single pods in the
             # group. Otherwise the group is useless without any one of its pods, so it is preempted
             # as a whole.
             "disruptionMode": "Pod" if job.spec.min_nodes < job.spec.nodes else "PodGroup",

@@ -134,7 +134,7 @@ def build_coordinator(job: DDPJob, status: JobStatus, platform: Platform) -> Jso
         spec["hostname"] = COORDINATOR_HOSTNAME
     scheduler = (job.spec.pod_template.get("spec") or {}).get("schedulerName")
     if status.gang_waits and scheduler:
-        spec["schedulerName"] = scheduler  # All pods of a gang need the same scheduler.
+        spec["schedulerName"] = scheduler  # All pods in a gang need the same scheduler.
     pod = _pod(job, status, name, spec, _slot_labels(job, status, Role.COORDINATOR, None, status.rendezvous.attempt))
     pod = merge_into_coordinator(pod, job.spec.pod_template)
     pod["spec"] = merge(pod["spec"], job.spec.rendezvous.pod_fields)

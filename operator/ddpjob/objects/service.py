@@ -38,7 +38,7 @@ def job_labels(job: DDPJob) -> dict[str, str]:
 def metadata(job: DDPJob, name: str, labels: Mapping[str, str] = MappingProxyType({})) -> Json:
     """Build the metadata for an object that Kubernetes deletes together with the job.
 
-    `labels` are added to the labels that all objects of the job have.
+    `labels` are added to the labels that all of the job's objects have.
     """
     meta = {"name": name, "namespace": job.namespace, "labels": job_labels(job) | dict(labels)}
     return {**meta, "ownerReferences": [job.owner_reference]}
