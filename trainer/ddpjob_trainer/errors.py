@@ -67,8 +67,8 @@ class LedgerError(TrainerError):
 
 
 EXIT_USAGE, EXIT_CONFIGURATION = 2, 78
-"""Exit codes for an invalid configuration: that of argparse, and EX_CONFIG from sysexits.h. The
-second one is also used if another job uses the checkpoint folder.
+"""Exit codes for an invalid configuration: argparse's, and EX_CONFIG from sysexits.h. The second
+one is also used if another job uses the checkpoint folder.
 """
 
 
@@ -87,7 +87,7 @@ def exit_code(error: BaseException) -> int:
 
 
 class StartRefused(SystemExit):
-    """Ends the program with the exit code `code`, because it cannot start as configured.
+    """Ends the program with the exit code `code` because it cannot start as configured.
 
     The message appears in the job's status.
     """

@@ -68,7 +68,7 @@ def explain(key: str, name: str, call: str, kind: type[TrainerError] = ConfigErr
 
 
 def _find_line(error: Exception) -> tuple[str, int | None]:
-    """Return the file and line of the user's code in which the error occurred.
+    """Return the file and line of the user's code where the error occurred.
 
     If no line belongs to the user's code, return the last line of the traceback.
     """

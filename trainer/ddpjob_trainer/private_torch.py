@@ -56,7 +56,7 @@ def shorten_unpickling_errors() -> None:
 
 
 def wrap_waits(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the method by which a rank waits for a collective, for the rest of the process.
+    """Replace the method that waits for a collective, for the rest of the process.
 
     `wrap` is given the original method, and returns the new one.
     """
@@ -74,7 +74,7 @@ def wrap_collectives(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -
 
 
 def call_after_backward(act: Callable[[], None]) -> None:
-    """Let torch call `act` at the end of the current backward pass.
+    """Make torch call `act` at the end of the current backward pass.
 
     If there are several such functions, torch calls them in the order in which they were passed.
     """

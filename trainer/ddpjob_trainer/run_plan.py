@@ -42,7 +42,7 @@ _STRETCH, _INEXACT_STRETCH = 1.25, 1.5
 job that lost ranks could run out of memory.
 """
 _WORTH_A_NOTE = 1.1
-"""The log says that ranks wait if the busiest rank has more than this many times an even share."""
+"""If the busiest rank has more than this many times an even share, the log says that ranks wait."""
 
 
 def check_same_data(group: Group, data: DataSet, config: Config) -> int:
@@ -197,7 +197,7 @@ class Division:
         return cls(config, data, strategy, micro_batches, Dividing.EXACT if shared else Dividing.NO)
 
     def resume(self, snapshot: Snapshot) -> Division:
-        """Return the division with which training continues from a checkpoint.
+        """Return the division for continuing training from a checkpoint.
 
         It keeps the checkpoint's number of micro-batches, even if the number of ranks is different.
         If train.accumulate is different, that number changes in proportion, because users raise
@@ -365,7 +365,7 @@ def note_choices(
 
 
 def note_changed_data(epoch: int) -> str:
-    """Return the warning that the data is not the same as when the checkpoint was saved."""
+    """Return the warning that the data has changed since the checkpoint was saved."""
     return (
         "warning: the data differs from the checkpoint's (names of classes or files, sizes, labels, content)."
         f" If sample numbers now mean different samples, epoch {epoch} repeats some and omits others"
@@ -373,7 +373,7 @@ def note_changed_data(epoch: int) -> str:
 
 
 def _refuse(*rules: tuple[object, str]) -> None:
-    """Raise ConfigError with the message of the first rule that is broken.
+    """Raise ConfigError with the message for the first broken rule.
 
     Each rule is (whether it is broken, the message).
     """

@@ -129,7 +129,7 @@ class Trainer:
         """Prepare the run.
 
         `flops` is the number of FLOPs per sample, and `fingerprint` is the hash that identifies the
-        data. 0 means unknown.
+        data. For both, 0 means unknown.
         """
         self.config, self.group, self.device = config, group, device
         self.data, self.checkpoints = data, checkpoints
@@ -145,7 +145,7 @@ class Trainer:
         model = build_model(layout, data.shape, data.classes, config.data.seed, device)
         self._notes = run_plan.check_optimizer(group, config, data, model)
         # The user's function may draw initial weights from generators that are not seeded, so give
-        # all ranks the weights of rank 0.
+        # all ranks rank 0's weights.
         if is_own(config.model):
             group.broadcast_tensors([*model.parameters(), *model.buffers()])
         self._filters = find_filters(model, data)
@@ -330,7 +330,7 @@ class Trainer:
         """Yield each micro-batch of `steps` with its data, erased, mixed and transformed as configured.
 
         The steps may span several epochs. If the data set reads ahead of training, it takes steps
-        ahead of training too. The time for which training waits for data is reported.
+        ahead of training too. The time that training spends waiting for data is reported.
         """
         asked, micros = tee((step.epoch, micro) for step in steps for micro in step.micros)
         loaded = self.data.train_stream((epoch, mixup.samples_for(self.config.data, micro)) for epoch, micro in asked)
@@ -352,7 +352,7 @@ class Trainer:
 
     @property
     def _end_of_passes(self) -> StepPhase:
-        """The phase to which the time until the end of a micro-batch's passes belongs.
+        """The phase that counts the time until a micro-batch's passes end.
 
         It is the exchange if the strategy measures waiting separately (`waits_apart`); otherwise,
         it is the computation.
@@ -540,8 +540,8 @@ class Trainer:
     def _recorded(self) -> dict[str, Any]:
         """The configuration to store in checkpoints.
 
-        data.shape and data.classes are those of the data set, because every data set except
-        synthetic ignores these keys.
+        data.shape and data.classes come from the data set, because every data set except synthetic
+        ignores these keys.
         """
         return {**self.config.flat(), "data.shape": list(self.data.shape), "data.classes": self.data.classes}
 
@@ -585,7 +585,7 @@ class Trainer:
         self.division.check_smallest_micro_batch(self.sampler.state)
 
     def _load_weights(self) -> None:
-        """Set the weights with which a new run starts.
+        """Set the weights that a new run starts with.
 
         If the model's first layer is computed from the data, this is done first. If checkpoint.load
         or model.pretrained is set, the weights that it names are loaded.

@@ -18,7 +18,7 @@ _NAME, _LINK = "best.json", "best"
 
 
 def read_scores(folder: Path, metric: Metric) -> dict[int, float]:
-    """Return the values of `metric` in best.json, by the step of the evaluated checkpoint.
+    """Return the values of `metric` in best.json, keyed by the evaluated checkpoint's step.
 
     If the file is damaged or holds the values of a different metric, print a warning and return an
     empty dict. Raises OSError.

@@ -1,7 +1,7 @@
 """Copies a checkpoint folder to a bucket, from which a starting job can fetch checkpoints.
 
 The copies are uploaded in the background. If a checkpoint is in parts, each rank uploads the files
-that it has written. The ranks have agreed on the checkpoint's manifest before, which lists every
+that it has written. By then, the ranks have agreed on the checkpoint's manifest, which lists every
 file with its size and checksum. Rank 0 uploads the manifest last, once the bucket lists all of
 these files.
 """
@@ -40,8 +40,8 @@ from ddpjob_trainer.config.sections import CheckpointConfig
 from ddpjob_trainer.errors import CheckpointError, ConfigError
 
 LOOK_SECONDS = 0.1, 2.0
-"""Shortest and longest pause, in seconds, between two checks by which rank 0 finds out whether the
-other ranks have uploaded their files.
+"""Shortest and longest pause, in seconds, between rank 0's checks of whether the other ranks have
+uploaded their files.
 """
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ def open_bucket(config: CheckpointConfig) -> Bucket:
 
 
 class Share:
-    """Uploads this rank's files of multi-part checkpoints. Rank 0 has `Copies` for this."""
+    """Uploads this rank's files in multi-part checkpoints. Rank 0 has `Copies` for this."""
 
     def __init__(self, bucket: Bucket, term: int, mark: str) -> None:
         """Prepare to upload with the `term` and `mark` of rank 0's `Copies`."""
@@ -75,9 +75,7 @@ class Share:
         self._uploads = Uploads(bucket, lambda: None, _warn, publish=self._publish, in_turn=True)
 
     def offer(self, path: Path, step: int, names: Iterable[str]) -> None:
-        """Upload this rank's files `names` of a checkpoint, in the background and in the order of
-        calls.
-        """
+        """Upload `names`, this rank's files in a checkpoint, in the background, in call order."""
         if names := tuple(names):
             self._uploads.offer(Waiting(path, step, names=names))
 
@@ -111,7 +109,7 @@ class Offered:
 
     @classmethod
     def read(cls, text: bytes, step: int) -> Offered:
-        """Return the checkpoint of `step` that `written` has turned into `text`."""
+        """Return the checkpoint for `step` that `written` turned into `text`."""
         term, _, manifest = text.partition(b" ")
         entry = Stored(int(term), step)
         found = CopyManifest.read(manifest, entry)
@@ -119,7 +117,7 @@ class Offered:
         return cls(entry, found)
 
     def fetcher(self, bucket: Bucket, folder: Path, first: int) -> dcp.Fetch:
-        """Return a function that, given names of files, downloads those that the folder lacks.
+        """Return a function that takes file names, and downloads the files that the folder lacks.
 
         Damaged files are downloaded again. If several processes share a folder, each file is
         downloaded only once. Each process begins at a different file, number `first` (modulo the
@@ -165,7 +163,7 @@ class Copies:
 
     @property
     def term(self) -> int:
-        """This incarnation's number in the bucket, which `begin` has acquired."""
+        """The number that `begin` has acquired for this incarnation in the bucket."""
         return self._bucket.term
 
     def begin(self, mark: str, *, in_parts: bool) -> dict[int, float]:
@@ -186,9 +184,9 @@ class Copies:
         """Return the bucket's newest complete checkpoint if its step is later than `step`.
 
         A checkpoint in a single file is downloaded; a checkpoint in parts is not. If a checkpoint
-        is broken, a warning names it, and the next older one is tried. If all checkpoints of later
-        steps are broken, return None, or raise CheckpointError if `step` is negative, which means
-        that there is no other checkpoint. Raises FetchError.
+        is broken, a warning names it, and the next older one is tried. If all later checkpoints are
+        broken, return None, or raise CheckpointError if `step` is negative, which means that no
+        other checkpoint exists. Raises FetchError.
         """
         entries = _patiently(self._bucket.entries)
         newer = [entry for entry in entries if entry.step > step]
@@ -233,14 +231,12 @@ class Copies:
         _warn(f"warning: checkpoint {offered.manifest.name} of {name} is {problem}; trying the next older one")
 
     def pass_over(self, step: int) -> None:
-        """Do not download the checkpoint of this step again, because its downloaded file is
-        unreadable.
-        """
+        """Do not download this step's checkpoint again, because its file is unreadable."""
         if self._fetched is not None and self._fetched.step == step:
             self._unreadable.add(self._fetched)
 
     def has(self, step: int) -> bool:
-        """Return whether `fetch_newer` saw a checkpoint of this step or later in the bucket."""
+        """Return whether `fetch_newer` saw a bucket checkpoint for this or a later step."""
         return self._there >= step
 
     def offer(self, entry: Entry, scores: dict[int, float], names: Iterable[str] = ()) -> None:
@@ -272,8 +268,8 @@ class Copies:
         """Return figures about the uploads to report: copyStep, copyTime and copyBehind.
 
         copyStep and copyTime (Unix seconds) describe the newest checkpoint in the bucket.
-        copyBehind is the time in seconds for which checkpoints have been waiting without any
-        upload; 0 if none is waiting.
+        copyBehind is how many seconds checkpoints have been waiting without any upload; 0 if none
+        is waiting.
         """
         found = self._uploads.figures() if self._uploads is not None else {}
         return {"copyStep": self._there, **found} if self._there >= 0 else found
@@ -301,7 +297,7 @@ class Copies:
         """Upload a checkpoint.
 
         If other ranks upload parts of the checkpoint, wait for their files before writing the
-        manifest that makes it complete.
+        manifest that completes the checkpoint.
         """
         if not waiting.names:
             self._bucket.publish(waiting.path, waiting.step, waiting.epoch)

@@ -26,14 +26,15 @@ _WHERE = ("model", "state_dict", "model_state_dict")
 timm and PyTorch's examples.
 """
 _AVERAGES = ("state_dict_ema", "model_ema")
-"""Keys of the weights' moving average in files from timm and from torchvision's reference scripts.
+"""Keys that files from timm and torchvision's reference scripts use for the weights' moving
+average.
 """
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Components of tensor names that torch.compile and other module wrappers insert."""
 
 
 def list_differences(saved: Tensors, wanted: Tensors) -> list[str]:
-    """Return descriptions of the differences between a checkpoint's tensors and a model's.
+    """Return descriptions of the differences between a checkpoint's and a model's tensors.
 
     The differences are in the model's order. An empty list means that the tensors fit.
     """
@@ -83,7 +84,8 @@ def check_resume(snapshot: Mapping[str, Any], wanted: Tensors, settings: Mapping
 
 
 def changed_keys(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the settings that determine a checkpoint's tensors and have changed since.
+    """Return the settings that determine a checkpoint's tensors and have changed since it was
+    saved.
 
     They have the form `key=value`, with the value that the checkpoint was made with.
     """
@@ -108,7 +110,7 @@ def load_weights(
     average: bool = True,
     alive: Callable[[], None] = lambda: None,
 ) -> dict[str, torch.Tensor]:
-    """Return, on every rank, the complete weights with which training starts, by name.
+    """Return, on every rank, the complete weights that training starts from, by name.
 
     The weights come from the checkpoint or, with `average`, from its moving average if it has one.
     A tensor whose name matches a pattern in `keep` retains the value that it has in `model`. Only
@@ -190,10 +192,10 @@ def check_finite(key: str, path: Path | str, weights: Tensors) -> None:
 def read_whole(path: Path, key: str = "checkpoint.load") -> Any:
     """Return the whole content of a file or folder that holds a model's weights.
 
-    `path` may be one of this trainer's checkpoints: a file, a dcp folder, or a checkpoint folder,
-    of which the best checkpoint is read or, if none is marked, the newest one. It may also be a
-    safetensors file, or a torch.save file with a state dict at the top level or under a key in
-    `_WHERE`. Raises CheckpointError with a message that names `key`.
+    `path` may be one of this trainer's checkpoints: a file, a dcp folder, or a checkpoint folder.
+    In a checkpoint folder, the best checkpoint is read or, if none is marked, the newest one. It
+    may also be a safetensors file, or a torch.save file with a state dict at the top level or under
+    a key in `_WHERE`. Raises CheckpointError with a message that names `key`.
     """
     try:
         path = _choose_checkpoint(path)

@@ -123,7 +123,7 @@ def check_sizes(path: Path) -> Metadata:
 
 
 def check_share(path: Path, rank: int, world: int) -> None:
-    """Verify the checksums of the files in part `rank` of `world` parts of about equal size.
+    """Verify the checksums of the files in part `rank` of `world` roughly equal parts.
 
     Raises OSError, or CheckpointError with the reason.
     """
@@ -150,7 +150,7 @@ def read_manifest(path: Path) -> CheckpointManifest:
 
 
 def contents(path: Path) -> dict[str, tuple[int, str]]:
-    """Return the size and SHA-256 of each file of the checkpoint, by name, including the manifest.
+    """Return the size and SHA-256 of each file in the checkpoint, by name, including the manifest.
 
     For the other files, the values recorded in the manifest are returned. Raises CheckpointError,
     OSError.
@@ -360,9 +360,9 @@ def _write_tensors(tensors: dict[str, Any], temporary: Path, group: Any) -> dict
     if group is None:
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
     # If some tensors are sharded, let rank 0 alone write the few tensors that every rank has. If
-    # these were spread over the files of all ranks, each rank would have to fetch all files at
-    # startup. If no tensor is sharded, let torch distribute the tensors, because every rank reads
-    # all files anyway.
+    # these were spread over all ranks' files, each rank would have to fetch all files at startup.
+    # If no tensor is sharded, let torch distribute the tensors, because every rank reads all files
+    # anyway.
     planner = Planner(dedup_save_to_lowest_rank=any(map(is_sharded, tensors.values())))
     writer = PartsWriter(temporary, overwrite=True)
     # torch 2.6 does not have this argument. It detects by itself that there is no group.
@@ -380,8 +380,7 @@ def _write_tensors(tensors: dict[str, Any], temporary: Path, group: Any) -> dict
 def _stored(folder: Path, item: Any, place: Any, before: StoredTensor | None) -> dict[str, StoredTensor]:
     """Return the tensor that torch's `item` is a part of, with the chunk at `place` added.
 
-    `before` has the chunks of the tensor that this rank has written earlier; None if there are
-    none.
+    `before` has the chunks of the tensor that this rank wrote earlier; None if there are none.
     """
     data = item.tensor_data
     dtype, sizes = data.properties.dtype, tuple(data.chunk.sizes)
@@ -395,9 +394,9 @@ def _stored(folder: Path, item: Any, place: Any, before: StoredTensor | None) ->
 
 
 def _locate(file: IO[bytes], offset: int, length: int, size: int) -> int:
-    """Return the position in a file at which the values of a tensor written by torch.save begin.
+    """Return where the values of a tensor written by torch.save begin in a file.
 
-    torch.save has written `length` bytes at `offset`, and the values take `size` bytes. Raises
+    torch.save wrote `length` bytes at `offset`, and the values take `size` bytes. Raises
     CheckpointError.
     """
     view = _FilePart(file, offset, length)
@@ -453,7 +452,7 @@ def _disk_error(error: BaseException | None) -> OSError | None:
 
 
 def _checksums(temporary: Path, rank: int) -> dict[str, dict[str, Any]]:
-    """Return size and checksum of each file that this rank has written."""
+    """Return the size and checksum of each file that this rank has written."""
     names = [path.name for path in temporary.glob(f"__{rank}_*")] + ([_INDEX] if rank == 0 else [])
     return {name: {"size": (temporary / name).stat().st_size, "sha256": sha256(temporary / name)} for name in names}
 

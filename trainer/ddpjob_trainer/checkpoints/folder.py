@@ -163,7 +163,7 @@ class CheckpointFolder:
 
     @property
     def _scattered(self) -> bool:
-        """Whether no rank sees all parts of a checkpoint, so that only the bucket has them all."""
+        """Whether only the bucket, and no single rank, has all parts of a checkpoint."""
         several = bool(self._config.url) and self._group.world > 1
         return several and (any(self._heads) if self._heads else not self._config.shared)
 
@@ -388,7 +388,7 @@ class CheckpointFolder:
             self._try_to_tidy()
 
     def _offer(self, entry: Entry, names: list[str]) -> None:
-        """Queue the upload of this rank's files of a multi-part checkpoint. All ranks call this."""
+        """Queue the upload of this rank's files in a multi-part checkpoint. All ranks call this."""
         self._copied, self._uncopied = entry.path, None
         if self.copies is not None:
             self.copies.offer(entry, self._scores, names)
@@ -424,7 +424,7 @@ class CheckpointFolder:
         background.
         """
         # Reset the flag before reading the scores. An evaluation that is recorded from now on sets
-        # it again, so that the next save updates the mark.
+        # it again, so the next save updates the mark.
         self._unmarked = False
         scores = self._scores
         entries = self._index.entries()
@@ -518,10 +518,10 @@ class CheckpointFolder:
         return self._in_thread(lambda: looking() if self.writes else (NOTHING, None)).result()
 
     def _newest_copy(self, step: int, layout: Layout | None) -> Snapshot | None:
-        """Return the bucket's newest checkpoint if it is newer than the checkpoints of all ranks
-        and is in parts; otherwise None.
+        """Return the bucket's newest checkpoint if it is newer than every rank's checkpoints and is
+        in parts; otherwise None.
 
-        `step` is the newest step of which this rank has a checkpoint. If the bucket's newest
+        `step` is the newest step for which this rank has a checkpoint. If the bucket's newest
         checkpoint is a single file, it is downloaded into rank 0's folder, and None is returned.
         Raises CheckpointError on all ranks if the bucket cannot be read: training must not start
         from scratch while the only checkpoints may be in the bucket.
@@ -553,7 +553,7 @@ class CheckpointFolder:
                 self.copies.cannot_be_read(offered, problem)
 
     def _read_copy(self, offered: Offered, layout: Layout | None) -> tuple[Snapshot | None, str]:
-        """Read a multi-part checkpoint of the bucket. Each rank fetches only the files that it
+        """Read a multi-part checkpoint from the bucket. Each rank fetches only the files that it
         reads.
 
         All ranks must call this together. Return (snapshot, ""), or (None, PROBLEM) with the
@@ -609,7 +609,7 @@ class CheckpointFolder:
     def _spread(self, own: Snapshot | None, source: int) -> Snapshot:
         """Send the snapshot `own` of rank `source` to all ranks, and return it.
 
-        Large tensors are sent one by one, each directly into the memory in which it remains.
+        Large tensors are sent one by one, each directly into its final memory.
         """
         if self._group.world == 1:
             assert own is not None
@@ -630,8 +630,7 @@ class CheckpointFolder:
         return spread
 
     def _first_problem(self, problem: str) -> str:
-        """Return, on all ranks, the problem of the lowest rank that has one; empty if no rank has
-        any.
+        """Return, on all ranks, the problem of the lowest failing rank; empty if none failed.
 
         All ranks must call this together.
         """
@@ -645,7 +644,7 @@ class CheckpointFolder:
     def _read_parts(self, path: Path, layout: Layout | None) -> tuple[Snapshot | None, str]:
         """Read a multi-part checkpoint. Return (this rank's data, ""), or (None, PROBLEM).
 
-        PROBLEM is that of the lowest rank that cannot read its data. All ranks must call this
+        PROBLEM comes from the lowest rank that cannot read its data. All ranks must call this
         together. If a rank does not see the folder, the checkpoint is not at fault, so
         CheckpointError is raised on all ranks.
         """
@@ -662,7 +661,7 @@ class CheckpointFolder:
         """Run `act` on all ranks. Return (this rank's result, ""), or (None, PROBLEM) if a rank
         failed.
 
-        PROBLEM is that of the lowest rank that failed. All ranks must call this together. `act`
+        PROBLEM comes from the lowest rank that failed. All ranks must call this together. `act`
         reads data that a different program may have written, so it can fail in any way.
         """
         result, problem = None, ""

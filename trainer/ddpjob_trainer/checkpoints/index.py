@@ -26,15 +26,15 @@ class CheckpointIndex:
         self._known: dict[Path, Entry] = {}
 
     def path_of(self, step: int, *, in_parts: bool) -> Path:
-        """Return the path at which the checkpoint of a step is stored."""
+        """Return the path where a step's checkpoint is stored."""
         return self._path / f"step-{step:09d}{dcp.SUFFIX if in_parts else torch_file.SUFFIX}"
 
     def newest_whole(self, *, in_parts: bool = True) -> tuple[int, Path | None]:
         """Return (step, path) of the newest intact checkpoint.
 
         If there is none, the step is NOTHING or BROKEN, and the path is None. A warning names each
-        broken checkpoint. Of a checkpoint in parts, only the manifest and the names and sizes of
-        the files are checked. If `in_parts` is False, checkpoints in parts are ignored.
+        broken checkpoint. For a checkpoint in parts, only the manifest and the files' names and
+        sizes are checked. If `in_parts` is False, checkpoints in parts are ignored.
         """
         found = [(step, path) for step, path in self._found() if in_parts or path.suffix != dcp.SUFFIX]
         for step, path in found:
@@ -71,7 +71,7 @@ class CheckpointIndex:
         self._known[entry.path] = entry
 
     def replaced(self, path: Path) -> None:
-        """Forget what is known about a checkpoint, because a different one has replaced it."""
+        """Forget what is known about a checkpoint that a different one has replaced."""
         self._known.pop(path, None)
 
     def remove(self, entry: Entry) -> None:

@@ -7,9 +7,9 @@
      "state": {"dict": [["step", 7], ["model", {"dict": [["weight", {"tensor": "0:model.weight"}]]}]]},
      "sha256": "..."}
 
-A chunk records where its part of the tensor begins, the part's sizes, and the file and byte at
-which its values begin. The values are in row-major order, so their length follows from the sizes
-and dtype.
+A chunk records where its part of the tensor begins, the part's sizes, and the file and byte where
+its values begin. The values are in row-major order, so their length follows from the sizes and
+dtype.
 
 `state` is the structure around the tensors. Numbers, strings, true, false, null and lists stand for
 themselves; an object has one key, which names a type that JSON lacks: `dict` (pairs of key and
@@ -53,7 +53,7 @@ _PLAIN = frozenset({type(None), bool, int, float, str})
 
 @dataclass(frozen=True)
 class CheckpointFile:
-    """A file of the checkpoint, as recorded in the manifest."""
+    """A file in the checkpoint, as recorded in the manifest."""
 
     size: int
     sha256: str
@@ -75,7 +75,7 @@ class TensorChunk:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of the checkpoint. Its chunks cover it completely, without overlapping."""
+    """A tensor in the checkpoint. Its chunks cover it completely, without overlapping."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

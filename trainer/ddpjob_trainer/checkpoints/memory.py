@@ -1,7 +1,7 @@
 """Keeps the newest training states in the nodes' memory (`ddpjob_pod.rank_snapshots`).
 
 Checkpoints are still needed in case all nodes are lost. A starting job resumes from a state in
-memory or a checkpoint, whichever is of the later step.
+memory or a checkpoint, whichever is from the later step.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class NodeMemory:
         return None if found is None else found.tree
 
     def begin(self, step: int, source: str) -> dict[str, Any]:
-        """Record the step from which training continues. Return the figures to report about it.
+        """Record the step that training continues from. Return the figures to report about it.
 
         `source` is one of protocol.SOURCES, and says where the training state came from.
         """

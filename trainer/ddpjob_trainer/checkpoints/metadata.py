@@ -28,7 +28,7 @@ class Metadata:
     time: float = 0.0
 
     def written(self, **more: Any) -> dict[str, Any]:
-        """Return the metadata in the form in which it is stored, with the current time.
+        """Return the metadata as it is stored, with the current time.
 
         `more` are other entries to store with it.
         """

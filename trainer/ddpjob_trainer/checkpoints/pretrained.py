@@ -34,7 +34,7 @@ _DEFAULT = "default"
 def load_pretrained(
     config: ModelConfig, channels: int, model: Tensors, group: Group, alive: Callable[[], None]
 ) -> dict[str, torch.Tensor]:
-    """Return, on every rank, all weights with which fine-tuning of `model` starts, by name.
+    """Return, on every rank, all weights that fine-tuning of `model` starts from, by name.
 
     Only rank 0 finds the weights, and prints which ones it uses. `alive` is called repeatedly while
     the ranks wait. Raises CheckpointError on every rank if the weights are not found or do not fit.

@@ -23,13 +23,14 @@ Snapshot = dict[str, Any]
 Path = tuple[str | int, ...]
 
 Layout = Callable[[Path, torch.Size], Any]
-"""A function that is given a tensor's place in a snapshot and its whole shape. It returns a DTensor
-that has the desired layout over the ranks, or None if every rank should have the whole tensor.
+"""A function that is given a tensor's place in a snapshot and the tensor's whole shape. It returns
+a DTensor that has the desired layout over the ranks, or None if every rank should have the whole
+tensor.
 """
 
 
 def map_tensors(tree: Any, change: Callable[[Path, torch.Tensor], Any], path: Path = ()) -> Any:
-    """Return a tree of the same structure in which `change` has replaced each tensor.
+    """Return a tree of the same structure, with each tensor replaced by `change`.
 
     All containers are new, so a later change to the original ones does not affect the result.
     """

@@ -159,7 +159,7 @@ def _check(file: IO[bytes] | io.FileIO) -> Metadata:
 
 
 def is_ours(content: bytes) -> bool:
-    """Return whether a file has a zip comment. Only files of this trainer have one."""
+    """Return whether a file has a zip comment. Only this trainer's files have one."""
     try:
         return bool(_split(content[-_LONGEST_COMMENT:], len(content))[1])
     except CheckpointError:

@@ -42,7 +42,7 @@ class Writer:
         self._completed: deque[CompletedSave] = deque()
         self._failures = 0
         self.failure: CheckpointError | None = None
-        """The error of the last save; None if the last save is on disk."""
+        """The error from the last save; None if the last save is on disk."""
         self.ended = time.monotonic()
         """The value of time.monotonic() when the last save completed or failed."""
         self.cost = 0.0

@@ -107,7 +107,7 @@ def _read(path: Path, group: Group) -> dict[str, Any]:
         try:
             found = reading.result()
             weights = compatibility.weights_in(found, path, average=True)
-            # In a file of a different program, `config` and `step` may mean something else.
+            # In a different program's file, `config` and `step` may mean something else.
             known = found if "sampler" in found else {}
             sent = {"model": weights, "config": known.get("config", {}), "step": known.get("step")}
         except CheckpointError as error:

@@ -176,7 +176,7 @@ def _keep_plan(path: Path, planned: list[list[PackedImage]], scaling: Scaling | 
 
 
 def _digest_in(path: Path) -> str:
-    """Return the digest of the plan that an earlier run has recorded. Raises DataError, OSError."""
+    """Return the digest of the plan that an earlier run recorded. Raises DataError, OSError."""
     try:
         return str(json.loads(path.read_bytes())["sha256"])
     except (ValueError, KeyError, TypeError) as error:

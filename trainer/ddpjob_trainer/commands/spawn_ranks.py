@@ -28,7 +28,7 @@ from ddpjob_trainer.lifecycle.signals import EXIT_STEPPED_ASIDE
 
 USAGE = "--spawn N [--init METHOD] [--nodes K --node-rank R]"
 _FAREWELL_SECONDS = 2.0
-"""Time in seconds after the failure of a rank in which the other ranks may end by themselves. With
+"""Number of seconds that the other ranks have to end by themselves after a rank has failed. With
 gloo, they fail immediately with a message. With NCCL, they hang.
 """
 
@@ -182,8 +182,8 @@ class Ranks:
         """
         reported = [json.loads(path.read_text()) for path in self._folder.glob("rank-*.json")]
         silent = [(rank, code) for rank, code in self._blamed if rank not in {entry["rank"] for entry in reported}]
-        # A rank that ended without reporting an error failed first, so the errors of other ranks
-        # are consequences.
+        # A rank that ended without reporting an error failed first, so the other ranks' errors are
+        # consequences.
         if silent:
             rank, code = silent[0]
             how = f"was terminated by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -233,9 +233,9 @@ def _end_group(process: Any) -> None:
 
 @contextlib.contextmanager
 def _own_file(launch: Launch) -> Iterator[None]:
-    """Reserve the file of `--init file:///PATH` for this launch.
+    """Reserve the file in `--init file:///PATH` for this launch.
 
-    If the file were a leftover of an earlier launch, the ranks would wait for processes that are
+    If the file were left over from an earlier launch, the ranks would wait for processes that are
     gone. Node 0 holds a lock next to the file, and removes both at the end. Raises RendezvousError
     if another launch uses the file.
     """
@@ -261,7 +261,7 @@ def _own_file(launch: Launch) -> Iterator[None]:
             remedy = "use a file on a file system that supports locks, or tcp://HOST:PORT"
             raise RendezvousError(f"--init {launch.init}: {lock}: {error.strerror}; {remedy}") from error
         if path.exists():
-            if launch.nodes > 1:  # Ranks of another node may already have opened the file.
+            if launch.nodes > 1:  # Ranks on another node may already have opened the file.
                 raise RendezvousError(f"--init {launch.init}: the file is a leftover of an earlier launch; remove it")
             print(
                 f"warning: {path} was a leftover of an earlier launch and has been removed", file=sys.stderr, flush=True

@@ -77,7 +77,7 @@ class _EachKeyOnce(yaml.SafeLoader):
 
 
 class _Whole(int):
-    """A whole number that also has its original text.
+    """A whole number that keeps its original text.
 
     A key whose value is a string must get 007, not 7.
     """
@@ -86,7 +86,7 @@ class _Whole(int):
 
 
 class _Number(float):
-    """Any other number that also has its original text.
+    """Any other number that keeps its original text.
 
     A key whose value is a string must get 1.10, not 1.1.
     """

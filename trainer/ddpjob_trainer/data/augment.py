@@ -43,7 +43,7 @@ def check_shift(shift: int, shape: Sequence[int]) -> None:
 
 
 class CropAndFlip:
-    """Shifts each image of a set by up to `padding` pixels and, if `flip` is set, mirrors some
+    """Shifts each image in a set by up to `padding` pixels and, if `flip` is set, mirrors some
     images.
 
     `border` determines the pixels that a shift brings in from outside the image. An image is
@@ -66,7 +66,7 @@ class CropAndFlip:
         repeats: int = 1,
         border: Padding = Padding.ZEROS,
     ) -> None:
-        """Pad the images of the set, (n, channels, height, width) uint8.
+        """Pad the images in the set, (n, channels, height, width) uint8.
 
         Each image has `repeats` versions, which are augmented differently.
         """
@@ -104,8 +104,8 @@ class CropAndFlip:
     def _draw(self, epoch: int) -> None:
         """Draw an epoch's random numbers for the whole set.
 
-        They are drawn on the device of the set, so that no step has to transfer random numbers or
-        wait for them.
+        They are drawn on the set's device, so no step has to transfer random numbers or wait for
+        them.
         """
         draws = uniform_for_all(self._seed, epoch, self._versions, 3, self._crops.device)
         self._top, self._left = ((draws[:, i] * self._shifts).long() for i in (0, 1))
@@ -118,13 +118,13 @@ class CropAndFlip:
 def is_mirrored(draws: torch.Tensor, flip: bool | Flip, epoch: int) -> torch.Tensor:
     """Return which images are mirrored in an epoch, given one random number per image.
 
-    With flip=alternating, the random numbers must be those of epoch 0.
+    With flip=alternating, the random numbers must come from epoch 0.
     """
     return (draws < 0.5) ^ (flip is Flip.ALTERNATING and epoch % 2 == 1)
 
 
 class RandAugment:
-    """RandAugment or TrivialAugment of torchvision.
+    """torchvision's RandAugment or TrivialAugment.
 
     All random choices depend only on the seed, the epoch and the sample.
     """
@@ -164,7 +164,7 @@ class RandAugment:
 
     @property
     def space(self) -> dict[str, tuple[Callable[[int, int, int], torch.Tensor | None], bool]]:
-        """The operations of torchvision, by name.
+        """torchvision's operations, by name.
 
         Each one has a function and a flag. The function maps (bins, height, width) to the possible
         magnitudes, or to None if the operation has no magnitude. The flag says whether the chosen
@@ -181,7 +181,7 @@ class RandAugment:
 
 
 class RandomErasing:
-    """RandomErasing of torchvision, for normalized images.
+    """torchvision's RandomErasing, for normalized images.
 
     All random choices depend only on the seed, the epoch and the sample.
     """
@@ -234,7 +234,7 @@ class Cutout:
 
 
 def _erase(images: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Set the pixels to 0 whose row and column are both selected, in place.
+    """Set to 0, in place, the pixels whose row and column are both selected.
 
     `rows` (n, height) and `columns` (n, width) select rows and columns of each image.
     """

@@ -48,7 +48,7 @@ _BINS, _BLOCK = 31, 4096
 
 
 class BatchAugment:
-    """Crops, flips and augments all images of a batch at once, on the device that holds the set."""
+    """Crops, flips and augments all images in a batch at once, on the device that holds the set."""
 
     def __init__(self, crop: CropAndFlip, images: torch.Tensor, augment: RandAugment, seed: int, versions: int) -> None:
         """Prepare the tables of all operations.
@@ -207,7 +207,7 @@ class _SeenGrid(TorchFunctionMode):
 
 
 def _grid(name: str, size: float, image: torch.Tensor) -> torch.Tensor:
-    """Return the sampling grid (1, height, width, 2) with which torchvision warps `image`.
+    """Return the sampling grid (1, height, width, 2) that torchvision uses to warp `image`.
 
     `name` is a geometric operation, and `size` is its magnitude.
     """

@@ -1,8 +1,8 @@
 """The user's own transform of training batches on the device (`data.batch_transform`).
 
-`function(images, labels, generator)` gets one micro-batch, and returns (images, labels). The key of
-the micro-batch seeds `generator` and the global generators of Python, numpy and torch, so that the
-function draws the same numbers on any number of ranks. The function may mix the samples of the
+`function(images, labels, generator)` gets one micro-batch, and returns (images, labels). The
+micro-batch's key seeds `generator` and the global generators of Python, numpy and torch, so that
+the function draws the same numbers on any number of ranks. The function may mix the samples of the
 micro-batch, so ranks take whole micro-batches (see `run_plan.Division`). With data.exact=false,
 each rank transforms its own share instead, and the result depends on the number of ranks.
 """

@@ -172,7 +172,7 @@ def _read_pickles(folder: Path, names: tuple[str, ...], layout: _Layout) -> Part
 
 
 def _content(path: Path) -> bytes:
-    """Return the content of a file of the archive.
+    """Return the content of a file in the archive.
 
     Raises DataError if the file is larger than any valid one, because such a file would fill the
     memory.

@@ -203,7 +203,7 @@ class _Machine:
         return self._take_from(self._marks.pop())
 
     def _take_from(self, start: int) -> list[Any]:
-        """Remove and return the items of the stack from position `start` on. Raises IndexError."""
+        """Remove and return the stack's items from position `start` on. Raises IndexError."""
         if not 0 <= start <= len(self.stack):
             raise IndexError
         taken = self.stack[start:]

@@ -5,8 +5,8 @@ by worker processes. A batch that DALI cannot decode is decoded by the same func
 workers, which reports the broken image. decoders.image_slice decodes only the crop:
 https://docs.nvidia.com/deeplearning/dali.
 
-Pixels are copied on a CUDA stream of this module, so a batch that is decoded ahead does not wait
-for the kernels of training. This has not been run on a GPU.
+Pixels are copied on this module's own CUDA stream, so a batch that is decoded ahead does not wait
+for training's kernels. This has not been run on a GPU.
 """
 
 from __future__ import annotations

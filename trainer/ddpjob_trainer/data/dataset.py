@@ -78,7 +78,7 @@ class Normalize:
         self._factor = (1 / (scale * spread)).float().view(1, -1, 1, 1).to(device)
         self._offset = (-torch.tensor(mean, dtype=torch.float64) / spread).float().view(1, -1, 1, 1).to(device)
         self.deferred = False
-        """Whether a call returns images unchanged, because a compiled step will normalize them by
+        """Whether a call returns images unchanged because a compiled step will normalize them by
         `apply`.
         """
 
@@ -96,7 +96,7 @@ class DataSet(Protocol):
 
     Batches are on one device. `shape` is the shape of an image, (channels, height, width); the
     user's own data may have any shape. `class_names` are in the order of class numbers, or None if
-    the classes have no names. If targets are float, `classes` is the number of values per target.
+    the classes have no names. If targets are floats, `classes` is the number of values per target.
     `whole_numbers` indicates whether inputs are whole numbers, such as tokens. `normalize` maps
     pixels to inputs; it is None if the data set already stores samples as inputs.
     """
@@ -134,10 +134,9 @@ class DataSet(Protocol):
         """Yield a test batch for each list of sample numbers, without augmentation."""
 
     def defer_normalization(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """Stop normalizing images, and return the function with which the caller must normalize
-        them.
+        """Stop normalizing images, and return the normalization that the caller must apply.
 
-        Return None if images need no normalization, because the data set already stores them as
+        Return None if images need no normalization because the data set already stores them as
         inputs.
         """
         if self.normalize is None:

@@ -37,8 +37,8 @@ _TILE_WIDTH, _TILE_LENGTH = 322, 323  # tags in TIFF files
 # Factors in between cost more than they save.
 _SCALES = (8, 4, 2)
 TEST_CROP = 224 / 256
-"""Ratio of the side of the center crop to the shorter side of a test image (He et al., Deep
-residual learning, 2015).
+"""Ratio of the center crop's side to a test image's shorter side (He et al., Deep residual
+learning, 2015).
 """
 
 
@@ -78,7 +78,7 @@ def middle(content: bytes, size: int, share: float = TEST_CROP) -> torch.Tensor:
     short = round(size / share)
     shorter, longer = min(height, width), max(height, width)
     long = int(short * longer / shorter)
-    # An image of a single line of 65,535 pixels would be scaled to 4 billion pixels.
+    # An image with a single line of 65,535 pixels would be scaled to 4 billion pixels.
     check_pixels(short, long)
     resized = _resize(pixels, *((short, long) if height <= width else (long, short)))
     top, left = (round((side - size) / 2) for side in resized.shape[1:])
@@ -146,7 +146,7 @@ def _decode(content: bytes, choose: Callable[[int, int], Box], size: int | None)
                 pixels = simplejpeg.decode_jpeg(content, min_height=-(-height // scale), min_width=-(-width // scale))
                 return _planes(pixels), _scale_box(box, pixels.shape[0] / height, pixels.shape[1] / width)
         except ValueError:
-            # This may be only a warning of libjpeg. Pillow distinguishes it from a broken file.
+            # This may be only a warning from libjpeg. Pillow distinguishes it from a broken file.
             pass
     pixels = _decode_with_pillow(content)
     return _planes(pixels), choose(*pixels.shape[:2])

@@ -25,7 +25,7 @@ _REMEDY = "put train/CLASS/ and val/CLASS/ folders of images there"
 
 
 class Folder:
-    """The images of a training or test set, in the order of the names of their class folders.
+    """The images of a training or test set, ordered by the names of their class folders.
 
     Creating a `Folder` raises DataError if there are no class folders, or if one has no images.
     """

@@ -46,7 +46,7 @@ class Encoded(Protocol):
     labels: npt.NDArray[np.int64]
 
     def name(self, number: int) -> str:
-        """Return text by which the user can find the image."""
+        """Return text that helps the user find the image."""
 
     def read(self, numbers: list[int]) -> list[bytes | OSError]:
         """Return the images' bytes, or an OSError in place of each image that cannot be read."""

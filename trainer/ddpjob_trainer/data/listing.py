@@ -27,8 +27,8 @@ _ENCRYPTED = 1
 """Flag bit of an encrypted member of a zip file. zipfile would ask for its password."""
 _MOST_ARRAYS = 16
 _SETTLED_NS = 2_000_000_000
-"""A listing is kept only if the newest change to a folder was at least this many nanoseconds
-before. A folder that has just changed may change again without getting a new modification time.
+"""A listing is kept only if the newest change to a folder was at least this many nanoseconds ago. A
+folder that has just changed may change again without getting a new modification time.
 """
 
 

@@ -28,7 +28,7 @@ from ddpjob_trainer.errors import ConfigError, DataError
 from ddpjob_trainer.own_functions import load_function
 
 _LOOKED_AT = 32
-"""Number of samples of each set that a Dataset's fingerprint covers. The fingerprint of tensors
+"""Number of samples in each set that a Dataset's fingerprint covers. The fingerprint of tensors
 covers a thousand samples and all targets.
 """
 _TENSORS_LOOKED_AT = 1024
@@ -191,7 +191,7 @@ class OwnData(DataSet):
     def _convert(self, name: str, what: str, value: Any, *, whole: bool = False) -> torch.Tensor:
         """Convert an input or target to a float32 or int64 tensor.
 
-        `value` is that of one sample or, with `whole`, of the whole set. uint8 images remain uint8,
+        `value` belongs to one sample or, with `whole`, to the whole set. uint8 images remain uint8,
         and get the shape (..., channels, height, width).
         """
         if isinstance(value, np.ndarray) and any(stride < 0 for stride in value.strides):

@@ -70,7 +70,7 @@ class Pool(Generic[C]):
         self._loader: DataLoader[C] | None = None
 
     def run(self, requests: Iterator[Request]) -> Iterator[list[C]]:
-        """Yield the chunks of each request, in the order of the requests.
+        """Yield each request's chunks, in the order of the requests.
 
         A request is divided among all workers. Only one run is possible at a time, so a new run
         ends the previous one. Raises TrainerError if `read` raises it.
@@ -105,8 +105,8 @@ class Pool(Generic[C]):
             worker_init_fn=_stay_with_the_rank,
             # Only forked workers share the list of images without copying or pickling it.
             multiprocessing_context="fork" if workers and "fork" in multiprocessing.get_all_start_methods() else None,
-            # Without a generator of its own, the loader would draw from the generator of dropout in
-            # each epoch.
+            # Without a generator of its own, the loader would draw from dropout's generator in each
+            # epoch.
             generator=torch.Generator(),
         )
 
@@ -114,7 +114,7 @@ class Pool(Generic[C]):
 def _divide(requests: Iterable[Request], counts: list[int], workers: int) -> Iterator[Request]:
     """Divide requests into parts of at most 16 samples, and yield the parts.
 
-    The number of parts of each request is appended to `counts`.
+    The number of parts in each request is appended to `counts`.
     """
     for request in requests:
         each = max(1, min(_CHUNK, -(-len(request.numbers) // max(1, workers))))
@@ -174,10 +174,10 @@ def _without_signals() -> Iterator[None]:
 def _stay_with_the_rank(_: int) -> None:
     """Make sure that only the rank stops this worker.
 
-    torchrun's SIGTERM and Ctrl-C go to the whole process group of the rank. If a worker ended
-    because of them, the rank would abort before it has saved, so the worker leaves that group. On
-    Linux, the kernel kills the worker once the rank is gone. Elsewhere, the worker checks every few
-    seconds whether the rank still runs.
+    torchrun's SIGTERM and Ctrl-C go to the rank's whole process group. If a worker ended because of
+    them, the rank would abort before it has saved, so the worker leaves that group. On Linux, the
+    kernel kills the worker once the rank is gone. Elsewhere, the worker checks every few seconds
+    whether the rank still runs.
     """
     os.setpgid(0, 0)
     for signum in signal.sigpending() & _GROUP_SIGNALS:

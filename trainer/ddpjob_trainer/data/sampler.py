@@ -354,7 +354,7 @@ class ElasticSampler:
     repeats: int = 1
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for values with which an epoch would not have any steps."""
+        """Raise ConfigError for values that would leave an epoch without any steps."""
         for key in ("size", "batch", "repeats"):
             if (value := getattr(self, key)) < 1:
                 raise ConfigError(f"ElasticSampler: {key}={value}: must be an integer of at least 1")

@@ -25,8 +25,8 @@ SIDE = 16
 """Side of an image, in pixels."""
 TEST_SIZE = 2048
 _FINE = 2 * SIDE
-"""Number of points on each side of the grid on which shapes are drawn. A pixel is the mean of four
-points.
+"""Number of points along each side of the grid that shapes are drawn on. A pixel is the mean of
+four points.
 """
 _AT_ONCE = 256
 """Number of images drawn together, chosen so that their arrays fit into a CPU's cache."""
@@ -61,7 +61,7 @@ CLASSES: dict[str, Callable[[Floats, Floats], Bools]] = {
     "angle": lambda u, v: _box(u + 0.6, v, 0.3, 0.9) | _box(u, v + 0.6, 0.9, 0.3),
     "two bars": lambda u, v: _box(u, np.abs(v) - 0.6, 0.95, 0.28),
 }
-"""The function of each class. It is given points (u, v) in a plane in which the shape lies within
+"""The function for each class. It is given points (u, v) in a plane in which the shape lies within
 [-1, 1] squared, and returns whether each point is inside the shape. The mirror image of each shape
 is a rotated shape of the same class, so flips preserve labels.
 """
@@ -117,7 +117,7 @@ def _draw(numbers: npt.NDArray[np.int64]) -> Bytes:
         return np.stack([next(draws) for _ in range(3)], axis=1)
 
     def plane(centre_x: Floats, centre_y: Floats, size: Floats) -> tuple[Floats, Floats]:
-        """Return the coordinates of the grid's points in a randomly rotated plane of each image.
+        """Return the coordinates of the grid's points in a randomly rotated plane for each image.
 
         Both coordinates are (n, _FINE, _FINE). The plane's origin is at (`centre_x`, `centre_y`),
         and its unit is `size` pixels.
@@ -144,8 +144,8 @@ def _draw(numbers: npt.NDArray[np.int64]) -> Bytes:
     for label, shape in enumerate(CLASSES.values()):
         own = numbers % len(CLASSES) == label
         inside[own] = shape(u[own], v[own])
-    # To make the shape visible, its colour differs from that of the background by 0.3 to 0.7 in
-    # each channel, with values that wrap around at 1.
+    # To make the shape visible, its colour differs from the background's by 0.3 to 0.7 in each
+    # channel, with values that wrap around at 1.
     canvas = np.where(inside[:, None], (ground + 0.3 + 0.4 * colour()) % 1.0, canvas)
     u, v = plane(between(0.0, SIDE), between(0.0, SIDE), between(1.0, 1.8))
     canvas = np.where(_box(u, v, 8.0, 0.6)[:, None], colour(), canvas)  # A bar covers part of the shape.

@@ -135,7 +135,7 @@ def cached_index(url: str, folder: Path | None, remedy: str) -> Index:
 
 @contextmanager
 def _keeping(path: Path) -> Iterator[None]:
-    """Replace OSError with a DataError which says that the index cannot be written to `path`."""
+    """Replace OSError with a DataError saying that the index cannot be written to `path`."""
     try:
         yield
     except OSError as error:

@@ -42,7 +42,7 @@ class ShardedImages:
         self._owner = 0
 
     def name(self, number: int) -> str:
-        """Return text that says in which shard an image is, and at which offset."""
+        """Return text that says which shard an image is in, and at what offset."""
         return f"at byte {self._index.offsets[number]} of {self._index.shards[self._index.shard[number]]}"
 
     def identity(self) -> npt.NDArray[np.uint8]:

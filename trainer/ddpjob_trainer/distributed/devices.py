@@ -91,7 +91,7 @@ def _each_rank_sees_its_own(kind: str) -> bool:
 
 
 def search_algorithms(device: torch.device, *, repeatable: bool) -> None:
-    """Let cuDNN time its algorithms for each size of a convolution and use the fastest one.
+    """Let cuDNN time its algorithms for each convolution size and use the fastest one.
 
     If runs must be `repeatable` with identical bits, turn this off, because the next run might
     choose a different algorithm.
@@ -104,7 +104,7 @@ def _gpus_of_job() -> str:
     """Return the GPUs that a job gave to this pod, if this build of torch could use them.
 
     The result is empty if there are none. If the driver fails, torch does not see any GPUs, even
-    after a restart in the same pod. If this node then trained on the CPU, the ranks of the other
+    after a restart in the same pod. If this node then trained on the CPU, the ranks on the other
     nodes, whose GPUs work, would wait for it in NCCL.
     """
     number, _, resource = JobEnvironment.read().gpus.partition(" ")

@@ -130,9 +130,9 @@ def _open(where: Meeting, group: Group, incarnation: str, timeout_seconds: float
         return store
     # An agent that restarts its workers in place gives them the same store again (torch 2.15).
     # Without a prefix for each incarnation, the workers would find addresses of dead processes in
-    # the store, for which gloo would wait forever. Each agent counts its own restarts, starting at
-    # 0, so these counts may differ. The fence, if there is one, is the same on all ranks of an
-    # incarnation.
+    # the store, and gloo would wait for these processes forever. Each agent counts its own
+    # restarts, starting at 0, so these counts may differ. The fence, if there is one, is the same
+    # on all ranks of an incarnation.
     prefix = incarnation if JobEnvironment.read().fence else f"attempt_{incarnation}"
     return dist.PrefixStore(f"/worker/{prefix}", store)  # type: ignore[attr-defined]
 
@@ -158,7 +158,7 @@ def _loopback_listener(where: Meeting, group: Group) -> dict[str, Any]:
 
 
 def address_towards(host: str) -> str:
-    """Return the address of this machine at which `host` can reach it.
+    """Return the address at which `host` can reach this machine.
 
     This is the address that the machine uses on the route to `host`. Nothing is sent. Raises
     OSError.

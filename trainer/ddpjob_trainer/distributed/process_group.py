@@ -185,9 +185,8 @@ def done_in_thread(
 ) -> Future[_T]:
     """Run `function()` in a thread, and return its outcome once all ranks are done.
 
-    The function may take longer than the timeout of a collective. Twice a second, the ranks agree
-    on whether any rank is still busy, and each rank calls `alive`. All ranks must call this
-    together.
+    The function may take longer than a collective's timeout. Twice a second, the ranks agree on
+    whether any rank is still busy, and each rank calls `alive`. All ranks must call this together.
     """
     work, waiting = in_thread(name, function), True
     while waiting:

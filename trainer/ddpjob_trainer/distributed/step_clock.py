@@ -79,7 +79,9 @@ class StepClock:
         self._seconds: dict[StepPhase, float] = {}
 
     def restart(self) -> None:
-        """Set a mark. Do not count the time since the last mark, such as that of an evaluation."""
+        """Set a mark. Do not count the time since the last mark, such as the time spent on an
+        evaluation.
+        """
         _in_streams.clear()
         self._last = self._mark()
 
@@ -143,7 +145,7 @@ _waited = _Waited()
 
 @functools.cache
 def _count_waits() -> None:
-    """Count the time of waits for other ranks from now on, until the process ends."""
+    """Count the time spent waiting for other ranks, from now until the process ends."""
 
     def wrap(wait: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(wait)
@@ -166,7 +168,7 @@ _in_streams: list[_Events] = []
 
 @functools.cache
 def _count_waits_of_streams() -> None:
-    """Count the time of waits of GPUs' streams from now on, until the process ends."""
+    """Count the time that GPU streams spend waiting, from now until the process ends."""
     trains = threading.get_ident()
 
     def wrap(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -194,7 +196,7 @@ def _count_waits_of_streams() -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory use of this process so far, in bytes.
+    """Return this process's peak memory use so far, in bytes.
 
     On a GPU, this is the device's memory; otherwise, it is main memory.
     """

@@ -54,10 +54,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class Curves:
-    """Precision-recall curves and average precisions, of each class and of all decisions.
+    """Precision-recall curves and average precisions, for each class and for all decisions.
 
-    `average_precision` is that of each class, `macro` is the mean over classes, and `micro` is the
-    average precision of all decisions pooled. `of_class` and `pooled` are the curves. They are
+    `average_precision` has a value for each class, `macro` is the mean over classes, and `micro` is
+    the average precision of all decisions pooled. `of_class` and `pooled` are the curves. They are
     thinned for storage and drawing, and exist only on rank 0.
     """
 
@@ -75,7 +75,7 @@ class CurveAccumulator(Protocol):
         """Add scores float32 (n, classes) and labels int64 (n,), on any device."""
 
     def reduce(self, group: Group) -> Curves:
-        """Return the curves for the samples of all ranks. All ranks must call this together."""
+        """Return the curves for all ranks' samples. All ranks must call this together."""
 
 
 def curve(scores: torch.Tensor, positive: torch.Tensor) -> Curve:
@@ -174,7 +174,7 @@ class BinnedCurves:
 
 
 def bin_of(probabilities: torch.Tensor, bins: int) -> torch.Tensor:
-    """Return the number of the bin, 0 to bins - 1, to which each probability belongs.
+    """Return the number of the bin, 0 to bins - 1, that each probability falls into.
 
     The bins have equal width in log odds.
     """
@@ -183,7 +183,7 @@ def bin_of(probabilities: torch.Tensor, bins: int) -> torch.Tensor:
 
 
 def _gather(mine: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return the tensors of all ranks, flattened and concatenated, on rank 0.
+    """Return all ranks' tensors, flattened and concatenated, on rank 0.
 
     The other ranks get an empty tensor. While the tensors are gathered, these ranks hold only one
     rank's part at a time.
@@ -201,8 +201,8 @@ def _gather(mine: torch.Tensor, group: Group) -> torch.Tensor:
 def _share(curves: list[Curve], classes: int, group: Group) -> Curves:
     """Return the average precisions on every rank, and the curves on rank 0.
 
-    `curves` are those of rank 0: the curve of each class, followed by the curve of all decisions.
-    On other ranks, the list is empty.
+    `curves` are rank 0's: a curve for each class, followed by the curve for all decisions. On other
+    ranks, the list is empty.
     """
     values = torch.zeros(classes + 1, dtype=torch.float64)
     if group.rank == 0:

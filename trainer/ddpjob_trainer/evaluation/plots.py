@@ -28,7 +28,7 @@ Matrix = npt.NDArray[np.int64]
 
 
 def draw(path: Path) -> list[Path]:
-    """Draw the plots for which a result file has numbers, and return the plots' files.
+    """Draw the plots that a result file has numbers for, and return the plots' files.
 
     The plots are next to the result file, `path`.
     """
@@ -59,7 +59,7 @@ def set_headline(figure: Figure, text: str) -> None:
 
 
 def plain(text: str) -> str:
-    """Return a text in a form that matplotlib draws literally.
+    """Return text in a form that matplotlib draws literally.
 
     Without this, text between two dollar signs would be drawn as a formula. Line breaks and bytes
     that are not UTF-8 become question marks.

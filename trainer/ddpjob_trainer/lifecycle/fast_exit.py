@@ -27,7 +27,7 @@ def leave_fast() -> None:
 
 
 def with_code(code: int) -> int:
-    """Set the exit code for an orderly end of this process, and return the code."""
+    """Set the exit code for an orderly exit from this process, and return the code."""
     global _code
     _code = code
     return code

@@ -33,7 +33,7 @@ _NAME = "fence.json"
 
 
 def round_from_env() -> tuple[int, int]:
-    """Return the (generation, round) in which this process was started; (0, 0) outside a job.
+    """Return the (generation, round) that this process was started in; (0, 0) outside a job.
 
     The launcher gives both numbers to each worker in DDPJOB_FENCE. Without a launcher, the pod's
     own DDPJOB_GENERATION and DDPJOB_ROUND are used. Raises ConfigError.
@@ -47,7 +47,7 @@ def round_from_env() -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Claim:
-    """The claim that one incarnation of a job makes to a checkpoint folder.
+    """One incarnation's claim to a checkpoint folder.
 
     The claim consists of a generation and a round, which are the highest among the ranks, and a
     random number that identifies the incarnation.
@@ -95,7 +95,7 @@ class Claim:
 
     @property
     def order(self) -> tuple[int, int]:
-        """The key by which the claims of the same job's incarnations are compared."""
+        """The key for comparing the claims of a job's incarnations."""
         return self.generation, self.round
 
     def _refusal(self, folder: Path, found: Claim) -> str:
@@ -120,7 +120,7 @@ def agree_on_incarnation(group: Group) -> Claim:
 
 @dataclass(frozen=True)
 class Owner:
-    """The job that uses a folder. `pod` is the pod in which the job's rank 0 runs.
+    """The job that uses a folder. `pod` is the pod that runs the job's rank 0.
 
     Outside a job, `job`, `namespace` and `name` are empty, and `pod` is the host's name.
     """
@@ -138,7 +138,7 @@ class Owner:
 
     @classmethod
     def from_env(cls) -> Owner:
-        """Return the owner that stands for the job of this process."""
+        """Return the owner that stands for this process's job."""
         job = JobEnvironment.read()
         return cls(job.uid, job.namespace, job.name, job.host, cluster=job.cluster)
 

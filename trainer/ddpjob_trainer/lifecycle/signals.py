@@ -167,8 +167,8 @@ class StopRequest:
     def _until(self, asked: float) -> float:
         """Return the time, on the monotonic clock, at which this rank gives up waiting.
 
-        `asked` is the time at which SIGTERM arrived. If the grace period is unknown, this rank
-        waits for slow ranks as long as they respond.
+        `asked` is when SIGTERM arrived. If the grace period is unknown, this rank waits for slow
+        ranks as long as they respond.
         """
         return self._patience() + (asked if self._grace is not None else max(asked, self._last_answer))
 

@@ -57,7 +57,7 @@ class Whitening(nn.Module):
 
 
 def find_filters(model: nn.Module, data: DataSet) -> str:
-    """Return the name that the filters of the model's Whitening have in the model's state dict.
+    """Return the name of the Whitening's filters in the model's state dict.
 
     The name is empty if the model does not have a Whitening. Raises ConfigError if the layer's
     channels do not match those of the images.
@@ -151,7 +151,7 @@ class Airbench(nn.Module):
     """A Whitening, three groups of two convolutions each, and a linear layer."""
 
     def __init__(self, shape: tuple[int, ...], classes: int, width: int) -> None:
-        """`width` is the number of channels of the first group. Raises ConfigError."""
+        """`width` is the number of channels in the first group. Raises ConfigError."""
         super().__init__()
         if min(shape[1:]) < SMALLEST:
             raise ConfigError(
@@ -163,7 +163,7 @@ class Airbench(nn.Module):
         self.whiten = Whitening(shape[0])
         channels = (len(self.whiten.weight), width, 4 * width, 4 * width)
         groups = [_group(*pair) for pair in pairwise(channels)]
-        # After these groups, the maps of images of 32x32 pixels have 3x3 values.
+        # After these groups, the maps of 32x32 images have 3x3 values.
         self.features = nn.Sequential(nn.GELU(), *groups, nn.AdaptiveMaxPool2d(1))
         self.head = _Head(channels[-1], classes)
 

@@ -35,11 +35,11 @@ def move_running(module: _BatchNorm, mean: torch.Tensor, variance: torch.Tensor)
 class BatchStatistics:
     """Combines a model's running means and variances over the ranks of a group.
 
-    Does nothing for a model without running statistics. With `ordered`, the results of the
-    micro-batches are added up in the order of the micro-batches, so that the sum has identical bits
-    on any number of ranks. The model's buffers become views of one flat tensor per device and
-    format, so that each step takes a few calls in total instead of several per layer. A model can
-    have only one BatchStatistics at a time.
+    Does nothing for a model without running statistics. With `ordered`, the micro-batches' results
+    are added up in micro-batch order, so that the sum has identical bits on any number of ranks.
+    The model's buffers become views of one flat tensor per device and format, so each step takes a
+    few calls in total instead of several per layer. A model can have only one BatchStatistics at a
+    time.
     """
 
     def __init__(self, model: nn.Module, group: Group, ordered: bool = False) -> None:
@@ -65,8 +65,8 @@ class BatchStatistics:
     def of_micro(self, micro: Micro, count: int) -> Iterator[None]:
         """Run the forward pass of one micro-batch inside this `with`.
 
-        The micro-batch contributes to the step's statistics with the weight of its samples among
-        the `count` samples of the step.
+        The micro-batch contributes to the step's statistics in proportion to its share of the
+        step's `count` samples.
         """
         if not self._running:
             yield
@@ -136,11 +136,11 @@ def _joined(flats: list[torch.Tensor]) -> torch.Tensor:
 def ordered_parts(
     parts: list[tuple[int, torch.Tensor]], size: int, like: torch.Tensor, group: Group
 ) -> list[torch.Tensor]:
-    """Return the tensors of all ranks, in the order of their micro-batches, on every rank.
+    """Return all ranks' tensors, in micro-batch order, on every rank.
 
     Each of this rank's `parts` is the number of a micro-batch and a flat tensor of `size` values.
-    The result takes the memory of one such tensor for each micro-batch of all ranks. All ranks must
-    call this together.
+    The result takes as much memory as one such tensor for each micro-batch on any rank. All ranks
+    must call this together.
     """
     if group.world == 1:
         return [part for _, part in sorted(parts, key=lambda part: part[0])]

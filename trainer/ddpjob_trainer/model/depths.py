@@ -47,8 +47,8 @@ def depths(model: nn.Module) -> dict[str, int]:
 def describe_shares(depths: Mapping[str, int], decay: float) -> str:
     """Describe the parameter groups for the log.
 
-    The text states the number of groups, and the factors by which the learning rates of the first
-    and the last group differ from optim.lr.
+    The text states the number of groups, and the factors that the first and the last group apply to
+    optim.lr.
     """
     deepest = max(depths.values())
     ends = [[name for name, depth in depths.items() if depth == end] for end in (0, deepest)]

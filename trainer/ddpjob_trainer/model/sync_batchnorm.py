@@ -21,7 +21,7 @@ def synchronize(model: nn.Module, device: torch.device) -> nn.Module:
     """Return the model with its batch normalizations replaced by synchronized ones.
 
     Their names and values are kept. On an accelerator, the replacements are torch's own layers; on
-    the CPU, they are this module's. Raises ConfigError if a batch normalization of the model does
+    the CPU, they are this module's. Raises ConfigError if a batch normalization in the model does
     more than normalize.
     """
     for module in model.modules():

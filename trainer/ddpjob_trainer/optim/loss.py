@@ -57,7 +57,7 @@ class Loss:
     def check(self, data: DataConfig, targets: Targets, classes: int) -> None:
         """Raise ConfigError if the data's targets do not suit the loss, or a setting has no effect.
 
-        Afterwards, `sum` raises an error for scores with a number of classes other than `classes`.
+        Afterwards, `sum` raises an error for scores whose number of classes is not `classes`.
         """
         if self._smoothing and self.name != "cross_entropy":
             raise ConfigError(
@@ -89,10 +89,10 @@ class Loss:
         self._classes = classes if targets is Targets.CLASSES else 0
 
     def sum(self, scores: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Return the sum of the losses of a micro-batch's samples, in float32.
+        """Return the summed loss of a micro-batch's samples, in float32.
 
         An unreadable sample has a loss of zero. Raises the same errors as `each`. Also raises
-        TrainingError if scores have a shape with which only the first evaluation would fail, hours
+        TrainingError if scores have a shape that would make only the first evaluation fail, hours
         later.
         """
         return self.total(scores, batch.labels, batch.unreadable)

@@ -89,7 +89,7 @@ def orthogonalize(matrix: torch.Tensor, steps: int, short: torch.dtype) -> torch
     The result comes from `steps` Newton-Schulz iterations in the number format `short`.
     """
     wide = matrix if len(matrix) <= matrix.shape[1] else matrix.T
-    # Dividing by the norm makes all singular values at most 1, so that the iterations converge.
+    # Dividing by the norm makes all singular values at most 1, so the iterations converge.
     x = wide.to(short)
     x = x / (x.norm() + _EPSILON)
     for _ in range(steps):

@@ -20,21 +20,23 @@ from ddpjob_trainer.errors import ConfigError, TrainingError
 from ddpjob_trainer.optim.precision import Update
 
 _SCALE_STEPS = 40
-"""Number of steps in which a dynamic loss scale falls from 65536 to a uselessly small value. While
-the scale falls, skipped steps are normal, because the scale adapts by skipping steps."""
+"""Number of steps that a dynamic loss scale takes to fall from 65536 to a uselessly small value.
+While the scale falls, skipped steps are normal, because the scale adapts by skipping steps.
+"""
 _NUMBERS_SHOWN = 16
 _NUMBERS_COMMON = 3
 """Maximum number of samples that a message names because several non-finite steps have them in
 common."""
 
 Notify = Callable[[int, str, dict[int, list[int]]], None]
-"""Called for a skipped step with (step, text, samples). `samples` maps each rank on which the loss
-was not finite to the numbers of its samples."""
+"""Called for a skipped step with (step, text, samples). `samples` maps each rank whose loss was not
+finite to its sample numbers.
+"""
 
 
 @dataclass(frozen=True)
 class _Taken:
-    """A step whose outcome has not been checked yet, because checking waits for the device."""
+    """A step whose outcome has not been checked yet because checking waits for the device."""
 
     step: int
     samples: Sequence[int]
@@ -70,7 +72,7 @@ class NonFiniteGuard:
         self._pending: list[_Taken] = []
         self._in_a_row = self._overflows = 0
         self._common: set[int] = set()
-        """Numbers of the samples that were in each step so far whose loss was not finite."""
+        """Numbers of the samples that all steps with a non-finite loss so far have in common."""
         self.skipped = 0
         """Number of steps skipped in this incarnation of the job."""
 

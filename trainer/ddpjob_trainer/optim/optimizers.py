@@ -26,7 +26,7 @@ def build_optimizer(
 
     `depths` contains the depth of each of the model's parameters (`model.depths`), including frozen
     ones. optim.layer_decay needs the depths; see `parameter_groups`. `computed_in` is the number
-    format in which the model computes. Raises ConfigError for values out of range.
+    format that the model computes in. Raises ConfigError for values out of range.
     """
     check(config)
     named = list(parameters)
@@ -121,7 +121,7 @@ def check(config: OptimConfig) -> None:
 
 @dataclass(frozen=True)
 class Position:
-    """The position of a step in the training, in samples.
+    """A step's position in training, in samples.
 
     A learning rate that depends on this position does not depend on the batch sizes of earlier
     steps. Over all epochs, `consumed` samples were taken before the step. An epoch has `size`
@@ -140,12 +140,12 @@ class Position:
 
     @property
     def total(self) -> int:
-        """The number of samples in the whole training."""
+        """The number of samples in the whole run."""
         return self.size * self.epochs
 
 
 def learning_rate(config: OptimConfig, at: Position) -> float:
-    """Return the learning rate of the step at the position `at`.
+    """Return the learning rate for the step at the position `at`.
 
     If all steps have the same size, the rate is the same as with torch's schedulers. cosine:
     Loshchilov and Hutter, SGDR, 2016. one_cycle: Smith and Topin, Super-convergence, 2018, in the

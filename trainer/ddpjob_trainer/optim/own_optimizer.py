@@ -32,14 +32,15 @@ from ddpjob_trainer.optim.parameter_groups import set_learning_rate
 from ddpjob_trainer.own_functions import explain, load_function
 
 _SIDE = 4
-"""Maximum length of each dimension of a stand-in."""
+"""Maximum length of each dimension in a stand-in."""
 _LOADS, _STEPS = (7, 17), 40
 _RATE = 0.1
-"""Learning rate of the first step in the check. The user's own rate may be too small to move the
-stand-ins."""
+"""Learning rate for the first step in the check. The user's own rate may be too small to move the
+stand-ins.
+"""
 _CALL = "a call as name(groups, lr=..., weight_decay=...)"
 _OF_STEPS = {"params", "lr"}
-"""Keys of a parameter group that are not compared, because the trainer sets them."""
+"""Keys in a parameter group that are not compared because the trainer sets them."""
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 _Copy = tuple[torch.optim.Optimizer, list[tuple[str, nn.Parameter]]]
 

@@ -17,12 +17,13 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.own_functions import explain, load_function
 
 _MOST_STEPS = 100_000
-"""Maximum number of steps whose rates are checked before training. In a longer training, only every
-k-th step is checked."""
+"""Maximum number of steps whose rates are checked before training. In a longer run, only every k-th
+step is checked.
+"""
 
 
 def own_factor(name: str, epoch: float, epochs: int) -> float:
-    """Return the factor of optim.lr at a position in the training.
+    """Return the factor for optim.lr at a position in training.
 
     Raises ConfigError unless the factor is finite and at least 0.
     """
@@ -40,7 +41,7 @@ def own_factor(name: str, epoch: float, epochs: int) -> float:
 def check_own(name: str, rate: Callable[[int], float], steps: Sequence[int], group: Group) -> str:
     """Check the user's schedule, and return a description of it for the log.
 
-    `rate` returns the learning rate of a step, given the number of samples consumed before it.
+    `rate` returns the learning rate for a step, given the number of samples consumed before it.
     `steps` contains these numbers of samples for all steps. Raises ConfigError if a rate is
     invalid, or if it differs in a second call or on a different rank. All ranks must call this
     together.

@@ -36,7 +36,7 @@ class Update:
 
 
 class Precision:
-    """Applies the number formats and the loss scale of the section `amp` to one model.
+    """Applies the number formats and the loss scale in the section `amp` to one model.
 
     If ranks hold different parts of the gradients, `over_parts` sums a tensor over these ranks, in
     place.
@@ -84,7 +84,7 @@ class Precision:
     # ------------------------------------------------------------ the model
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Convert the model to the number formats in which it computes, and return it.
+        """Convert the model to the number formats that it computes in, and return it.
 
         Must be called before the model is wrapped.
         """
@@ -102,7 +102,7 @@ class Precision:
         return values.to(self.dtype) if values.is_floating_point() else values
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context in which the forward pass and the loss are computed."""
+        """Return the context for computing the forward pass and the loss."""
         return torch.autocast(self._device.type, self.dtype) if self.config.level is AmpLevel.O1 else nullcontext()
 
     def parameters(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -313,7 +313,7 @@ def choose_amp(config: AmpConfig, device: torch.device) -> AmpConfig:
 
 
 def agree_on_amp(config: AmpConfig, device: torch.device, group: Group) -> tuple[AmpConfig, list[int]]:
-    """Return a common result of `choose_amp` for all ranks, and the ranks without bfloat16.
+    """Return the result of `choose_amp` that all ranks use, and the ranks without bfloat16.
 
     If ranks computed in different formats, they would add up gradients of different precision. All
     ranks must call this together.

@@ -37,9 +37,9 @@ def own_address(group: Group) -> NodeAddress:
     """Return this node's addresses, without a listener.
 
     If GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names an interface, the address is that interface's.
-    If neither does, it is the address that gloo would choose. If this is a loopback address
-    although there are several nodes, it is the address from which this node reaches rank 0. Raises
-    OSError if the named interface does not exist.
+    If neither does, it is the address that gloo would choose. If that is a loopback address
+    although there are several nodes, the address that this node uses to reach rank 0 replaces it.
+    Raises OSError if the named interface does not exist.
     """
     named, nccl = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0], os.environ.get("NCCL_SOCKET_IFNAME", "")
     address = gloo = _address_of(named) if named else _host_address()
@@ -53,7 +53,7 @@ def own_address(group: Group) -> NodeAddress:
 def network_stack() -> str:
     """Return an id that is the same for all processes that share a loopback interface.
 
-    The id consists of the id of the kernel's boot and the network namespace.
+    The id consists of the kernel's boot id and the network namespace.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -84,8 +84,8 @@ def _nccl_interface(wanted: str) -> str:
 def _host_address() -> str:
     """Return the address that torch's gloo would choose for this host.
 
-    This is the first of the addresses of the host's name that belongs to this machine. If none
-    does, it is the loopback address.
+    This is the first of the addresses that the host's name resolves to and that belong to this
+    machine. If none does, it is the loopback address.
     """
     with contextlib.suppress(OSError):
         for family, kind, _, _, where in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):

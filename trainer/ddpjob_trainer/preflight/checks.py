@@ -155,7 +155,7 @@ def reachability(contacts: dict[int, dict[int, Contact]], listeners: dict[int, N
 
 
 def clocks(contacts: dict[int, dict[int, Contact]], layout: Layout, limit: float) -> Result:
-    """Return WARN if the clock of a node is certainly off by more than `limit` seconds.
+    """Return WARN if a node's clock is certainly off by more than `limit` seconds.
 
     If a clock is off by more than five minutes, the result is FAIL. Each clock is measured against
     the clock of rank 0's node, through a contact in either direction, and judged by its distance

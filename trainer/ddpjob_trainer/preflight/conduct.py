@@ -185,7 +185,7 @@ class _Preflight:
         for check in CHECKS:
             notes = {r: fact["findings"][check.name] for r, fact in facts.items() if check.name in fact["findings"]}
             # Fields are read by name, because a rank with a different version of the trainer may
-            # send additional fields. The check of the versions reports such a rank.
+            # send additional fields. The version check reports such a rank.
             findings = {r: RankFinding(n["value"], n["status"], n["remedy"], n["same"]) for r, n in notes.items()}
             self._results.append(checks.merge(check, findings, self._layout))
         self._addresses = {r: NodeAddress(**fact["address"]) for r, fact in facts.items() if fact.get("address")}

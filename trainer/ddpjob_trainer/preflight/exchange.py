@@ -61,7 +61,7 @@ def node_name() -> str:
 
 
 class Exchange:
-    """Lets this rank leave notes and read the notes of other ranks.
+    """Lets this rank leave notes and read other ranks' notes.
 
     In a note, a dataclass becomes a dict and keys become strings.
     """
@@ -103,7 +103,7 @@ class Exchange:
         self.store.set(key, json.dumps(value, default=asdict))
 
     def decided(self, key: str, decide: Callable[[], Any], seconds: float) -> Any:
-        """Return a decision of rank 0, which calls `decide`, while the other ranks wait for it.
+        """Return rank 0's decision. Rank 0 calls `decide`, and the other ranks wait for the result.
 
         Raises PreflightError if the decision does not arrive within `seconds`.
         """

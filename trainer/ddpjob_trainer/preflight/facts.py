@@ -41,10 +41,10 @@ _BATCHES_AHEAD, _FEW_FILES, _FREE_SHARE, _NCCL_BYTES = 4, 16, 0.9, 2**30
 
 @dataclass(frozen=True)
 class Context:
-    """The input of a check.
+    """The input for a check.
 
-    `threads` is the number of torch's threads in this process. `rank_0_stack` identifies the
-    loopback of rank 0's node. `mark` is the name of rank 0's file in the checkpoint folder.
+    `threads` is the number of torch threads in this process. `rank_0_stack` identifies the loopback
+    of rank 0's node. `mark` is the name of rank 0's file in the checkpoint folder.
     """
 
     config: Config
@@ -161,7 +161,7 @@ def _size(path: Path) -> int:
 def data_folder(context: Context) -> RankFinding:
     """List the data folder, read a byte from one of its files, and count its files.
 
-    Counting takes at most half the time limit of a check.
+    Counting takes at most half of a check's time limit.
     """
     data = context.config.data
     url = data.url if data.name == DataName.SHARDS else None
@@ -245,9 +245,9 @@ def shared_memory(context: Context) -> RankFinding:
 
 
 def cpu_threads(context: Context) -> RankFinding:
-    """Return WARN if the ranks of a node have more threads than the node has cores.
+    """Return WARN if the ranks on a node have more threads than the node has cores.
 
-    The threads then take turns on the cores, and each of OpenMP's barriers waits for all of them.
+    The threads then take turns on the cores, and each OpenMP barrier waits for all of them.
     """
     ranks, cores = context.group.local_world, devices.usable_cores()
     if context.threads * ranks > max(math.ceil(cores), ranks):

@@ -187,7 +187,7 @@ def _speed(group: Group, device: torch.device) -> Sum:
     """
     number, small, large = (torch.zeros(size, device=device) for size in (1, _SMALL, _LARGE))
     latency = statistics.median(_timed(group, number) for _ in range(20))
-    # The slowest rank decides on the size, because all ranks must use the same size.
+    # The slowest rank determines the size, because all ranks must use the same size.
     patient = torch.tensor([max(_timed(group, small) for _ in range(2))])
     tensor = small if group.sum(patient).item() > _PATIENT_SECONDS * group.world else large
     took = statistics.median(_timed(group, tensor) for _ in range(3))

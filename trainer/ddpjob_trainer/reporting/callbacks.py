@@ -38,8 +38,9 @@ _OTHER_FIGURES = {
     "self", "event", "time", "round", "epoch", "step", "unreadable", "testLoss", "learningRate", "dataWait",
     "gradientNorm", "mfu", "skippedSteps", "corruptImages", "checkpointTime", "copyStep", "copyTime", "copyBehind",
 }  # fmt: skip
-"""Names that cannot be a metric's name, because they already have a meaning in metrics.jsonl or in
-the job's reports."""
+"""Names that a metric cannot have because they already have a meaning in metrics.jsonl or in the
+job's reports.
+"""
 _OF_EVALUATIONS = ("on_test_batch", "on_test_end", "on_epoch_end")
 _METHODS = ("on_train_begin", "on_step", *_OF_EVALUATIONS)
 
@@ -71,7 +72,7 @@ class Callbacks:
                 )
 
     def call(self, method: str, *arguments: Any) -> dict[str, Any]:
-        """Call `method` of each callback that has it.
+        """Call `method` on each callback that has it.
 
         Return the results by the callbacks' names. Raises TrainingError if a call fails.
         """

@@ -24,7 +24,7 @@ class History:
 
     title: str = ""
     incarnations: list[dict[str, Any]] = field(default_factory=list)
-    """The line with which each incarnation starts."""
+    """The first line of each incarnation."""
     steps: list[list[dict[str, Any]]] = field(default_factory=list)
     """The lines about steps, in one list for each incarnation."""
     evaluated: list[list[dict[str, Any]]] = field(default_factory=list)
@@ -34,7 +34,7 @@ class History:
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """The lines about evaluations of all incarnations."""
+        """The lines about evaluations in all incarnations."""
         return [row for rows in self.evaluated for row in rows]
 
     @property

@@ -28,9 +28,9 @@ class ProgressClient(Outbox):
         self._copies: dict[str, float] | None = None
         self._activity: str | None = None
         self._said: str | None = None  # The activity that the coordinator knows of; None for steps.
-        # The newest stragglers. None before the first call of `post_stragglers`.
+        # The newest stragglers. None before the first call to `post_stragglers`.
         self._stragglers: list[dict[str, float]] | None = None
-        # The instance of the coordinator that got stragglers, and these stragglers.
+        # The coordinator instance that got stragglers, and those stragglers.
         self._said_stragglers: Any = None
         super().__init__("coordinator-link")
 
@@ -66,7 +66,7 @@ class ProgressClient(Outbox):
             self._stragglers = stragglers
 
     def post_activity(self, activity: str | None, *, again: bool = False) -> None:
-        """Send what this process is doing instead of steps. None means that it takes steps.
+        """Send what this process is doing instead of taking steps. None means that it takes steps.
 
         An activity that ends within a second is not sent. With `again`, the current activity is
         posted again as a sign of life.

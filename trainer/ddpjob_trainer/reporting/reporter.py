@@ -189,13 +189,13 @@ class Reporter:
     def restart_clock(self) -> None:
         """Exclude the time since the last report from the measured speed.
 
-        This is the time of an evaluation or a checkpoint, for example.
+        This may be the time spent on an evaluation or a checkpoint, for example.
         """
         self._window_began, self._waited = time.perf_counter(), 0.0
 
     @contextmanager
     def during(self, activity: str) -> Iterator[None]:
-        """Report the activity for which training pauses inside this `with`.
+        """Report the activity that training pauses for inside this `with`.
 
         Without the report, the pause would look like a hang.
         """
@@ -217,7 +217,7 @@ class Reporter:
             self._link.post_activity(self._activity, again=True)
 
     def waited(self, seconds: float) -> None:
-        """Add `seconds` to the time for which this rank has waited for its batches."""
+        """Add `seconds` to the time that this rank has spent waiting for its batches."""
         self._waited += seconds
 
     def report(
@@ -236,7 +236,7 @@ class Reporter:
     ) -> None:
         """Report that `samples` samples were trained since the last report, with mean loss `loss`.
 
-        `samples_left` samples remain until the end of the training.
+        `samples_left` samples remain until the end of training.
         """
         self._note_stragglers(machines)
         elapsed = max(1e-9, time.perf_counter() - self._window_began)
@@ -345,7 +345,7 @@ class Reporter:
         self._sinks.write(step, {"checkpoint/time": self._checkpoint_time, "checkpoint/seconds": seconds})
 
     def copied(self, step: int) -> None:
-        """Report that the checkpoint of step `step` has been copied to checkpoint.url."""
+        """Report that the checkpoint from step `step` has been copied to checkpoint.url."""
         self._write("copied", step=step)
         self._sinks.write(step, {"checkpoint/copied_time": self.copies.get("copyTime", wall_clock())})
         if self._last is not None:
@@ -371,7 +371,7 @@ class Reporter:
     def skipped(self, step: int, text: str, samples: dict[int, list[int]]) -> None:
         """Report that step `step` was skipped on all ranks, for the reason in `text`.
 
-        `samples` maps each rank on which the loss was not finite to the numbers of its samples.
+        `samples` maps each rank whose loss was not finite to its sample numbers.
         """
         self._write("skipped", step=step, samples=samples)
         self._display.note(f"warning: {text}")
@@ -495,7 +495,7 @@ def _as_numbers(stragglers: Sequence[Straggler]) -> list[dict[str, float]]:
 
 
 def open_display(first_rank: bool, interval: float, title: str) -> Display:
-    """Return the display of this rank.
+    """Return the display for this rank.
 
     Rank 0 gets the live view on a TTY, and plain lines elsewhere. All other ranks get a silent
     display.

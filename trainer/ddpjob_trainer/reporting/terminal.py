@@ -33,8 +33,9 @@ class TrainingStatus:
     accuracy: float | None = None
     gradient_norm: float | None = None
     skipped_steps: int = 0
-    """Number of steps that were skipped in this incarnation of the job, because the loss or a
-    gradient was not finite."""
+    """Number of steps skipped in this incarnation of the job because the loss or a gradient was not
+    finite.
+    """
     corrupt_images: int = 0
     """Number of images in this epoch that could not be read."""
     world: int = 1
@@ -45,7 +46,7 @@ class TrainingStatus:
     memory: float = 0.0
     """Largest peak number of bytes that any rank has used."""
     phases: Mapping[str, float] = field(default_factory=dict)
-    """Seconds that a step of rank 0 spends in each phase."""
+    """Seconds that a step on rank 0 spends in each phase."""
     checkpoint_time: float | None = None
     """Unix time at which this incarnation's newest checkpoint was completely on disk."""
 

@@ -11,7 +11,7 @@ from ddpjob_trainer.errors import ConfigError
 
 
 def check(config: DdpConfig) -> None:
-    """Raise ConfigError if settings of the section `ddp` exclude each other or are out of range."""
+    """Raise ConfigError if settings in the section `ddp` exclude each other or are out of range."""
     if config.comm_hook is CommHook.NONE:
         return
     if config.ordered:

@@ -63,7 +63,7 @@ class Strategy:
     model: nn.Module
     """The whole model, or this rank's stage of it. It is never wrapped; see `network`."""
     network: nn.Module
-    """The module that the training calls for a micro-batch: `model`, or a wrapper around it."""
+    """The module that training calls for a micro-batch: `model`, or a wrapper around it."""
     optimizer: torch.optim.Optimizer
     statistics: BatchStatistics
     parameters: list[tuple[str, nn.Parameter]]
@@ -115,7 +115,7 @@ class Strategy:
 
     @property
     def portions(self) -> int:
-        """Number of portions into which a rank divides its share of a global batch."""
+        """Number of portions that a rank divides its share of a global batch into."""
         return self.config.train.accumulate
 
     # ------------------------------------------------------------ training

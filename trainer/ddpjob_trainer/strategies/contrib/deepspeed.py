@@ -180,8 +180,7 @@ class DeepSpeed(Strategy):
     def _fragments(self) -> ModuleType:
         """The module with DeepSpeed's functions for whole weights and their optimizer state.
 
-        These functions gather a value from the shards of all ranks, or write a whole value into
-        them.
+        These functions gather a value from all ranks' shards, or write a whole value into them.
         """
         from deepspeed import utils
 
@@ -208,7 +207,7 @@ class DeepSpeed(Strategy):
         return gathered
 
     def _gathered_optimizer_state(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield (name, optimizer state) for each weight, gathered from the shards of all ranks.
+        """Yield (name, optimizer state) for each weight, gathered from all ranks' shards.
 
         The state's numbers, such as a step count, are the same for all weights.
         """

@@ -76,7 +76,7 @@ class Horovod(Strategy):
         return losses
 
     def load(self, state: State) -> None:
-        """Load a state, then give every rank the weights and optimizer state of rank 0."""
+        """Load a state, then give every rank rank 0's weights and optimizer state."""
         super().load(state)
         self._broadcast()
 
