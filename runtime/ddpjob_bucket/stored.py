@@ -35,8 +35,9 @@ from typing import Any
 
 _COMPLETE, _DATA, _TERMS, _SCORES = "complete", "data", "terms", "scores.json"
 _VANISHED = "vanished"
-"""An object with this name, next to the files of a checkpoint that several processes upload, marks
-that the checkpoint will never be complete."""
+"""An object with this name, next to the files of a checkpoint that several processes upload, shows
+that the checkpoint will never be complete.
+"""
 _MANIFEST = re.compile(rf"{_COMPLETE}/(\d{{9}})-(\d{{9}})\.json")
 _NAME = re.compile(r"(?!\.{1,2}$)[-A-Za-z0-9_.=+@,]{1,200}")
 _MANIFEST_BYTES = 2**20
@@ -50,8 +51,9 @@ _LARGEST_PARTS, _SMALLEST_PART = 9000, 5 * 2**20
 """S3 accepts at most 10000 parts per object. Every part except the last must have at least
 _SMALLEST_PART bytes."""
 _TRIES = 100
-"""Maximum number of attempts of `join` to start a new incarnation. An attempt fails if another
-incarnation starts at the same time."""
+"""Maximum number of times that `join` tries to start a new incarnation. An attempt fails if another
+incarnation starts at the same time.
+"""
 URL = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^?#]*)?|file:///[^?#]+")
 
 
@@ -113,7 +115,7 @@ class CopyManifest:
 
     @classmethod
     def read(cls, text: bytes, entry: Stored) -> CopyManifest | None:
-        """Parse a text made by `written`; return None if it is not a valid manifest of `entry`."""
+        """Parse text from `written`; return None if it is not a valid manifest of `entry`."""
         try:
             read = json.loads(text)
             files = tuple(File(f["path"], f["size"], f["sha256"]) for f in read["files"])
@@ -433,7 +435,7 @@ class Bucket:
         return f"{_DATA}/{self.term:09d}-{step:09d}-{mark}"
 
     def upload(self, path: Path, data: str, names: Iterable[str]) -> None:
-        """Upload those of the named files in the folder `path` that are not yet in the bucket.
+        """Upload the named files in the folder `path` that are not yet in the bucket.
 
         `commit` later completes the checkpoint. Raises BucketError and OSError. Raises Vanished if
         one of the files was removed. `lacking` then also raises Vanished in the other processes,
@@ -553,7 +555,7 @@ class Bucket:
             self._delete(self._of(entry))
 
     def sweep(self) -> None:
-        """Delete leftovers of earlier incarnations, and of failed calls of `publish`.
+        """Delete leftovers from earlier incarnations and from failed calls to `publish`.
 
         Leftovers are the files of interrupted uploads, and superseded checkpoints. This method must
         not run while `publish` is running.
@@ -604,7 +606,7 @@ class Bucket:
             kind = Damaged if isinstance(error, (NotFoundError, FileNotFoundError)) else BucketError
             raise kind(f"{self.url}/{key} cannot be {what}: {type(error).__name__}: {_first_line(error)}") from None
         except BaseException as error:
-            # A panic of Rust is not an Exception, so it would end a thread that catches only those.
+            # A Rust panic is not an Exception, so it would end a thread that catches only those.
             if type(error).__name__ != "PanicException":
                 raise
             raise BucketError(f"{self.url}/{key} cannot be {what}: obstore panics: {_first_line(error)}") from None

@@ -43,7 +43,7 @@ class Waiting:
     step: int
     epoch: int | None = None
     time: float = 0.0
-    """The time at which the checkpoint was saved, in Unix seconds."""
+    """When the checkpoint was saved, in Unix seconds."""
     names: tuple[str, ...] = ()
     """The files that this process uploads, if several processes upload files of the same folder. If
     empty, this process uploads all files."""
@@ -121,7 +121,7 @@ class Uploads:
 
     @property
     def behind_seconds(self) -> float:
-        """Seconds for which uploads have been behind; 0 if no checkpoint is left to upload.
+        """How many seconds uploads have been behind; 0 if no checkpoint is left to upload.
 
         The time starts again with each completed upload.
         """

@@ -29,7 +29,7 @@ COMPILER = "torch._compile"
 compilation.
 """
 _KEPT = "__dynamo_disable"
-"""Name of the attribute in which torch._compile keeps the result of `disable` for a function."""
+"""Name of the attribute where torch._compile keeps the result of `disable` for a function."""
 _lock = threading.RLock()
 
 
@@ -60,7 +60,7 @@ def put_off() -> None:
 
 
 def find() -> ModuleSpec | None:
-    """Return a spec with which an import hook imports the stand-in instead of torch._dynamo.
+    """Return a spec that lets an import hook import the stand-in instead of torch._dynamo.
 
     Return None if this torch has no _dynamo.
     """
@@ -108,7 +108,8 @@ class _Late(ModuleType):
         """Return the function unchanged, because nothing can be compiled before torch._dynamo is
         loaded.
 
-        Only calls by torch's own decorator are answered so. All others go to the real `disable`.
+        Only calls from torch's own decorator are answered this way. All others go to the real
+        `disable`.
         """
         if fn is None or sys._getframe(1).f_globals.get("__name__") != COMPILER:
             return _load(self).disable(fn, *args, **kwargs)
@@ -191,7 +192,7 @@ class _AsItIs(Loader):
 
 
 def _ddp_mode(settings: Path) -> dict[str, Callable[..., Any]]:
-    """Return {name: stand-in} for the function by which DDP reads the setting `optimize_ddp`.
+    """Return {name: stand-in} for the function with which DDP reads the setting `optimize_ddp`.
 
     The stand-in returns the default, so the result is empty if `settings`, the file config.py of
     torch._dynamo, has a different default. A program can change the setting only by importing the
@@ -212,7 +213,7 @@ def _load(module: _Late) -> Any:
     """
     with _lock:
         if not isinstance(module, _Late):
-            return module  # A different thread has loaded the module first, or this thread is already running its code.
+            return module  # Another thread loaded the module first, or this thread is already running its code.
         names = vars(module)
         spec, disabled = names["__spec__"], names["_disabled"]
         sys.meta_path.remove(names["_finder"])

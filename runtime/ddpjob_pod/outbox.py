@@ -12,14 +12,14 @@ from ddpjob_runtime import protocol
 from ddpjob_pod.posting import TIMEOUT_SECONDS
 
 INTERVAL_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 15.0
-"""Number of seconds between two posts: the usual number, and the maximum, to which the pause grows
+"""Number of seconds between two posts: the usual number, and the maximum that the pause grows to
 while the coordinator does not respond.
 """
 
 
 class Outbox:
-    """Collects figures until a background thread sends them. Only the newest figure of each name is
-    kept.
+    """Collects figures until a background thread sends them. Only the newest figure under each name
+    is kept.
 
     Subclasses define `_work`, which runs in the thread and takes the figures from `_pending`.
     """
@@ -67,7 +67,7 @@ def merged(older: dict[str, Any], newer: dict[str, Any]) -> dict[str, Any]:
     """Return the figures of both arguments. A newer figure replaces an older one with the same
     name.
 
-    Of the entries of "metrics", only the last MAX_FIGURES are kept.
+    Only the last MAX_FIGURES entries in "metrics" are kept.
     """
     both = {**older, **newer}
     if "metrics" in older and "metrics" in newer:

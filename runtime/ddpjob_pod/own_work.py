@@ -6,10 +6,10 @@ stopwatch around the step shows the same time everywhere.
 Rule: a rank's own work is the time from one step of its first optimizer to the next, excluding
 waits for other ranks. `WorkClock` recognizes two kinds of waits:
 
-- DDP waits at the end of a backward pass. Callbacks at the end of a pass run in the order in which
-  they were queued, and this module queues its callback before DDP does. So DDP's wait lasts from
-  this module's callback until `torch.autograd.backward` returns.
-- All other waits are calls of `Work.wait` or, on GPUs with a newer torch, of the collective itself.
+- DDP waits at the end of a backward pass. Callbacks at the end of a pass run in the order they were
+  queued, and this module queues its callback before DDP does. So DDP's wait lasts from this
+  module's callback until `torch.autograd.backward` returns.
+- All other waits are calls to `Work.wait` or, on GPUs with a newer torch, of the collective itself.
 
 On a GPU, waits are measured by events in its stream, because it is the stream that waits, not the
 host. If a version of torch waits elsewhere, all ranks show equal times, so no rank is named. The
@@ -46,7 +46,7 @@ from ddpjob_pod.stragglers import Straggler, Stragglers
 
 LOOK_SECONDS = 5.0
 FACTOR, SECONDS = 1.5, 30.0
-"""A rank is named as lagging if its own work takes FACTOR times as long as that of the others, for
+"""A rank is named as lagging if its own work takes FACTOR times as long as the others' work, for
 SECONDS. Both equal the defaults of the built-in trainer.
 """
 COLLECTIVES = (
@@ -78,7 +78,7 @@ class WorkClock:
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
-        self._first: int | None = None  # The id of the first optimizer that made a step. Only its steps count.
+        self._first: int | None = None  # The id of the first optimizer that took a step. Only its steps count.
         self._mark: Any = None
         self._waits: list[tuple[Any, Any]] = []
         self._unread: collections.deque[tuple[Any, Any, list[tuple[Any, Any]]]] = collections.deque()
@@ -129,7 +129,7 @@ class WorkClock:
         return bool(compiling() or (cuda.is_initialized() and cuda.is_current_stream_capturing()))
 
     def take(self) -> tuple[float, float] | None:
-        """Return two medians, in seconds: of a step's own work, and of a step's whole time.
+        """Return the median own work and the median whole time of a step, in seconds.
 
         They cover the steps since the last call that returned medians. Return None if there are too
         few of these steps. Steps that the GPU has not finished yet are left for the next call.
@@ -212,8 +212,8 @@ _begun: list[Lookout] = []
 
 
 def begin(say: Callable[[list[dict[str, float]]], None]) -> None:
-    """Start to measure the steps of this process, as soon as the program has imported torch. Later
-    calls do nothing.
+    """Start to measure this process's steps, as soon as the program has imported torch. Later calls
+    do nothing.
 
     Whenever the lagging ranks change, `say` is called with the entries for a progress report.
     Nothing is measured if there is only one rank.
@@ -256,7 +256,7 @@ class _TorchImport:
 def _measure(optimizer_module: Any) -> None:
     """Register a hook that is called after each optimizer step.
 
-    The first call of the hook also starts to measure waits, because only then is torch certain to
+    The first call to the hook also starts to measure waits, because only then is torch certain to
     be completely imported.
     """
     hook = getattr(optimizer_module, "register_optimizer_step_post_hook", None)
@@ -343,5 +343,5 @@ def _look_on(clock: WorkClock, distributed: Any, process: int) -> None:
         try:
             store = distributed.distributed_c10d._get_default_store()
             _begun[0].look(clock, store, distributed.get_rank(), distributed.get_world_size())
-        except Exception:  # The host of the store is gone, or this version of torch has no such store.
+        except Exception:  # The store's host is gone, or this version of torch has no such store.
             return

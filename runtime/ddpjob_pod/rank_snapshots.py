@@ -20,18 +20,18 @@ or if the state is sharded, there is no background thread, and `take` itself wai
 
 **Interval** (`Cadence`). With "auto", the ranks agree at each copy on the shortest interval at
 which copies take at most a hundredth of the training time. After a loss, at most one interval of
-steps is repeated. The cost of a copy is its duration or the time by which it lengthens a step,
-whichever is longer. A step may become longer by more than the copy's duration, because a copy also
-evicts caches, wakes threads, and delays the other ranks. This is measured by comparison with steps
-that have no copy, so the interval is at least 2 until enough comparisons have been made. A single
-slow step changes nothing, because medians are compared. From one copy to the next, the interval
-grows at most fourfold.
+steps is repeated. The cost of a copy is its duration or the time that it adds to a step, whichever
+is longer. A copy may lengthen a step by more than its own duration, because it also evicts caches,
+wakes threads, and delays the other ranks. This is measured by comparison with steps that have no
+copy, so the interval is at least 2 until enough comparisons have been made. A single slow step
+changes nothing, because medians are compared. From one copy to the next, the interval grows at most
+fourfold.
 
 **Start.** Every node reports which states it holds, and all ranks choose the same moment (an
-incarnation and a step). Nodes that lack the state of that moment receive it over the process group.
-The ranks also adopt rank 0's interval and the highest incarnation that any of them has, because a
-pod that was replaced after a change to the spec may have different values. Every copy on any node
-includes the private states of all ranks, because a rank's own node may be lost.
+incarnation and a step). Nodes that lack the state from that moment receive it over the process
+group. The ranks also adopt rank 0's interval and the highest incarnation that any of them has,
+because a pod that was replaced after a change to the spec may have different values. Every copy on
+any node includes the private states of all ranks, because a rank's own node may be lost.
 
 **A different group size** (`_Regrouping`). An elastic job may continue with fewer or more ranks
 than wrote a sharded state. Each rank then reads all old parts, one after another, and takes its own
@@ -171,17 +171,17 @@ class Cost(NamedTuple):
 
     copy: float = 0.0
     exchange: float = 0.0
-    """Time of the ranks' exchange before a copy, including the wait for the last rank."""
+    """Duration of the ranks' exchange before a copy, including the wait for the last rank."""
     pace: float = 0.0
     """Time of one step without a copy."""
     keeps: float = 0.0
-    """1 if this rank keeps copies; 0 if its node has no room or a different rank of the node writes
-    for it.
+    """1 if this rank keeps copies; 0 if its node has no room or another rank on the node writes for
+    it.
     """
     needed: float = 0.0
     """Bytes that two states would need on this rank's node; 0 if they fit."""
     longer: float = _UNKNOWN
-    """Time by which the copy lengthened a step; NaN if no step without a copy was measured."""
+    """Time that the copy added to a step; NaN if no step without a copy was measured."""
 
 
 class TorchExchange:
@@ -231,10 +231,10 @@ class TorchExchange:
         return wait_for_ranks
 
     def _buffers(self, size: int) -> list[Any]:
-        """Return one tensor to send, and for each rank a tensor that receives its bytes.
+        """Return one tensor to send, and for each rank a tensor to receive its bytes.
 
         The next call returns the same tensors, because allocating new ones took a fifth of the time
-        of a small copy.
+        that a small copy takes.
         """
         if not self._reused or len(self._reused[0]) != size:
             torch = _torch()
@@ -297,8 +297,8 @@ class _StepTimes:
             self._others.append(seconds)
 
     def complete(self, cost: Cost) -> Cost:
-        """Return the cost of the last copy with two times added: the usual time of a step, and by
-        how much the copy lengthened a step.
+        """Return the cost of the last copy with two times added: the usual time of a step, and how
+        much the copy lengthened a step.
         """
         if not cost.copy or self._with_copy is None:
             return cost
@@ -325,8 +325,8 @@ class Cadence:
     due: int = 0
     """Step after which the next copy is made, if `every` is AUTO."""
     recent: list[tuple[float, float, float]] = field(default_factory=list)
-    """Measurements of the last copies: (seconds of the copy, seconds by which it lengthened a step
-    or NaN, seconds of a step without a copy). Several are kept because a single copy may be an
+    """Measurements of the last copies: (seconds of the copy, seconds that it added to a step or
+    NaN, seconds of a step without a copy). Several are kept because a single copy may be an
     outlier.
     """
     _interval: int = 1
@@ -350,8 +350,7 @@ class Cadence:
         copy = max(cost.copy for cost in costs) + exchange
         pace = max(cost.pace for cost in costs)
         if copy > 0 and pace > 0:
-            # In each step, all ranks wait for the slowest one, so all measure about the same
-            # lengthening.
+            # In each step, all ranks wait for the slowest one, so all measure about the same delay.
             known = [cost.longer for cost in costs if not math.isnan(cost.longer)]
             longer = _median(known) + exchange if known else _UNKNOWN
             self.recent = [*self.recent[1 - _RECENT :], (copy, longer, pace)]
@@ -548,7 +547,7 @@ class RankSnapshots:
         self._part = part_of(exchange.rank, exchange.world) if sharded else ALL
         self.cadence = Cadence(every)
         self.interval = 0
-        """Number of steps between two copies, which is also the maximum that a loss repeats; 0
+        """Number of steps between two copies, which is also how many steps a loss can repeat; 0
         while no state is held.
         """
         self.needed = 0
@@ -559,7 +558,7 @@ class RankSnapshots:
         """Bytes for two states, if this rank's node does not have that much room; otherwise 0."""
         self._copies = 0
         self._base: Moment | None = None
-        """The moment from which training continued. It becomes None once a later state is complete
+        """The moment that training continued from. It becomes None once a later state is complete
         on all nodes.
         """
         self._places: _Places | None = None
@@ -606,7 +605,7 @@ class RankSnapshots:
     def restore(
         self, rebuild: Rebuild | None = None, rows: Rows | None = None, *, views: bool = False
     ) -> Restored | None:
-        """Return the newest state of which the nodes hold all parts, or None if there is none.
+        """Return the newest state for which the nodes hold all parts, or None if there is none.
 
         Afterwards, every node holds that state, unless it has no room or a group of a different
         size wrote the state.
@@ -682,7 +681,7 @@ class RankSnapshots:
         return Restored(moment, tree, owns, self._made)
 
     def _part_before(self, rank: int) -> str:
-        """Return the part of the previous node's rank, of which this rank's node keeps a copy."""
+        """Return the name of the previous node's part that this rank's node keeps a copy of."""
         world = self._exchange.world
         return part_of((rank - self._exchange.local_world) % world, world)
 
@@ -742,7 +741,7 @@ class RankSnapshots:
         return None
 
     def begin(self, step: int, source: str) -> None:
-        """Record after which step training continues, and where its state came from (one of
+        """Record the step after which training continues, and where the state came from (one of
         protocol.SOURCES).
         """
         self._began = self._noted = time.perf_counter()
@@ -821,8 +820,8 @@ class RankSnapshots:
         self._times.copied()
         if self._copies > _FIRST_COPIES:
             exchange = 0.0 if later else exchanged - exchanges
-            # If the copy waits for a different node or the device, the whole duration is its cost.
-            # If it does not wait, only the CPU time of this thread is its cost, because other
+            # If the copy waits for another node or the device, the whole duration is its cost. If
+            # it does not wait, only the CPU time of this thread is its cost, because other
             # processes may run during a copy.
             waits = self._sharded or self._stream is not None
             copying = took - exchange if waits else time.thread_time() - worked
@@ -893,8 +892,7 @@ class RankSnapshots:
         return True
 
     def _count_copy(self) -> None:
-        """Count a copy. At the second copy, stop protecting the state from which training
-        continued.
+        """Count a copy. At the second copy, stop protecting the state that training continued from.
 
         By then, the first copy is complete on all nodes, because the ranks have exchanged their
         costs since then. Parts that this node need not keep are also deleted, such as parts written
@@ -994,7 +992,7 @@ class RankSnapshots:
             return self._stream.record_event()
 
     def news(self) -> dict[str, Any]:
-        """Return the figures for a report that have changed since the last call."""
+        """Return the report figures that have changed since the last call."""
         figures = {protocol.START: dict(self.start), protocol.AT_RISK: self.interval or None}
         if self.needed:
             figures |= {protocol.SNAPSHOT_BYTES: self.needed, protocol.AT_RISK: None}
@@ -1067,7 +1065,7 @@ class _StateLayout:
     def __init__(
         self, tree: Any, owns_room: int, recent: list[tuple[float, float, float]], known: _Places | None = None
     ) -> None:
-        """Take a state apart into skeleton and tensors.
+        """Split a state into its skeleton and its tensors.
 
         Args:
             tree: the state.
@@ -1166,7 +1164,7 @@ def _put_together(node: Any, read: Callable[[tuple[Any, ...], int], Any], path: 
 class _Regrouping:
     """Puts together one rank's part of a state from the parts of a group of a different size.
 
-    Sharded tensors are divided by rows (dimension 0), as FSDP divides them. Everything else is
+    Sharded tensors are divided by rows (dimension 0), just as FSDP divides them. Everything else is
     equal in all parts, and is taken from the first part.
     """
 

@@ -6,7 +6,7 @@ trainer, however, has to exit in time even if its peers no longer respond and it
 blocked. So in the trainer, Python's C code writes the signal's number to the wake-up descriptor
 immediately, and a thread reads that number.
 
-A thread in sigwait would notice the signal just as soon, but for that SIGTERM must be blocked in
+A thread in sigwait would notice the signal just as soon, but SIGTERM would have to be blocked in
 every other thread. Threads that torch, gloo and OpenMP started earlier would still receive SIGTERM,
 which would end the process. Child processes, such as loaders and compilers, would inherit the
 blocked signal mask and ignore SIGTERM.
@@ -96,7 +96,7 @@ def _care_at_forks() -> None:
     again.
 
     If `_hold` were registered twice, its second call would save the signal mask that its first call
-    has set.
+    set.
     """
     os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_restore_in_child)
 

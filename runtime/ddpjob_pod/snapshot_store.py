@@ -13,7 +13,7 @@ was copied or not. It shows how many steps a restart repeats.
 
 A memory barrier is not needed, not even on ARM. A kill is a precise exception: all writes before it
 in program order reach memory, and no later writes do. Other processes read only after the writer
-has ended, or after a collective in which it took part. The launcher starts workers only once all
+has ended, or after a collective that it took part in. The launcher starts workers only once all
 processes of earlier workers have ended, so no older incarnation is still writing.
 
 The slot to overwrite is not always the one with the older state. If another node lacked its part of
@@ -25,7 +25,7 @@ continue from step 40. The next copy overwrites step 50, because step 40 is need
 copy is complete.
 
 States are ordered by incarnation (generation, round) first, and by step second. A node that was
-partitioned may hold a state with a higher step, but of an older round. Meanwhile the job has
+partitioned may hold a state with a higher step, but from an older round. Meanwhile the job has
 continued without that node, from an earlier step, and only the job's history counts (`choose`).
 
 With replicated state (DDP), a node has one part, `ALL`, written by its first rank. The copy of any
@@ -50,7 +50,7 @@ ALL = "all"
 """Name of the part that holds the whole state, if the state is replicated."""
 HEADER_BYTES = 4096
 ALIGNMENT = 64
-"""Number of bytes whose multiples are the offsets of tensors in a slot."""
+"""Tensors in a slot begin at multiples of this number of bytes."""
 MOST_INVENTORY_BYTES = 1 << 16
 _MAGIC = b"ddpjob:1"
 _HEAD = struct.Struct("=8sQQQQQ")
@@ -60,9 +60,9 @@ _WHOLE = 0x77686F6C65
 _MADE = struct.Struct("=8sQQQ")
 _MADE_MAGIC = int.from_bytes(_MAGIC, sys.byteorder)
 _SHARED = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0x8000 if sys.platform == "linux" else 0)
-"""Flags with which a slot is mapped into memory. All its pages are mapped at once, because a page
-fault takes five times as long as copying into the page. Python 3.9 lacks MAP_POPULATE, so its
-number on Linux is given.
+"""Flags for mapping a slot into memory. All its pages are mapped at once, because a page fault
+takes five times as long as copying into the page. Python 3.9 lacks MAP_POPULATE, so its number on
+Linux is given.
 """
 _SLOT = re.compile(r"(all|[0-9]{1,6}of[0-9]{1,6})\.([01])")
 _PART = re.compile(r"([0-9]+)of([0-9]+)")
@@ -106,7 +106,7 @@ class NoRoom(Exception):
 
 
 class SnapshotStore:
-    """The folder in memory in which one node keeps its states.
+    """The folder in memory where one node keeps its states.
 
     If the folder cannot be used, it counts as a folder without states and without room.
 
@@ -162,9 +162,9 @@ class SnapshotStore:
         """Return memory for the next state of a part. It overwrites one of the two slots of the
         part.
 
-        `base` is the moment from which training continued; None once a later state is complete on
-        all nodes. The state of that moment is kept, even if this node holds a newer state, because
-        the job has abandoned the newer one.
+        `base` is the moment that training continued from; None once a later state is complete on
+        all nodes. The state from that moment is kept, even if this node holds a newer state,
+        because the job has abandoned the newer one.
 
         If there is not enough room, raises NoRoom without changing anything.
         """
@@ -321,7 +321,7 @@ def free_memory(root: Path = Path("/")) -> int:
     free = [sys.maxsize]
     for folder, limit_file, usage_file, prefix in _CGROUPS:
         place = root / folder[1:]
-        # The limit is "max" (none), or the machine has the other cgroup version.
+        # The limit is "max" (none), or the machine uses the other cgroup version.
         with contextlib.suppress(OSError, ValueError):
             limit, usage = (int((place / name).read_text()) for name in (limit_file, usage_file))
             statistics = _numbers((place / "memory.stat").read_text())
@@ -349,7 +349,7 @@ def parts_of(world: int) -> list[str]:
 
 
 def choose(held: Mapping[int, Iterable[Held]], world: int | None) -> tuple[Moment, int] | None:
-    """Choose the newest moment of which the nodes together hold all parts.
+    """Choose the newest moment for which the nodes together hold all parts.
 
     Return (moment, number of parts), where 0 stands for a replicated state. Return None if no state
     is complete.
@@ -381,8 +381,7 @@ class Transfer:
 def transfers(
     held: Mapping[int, Iterable[Held]], wanted: Mapping[int, tuple[int, str]], moment: Moment
 ) -> list[Transfer]:
-    """Return the transfers after which every rank has the part that it wants of the state of
-    `moment`.
+    """Return the transfers that give every rank the part that it wants of the state from `moment`.
 
     Args:
         held: the states that each node holds, by the rank that speaks for the node.

@@ -71,8 +71,8 @@ class _Rank:
     cost: float = 0.0
     named: bool = False
     since: float | None = None
-    """Time since which the rank is slow although it is not named, or fast enough although it is
-    named. None if neither is the case.
+    """When the rank became slow without being named, or fast enough while still named. None if
+    neither is the case.
     """
     reports: int = 0
 

@@ -14,7 +14,7 @@ for step in range(first, steps):
     if stop:
         ddpjob_report.saved_and_leave()
 
-`take` keeps the newest state in the memory of the nodes. `resume` restores that state or the newest
+`take` keeps the newest state in the nodes' memory. `resume` restores that state or the newest
 checkpoint, whichever has more steps. The state includes everything passed to `accelerator.prepare`
 and `register_for_checkpointing`, the scaler, the count of accumulated batches, and each rank's
 random generators. A loader's position is included only with
@@ -43,8 +43,8 @@ _SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "TP", "XLA")
 
 
 _kept: list[Snapshots | None] = []
-"""The object by which `resume` keeps states in memory, as the only element. The element is None if
-this model's states are not kept, and the list is empty before `resume`.
+"""The object with which `resume` keeps states in memory, as the only element. The element is None
+if this model's states are not kept, and the list is empty before `resume`.
 """
 
 
@@ -68,7 +68,7 @@ class DDPJobTracker(GeneralTracker):  # type: ignore[misc]
         """Do nothing, because DDPJob does not show hyperparameters."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
-        """Report those values that are numbers. Accelerate calls this in `accelerator.log`."""
+        """Report the values that are numbers. Accelerate calls this in `accelerator.log`."""
         report(**{**figures(values), **({} if step is None else {"step": step})})
 
 

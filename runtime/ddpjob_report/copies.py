@@ -11,7 +11,7 @@ incomplete copy must not be read. So:
   complete by then. `saved_and_leave` waits for as long as the pod's grace period allows.
 - Without a bucket, a file in the checkpoint folder names the newest checkpoint (`record`).
 
-Example: rank 0 copies the checkpoints of steps 100 and 200, and is killed while the second one is
+Example: rank 0 copies the checkpoints from steps 100 and 200, and is killed while the second one is
 being uploaded. Its successors on new nodes all continue from step 100.
 """
 
@@ -43,7 +43,7 @@ bucket.
 """
 _FETCHED, _LOCK, _LINKS = ".ddpjob-fetched.json", ".ddpjob-fetch.lock", ".ddpjob-copy-"
 LAST_SECONDS = 600.0
-"""Maximum number of seconds for which the script waits for its last copy when it ends."""
+"""Maximum number of seconds that the script waits for its last copy when it ends."""
 
 
 class _CopyState:
@@ -51,7 +51,7 @@ class _CopyState:
     uploads: Uploads | None = None
     keep = 3
     restored: Stored | None = None
-    """The checkpoint in the bucket from which all ranks continue; None if there is none."""
+    """The checkpoint in the bucket that all ranks continue from; None if there is none."""
     process = 0
     leaves = False
     """Whether this process exits without waiting for copies any longer, because its pod is being

@@ -64,7 +64,7 @@ class CurveFile(Outbox):
 
 
 def _write_step(log: MetricsLog, step: int, figures: dict[str, Any]) -> None:
-    """Write the line of a step. If the figures contain an accuracy, also write a line with the
+    """Write the line for a step. If the figures contain an accuracy, also write a line with the
     result of an evaluation.
     """
     metrics = figures.get("metrics", {})

@@ -5,11 +5,11 @@ args = TrainingArguments(output_dir=str(folder), ...)
 trainer = Trainer(..., args=args, callbacks=[DDPJobCallback()])
 trainer.train(resume_from_checkpoint=last_checkpoint(folder))
 
-The callback keeps the newest state in the memory of the nodes, and `last_checkpoint` returns it if
-it is newer than the folder's checkpoints. The state consists of weights, optimizer, scheduler,
-scaler, the Trainer's own state, and each rank's random generators. As with any checkpoint, the
-Trainer finds its position in the data by counting steps. The state after a step is taken only when
-the next step or epoch begins, so it includes the log and the evaluation that followed the step.
+The callback keeps the newest state in the nodes' memory, and `last_checkpoint` returns it if it is
+newer than the folder's checkpoints. The state consists of weights, optimizer, scheduler, scaler,
+the Trainer's own state, and each rank's random generators. As with any checkpoint, the Trainer
+finds its position in the data by counting steps. The state after a step is taken only when the next
+step or epoch begins, so it includes the log and the evaluation that followed the step.
 
 The state does not include changes to other callbacks' states since the last checkpoint
 (`restore_callback_states_from_checkpoint`, such as EarlyStoppingCallback's patience), random
@@ -49,16 +49,16 @@ class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
         self._leaving = False
         self._memory: FrameworkMemory | None = None
         self._taken = 0
-        """The last step whose state was taken or, before that, the step from which training
-        continued.
+        """The last step whose state was taken or, before that, the step that training continued
+        from.
         """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Check that the ranks form a group, and record from which step training continues. Runs on
-        all ranks.
+        """Check that the ranks form a group, and record the step that training continues from. Runs
+        on all ranks.
 
-        Warns if the Trainer would continue in a different epoch than the one in which its
-        checkpoint was saved.
+        Warns if the Trainer would continue in a different epoch from the one that its checkpoint
+        was saved in.
 
         Raises:
             RuntimeError: each rank trains its own model, for example without a GPU if
@@ -185,9 +185,7 @@ def _state(state: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _generators(args: Any) -> dict[str, Any]:
-    """Return the states of this rank's random generators, in the form in which the Trainer saves
-    them.
-    """
+    """Return the states of this rank's random generators, in the form that the Trainer saves."""
     import numpy as np
     import torch
 

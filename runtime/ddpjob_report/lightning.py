@@ -5,10 +5,10 @@ saving = ModelCheckpoint(dirpath=folder, every_n_train_steps=1000)
 trainer = Trainer(..., callbacks=[saving, DDPJobCallback()])
 trainer.fit(model, data, ckpt_path=last_checkpoint(folder))
 
-The callback keeps the newest state in the memory of the nodes, and `last_checkpoint` returns it if
-it is newer than the folder's checkpoints. The state consists of everything that
-`trainer.save_checkpoint` would write (model, optimizers, schedulers, scaler, loops, callbacks, data
-module), and each rank's random generators.
+The callback keeps the newest state in the nodes' memory, and `last_checkpoint` returns it if it is
+newer than the folder's checkpoints. The state consists of everything that `trainer.save_checkpoint`
+would write (model, optimizers, schedulers, scaler, loops, callbacks, data module), and each rank's
+random generators.
 
 If a state was taken within an epoch, Lightning itself would repeat the epoch's first batches. The
 callback makes the data loader skip these batches, if the loader has a sampler and does not restore
@@ -67,8 +67,8 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
         """The number of optimizer steps when the ranks last checked whether they should stop."""
         self._memory: FrameworkMemory | None = None
         self._taken = 0
-        """The last step whose state was taken or, before that, the step from which training
-        continued.
+        """The last step whose state was taken or, before that, the step that training continued
+        from.
         """
         self._generators: bytes = b""
         """States of the random generators, pickled, which are set once the first batch has been
@@ -76,8 +76,8 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
         """
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Check that the ranks form a group, and record from which step training continues. Runs on
-        all ranks.
+        """Check that the ranks form a group, and record the step that training continues from. Runs
+        on all ranks.
 
         Raises:
             RuntimeError: each rank trains its own model, for example without `strategy="ddp"` and
@@ -122,7 +122,7 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
                 values.update(figures({"loss": loss * trainer.accumulate_grad_batches}))
         report(**{**values, **_counts(trainer)})
         if module.automatic_optimization and trainer.global_step == self._step:
-            # No optimizer step was made. Do not stop now, because a checkpoint would lack the
+            # No optimizer step was taken. Do not stop now, because a checkpoint would lack the
             # accumulated gradients.
             return
         self._step = trainer.global_step
@@ -181,7 +181,7 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
     def on_validation_end(self, trainer: Any, module: Any) -> None:
         """Report the results of an evaluation. `val_accuracy` or `val_acc` is shown as accuracy."""
         if trainer.sanity_checking or trainer.state.fn != "fit":
-            return  # `trainer.validate` is not a part of training, so its trainer has not made any steps.
+            return  # `trainer.validate` is not a part of training, so its trainer has not taken any steps.
         values = figures(trainer.callback_metrics)
         for name in ("val_acc", "val_accuracy"):
             if name in values:

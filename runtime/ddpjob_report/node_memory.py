@@ -34,7 +34,7 @@ from ddpjob_report.snapshots import current_exchange, open_memory, tensors_of
 
 _FOLDER = "restored"
 _store: list[Any] = []
-"""The store through which the temporary group was formed. It is kept alive because the framework's
+"""The store that was used to form the temporary group. It is kept alive because the framework's
 group uses the same server.
 """
 
@@ -162,8 +162,8 @@ def _folder_for(job: JobEnvironment, found: Restored) -> Path:
 
 
 def _folders(job: JobEnvironment) -> list[Path]:
-    """Return the folders in which this node can hold a checkpoint: first in memory, if the node
-    keeps states there, then on disk.
+    """Return the folders where this node can hold a checkpoint: first in memory, if the node keeps
+    states there, then on disk.
     """
     in_memory = [Path(job.snapshot_folder, _FOLDER)] if job.snapshot_folder else []
     return [*in_memory, Path(tempfile.gettempdir(), f"ddpjob-{job.uid or os.getuid()}-{job.index or 0}")]
@@ -190,6 +190,6 @@ def _early_exchange() -> Iterator[TorchExchange]:
 
 
 def say(what: str) -> None:
-    """Print a message of a callback to stderr, on rank 0 only."""
+    """Print a callback's message to stderr, on rank 0 only."""
     if os.environ.get("RANK", "0") == "0":
         sys.stderr.write(f"ddpjob_report: {what}\n")

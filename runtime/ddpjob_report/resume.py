@@ -18,8 +18,8 @@ _NAMED = re.compile(r"(\d+)(?:-v(\d+))?(?:\.\w+)?$")
 
 
 def newest(paths: Iterable[Path], is_whole: Callable[[Path], bool]) -> Path | None:
-    """Return the checkpoint to resume from: of those that are whole, the one with the highest
-    number at the end of its name.
+    """Return the checkpoint to resume from: the complete one with the highest number at the end of
+    its name.
 
     The number precedes the file's extension. If two numbers are equal, the higher version counts,
     because Lightning appends -v1, -v2, ... if a file with that name exists. In a job with a bucket,
@@ -74,8 +74,7 @@ def check_group(framework: str, processes: int, remedy: str) -> None:
 
 
 def figures(values: dict[str, Any]) -> dict[str, Any]:
-    """Return those of the logged values that are numbers, but at most half as many as a report can
-    hold.
+    """Return the logged values that are numbers, but at most half as many as a report can hold.
 
     Loggers accept any value under any name. So other values are dropped, and long names are
     shortened.

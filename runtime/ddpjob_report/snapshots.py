@@ -8,9 +8,9 @@
 
 A restart continues after the newest step whose state any node has in memory, instead of from the
 newest checkpoint. Each node copies weights and optimizer state into its memory. It does so as often
-as is possible if copying takes at most a hundredth of the time (`recovery.snapshots`). With each
-copy, the private state of each rank is sent to all nodes. It consists of random generators, the
-states of schedulers, scalers and loaders, and buffers that DDP does not synchronize.
+as it can without using more than a hundredth of the time (`recovery.snapshots`). With each copy,
+the private state of each rank is sent to all nodes. It consists of random generators, the states of
+schedulers, scalers and loaders, and buffers that DDP does not synchronize.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from ddpjob_runtime import protocol
 from ddpjob_report import link, stop
 
 _OWN_BYTES = 1 << 16
-"""Maximum number of bytes of the tensors in a private state. An object with larger tensors belongs
-to the state that all ranks share.
+"""Maximum total size in bytes of the tensors in a private state. An object with larger tensors
+belongs to the state that all ranks share.
 """
 _SHARDING = {"FullyShardedDataParallel": "FSDP", "ZeroRedundancyOptimizer": "ZeRO", "ShardedTensor": "FSDP"}
 
@@ -142,7 +142,7 @@ class Snapshots:
         link.post(self._snapshots.news())
 
     def _settle_early(self) -> None:
-        """Let each optimizer complete the last copy before it makes a step, so that `take` need not
+        """Let each optimizer complete the last copy before it takes a step, so that `take` need not
         wait for the copy.
         """
         import torch

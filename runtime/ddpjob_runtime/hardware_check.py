@@ -107,7 +107,7 @@ def folder_problem(folder: Path, pod: str) -> str:
 
 
 def _devices(torch: Any, wanted: int, resource: str) -> tuple[list[str], str]:
-    """Return torch's names of the node's devices, and what is wrong with their number.
+    """Return torch's names for the node's devices, and what is wrong with their number.
 
     The second part is empty if the number is right.
     """
@@ -144,7 +144,7 @@ def device_problem(torch: Any, device: str) -> str:
         v = ((torch.arange(_SIDE) * 13) % 7 - 3).double()
         product = torch.mm(a, b).cpu().double()
         wrong = int((torch.mv(product, v) != torch.mv(a.cpu().double(), torch.mv(b.cpu().double(), v))).sum())
-    except RuntimeError as error:  # torch raises this error for every error of a driver.
+    except RuntimeError as error:  # torch raises this error for every driver error.
         return f"{device}: {(str(error).splitlines() or [type(error).__name__])[0][:300]}"
     return f"{device}: {wrong} of {_SIDE} rows of a matrix product are wrong" if wrong else ""
 
@@ -188,7 +188,7 @@ def check_links(settings: dict[str, Any]) -> dict[str, Any]:
         wrong = int((numbers != expected[:count]).sum())
         if count > 1000:
             shortest = min(shortest, time.monotonic() - began)
-        # Do not end here. That would break the connections of other ranks, which may be healthy.
+        # Do not end here. That would break the connections to other ranks, which may be healthy.
         if wrong and not problem:
             problem = f"{wrong} of {count} sums of an all-reduce with {backend} are wrong"
     rate = 2 * (world - 1) / world * SUM_BYTES / shortest / 1e6 if world > 1 else None
@@ -234,7 +234,7 @@ def nccl_transport(log: str) -> str:
 def _gloo_interface() -> str:
     """Return the name of the network interface that gloo uses.
 
-    As in torch, this is GLOO_SOCKET_IFNAME. If that is not set, it is the interface that has the
+    As in torch, this is GLOO_SOCKET_IFNAME. If that is not set, it is the interface with the
     address of the host's name. If there is no such interface, it is the loopback interface.
     """
     named = os.environ.get("GLOO_SOCKET_IFNAME", "")

@@ -22,12 +22,14 @@ from itertools import islice
 from typing import Any, Optional, Union
 
 VERSION = 1
-"""Version of this protocol and of the way in which pods start the runtime. If a job's pods use a
-different version, the job gets a new generation."""
+"""Version of this protocol and of how pods start the runtime. If a job's pods use a different
+version, the job gets a new generation.
+"""
 NUMBERS_PER_ATTEMPT = 1_000_000
 """The coordinator of attempt A numbers its rounds and incidents from 1 + A * NUMBERS_PER_ATTEMPT. A
-new coordinator cannot ask the previous one of its generation which numbers are already used, and no
-number must be used twice."""
+new coordinator cannot ask the previous one in its generation which numbers are already used, and no
+number must be used twice.
+"""
 
 
 class Word(str, Enum):
@@ -48,7 +50,7 @@ EXIT_INIT_FAILURE = 78
 EXIT_FENCED = 79
 """The launcher was fenced, because the round continued without its node."""
 EXIT_UNFIT = 80
-"""The node has failed the checks of spec.preflight."""
+"""The node has failed the checks in spec.preflight."""
 
 
 # --- modes, states and kinds
@@ -118,7 +120,7 @@ COLD_WORKERS = "ColdWorkers"
 """Kind of a note: this node's workers are started cold, which means that they are not forked from a
 process that has imported torch."""
 PREFLIGHT = "Preflight"
-"""Kind of a note: what the node with rank 0 has measured when it checked the links."""
+"""Kind of a note: what the node with rank 0 measured when it checked the links."""
 DATA = "Data"
 """Kind of a note: how much of storage.data.url or code.archive a node has fetched. The note's text
 is empty once everything is fetched."""
@@ -233,9 +235,10 @@ MAX_REPORT = 1024 * 1024
 MAX_TEXTS = 96 * 1024
 """Maximum size in bytes of a report without its lists of pods."""
 ROUNDS_FILE = ".ddpjob-rounds.jsonl"
-"""Name of the file in the checkpoint folder in which a member records rounds and breaks, one per
-line. The file is hidden, because scripts assume that the newest or last visible file in that folder
-is their checkpoint."""
+"""Name of the file in the checkpoint folder where a member records rounds and breaks, one per line.
+The file is hidden because scripts assume that the newest or last visible file in that folder is
+their checkpoint.
+"""
 LOGS_FOLDER, OLDER = ".ddpjob-logs", ".1"
 """LOGS_FOLDER is the folder, in the checkpoint folder or bucket, that keeps the ends of pods' logs.
 OLDER is the suffix of the file that keeps the older lines of such a log."""
@@ -256,48 +259,57 @@ MAX_FIGURES = 100
 """Maximum number of entries in a progress report, and also in its `metrics`. It is also the maximum
 length of an entry's name in characters."""
 STRAGGLERS = "stragglers"
-"""Key of a progress report for the lagging ranks, `[{"rank": 3, "slowdown": 1.8, "cost": 0.4}]`."""
+"""Key in a progress report for the lagging ranks, `[{"rank": 3, "slowdown": 1.8, "cost": 0.4}]`."""
 MAX_STRAGGLERS = 8
 ROUND = "round"
-"""Key of a progress report for the sender's round. The value is GENERATION.ROUND, as in a worker's
-DDPJOB_FENCE."""
+"""Key in a progress report for the sender's round. The value is GENERATION.ROUND, as in a worker's
+DDPJOB_FENCE.
+"""
 UNGROUPED = "ungrouped"
-"""Key of the step counter's reports. It is true if the program takes steps, but has not formed a
-process group with the other ranks."""
+"""Key in the step counter's reports. It is true if the program takes steps, but has not formed a
+process group with the other ranks.
+"""
 UNCOUNTABLE = "uncountable"
-"""Key of the step counter's reports. It is true if the counter might miss the next steps, as it
-does with a compiled optimizer."""
+"""Key in the step counter's reports. It is true if the counter might miss the next steps, as it
+does with a compiled optimizer.
+"""
 EXCHANGING = "exchanging"
-"""Key of the step counter's reports. It is true if the ranks exchanged data in each of the first
-steps after step 1."""
+"""Key in the step counter's reports. It is true if the ranks exchanged data in each of the first
+steps after step 1.
+"""
 FLAGS = (UNGROUPED, UNCOUNTABLE, EXCHANGING)
 RESUMED = "resumed"
-"""Key of the step counter's reports. The value is one of RESUMED_WORDS, and says whether the state
-of a checkpoint was loaded into the optimizer before its first step."""
+"""Key in the step counter's reports. The value is one of RESUMED_WORDS, and says whether the state
+of a checkpoint was loaded into the optimizer before its first step.
+"""
 RESUMED_WORDS = YES, NO, UNKNOWN = "yes", "no", "unknown"
 START = "start"
-"""Key of a progress report for the step from which this round's training continued, and where that
-step's state came from. `read_start` describes the value."""
+"""Key in a progress report for the step from which this round's training continued, and where that
+step's state came from. `read_start` describes the value.
+"""
 ENVIRONMENT = "environment"
-"""Key of a progress report for the GPU and the packages that rank 0 trains with. `read_environment`
-describes the value."""
+"""Key in a progress report for the GPU and the packages that rank 0 trains with. `read_environment`
+describes the value.
+"""
 MAX_PACKAGES = 20
 _PACKAGE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,39}")
 _PRINTABLE = re.compile(r"[ -~]{1,80}")
 SOURCES = MEMORY, STORAGE, SCRATCH = "memory", "storage", "scratch"
 """Where the training state came from when training continued."""
 AT_RISK = "stepsAtRisk"
-"""Figure of a progress report: the maximum number of steps that would be repeated if a loss
-occurred now."""
+"""Figure in a progress report: the maximum number of steps that would be repeated if a loss
+occurred now.
+"""
 SNAPSHOT_BYTES = "snapshotBytes"
-"""Figure of a progress report: the number of bytes that two training states need in memory. It is
-sent only if a node does not have enough room for them."""
+"""Figure in a progress report: the number of bytes that two training states need in memory. It is
+sent only if a node does not have enough room for them.
+"""
 COUNTED_SPEED = "stepsPerSecond"
 """The only metric that the step counter sends. It is used as the speed if a script does not report
 samples per second."""
 CHECKPOINT_TIME = "checkpointTime"
-"""Metric of a script: the time at which its newest checkpoint was completely on disk, in Unix
-seconds."""
+"""Metric from a script: when its newest checkpoint was completely on disk, in Unix seconds.
+"""
 COPY_STEP, COPY_TIME, COPY_BEHIND = "copyStep", "copyTime", "copyBehind"
 """Metrics about the copies of checkpoints in a bucket. COPY_STEP is the step of the newest copy,
 and COPY_TIME is when that checkpoint was saved, in Unix seconds. COPY_BEHIND is for how many
@@ -314,7 +326,7 @@ def encode(verb: str, **values: Any) -> bytes:
 
 @cache
 def _bare(verb: str) -> bytes:
-    """Return the line of a message that has only a verb.
+    """Return the line for a message that has only a verb.
 
     Lines are cached, because a thousand members together send a thousand heartbeats per second.
     """
@@ -506,8 +518,9 @@ def log_line(moment: datetime, who: str, text: str) -> str:
 
 OWN_LOG_LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (?:ddpjob|coordinator): (?!ends with [1-9])")
 """Matches the beginning of a line that was written with `log_line`. One such line is excluded:
-`ends with CODE`, the launcher's last line after a failure, because it describes only the end of the
-launcher itself."""
+`ends with CODE`, the launcher's last line after a failure, because it describes only how the
+launcher itself ended.
+"""
 
 
 def largest_report(pods: int) -> int:
@@ -621,7 +634,7 @@ def _read_list(read: Read, most: int, value: Any, where: str) -> tuple[Any, ...]
 
 
 def read_figures(value: Any, where: str) -> dict[str, Any]:
-    """Return the valid figures of a progress report and of its `metrics`. Drop all other values.
+    """Return the valid figures in a progress report and in its `metrics`. Drop all other values.
 
     Raises:
         ValueError: the report is not an object.
@@ -838,7 +851,7 @@ class Member(Record):
 class LostMember(Record):
     """A member whose connection has ended, and whose index has not been taken by another member.
 
-    `since` is the time at which the member last sent something.
+    `since` is when the member last sent something.
     """
 
     pod: str = field(metadata={"most": MAX_NAME})
@@ -909,8 +922,8 @@ def shortened(incidents: tuple[Incident, ...], detailed: int = DETAILED_INCIDENT
 class Recovery(Record):
     """Measurements of the job's recovery.
 
-    `last_seconds` is the time from the last break to the first step after it. `down_since` is the
-    time at which the group stopped taking steps; None while it takes steps.
+    `last_seconds` is the time from the last break to the first step after it. `down_since` is when
+    the group stopped taking steps; None while it takes steps.
     """
 
     last_seconds: Optional[float] = None
@@ -922,7 +935,7 @@ class RankLook(Record):
     """What a rank has done since the last check for a hang, and where it is now.
 
     `text` is a part of the rank's stack, and `digest` is a hash of the whole stack. `seconds` have
-    passed since the last check. In this time, the processes of the worker's session used `cpu`
+    passed since the last check. In this time, the processes in the worker's session used `cpu`
     seconds of CPU time, and transferred `bytes` through files and sockets. `forks` is how many of
     these processes began or ended. `wait` and `call` are what the worker waits for, according to
     the kernel.
@@ -967,10 +980,11 @@ class Report(Record):
     backoff: tuple[float, ...] = field(metadata={"most": 2})
     """The initial and the longest back-off delay in a crash loop, in seconds."""
     now: Optional[datetime] = None
-    """The current time of the coordinator's clock. All times in the report were taken from this
-    clock."""
+    """The current time on the coordinator's clock. All times in the report were taken from this
+    clock.
+    """
     news: int = 0
-    """A counter that increases with every change, except for a change of the progress."""
+    """A counter that increases with every change, except a change in the progress."""
     mode: Mode = Mode.STANDARD
     attempt: int = 0
     hang_after: Optional[float] = None

@@ -68,7 +68,7 @@ def main() -> None:
     # This includes OSError, which is raised if a library of CUDA is missing.
     except Exception as error:
         if isinstance(error, MemoryError) or getattr(error, "errno", None) is not None:
-            raise  # This node has a temporary problem. An error of a missing library has no errno.
+            raise  # This node has a temporary problem. An error about a missing library has no errno.
         # The coordinator reads only the last line of the output, so the reason must be one line.
         why = " ".join(str(error).split())
         sys.stdout.write(f"\nthe image has no usable torch, which the rendezvous store needs: {why}\n")

@@ -38,8 +38,9 @@ OF_COMMAND = "--of-command"
 """First argument of this file in a worker that was started by the torchrun of a job's `command`,
 and not by the launcher."""
 STAY_SECONDS = 10.0
-"""Number of seconds after the program's failure at which the kernel ends the process. Without this
-limit, exit handlers, threads and destructors could keep the process alive."""
+"""How many seconds after the program's failure the kernel ends the process. Without this limit,
+exit handlers, threads and destructors could keep the process alive.
+"""
 REASON_BYTES = 4096
 """Maximum size of a container's termination message in Kubernetes, in bytes."""
 EXIT_REFUSED = 78
@@ -166,7 +167,7 @@ def show_stacks_on_signal() -> None:
     try:
         file = open(os.path.join(folder, os.environ.get("RANK", "0") + ".txt"), "w")  # noqa: PTH118, PTH123, SIM115
     except OSError:
-        return  # Training without stacks of a later hang is better than no training.
+        return  # Training without the stacks of a later hang is better than no training.
     # Write only the main thread's stack. The other threads keep running meanwhile, and reading
     # their frames could crash a healthy process.
     faulthandler.register(signal.SIGRTMIN + 7, file=file, all_threads=False)
@@ -319,7 +320,7 @@ def build_again() -> None:
 
 
 def mend_baton(module: Any) -> None:
-    """Make a rank that builds an extension of torch hold a kernel lock on the lock file.
+    """Make a rank that builds a torch extension hold a kernel lock on the lock file.
 
     Except in its newest versions, torch only checks whether the lock file exists. If the rank that
     builds the extension is killed, for example by a restart of the group, the lock file stays, and
@@ -403,7 +404,7 @@ class AfterImport:
 
 
 def run_recorded(mode: str, target: str) -> None:
-    """Run the program to its end.
+    """Run the program until it ends.
 
     If the program raises an exception, write the exception to torchrun's error file, and print it
     without this file's frames. The process then exits with code 1, or with EXIT_REFUSED if
@@ -432,7 +433,7 @@ def run_recorded(mode: str, target: str) -> None:
         raise
     except BaseException as error:
         failure = error
-    # This is not done in the except block, where Python would chain errors of the excepthook to the
+    # This is not done in the except block, where Python would chain errors in the excepthook to the
     # failure.
     if failure is not None:
         code = EXIT_REFUSED if getattr(failure, "ddpjob_refusal", False) is True else 1
@@ -581,7 +582,7 @@ def record(error: BaseException, path: str, code: int) -> None:
     """Write the error to torchrun's error file, in the format of torch.distributed.elastic.
 
     `path` names the error file. It is empty if there is no torchrun, and then nothing is written.
-    `code` is the code with which this process will exit.
+    `code` is this process's exit code.
     """
     import json
     import time
@@ -707,8 +708,8 @@ def with_inner_error(said: str) -> str:
     """Append a subprocess's error to the first line of a message that quotes its traceback.
 
     mp.spawn and DataLoader quote the traceback of a failed subprocess in the message of their own
-    exception, but most displays show only the first line of a message. The message of mp.spawn
-    begins with an empty line, which is removed.
+    exception, but most displays show only the first line of a message. mp.spawn's message begins
+    with an empty line, which is removed.
     """
     lines = [line for line in said.splitlines() if line.strip()]
     heads = [number for number, line in enumerate(lines) if "Traceback (most recent call last):" in line]
@@ -813,7 +814,8 @@ def hook_steps(optimizer_module: Any) -> None:
 
 
 class StepCounter:
-    """Counts the steps of the optimizer with the most steps, and posts them to the coordinator.
+    """Counts the steps taken by the optimizer with the most steps, and posts them to the
+    coordinator.
 
     A thread posts the count at most twice a second.
     """

@@ -33,7 +33,7 @@ from ddpjob_runtime.protocol import CoordinatorState, Hangs, IncidentKind, Mode
 from ddpjob_runtime.termination_log import write_termination_log
 
 KEPT_OUTPUT = 16 * 1024
-"""Number of bytes to keep of what the store's process has printed last."""
+"""Number of bytes to keep from the end of the store process's output."""
 
 
 async def _host_store(server: Server, host: str, port: int) -> int:
@@ -43,14 +43,14 @@ async def _host_store(server: Server, host: str, port: int) -> int:
             sys.executable, str(PROGRAM), "store", "--port", str(port), "--host", host,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
         )  # fmt: skip
-    except OSError as error:  # The limit of processes has been reached, or memory is exhausted.
+    except OSError as error:  # The process limit has been reached, or memory is exhausted.
         log(f"the store's process cannot be started: {error}")
         return 1
     assert child.stdout is not None
     said = bytearray()
     reading = asyncio.ensure_future(_read(child.stdout, said, server))
     code = await child.wait()
-    # Child processes of the store may keep its output open, so do not wait for its end.
+    # Child processes of the store may keep its output open, so do not wait for it to close.
     await asyncio.wait([reading], timeout=1.0)
     if code == protocol.EXIT_INIT_FAILURE:
         why = said.decode(errors="replace").strip().rpartition("\n")[2]
@@ -62,8 +62,8 @@ async def _host_store(server: Server, host: str, port: int) -> int:
 
 
 async def _read(output: asyncio.StreamReader, said: bytearray, server: Server) -> None:
-    """Read the output of the store's process to its end. When the line `ready PORT` appears, record
-    that the store is ready.
+    """Read all output from the store's process. When the line `ready PORT` appears, record that the
+    store is ready.
 
     The last KEPT_OUTPUT bytes are kept in `said`. Other lines of any length may appear, because the
     code in the image may print something when Python starts, when torch is imported, or later.
@@ -163,7 +163,7 @@ def main() -> None:
     # As PID 1, this process has blocked SIGTERM until now.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
     divert_loggers(log)  # This also diverts the loggers of asyncio.
-    # Each pod's connection needs a file descriptor, and connections of unknown peers need a few
+    # Each pod's connection needs a file descriptor, and connections from unknown peers need a few
     # more.
     raise_open_files()
     try:

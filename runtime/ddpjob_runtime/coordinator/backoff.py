@@ -28,9 +28,9 @@ operator uses the same back-off rule when it replaces pods that end soon after t
 from __future__ import annotations
 
 HEALTHY_SECONDS = 60.0
-"""Number of seconds of running after which a round does not count as part of a crash loop."""
+"""A round that has run for this many seconds does not count as part of a crash loop."""
 VERDICT_SECONDS = 5.0
-"""Number of seconds for which a job without restarts waits after its own failure. In this time, the
+"""Number of seconds that a job without restarts waits after its own failure. In this time, the
 operator can decide whether the failure counts, and end the job. If the job has not been ended by
 then, it continues, because the operator could be down.
 """

@@ -51,7 +51,7 @@ from ddpjob_runtime.protocol import (
 )
 
 _NO_STEP = frozenset({ACTIVITY, STRAGGLERS, ROUND, START, ENVIRONMENT, AT_RISK, SNAPSHOT_BYTES})
-"""Keys of a progress report that do not show that a step of the current round was completed."""
+"""Keys in a progress report that do not show that a step in the current round was completed."""
 
 
 class Coordinator:
@@ -125,7 +125,7 @@ class Coordinator:
         send(ToMember.WELCOME, {"generation": self.settings.generation})
         if resumed is not None:
             self._takeover.resume(member, resumed)
-        # The arrival of a new member makes nothing due. When a thousand members started, checking
+        # Nothing becomes due when a new member arrives. When a thousand members started, checking
         # all of them at each hello took a quarter of the CPU time.
         if old is not None or resumed is not None:
             self._advance()
@@ -345,7 +345,7 @@ class Coordinator:
         self._notify()
 
     def replaced(self, generation: int, attempt: int) -> None:
-        """Exit, because a member has found a different coordinator at the job's name.
+        """Exit because a member has found another coordinator at the job's name.
 
         Do nothing unless the other coordinator is later than this one. All members then look up the
         name again, and find the later coordinator. Until this one exits, it does not judge any

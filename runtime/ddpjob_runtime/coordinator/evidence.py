@@ -87,7 +87,7 @@ class Evidence:
     def verdict(self, finishes: list[Finish], ended_at: float | None) -> Verdict | None:
         """Return the cause as far as it is known now; None if no cause is known.
 
-        `ended_at` is the time at which members were first asked to stop their workers.
+        `ended_at` is when members were first asked to stop their workers.
         """
         if self._known is not None:
             return self._known
@@ -100,6 +100,6 @@ class Evidence:
         """Whether the cause is a failure of the job itself, so that the next round is delayed if
         such failures recur.
 
-        The cause set by `came_apart` counts as one.
+        A cause set by `came_apart` counts as such a failure.
         """
         return verdict.kind in OWN_FAILURES or verdict is self._fallback

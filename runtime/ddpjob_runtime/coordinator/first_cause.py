@@ -11,7 +11,7 @@ reported before the error that caused it.
 2. If members were lost or have left, these events compete with the failures whose suspicion is 0,
    and the earliest is the cause. A death by signal does not compete, unless it is an OOM kill,
    because the workers of a lost pod are killed with it.
-3. If only suspicious failures are known, and a worker has ended with exit code 0, that end is the
+3. If only suspicious failures are known, and a worker has ended with exit code 0, that exit is the
    cause, because the worker's peers were still waiting for it in a collective.
 
 Example. All times are in seconds on the coordinator's clock, to which the times in reports are
@@ -47,7 +47,7 @@ consequence of the `restart`.
 
 @dataclass(frozen=True)
 class Source:
-    """The node to which an event belongs."""
+    """The node that an event belongs to."""
 
     pod: str
     index: int
@@ -142,8 +142,8 @@ def _suspicion(failure: WorkerFailure, ended_at: float | None) -> int:
     The higher the number, the more likely the failure is a consequence:
 
     - 0: the worker's own error.
-    - 1: an abort, by which communication libraries end a process when a peer is gone, or an NCCL
-      error about this rank's own device.
+    - 1: an abort, which is how communication libraries end a process when a peer is gone, or an
+      NCCL error about this rank's own device.
     - 2: a communication error.
     - 3: any failure after the members were asked to stop their workers.
     """
@@ -173,8 +173,8 @@ def first_cause(
 ) -> Verdict | None:
     """Return the cause of a broken round; None if nothing is known to have gone wrong.
 
-    `ended_at` is the time at which the members were asked to stop their workers. Failures after
-    that time are consequences.
+    `ended_at` is when the members were asked to stop their workers. Failures after that time are
+    consequences.
     """
     causes = [f for f in failures if _own(f, losses, ended_at)]
     first_failure = min(causes, key=lambda f: (_suspicion(f, ended_at), f.time)) if causes else None

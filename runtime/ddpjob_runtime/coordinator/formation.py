@@ -37,10 +37,9 @@ from ddpjob_runtime.coordinator.members import Member
 from ddpjob_runtime.protocol import Mode
 
 FIRST_GRACE = 30.0
-"""Seconds for which the first round waits for more nodes after `min_nodes` nodes are ready."""
+"""How many seconds the first round waits for more nodes after `min_nodes` nodes are ready."""
 SHRINK_GRACE = {Mode.STANDARD: 10.0, Mode.FAST: 0.0}
-"""Seconds for which a later round waits for more nodes, if fewer are ready than
-the last round had.
+"""How many seconds a later round waits for more nodes if fewer are ready than the last round had.
 """
 FILL_SECONDS = 10.0
 """Minimum number of seconds that a round runs before it is restarted with new nodes that complete
@@ -51,9 +50,8 @@ GROW_SECONDS = 60.0
 complete the group.
 """
 ORDER_SECONDS = 10.0
-"""Maximum number of seconds for which a round waits until the operator has sent a new member's
-position in the order. It rarely waits at all, because the operator knows the position before the
-pod starts.
+"""Maximum number of seconds that a round waits for the operator to send a new member's position in
+the order. It rarely waits at all, because the operator knows the position before the pod starts.
 """
 
 
@@ -71,7 +69,7 @@ class Size:
 class RankOrder:
     """The order in which pods get their ranks.
 
-    The operator sets it, because it knows on which hosts the pods run.
+    The operator sets it, because it knows which hosts the pods run on.
     """
 
     expected: bool = False
@@ -88,8 +86,8 @@ class RankOrder:
         return sorted(chosen, key=lambda m: (m.index != 0, self.places.get(m.pod, last), m.index))
 
     def known_at(self, chosen: Iterable[Member]) -> float:
-        """Return the time until which the round should wait for the positions of these members; 0
-        if it need not wait.
+        """Return when the round should stop waiting for these members' positions; 0 if it need not
+        wait.
         """
         if not self.expected:
             return 0.0
@@ -99,12 +97,11 @@ class RankOrder:
 def begins_at(
     ready: int, size: Size, enough_since: float | None, first: bool, before: int | None, mode: Mode
 ) -> float | None:
-    """Return the time at which a round of the ready members begins: 0 for now, None if there are
-    too few members.
+    """Return when a round with the ready members begins: 0 for now, None if there are too few
+    members.
 
-    `enough_since` is the time since which `min_nodes` members have been ready, and `before` is the
-    size of the last round. If at least `before` members are ready, the round does not wait for
-    more.
+    `enough_since` is when the number of ready members reached `min_nodes`, and `before` is the size
+    of the last round. If at least `before` members are ready, the round does not wait for more.
     """
     if ready >= size.nodes:
         return 0.0
@@ -127,11 +124,10 @@ def choose(ready: list[Member], nodes: int, last: int) -> list[Member]:
 
 
 def resizes_at(world: int, since: float | None, ready: int, size: Size) -> float | None:
-    """Return the time at which a round of `world` nodes should be restarted to change its size;
-    None to keep its size.
+    """Return when a round with `world` nodes should be restarted to change its size; None to keep
+    its size.
 
-    `since` is the time at which the round began to run, and `ready` is the number of nodes that
-    could join it.
+    `since` is when the round began to run, and `ready` is the number of nodes that could join it.
     """
     if since is None:
         return None

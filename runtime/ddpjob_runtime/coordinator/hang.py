@@ -8,9 +8,9 @@ alone only raises a suspicion, and the ranks' activity decides:
   separately for each activity: the start of a round, training, and whatever the script reports,
   such as evaluating. If no report arrives for FACTOR times the 99th percentile of these gaps, and
   for at least LEAST_SECONDS, the coordinator checks the ranks. Until LEAST_GAPS gaps are known, the
-  minimum is longer than LEAST_SECONDS, especially at the start of a round (UNKNOWN). The first
-  check of a round comes after EARLY_LOOK seconds. But until the minimum has passed, checks cannot
-  end the round. They only report ranks that wait for other ranks, for example because of a wrong
+  minimum is longer than LEAST_SECONDS, especially at the start of a round (UNKNOWN). A round's
+  first check comes after EARLY_LOOK seconds. But until the minimum has passed, checks cannot end
+  the round. They only report ranks that wait for other ranks, for example because of a wrong
   MASTER_ADDR.
 - **Proof.** If two more checks, LOOK_EVERY seconds apart, show a standstill (`standstill`), the
   round ends as a hang, unless recovery.hangs is Report. From the first of these two checks on, the
@@ -47,8 +47,8 @@ LEAST_GAPS, KEPT_GAPS, MOST_ACTIVITIES = 20, 1000, 20
 START, TRAINING = "start of a round", ""
 UNKNOWN = {START: 600.0, TRAINING: 60.0}
 UNKNOWN_ACTIVITY = 120.0
-"""Minimum number of seconds without a report before a check, in an activity of the script for which
-too few gaps are known.
+"""Minimum number of seconds without a report before a check, if too few gaps are known for the
+script's activity.
 """
 LEAST_AT_START = 60.0
 """Minimum number of seconds without a report before a check at the start of a round, if an earlier
@@ -67,8 +67,8 @@ LEAST_REPORTS = 20
 DUMP_SECONDS = 3.0
 """Maximum number of seconds to wait for the stacks of all ranks."""
 LAST_STACKS_SECONDS = 0.3
-"""Number of seconds within which the stacks of one member's other ranks arrive after those of the
-first rank.
+"""The stacks of a member's other ranks arrive within this many seconds after those of its first
+rank.
 """
 
 
@@ -195,11 +195,11 @@ class HangWatch:
         return max(OVERDUE_SECONDS, PACE_FACTOR * pace)
 
     def due(self) -> float | None:
-        """Return the time at which the next step becomes overdue; None if that is unknown."""
+        """Return when the next step becomes overdue; None if that is unknown."""
         return None if self.since is None or self.limit is None else self.since + self.limit
 
     def looks_at(self) -> float | None:
-        """Return the time of the next check of the ranks; None while no round runs."""
+        """Return when the ranks are checked next; None while no round runs."""
         if self.since is None:
             return None
         if self._suspicion is not None:
@@ -247,7 +247,7 @@ class Suspicion:
 
 
 class HangDump:
-    """Collects the stacks of a round without steps.
+    """Collects all ranks' stacks in a round without steps.
 
     `done` is called when all stacks have arrived, or after DUMP_SECONDS.
     """
@@ -269,7 +269,7 @@ class HangDump:
     ) -> None:
         """Add the stacks of one rank.
 
-        `expected` returns those of the asked members that are still connected.
+        `expected` returns the asked members that are still connected.
         """
         self.stacks.texts[rank], self._idle[rank] = text, idle
         self.stacks.members[rank] = member

@@ -1,7 +1,7 @@
 """Answers HTTP requests on the port that the coordinator's members also use, one per connection.
 
-Anyone can read the health and the metrics. All other requests need the job's token: for the report,
-for posts of progress, and for changes.
+Anyone can read the health and the metrics. All other requests (for the report, progress posts and
+changes) need the job's token.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ async def serve(server: Any, first: bytes, reader: asyncio.StreamReader, writer:
 
 
 def _is_proved(server: Any, method: str, target: str, headers: dict[str, str], body: bytes) -> bool:
-    """Whether the request has a valid proof for this coordinator, and is not the repetition of an
-    earlier change.
+    """Whether the request has a valid proof for this coordinator, and does not repeat an earlier
+    change.
     """
     nonce, proof = headers.get(NONCE, ""), headers.get(PROOF, "")
     parts = ("request", server.instance, nonce, method, target, body)
@@ -179,7 +179,7 @@ def _shorten(report: Report) -> Report:
 def _drop_texts(report: Report) -> Report:
     """Return the report without its long texts, only with names and numbers.
 
-    Shortening texts may not be enough, because one character of a text may take six bytes in JSON.
+    Shortening texts may not be enough, because one character in a text may take six bytes in JSON.
     """
     last = tuple(replace(i, message="", traceback="") for i in report.incidents[-protocol.DETAILED_INCIDENTS :])
     overdue = report.overdue and replace(report.overdue, where="", traceback="")
@@ -293,7 +293,7 @@ async def _wait(server: Any, reader: asyncio.StreamReader, query: dict[str, list
     """Wait as the query asks (long polling): until the report's version differs from `news`, or for
     `wait` seconds.
 
-    Return immediately without these two parameters. Raises ConnectionResetError if the client
+    Return immediately if both parameters are missing. Raises ConnectionResetError if the client
     disconnects.
     """
     news, seconds = _number(query, "news"), _number(query, "wait")

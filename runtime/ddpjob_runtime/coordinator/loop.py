@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Loop:
-    """What the modules that decide need of an event loop.
+    """What the modules that decide need from an event loop.
 
     `now()` returns Unix seconds that never go back. `later(seconds, function)` calls the function
     after that time. `changed()` must be called after every change to the report. `log(text)` writes

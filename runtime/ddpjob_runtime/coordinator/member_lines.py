@@ -16,7 +16,7 @@ LONGEST_AGE = 600.0
 time, a clock was adjusted in between.
 """
 LONGEST_CHECK = 4 * 3600
-"""Maximum number of seconds that a round can spend on checking its links, whatever a member
+"""Maximum number of seconds that a round can spend on checking its links, no matter what a member
 requests.
 """
 

@@ -55,7 +55,7 @@ class Member:
 
     @property
     def source(self) -> Source:
-        """The pod and index to which events of this member belong."""
+        """The pod and index that this member's events belong to."""
         return Source(self.pod, self.index)
 
     @property
@@ -128,7 +128,7 @@ class Member:
         self._become(MemberState.LOST)
 
     def drain(self, until: float, planned: bool) -> bool:
-        """Set the time by which the member must have stopped its workers, and return True.
+        """Set the deadline for the member to stop its workers, and return True.
 
         If the member already has an earlier deadline, keep that one, and return False.
         """
@@ -175,9 +175,7 @@ class Members:
         return self._tally[MemberState.READY]
 
     def ready(self) -> list[Member]:
-        """Return the members that can take part in a new round, in the order in which they became
-        ready.
-        """
+        """Return the members that can take part in a new round, in the order they became ready."""
         return sorted((m for m in self if m.state == MemberState.READY), key=lambda m: (m.ready_at, m.index))
 
     def admit(self, member: Member) -> None:
@@ -199,7 +197,7 @@ class Members:
         return why
 
     def dismiss(self, pod: str, why: str) -> None:
-        """Refuse connections of this pod from now on."""
+        """Refuse connections from this pod from now on."""
         self._dismissed[pod] = why
 
     def forget_missing(self, pod: str) -> None:
@@ -216,7 +214,7 @@ class Members:
             self.missing[member.index] = LostMember(member.pod, time_of(member.heard), member.index, why)
 
     def remove(self, member: Member) -> None:
-        """Remove a member. If a different member has already taken its index, that one stays."""
+        """Remove a member. If another member has already taken its index, that one stays."""
         if self.holds(member):
             del self.by_index[member.index]
         member.lose()

@@ -48,7 +48,7 @@ from ddpjob_runtime.protocol import (
 
 NUMBERS = ("epoch", "epochs", "step", "steps", "loss", "samplesPerSecond", "eta", AT_RISK, SNAPSHOT_BYTES)
 AUTOMATIC = "automatic"
-"""Key that marks a report of the step counter. Such reports are used until the script reports a
+"""Key that marks a report from the step counter. Such reports are used until the script reports a
 step itself.
 """
 ACTIVITY = "activity"
@@ -130,7 +130,7 @@ def is_of_copies(report: dict[str, Any]) -> bool:
 
 
 class MergedProgress:
-    """Merges the reports of the script and of the step counter.
+    """Merges the reports from the script and the step counter.
 
     Infinite and undefined figures are dropped, because JSON cannot represent them. Malformed
     entries about lagging ranks are dropped too.

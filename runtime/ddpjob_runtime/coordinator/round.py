@@ -44,15 +44,15 @@ from ddpjob_runtime.coordinator.states import ROUND_TRANSITIONS, RoundState, Sta
 from ddpjob_runtime.protocol import EXIT_STEPPED_ASIDE, HEARTBEAT_SECONDS, MemberState, RankLook, ToMember
 
 SETTLE_SECONDS = 0.5
-"""Number of seconds after the cause of a break within which its consequences arrive."""
+"""The consequences of a break's cause arrive within this many seconds."""
 BUILD_SECONDS = 120.0
 """Maximum number of seconds from `go` until every member has sent `joined`."""
 QUIET_SECONDS = 2.5 * HEARTBEAT_SECONDS
-"""Number of seconds of silence after which a member may be dead."""
+"""A member that has been silent for this many seconds may be dead."""
 
 
 class RoundOwner(Protocol):
-    """What a round needs of the sequence of rounds to which it belongs."""
+    """What a round needs from the sequence of rounds that it belongs to."""
 
     @property
     def over(self) -> bool: ...
@@ -149,8 +149,8 @@ class Round:
         return self._drains is not None
 
     def _has(self, member: Member) -> bool:
-        """Whether the member still has its rank in this round. A different member may have taken
-        the rank.
+        """Whether the member still has its rank in this round. Another member may have taken the
+        rank.
         """
         return member.rank is not None and self.members.get(member.rank) is member
 
@@ -182,8 +182,8 @@ class Round:
         # Only the address of rank 0 is sent. With 1,024 nodes, a list of all addresses took a
         # megabyte for each member.
         host = [{"rank": 0, "host": first.host, "port": first.port, "pod": first.pod}]
-        # A member asks for a check of the links when it has new ones. If any member asks, all
-        # members check.
+        # A member asks for a link check when it has new links. If any member asks, all members
+        # check.
         check = max(member.check for member in self.members.values())
         common = {"round": self.number, "world": self.world, "members": host, **({"check": True} if check else {})}
         for rank, member in self.members.items():
@@ -205,7 +205,7 @@ class Round:
         self._joined.add(member.rank)
 
     def readmit(self, member: Member, rank: int, joined: bool) -> None:
-        """Take a member back that took part in this round under an earlier coordinator.
+        """Take back a member that took part in this round under an earlier coordinator.
 
         `joined` indicates whether it had started its workers by then.
         """
@@ -287,7 +287,7 @@ class Round:
             return
         if self.judged:
             # The round may have ended as planned. Then members that save may be waiting for the
-            # lost one.
+            # lost member.
             if was == MemberState.RUNNING:
                 self._end_workers(f"node {member.pod} was lost: {why}")
             return

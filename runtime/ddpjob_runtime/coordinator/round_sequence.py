@@ -22,10 +22,10 @@ Example, with three nodes, when node 2's machine loses power:
     30.0  node 1 is fenced. Node 0 is the only remaining member of round 7
     38.0  the replacements of nodes 1 and 2 are ready: round 8 begins with three nodes
 
-A change of the group's size also breaks a running round, but in a planned way. `formation` decides
+A change in the group's size also breaks a running round, but in a planned way. `formation` decides
 when that is worthwhile. After repeated failures of the job itself, the next round begins only after
-a delay (`backoff`). A coordinator that replaces another one first waits for the members of that
-one. Meanwhile, it neither begins nor judges a round (`takeover`).
+a delay (`backoff`). A coordinator that replaces another one first waits for the members of the
+earlier one. Meanwhile, it neither begins nor judges a round (`takeover`).
 
 Why the coordinator forms rounds: docs/decisions/0001.
 """
@@ -90,7 +90,7 @@ class Rounds:
         )
         self.watch = HangWatch(settings.hang_after, settings.hangs)
         self.overdue: Overdue | None = None
-        """Describes the step of the current round that is taking too long; None if no step is
+        """Describes the step in the current round that is taking too long; None if no step is
         overdue.
         """
         # the value of `watch.since` when all ranks were last asked for their stacks
@@ -191,8 +191,8 @@ class Rounds:
         self._recorded = new[-1].id if new else self._recorded
 
     def record_start(self, start: dict[str, Any]) -> None:
-        """Ask one member to record at which step the round continued, and which
-        steps it repeated.
+        """Ask one member to record the step at which the round continued, and the steps that it
+        repeated.
         """
         if (writer := self._writer()) is not None:
             line = {"event": "start", "time": iso(time_of(self._now())), "round": self.last_number, "start": start}
@@ -283,8 +283,8 @@ class Rounds:
         """Decide whether a round whose steps are not counted is hung. `dump` holds the stacks of
         all ranks.
 
-        The round is hung if all ranks are idle. If a rank is working, or if that is unknown (as
-        after the first check), the time limit for a hang starts again.
+        The round is hung if all ranks are idle. If a rank is working, or if that is unknown (as it
+        is after the first check), the time limit for a hang starts again.
         """
         current = self.current
         if self.watch.since != since or current is None or current.broken or self.watch.hang_after is None:

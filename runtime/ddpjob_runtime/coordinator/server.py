@@ -59,12 +59,12 @@ PROBE_SECONDS = 1.0
 does so, the member counts as suspended but alive.
 """
 SLOW_SECONDS, BLIND_SECONDS = 15.0, 30.0
-"""Maximum silence in seconds: of a suspended member, and of any member while most members are
+"""Maximum silence in seconds: for a suspended member, and for any member while most members are
 silent.
 """
 RETURN_SECONDS = 10.0
-"""Number of seconds within which a member can reconnect, if its connection ended after a silence of
-the member or after a suspension of this process.
+"""Number of seconds within which a member can reconnect if its connection ended after the member
+was silent or this process was suspended.
 """
 TICK_SECONDS, STALL_SECONDS = 0.25, 1.0
 MAX_BACKLOG = 1024 * 1024
@@ -82,11 +82,11 @@ enough for all of them. If they displaced each other, then on a slow host their 
 closed and repeated forever.
 """
 MAX_NONCES = 4096
-"""Maximum number of nonces to remember, in order to refuse repeated requests. Only requests that
-change the state use nonces up.
+"""Maximum number of nonces to remember in order to refuse repeated requests. Only requests that
+change the state use up nonces.
 """
 LOGGED_EVERY = 1.0
-"""Minimum number of seconds between log lines about connections of unknown peers."""
+"""Minimum number of seconds between log lines about connections from unknown peers."""
 BEAT = protocol.encode(FromMember.HEARTBEAT)
 """The bytes of a heartbeat, exactly as launchers send it."""
 POD_NAME = re.compile(rf"[-.\w]{{1,{protocol.MAX_NAME}}}", re.ASCII)
@@ -94,9 +94,9 @@ STARTED_AT = time.time() - time.monotonic()
 
 
 def now() -> float:
-    """Return the time as Unix seconds, by a clock that is never corrected.
+    """Return the time as Unix seconds, from a clock that is never corrected.
 
-    If corrections of the system clock had an effect, members would seem silent, or steps overdue.
+    If corrections to the system clock had an effect, members would seem silent, or steps overdue.
     """
     return STARTED_AT + time.monotonic()
 
@@ -502,7 +502,7 @@ class Server:
         shown = {key: value for key, value in message.items() if key not in ("traceback", "text", "ranks")}
         log(f"{member.pod}: {shown}"[:1000])
         if member.state == MemberState.LOST and verb != FromMember.FAILURE:
-            return  # A different pod has taken the index of this member.
+            return  # Another pod has taken this member's index.
         HANDLERS[verb](self.coordinator, member, message)
 
 
@@ -528,8 +528,8 @@ def _sender(writer: asyncio.StreamWriter) -> Any:
 
 
 async def _line(reader: asyncio.StreamReader) -> bytes:
-    """Return the next line of a peer that is still unknown, or no bytes if the line does not arrive
-    in time or is too long.
+    """Return the next line from a peer that is still unknown, or no bytes if the line does not
+    arrive in time or is too long.
     """
     with contextlib.suppress(ValueError):
         return await within(HELLO_SECONDS, reader.readline()) or b""

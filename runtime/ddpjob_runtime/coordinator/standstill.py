@@ -5,15 +5,15 @@ since the last check (`worker_vitals`). One check proves nothing, so a `Standsti
 check with the previous one. The round stands still between two checks if the stack of every rank is
 the same, and one of these is true:
 
-- Some ranks are outside of a collective, and have not read, written, received or computed anything.
+- Some ranks are outside a collective, and have not read, written, received or computed anything.
   The other ranks wait for them, so they are the culprits.
 - Every rank is in a collective, and no rank has transferred anything.
 
 A rank that uses a GPU may spend CPU time while its stack stays the same, because it spins while it
 waits for the GPU. A long computation on the GPU looks the same. Such a rank is not a culprit, but
-while there is one, the others must stand still for SPIN_LOOKS checks as a proof. In all other
-cases, LEAST_LOOKS checks are enough. Some waits often end by themselves: for a stopped process, a
-system call on storage, a server's response, or a sleep. They are a proof only if they last longer
+while there is one, the others must stand still for SPIN_LOOKS checks to prove a hang. In all other
+cases, LEAST_LOOKS checks are enough. Some waits often end by themselves: waits for a stopped
+process, for storage or for a server, and sleeps. They are a proof only if they last longer
 (PATIENCE). After any movement, the comparison starts again.
 
 Example, 5 s between checks:
@@ -44,10 +44,10 @@ in a collective.
 NAMED_RANKS = 8
 
 LOOK_SECONDS = 4.0
-"""Maximum number of seconds that a check waits for the responses of all members."""
+"""Maximum number of seconds that a check waits for all members' responses."""
 LEAST_LOOKS, SPIN_LOOKS = 2, 6
-"""Number of checks after the first one that must show a standstill as a proof: usually, and if a
-rank spins while it uses a GPU.
+"""Number of checks after the first one that must show a standstill for a proof: the usual number,
+and the number if a rank spins while it uses a GPU.
 """
 LEAST_GAP = 2.0
 """Minimum number of seconds between two checks. If they are closer together, they prove nothing."""
@@ -59,9 +59,8 @@ PATIENCE = {
     WaitKind.STOPPED: 60.0, WaitKind.STORAGE: 120.0, WaitKind.SERVER: 120.0, WaitKind.ASLEEP: 120.0,
     WaitKind.TRACED: float("inf"),
 }  # fmt: skip
-"""Kinds of waits that often end by themselves, each with the number of seconds for which ranks must
-stand still in it. A process under a debugger never proves a hang, because it waits for the
-debugger.
+"""Kinds of waits that often end by themselves, each with how many seconds ranks must stand still in
+it. A process under a debugger never proves a hang, because it waits for the debugger.
 """
 
 FRAME = re.compile(r'^[ \t]*File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$', re.M)
@@ -70,7 +69,7 @@ COLLECTIVE_FILES = re.compile(
     r"/torch/distributed/(?!checkpoint/|elastic/|launcher/)|/torch/nn/parallel/distributed\.py$|/horovod/"
     r"|/ddpjob_pod/(own_work|rank_snapshots)\.py$"
 )
-"""Files of functions in which a rank waits for other ranks. `own_work` is among them because it
+"""Files with functions in which a rank waits for other ranks. `own_work` is among them because it
 wraps torch's functions.
 """
 STORE_FILES = re.compile(r"/torch/distributed/rendezvous\.py$")
@@ -130,7 +129,7 @@ class Standstill:
         self.looks = 0
         """How many of the newest checks in a row have shown a standstill."""
         self.awaited: frozenset[int] = frozenset()
-        """The ranks for which the others wait. If every rank is in a collective, these are all
+        """The ranks that the others wait for. If every rank is in a collective, these are all
         ranks.
         """
 
@@ -159,13 +158,13 @@ class Standstill:
 
     @property
     def has_waiting_rank(self) -> bool:
-        """Whether a rank waits for other ranks in the last check, in a collective or while the
+        """Whether, in the last check, a rank waits for other ranks in a collective or while the
         group forms.
         """
         return self._before is not None and any(is_in_collective(look.text) for look in self._before.ranks.values())
 
     def stacks(self) -> Stacks:
-        """Return the stacks of the last check, with the ranks for which the others wait."""
+        """Return the stacks of the last check, with the ranks that the others wait for."""
         look = self._before
         if look is None:
             return Stacks({}, {})
@@ -177,7 +176,7 @@ class Standstill:
 def _compare(before: dict[int, RankLook], now: dict[int, RankLook]) -> tuple[frozenset[int], bool] | None:
     """Compare two checks. Return None if something has moved between them.
 
-    If nothing has moved, return the ranks for which the others wait, and whether a rank spins while
+    If nothing has moved, return the ranks that the others wait for, and whether a rank spins while
     it uses a GPU.
     """
     if before.keys() != now.keys() or not now:
@@ -204,8 +203,8 @@ def _compare(before: dict[int, RankLook], now: dict[int, RankLook]) -> tuple[fro
 
 
 def _wait_of(look: RankLook) -> WaitKind | None:
-    """Return what kind of wait a rank is in, as the kernel or its stack shows it; None if it is in
-    no known one.
+    """Return what kind of wait a rank is in, according to the kernel or its stack; None if the kind
+    is unknown.
     """
     if look.wait:
         return look.wait
@@ -230,7 +229,7 @@ class Stacks:
     """The stacks of all ranks in a round without steps.
 
     `texts` contains each rank's stacks, and `members` the member that runs the rank. `apart`
-    contains the ranks for which the others wait; it is empty if that is unknown. `waits` describes
+    contains the ranks that the others wait for; it is empty if that is unknown. `waits` describes
     what ranks wait for, as far as that is known.
     """
 
@@ -244,11 +243,11 @@ class Stacks:
         self.texts, self.members, self._apart, self._waits = texts, members, apart, waits or {}
 
     def culprit(self) -> Member | None:
-        """Return the member for which the others wait; None if the stacks do not show it.
+        """Return the member that the others wait for; None if the stacks do not show it.
 
         If a rank has failed, the culprit is its member, unless several members have failed ranks.
-        If no rank has failed, the culprit is the only member outside of the collective in which the
-        others are. If there is no such member, the culprit is the only one whose stacks differ from
+        If no rank has failed, the culprit is the only member outside the collective that the others
+        are in. If there is no such member, the culprit is the only one whose stacks differ from
         those of all other members.
         """
         failed = {m.index: m for r, m in self.members.items() if self.texts[r].startswith(protocol.RANK_FAILED)}
@@ -270,10 +269,10 @@ class Stacks:
 
     def describe(self) -> tuple[str, str]:
         """Return a text that says where each rank is, and the stacks of all ranks, shortened to the
-        limit of a traceback.
+        limit for a traceback.
 
-        Ranks that have ended or failed come first. They are followed by the ranks for which the
-        others wait.
+        Ranks that have ended or failed come first. They are followed by the ranks that the others
+        wait for.
         """
         over = protocol.RANK_ENDED, protocol.RANK_FAILED
         ranks = sorted(

@@ -32,7 +32,7 @@ MEMBER_TRANSITIONS: Mapping[MemberState, set[MemberState]] = {
     MemberState.LEAVING: {MemberState.LOST},
     MemberState.LOST: set(),
 }
-"""Allowed changes of a member's state. A member that reconnects to a new coordinator changes
+"""Allowed changes to a member's state. A member that reconnects to a new coordinator changes
 directly from Starting to Running.
 """
 
@@ -44,7 +44,7 @@ ROUND_TRANSITIONS: Mapping[RoundState, set[RoundState]] = {
     RoundState.SUCCEEDED: set(),
     RoundState.SUPERSEDED: set(),
 }
-"""Allowed changes of a round's state. A round that was taken over becomes Superseded when a member
+"""Allowed changes to a round's state. A round that was taken over becomes Superseded when a member
 reconnects whose round is later.
 """
 
@@ -70,7 +70,7 @@ COORDINATOR_TRANSITIONS: Mapping[CoordinatorState, set[CoordinatorState]] = {
     CoordinatorState.SUCCEEDED: set(),
     CoordinatorState.STOPPED: set(),
 }
-"""Allowed changes of the coordinator's state. The state returns to Forming if the round was
+"""Allowed changes to the coordinator's state. The state returns to Forming if the round was
 superseded. It becomes Succeeded without having been Running if all members of a round that was
 taken over had already finished.
 """

@@ -40,9 +40,9 @@ from ddpjob_runtime.coordinator.round_sequence import Rounds
 from ddpjob_runtime.protocol import MAX_PODS, MemberState, whole_number
 
 ADOPT_SECONDS = 45.0
-"""Maximum number of seconds for which a new coordinator waits until all members of an undisturbed
-round have reconnected. It is long, because members look for a new coordinator only every 10 s while
-the old one is still running, and a name server may return the old address for 30 s.
+"""Maximum number of seconds that a new coordinator waits for all members of an undisturbed round to
+reconnect. It is long because members look for a new coordinator only every 10 s while the old one
+is still running, and a name server may return the old address for 30 s.
 """
 BROKEN_SECONDS = 5.0
 """Number of seconds in which members can still reconnect once the round is known to be over."""
@@ -89,7 +89,7 @@ class Resume:
 
 
 class Takeover:
-    """Puts reconnecting members back into the rounds in which they were under an earlier
+    """Puts reconnecting members back into the rounds that they were in under an earlier
     coordinator.
     """
 
@@ -98,7 +98,7 @@ class Takeover:
         self._opened = False
         self._gone: set[str] = set()
         self._until: float | None = None
-        """Time until which rounds are held while members reconnect; None if rounds are not held."""
+        """When rounds stop being held for reconnecting members; None if rounds are not held."""
 
     def arrive(self) -> None:
         """Hold rounds from the first hello on, unless this is the first coordinator of the

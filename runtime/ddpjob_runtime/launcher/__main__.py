@@ -243,7 +243,7 @@ def torchrun(
 
 
 def pass_node(preflight: NodePreflight, client: MemberClient, shutdown: Shutdown) -> None:
-    """Wait for the check of this node. If it has found a problem, end the launcher."""
+    """Wait for this node's check. If it has found a problem, end the launcher."""
     try:
         problem = preflight.node_problem(lambda: shutdown.begun or client.done)
     except Abandoned:
@@ -308,7 +308,7 @@ def fetch_data(data: Any, client: MemberClient, shutdown: Shutdown) -> None:
 
 
 def data_note(client: MemberClient) -> Callable[[str], None]:
-    """Return a function that reports to the coordinator how far this node's fetch is."""
+    """Return a function that reports the progress of this node's fetch to the coordinator."""
 
     def report(text: str) -> None:
         client.note(protocol.DATA, text)
@@ -317,10 +317,10 @@ def data_note(client: MemberClient) -> Callable[[str], None]:
 
 
 def await_fetch(field: str, fetch: Any, shutdown: Shutdown) -> None:
-    """Run a fetch to its end.
+    """Run a fetch to completion.
 
-    BucketRefusal fails the job, as InitFailure. Unfit ends only this node, because its disk cannot
-    hold the files.
+    BucketRefusal fails the job, as an InitFailure. Unfit ends only this node, because its disk
+    cannot hold the files.
     """
     from ddpjob_runtime.launcher.fetch_data import FetchAbandoned, Unfit
     from ddpjob_runtime.launcher.s3_reader import BucketRefusal
@@ -362,7 +362,7 @@ def processes_per_node() -> int:
 
 
 def torchrun_options() -> str:
-    """Return the arguments before `--`, which are those of torchrun itself.
+    """Return the arguments before `--`, which belong to torchrun itself.
 
     The script's arguments follow after `--`. They are left out, because they may have the same
     names.
@@ -406,7 +406,7 @@ def require_torchrun() -> Any:
     # This includes OSError, which is raised if a library of CUDA is missing.
     except Exception as error:
         if isinstance(error, MemoryError) or getattr(error, "errno", None) is not None:
-            raise  # This node has a temporary problem. An error of a missing library has no errno.
+            raise  # This node has a temporary problem. An error about a missing library has no errno.
         what = f"{sys.executable} (Python {sys.version.split()[0]}) cannot import torch.distributed.run: {error}"
         raise InitFailure(f"{what}; use an image whose python3 has PyTorch 2.6 or later") from error
     if lacks:
@@ -492,7 +492,7 @@ def run_worker(parsed: Any) -> None:
 
 
 def classify(error: BaseException) -> tuple[str, int]:
-    """Return (kind, exit code) for an exception with which torchrun ended.
+    """Return (kind, exit code) for an exception that ended torchrun.
 
     A lost rendezvous is a consequence of a failure elsewhere. Any other exception is a failure of
     this node.

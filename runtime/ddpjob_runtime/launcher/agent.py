@@ -66,15 +66,18 @@ LOADER_KILLED = re.compile(r"DataLoader worker \(pid.*\) (is killed by signal: K
 """The error that torch's DataLoader raises in a worker if one of the DataLoader's processes was
 killed."""
 GONE_SECONDS = 60.0
-"""How many seconds workers can take to end after SIGKILL. The kernel needs time to release a device
-or a lot of memory."""
+"""How many seconds workers can take to exit after SIGKILL. The kernel needs time to release a
+device or a lot of memory.
+"""
 TRACKER_SECONDS = 1.0
-"""How many seconds resource trackers can take to end by themselves. After that, they are killed,
-because a tracker continues as long as a process outside its session uses it."""
+"""How many seconds resource trackers can take to exit by themselves. After that, they are killed,
+because a tracker continues as long as a process outside its session uses it.
+"""
 _COUNTS_PER_ATTEMPT = 1000
 LAST_SECONDS = 3.0
-"""How many seconds workers can take to end after SIGKILL if this launcher itself is ending.
-Processes that take longer are killed together with the container."""
+"""How many seconds workers can take to exit after SIGKILL if this launcher itself is ending.
+Processes that take longer are killed together with the container.
+"""
 RESTART_GRACE = {Mode.STANDARD: 2.0, Mode.FAST: 0.3}
 """Seconds between SIGTERM and SIGKILL for the workers of a broken round. They need no more time,
 because their step can no longer be completed."""
@@ -189,10 +192,10 @@ class CoordinatedAgent(LocalElasticAgent):
     def _end_workers(self, context: Any, death_sig: signal.Signals) -> bool:
         """Stop the workers, and return whether they and their children have ended.
 
-        They get SIGTERM, and SIGKILL after the grace period. This method waits for their end,
-        because new workers must not start while a process of an earlier round still holds the
-        device. torch does not do that: after SIGKILL, it waits for workers either forever (2.6) or
-        only as long as the grace period (2.15), and it never waits for the workers' children.
+        They get SIGTERM, and SIGKILL after the grace period. This method waits until they have
+        ended, because new workers must not start while a process of an earlier round still holds
+        the device. torch does not do that: after SIGKILL, it waits for workers either forever (2.6)
+        or only as long as the grace period (2.15), and it never waits for the workers' children.
         """
         handlers = list(context.subprocess_handlers.values())
         for handler in handlers:
@@ -267,8 +270,8 @@ class CoordinatedAgent(LocalElasticAgent):
         """Report the workers that have ended without being stopped by this launcher.
 
         This includes a worker whose error file has an exception although its process still waits
-        for a thread or a device. Exit code 0 is also reported, because the end of this worker may
-        explain the errors of its peers.
+        for a thread or a device. Exit code 0 is also reported, because this worker's exit may
+        explain its peers' errors.
         """
         codes = {**self._ending, **self._ended}
         if not any(codes.values()) and len(codes) == len(ranks):
@@ -372,8 +375,8 @@ def _ask_to_end(handler: Any, number: signal.Signals) -> None:
     If the worker runs the same Python as the launcher and handles the signal, only the worker gets
     it. Its data-loader processes must survive until the worker has completed its step and saved.
     They are killed once it has exited. All other workers get the signal together with their
-    children, as in torchrun. For example, a shell with a trap may be waiting for the training that
-    it started. Raises ProcessLookupError if the worker has exited.
+    children, just as in torchrun. For example, a shell with a trap may be waiting for the training
+    that it started. Raises ProcessLookupError if the worker has exited.
     """
     try:
         pid = handler.proc.pid
@@ -388,7 +391,7 @@ def _ask_to_end(handler: Any, number: signal.Signals) -> None:
 
 
 def _kill_sessions(context: Any, spare_trackers: bool) -> set[int]:
-    """Send SIGKILL to processes of workers, and return the pids of those that have not ended yet.
+    """Send SIGKILL to the workers' processes, and return the pids of those that have not ended yet.
 
     Every worker leads its own session, whose processes are killed with it. With `spare_trackers`,
     Python's resource trackers are not killed. A tracker removes what killed processes have left in
@@ -433,12 +436,12 @@ def _ranks(worker_group: Any) -> dict[int, int]:
 
 
 def _find_running(handlers: list[Any]) -> set[int]:
-    """Return the pids of those workers that have not ended yet."""
+    """Return the pids of the workers that have not ended yet."""
     return {handler.proc.pid for handler in handlers if handler.proc.poll() is None}
 
 
 def _wait(handlers: list[Any], until: float) -> None:
-    """Wait until all workers have ended, but no longer than until `until` (monotonic seconds)."""
+    """Wait until all workers have ended, but not beyond `until` (monotonic seconds)."""
     while time.monotonic() < until and _find_running(handlers):
         time.sleep(POLL_SECONDS)
 

@@ -40,13 +40,15 @@ from ddpjob_runtime.protocol import FromMember, MemberState, Mode, ToMember
 
 CONNECT_SECONDS = 2.0
 LOOKUP_SECONDS = 10.0
-"""Seconds between two checks whether the coordinator's name already leads to a later coordinator. A
-coordinator whose host was unreachable may have been replaced, but still be running."""
+"""Seconds between two checks of whether the coordinator's name already leads to a later
+coordinator. A coordinator whose host was unreachable may have been replaced, but still be running.
+"""
 FIRST_SECONDS = 60.0
 """If there is no coordinator for this many seconds, attempts to connect become less frequent."""
 MAX_UNSENT = 1000
-"""Maximum number of lines that wait for a connection. It is large, because a node reports the
-failure of each of its ranks, and any of these failures may be the first cause."""
+"""Maximum number of lines that wait for a connection. It is large because a node reports the
+failure of each of its ranks, and any of these failures may be the first cause.
+"""
 SHORT_MESSAGE = 300
 """A failure message that is shortened to this many characters fits into one packet on every link.
 """
@@ -77,8 +79,9 @@ class MemberClient:
         self._token = token
         self._mode, self._join_seconds, self._reconnect_seconds = mode, join_seconds, protocol.RECONNECT_SECONDS
         self._idle_since: float | None = time.monotonic()
-        """The time (monotonic seconds) since which this node has needed a coordinator; None while
-        its workers run."""
+        """When this node began to need a coordinator (monotonic seconds); None while its workers
+        run.
+        """
         self._place, self._outdated = (-1, -1), False
         """Generation and attempt of the latest coordinator known to this node. The client never
         connects to an earlier one."""
@@ -90,7 +93,8 @@ class MemberClient:
         coordinator does not know them, and because a broken link may have lost some."""
         self._failures: list[tuple[tuple[int, int], dict[str, Any]]] = []
         """The failures of this node in the current round. Each is stored with the generation and
-        attempt of the coordinator to which it was sent."""
+        attempt of the coordinator that it was sent to.
+        """
         self._thread = threading.Thread(target=self._guard, args=(self._keep,), name="ddpjob-client", daemon=True)
         self._closing = False
         self._refusal = ""  # Why the connected coordinator is not this pod's; empty if it is.
@@ -225,8 +229,8 @@ class MemberClient:
     def _keep_failure(self, verb: str, fields: dict[str, Any]) -> None:
         """Keep a failure that was sent, because lines sent over a broken link may never arrive.
 
-        If the coordinator did not learn of it, it would take an error on a different node for the
-        first cause.
+        If the coordinator did not learn of it, it would take an error on another node for the first
+        cause.
         """
         if verb == FromMember.FAILURE:
             self._failures.append((self._place, fields))
@@ -327,8 +331,8 @@ class MemberClient:
     def _gives_up(self, missed_since: float, known: bool) -> bool:
         """Whether this node has waited long enough for a coordinator.
 
-        `known` indicates whether any coordinator has ever admitted this node. `missed_since` is the
-        time since which there has been no coordinator.
+        `known` indicates whether any coordinator has ever admitted this node. `missed_since` says
+        since when there has been no coordinator.
         """
         if known and self._mode == Mode.STANDARD:
             return time.monotonic() >= missed_since + self._reconnect_seconds
@@ -570,8 +574,8 @@ class MemberClient:
         with self._lock:
             self.welcomed = True
             self._write_all_kept()
-            # Read `_ready` only after `welcomed` was set. `wait_go`, on a different thread, first
-            # sets `_ready`, and then sends it only if `welcomed` is set. So at least one of the two
+            # Read `_ready` only after `welcomed` was set. `wait_go`, on another thread, first sets
+            # `_ready`, and then sends it only if `welcomed` is set. So at least one of the two
             # threads sends it.
             ready = self._ready
             if ready is not None:

@@ -45,8 +45,8 @@ STAGES = 5
 node alone, and three stages of pairs. Each stage has its own time limit."""
 MARGIN_SECONDS = 15.0
 """Seconds to allow for one exchange over the store. A stage consists of its check and of four such
-exchanges: one for the address at which its ranks meet, one for the results, and two for the
-verdict."""
+exchanges: one for the address where its ranks meet, one for the results, and two for the verdict.
+"""
 _POLL_SECONDS = 0.05
 _MAX_OUTPUT = 64 * 1024
 
@@ -92,7 +92,7 @@ class PreflightSettings:
 
 
 class HardwareCheck:
-    """A process that runs one check of `hardware_check`."""
+    """A process that runs one check in `hardware_check`."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         command = [sys.executable, str(PACKAGE), "check", json.dumps(settings)]
@@ -135,7 +135,7 @@ class HardwareCheck:
         """Kill the process, even if it hangs."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
-        # If a driver blocks the process, do not wait for its end.
+        # If a driver blocks the process, do not wait for it to end.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1)
 
@@ -159,14 +159,14 @@ class NodePreflight:
         return int(STAGES * (self.settings.seconds + 4 * MARGIN_SECONDS))
 
     def begin(self) -> None:
-        """Start the check of this node, and return immediately."""
+        """Start this node's check, and return immediately."""
         known = self.settings
         what = {"what": "node", "folder": known.folder, "pod": JobEnvironment.read().pod}
         self._checks = [HardwareCheck({**what, "gpus": known.gpus, "resource": known.resource})]
         self._until = time.monotonic() + known.seconds
 
     def node_problem(self, cancelled: Cancelled) -> str:
-        """Wait for the check of this node, and return its problem; empty if the node passed.
+        """Wait for this node's check, and return its problem; empty if the node passed.
 
         Raises Abandoned.
         """
@@ -186,7 +186,7 @@ class NodePreflight:
 
         All nodes of the round return the same verdict. `host` is this node's address.
 
-        Raises Abandoned, and the errors of torch's store.
+        Raises Abandoned, and the errors from torch's store.
         """
         results: dict[str, dict[int, NodeResult]] = {}
         for stage, groups in stages(world, self._procs):

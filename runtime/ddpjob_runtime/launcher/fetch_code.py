@@ -77,8 +77,7 @@ _MALFORMED = (
     tarfile.TarError, zlib.error, gzip.BadGzipFile, EOFError, ValueError, OverflowError, RecursionError, LookupError,
     struct.error, TypeError, AttributeError,
 )  # fmt: skip
-"""The exceptions with which tarfile and gzip respond to malformed archives, in all versions of
-Python."""
+"""The exceptions that tarfile and gzip raise for malformed archives, in all versions of Python."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 _CLASHING = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EILSEQ)

@@ -85,7 +85,7 @@ _Found = TypeVar("_Found")
 
 
 class Unfit(Exception):
-    """The disk of this host cannot hold the data, but the disk of a different host might."""
+    """The disk of this host cannot hold the data, but another host's disk might."""
 
 
 class FetchAbandoned(Exception):
@@ -140,7 +140,7 @@ class Fetch:
         self._reported = ""
 
     def run(self) -> None:
-        """Fetch objects until the folder has every object of the bucket.
+        """Fetch objects until the folder has every object in the bucket.
 
         Raises BucketRefusal, Unfit, FetchAbandoned, OSError.
         """
@@ -164,7 +164,7 @@ class Fetch:
 
     @contextlib.contextmanager
     def _hold_lock(self) -> Iterator[None]:
-        """Wait for the lock of the folder, and hold it.
+        """Wait for the folder's lock, and hold it.
 
         A kernel lock does not depend on a clock, and the kernel releases it if the process is
         killed.
@@ -486,7 +486,7 @@ class Sums:
         """Return which checksum is wrong; empty if all of them match.
 
         The ETag of an object is its MD5 if the object was uploaded in one part, and is not
-        encrypted with a KMS key or a key of the customer.
+        encrypted with a KMS key or a customer's key.
         """
         said = self._headers.get
         encrypted = said("x-amz-server-side-encryption", "AES256") != "AES256"
@@ -547,7 +547,7 @@ def why_not_a_file(name: str) -> str:
 def pause_after(failures: int) -> float:
     """Return how many seconds to wait before the next attempt, after this number of failures.
 
-    The pause is random, because otherwise all pods of a job would retry at the same moment.
+    The pause is random because otherwise all pods of a job would retry at the same moment.
     """
     return min(LONGEST_PAUSE, 2.0 ** (min(failures, 10) - 1)) * random.Random().uniform(0.5, 1.5)
 

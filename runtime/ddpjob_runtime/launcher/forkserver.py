@@ -65,7 +65,7 @@ from ddpjob_runtime.launcher.late_environment import hide_torch
 from ddpjob_runtime.launcher.shutdown import ENDING_SIGNALS, die_with_parent, log
 
 PRELOADED = ("torch", "torch.optim", "torch.nn.parallel", "torch.utils.data")
-"""Modules that every script for DDP training imports."""
+"""Modules that every DDP training script imports."""
 IDLE_SECONDS = 30.0
 """If no worker is ordered for this many seconds, the fork server imports torch's compiler, which
 some scripts need (see late_dynamo). An order that arrives during the import has to wait. So the
@@ -345,7 +345,7 @@ def import_report(place: str) -> None:
     """Import `ddpjob_report` for all workers, and hide it until their programs import it.
 
     Without this, each restarted worker would spend a tenth of a second of CPU time on the import
-    while its group waits. The package is hidden, because an image may have installed a different
+    while its group waits. The package is hidden because an image may have installed a different
     version of it, and that version needs its own modules.
     """
     spec = importlib.util.find_spec("ddpjob_report")
@@ -375,7 +375,7 @@ def _send(orders: socket.socket, **event: Any) -> None:
 
 
 def _import(modules: list[str], orders: socket.socket) -> str:
-    """Import the modules in DDPJOB_PRELOAD, in their order.
+    """Import the modules in DDPJOB_PRELOAD, in order.
 
     Return why workers must not be forked from this process; empty if they can be.
     """
@@ -451,7 +451,7 @@ def _find_obstacle() -> str:
 
 def _open_devices() -> bool:
     for file in Path("/proc/self/fd").iterdir():
-        # The descriptor with which this folder was listed is already closed.
+        # The descriptor that listed this folder is already closed.
         with contextlib.suppress(OSError):
             if str(file.readlink()).startswith(DEVICES):
                 return True
@@ -536,7 +536,9 @@ def _become(order: dict[str, Any], parent: int) -> NoReturn:
 
 
 def _redirect(order: dict[str, Any]) -> None:
-    """Redirect the output to the files in the order, and make the streams those of `python -u`."""
+    """Redirect the output to the files in the order, and make the streams like those of `python
+    -u`.
+    """
     for target, path in ((1, order["stdout"]), (2, order["stderr"])):
         if path:
             opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)

@@ -19,7 +19,7 @@ BACKPORT = "importlib_metadata"
 def import_torchrun() -> Any:
     """Import and return torch.distributed.run.
 
-    Raises any error of a broken torch, such as ImportError or OSError.
+    Raises any error from a broken torch, such as ImportError or OSError.
     """
     with uncollected(), _backport():
         return importlib.import_module("torch.distributed.run")

@@ -54,8 +54,9 @@ _FILE_SECONDS, _BUCKET_SECONDS = 1.0, 60.0
 """Seconds between two writes of new output. A bucket is written less often, because an object can
 only be replaced as a whole."""
 _CLOSE_SECONDS = 3.0
-"""How many seconds passing on and writing the last output can take. A hung volume must not keep the
-pod from ending."""
+"""Maximum number of seconds for passing on and writing the last output. A hung volume must not keep
+the pod from ending.
+"""
 
 
 class Tail:
@@ -264,8 +265,7 @@ class KeptLog:
     def finish(self) -> None:
         """Pass on and write the rest of the output after the launcher has ended.
 
-        This does not wait for the ends of the pipes, because other processes may still have them
-        open.
+        This does not wait for the pipes to close, because other processes may still have them open.
         """
         os.close(self._end[1])
         deadline = time.monotonic() + self._close_seconds

@@ -58,7 +58,7 @@ GREETING_SECONDS = 2.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 """The first and the longest pause between attempts to connect, in seconds."""
 GIVEN_UP_SECONDS = 30.0
-"""How many seconds the kernel keeps a connection on which bytes are not acknowledged."""
+"""How many seconds the kernel keeps a connection whose bytes are not acknowledged."""
 MAX_GREETING = 512
 MAX_STRANGERS = 8
 """Maximum number of connections whose other side has not yet proved that it knows the token."""
@@ -69,7 +69,7 @@ GREETING = "neighbour"
 
 @dataclass(frozen=True)
 class RingPlace:
-    """The place of this node in the ring of a round.
+    """This node's place in a round's ring.
 
     `next` is the address of the next node; None if it is unknown.
     """
@@ -87,7 +87,7 @@ class RingPlace:
 
     @property
     def after(self) -> int:
-        """The group rank of the node to which this node connects."""
+        """The group rank of the node that this node connects to."""
         return (self.rank + 1) % self.world
 
     @property

@@ -1,6 +1,6 @@
 """torchrun's rendezvous handler, with which the coordinator decides a round's members and ranks.
 
-To get its next group, torchrun's agent calls `next_rendezvous` of its handler. It then starts
+To get its next group, torchrun's agent calls its handler's `next_rendezvous`. It then starts
 workers with the rank, world size and store that the handler returns. With torchrun's own handler,
 c10d, the agents find each other through a store. Each agent polls the store about once a second,
 and if there are many agents, they overwrite each other's view of the group. Here the coordinator
@@ -60,11 +60,12 @@ LOOKUP_SECONDS = 25.0
 """How many seconds connecting to a listening store can take. torch first looks up the name of the
 store's address, and the name server may be slow or down."""
 LONGEST_PAUSE = 0.5
-"""Longest pause in seconds between checks whether the store has a key. The store's own wait is not
-used, because it could not be interrupted when the round is over."""
+"""Longest pause in seconds between checks of whether the store has a key. The store's own wait is
+not used, because it could not be interrupted when the round is over.
+"""
 VERDICT_SECONDS = 30.0
 """If a link check has found a faulty node, that node exits. This is how many seconds the other
-nodes wait for the end of the round."""
+nodes wait for the round to end."""
 CAME_APART = (RendezvousClosedError, RendezvousTimeoutError, dist.DistStoreError)
 """Errors that mean that a node has died before the round was complete. The coordinator then forms a
 new round."""
@@ -243,7 +244,7 @@ class FastRendezvous(CoordinatedRendezvous):
         self._store: Any = None
 
     def get_backend(self) -> str:
-        """Return the backend's name, with which this handler is registered."""
+        """Return the backend name under which this handler is registered."""
         return FAST_BACKEND
 
     def get_run_id(self) -> str:

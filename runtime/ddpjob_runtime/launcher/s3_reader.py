@@ -43,8 +43,9 @@ _RENEW_SECONDS = 300.0
 _PASSING = frozenset(
     {"SlowDown", "RequestTimeout", "InternalError", "ServiceUnavailable", "OperationAborted", "RequestTimeTooSkewed"}
 )
-"""Codes of errors after which a request is retried. RequestTimeTooSkewed is one of them, because a
-host whose clock has not been set yet should not fail the job."""
+"""Error codes after which a request is retried. RequestTimeTooSkewed is one of them, because a host
+whose clock has not been set yet should not fail the job.
+"""
 _PASSING_OF_KEYS = re.compile(r"\b(Throttling|ThrottlingException|TooManyRequestsException|IDPCommunicationError)\b")
 """Errors that a source of keys reports with HTTP 400 if many pods request keys at the same time.
 Such a request is retried."""
@@ -238,7 +239,7 @@ def _keys_of(found: Mapping[str, Any], token: str, what: str) -> Keys:
 
 
 class Reader:
-    """A connection to the server of a BucketPlace. It is opened again after it has broken.
+    """A connection to a BucketPlace's server. It is reopened after it breaks.
 
     Methods raise BucketRefusal, Away, Changed.
     """
@@ -290,7 +291,8 @@ class Reader:
         return found
 
     def open(self, remote: Remote, offset: int) -> tuple[Mapping[str, str], Iterator[bytes]]:
-        """Request an object from the byte `offset` on. Return the response's headers and the bytes.
+        """Request an object, starting at byte `offset`. Return the response's headers and the
+        bytes.
 
         The names of the headers are in lower case. The bytes come in pieces.
         """

@@ -33,7 +33,9 @@ PR_SET_PDEATHSIG = 1
 
 
 class Shutdown:
-    """Ends this process. The first caller of `exit` decides how; later callers wait for the end."""
+    """Ends this process. The first caller of `exit` decides how; later callers wait for the process
+    to end.
+    """
 
     def __init__(self, grace_seconds: float) -> None:
         self.grace_seconds = grace_seconds
@@ -105,7 +107,7 @@ def watch_signals(on_signal: Callable[[signal.Signals], None]) -> None:
     """Call `on_signal` on a separate thread as soon as this process is asked to stop.
 
     Python would run an ordinary handler on the main thread, which may spend a minute in a blocking
-    C++ call of a store.
+    C++ call to a store.
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)

@@ -20,9 +20,9 @@ torchrun's own handler or barrier. Only `get_subprocess_handler` has a fallback:
 started cold, and the log says so.
 
 worker.py itself replaces `FileBaton.try_acquire`, because it cannot import other modules. The
-modules `late_*.py` call those parts of torch that exist, and report the parts that they cannot
-find. The trainer has its own module for this purpose, `ddpjob_trainer/private_torch.py`; neither
-may import the other.
+modules `late_*.py` call the parts of torch that exist, and report the parts that they cannot find.
+The trainer has its own module for this purpose, `ddpjob_trainer/private_torch.py`; neither may
+import the other.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ CALLED = {
     (ELASTIC + "rendezvous.c10d_rendezvous_backend", "create_backend"): 1,
     (ELASTIC + "rendezvous.api", "RendezvousStoreInfo.build"): 4,
 }
-"""The number of arguments with which the launcher calls a function, by the function's module and
-name."""
+"""The number of arguments that the launcher passes to a function, by the function's module and
+name.
+"""
 
 
 def missing() -> list[str]:

@@ -92,7 +92,7 @@ class Vitals:
     call: str = ""
 
     def since(self, before: Vitals | None) -> dict[str, object]:
-        """Return those fields of a RankLook that describe what this worker has done.
+        """Return the fields of a RankLook that describe what this worker has done.
 
         Each counter is the difference from the last check (`before`). At the first check, it is 0.
         """
