@@ -160,7 +160,7 @@ class Job:
 
     @property
     def failure(self) -> Condition | None:
-        """The job's condition of type Failed, which has a reason and a message.
+        """The job's Failed condition, which has a reason and a message.
 
         None if the job has not failed.
         """
@@ -266,7 +266,7 @@ class Client:
         PersistentVolumeClaim, "s3://BUCKET/FOLDER" for a bucket, or the absolute path of a folder
         that exists on every Kubernetes node.
         `entry`: the script in the folder that is started, if `program` is a folder.
-        `code`: the s3:// folder to which `program` is uploaded, if it is a folder of more than 1
+        `code`: the s3:// folder that `program` is uploaded to, if it is a folder of more than 1
         MiB. The default is the folder `code` in the s3:// folder of `checkpoints`.
         `git`: "URL" or "URL@REF" of a git repository that contains the program. REF is a branch, a
         tag or a full commit hash, and is resolved to a commit when the job is created. With `git`,
@@ -372,10 +372,10 @@ class Client:
         follow: bool = False,
         tail: int | None = None,
     ) -> Iterator[tuple[str, str]]:
-        """Yield the lines in the logs of the training pods, as pairs of a pod's name and a line.
+        """Yield the lines in the logs of the training pods, as (pod name, line) pairs.
 
-        `rank` selects the pod in which this global rank runs, and leaves out lines that are known
-        to come from other ranks of the pod. `index` selects the pods of the slot with this number.
+        `rank` selects the pod that runs this global rank, and leaves out lines that are known to
+        come from other ranks in the pod. `index` selects the pods of the slot with this number.
         With `tail`, only this many lines at the end of each existing pod's log are read. With
         `follow`, new lines are yielded until the job has ended, including all lines of pods that
         are created in the meantime. Raises Mistake if nothing can be read, for example because no
@@ -483,7 +483,7 @@ class Client:
         _read_manifest(manifest)
 
     def restart(self, job: str | Job, *, timeout: float = 600) -> None:
-        """Replace all pods of a job.
+        """Replace all of a job's pods.
 
         This suspends the job, waits until its pods have stopped, and resumes it. Raises Mistake if
         the pods do not stop within `timeout` seconds.
@@ -508,15 +508,16 @@ class Client:
     def kill(self, pod: str | PodLine) -> None:
         """Kill a pod in order to test recovery.
 
-        The pod is deleted as by `kubectl delete pod --force --grace-period=0`.
+        The pod is deleted as with `kubectl delete pod --force --grace-period=0`.
         """
         self._backend.kill(pod if isinstance(pod, str) else pod.name)
 
     def delete(self, job: str | Job) -> None:
         """Delete a job and its pods.
 
-        Checkpoints on volumes are kept, unless storage.checkpoints.claimTemplate.whenDeleted of the
-        job is Delete. On this machine, the same applies to checkpoints in RUNS/JOB/checkpoints.
+        Checkpoints on volumes are kept, unless the job's
+        storage.checkpoints.claimTemplate.whenDeleted is Delete. On this machine, the same applies
+        to checkpoints in RUNS/JOB/checkpoints.
         """
         self._backend.delete(_name(job))
 

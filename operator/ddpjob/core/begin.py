@@ -135,7 +135,7 @@ def _lay_out(view: View) -> tuple[JobStatus, list[Event]]:
 
 
 def _change(view: View) -> tuple[Cause, str]:
-    """Return the cause and the message of the restart that replaces all pods of a job."""
+    """Return the cause and the message for the restart that replaces all of a job's pods."""
     if view.status.template_hash.partition("-")[0] != view.job.spec.template_hash:
         return Cause.SPEC_CHANGED, "spec fields that pods are built from have changed"
     if key_of(view.status) != view.world.key_mark:

@@ -3,7 +3,7 @@
 Each reconcile calls `decide` once with three values: the job, the observed world and the time. It
 returns one `Decision`, which `engine.apply` performs. An operator may die at any point, so only the
 job's status is remembered between calls. The module uses neither I/O nor a clock, so a test can
-play years of any job's history in seconds.
+replay years of a job's history in seconds.
 
 1. `GATES`: a finished, faulty, suspended or waiting job stops here.
 2. `begin`: plan slots for a job that is starting, is resuming or has changed.
@@ -167,8 +167,8 @@ def _restart_events(followed: Followed) -> list[Event]:
 def _wake(view: View, followed: Followed, *, quiet: bool, held: datetime | None) -> float:
     """Return the seconds until the next reconcile.
 
-    `quiet` is true if this reconcile had no actions. `held` is the time when the next delayed
-    creation is due.
+    `quiet` is true if this reconcile had no actions. `held` is the time at which the next delayed
+    object may be created.
     """
     world = view.world
     blocked = bool(world.rejections or world.problems) or view.claim_problem is not None

@@ -21,17 +21,17 @@ class Preparation(Enum):
     """Creates an object that pods need."""
 
     SERVICE = auto()
-    """The headless service of the job."""
+    """The job's headless service."""
     CLAIM = auto()
     """The PersistentVolumeClaim of storage.checkpoints.claimTemplate."""
     RUNTIME = auto()
-    """The ConfigMap with the runtime of the job's pods. `status.runtime` holds its name."""
+    """The ConfigMap with the runtime for the job's pods. `status.runtime` holds its name."""
     BUDGET = auto()
-    """The PodDisruptionBudget of the job's node pods."""
+    """The PodDisruptionBudget for the job's node pods."""
     POLICY = auto()
-    """The NetworkPolicy of the job's pods. If it is rejected, the job runs without it."""
+    """The NetworkPolicy for the job's pods. If it is rejected, the job runs without it."""
     TOKEN = auto()
-    """The Secret with the token of the job's pods. The operator never reads it."""
+    """The Secret with the token for the job's pods. The operator never reads it."""
     GANG = auto()
     """The generation's PodGroup: the scheduler places all of its pods or none."""
 
@@ -42,7 +42,7 @@ class CreateWorkload:
 
     name: str
     pods: int
-    """Number of pods, not counting the coordinator's, for which quota is requested."""
+    """Number of pods to request quota for, not counting the coordinator's."""
     least: int = 0
     """The smallest number of these pods that Kueue may admit if there is too little quota for all
     of them. 0 means that Kueue must admit all of them."""
@@ -50,7 +50,7 @@ class CreateWorkload:
     """Name of the Workload that holds the job's quota now. The new Workload replaces it once Kueue
     admits the new one."""
     after: int = 0
-    """Number of pods for which the job already has quota. If it is not 0, this Workload asks only
+    """Number of pods that the job already has quota for. If it is not 0, this Workload asks only
     for additional pods, and not for the coordinator's pod."""
 
 
@@ -104,7 +104,7 @@ class MarkWorkload:
     name: str
     uid: str
     condition: str
-    """Type of the Workload's condition that becomes True."""
+    """Type of the Workload condition to set to True."""
     reason: str
     message: str
 

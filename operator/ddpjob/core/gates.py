@@ -1,7 +1,7 @@
 """The gates that a job passes before it may run. A gate lets the job pass or ends the reconcile.
 
 A view lets the job pass to the next gate. A decision ends the reconcile, because the job may not
-run now. `decide.GATES` has the order, in which each gate relies on the previous ones:
+run now. `decide.GATES` defines their order, and each gate relies on the previous ones:
 
 1. A job that has ended is only wound down. Its spec no longer matters.
 2. A new job with a faulty podTemplate fails. A job that has already run keeps its pods.
@@ -15,8 +15,8 @@ Example of a new job that names a class and a queue:
     second reconcile   gate 5 requests quota. The job is Queued, and has no pods
     later              Kueue grants the quota, and all gates let the job pass
 
-Waiting for a class or quota is treated as a suspension (`suspend`), so that a job loses and regains
-its pods in only one way.
+Waiting for a class or quota is treated as a suspension (`suspend`), so a job loses and regains its
+pods in only one way.
 
 Why: docs/decisions/0017 and 0018.
 """

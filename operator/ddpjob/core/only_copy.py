@@ -35,8 +35,8 @@ from ddpjob.core.view import View
 from ddpjob.core.world import Role
 
 _OF_THE_POD = frozenset({"name", "emptyDir", "configMap", "secret", "projected", "downwardAPI", "image", "ephemeral"})
-"""Keys of volumes in a podTemplate. A volume with only these keys cannot keep a state longer than
-its pod exists, because it is deleted with the pod or is read-only."""
+"""Keys of volumes in a podTemplate. A volume with only these keys cannot preserve state after its
+pod is gone, because it is deleted with the pod or is read-only."""
 
 
 ONLY_COPY, STATE = "OnlyCopy", "the newest state"

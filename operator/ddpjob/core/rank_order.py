@@ -1,6 +1,6 @@
 """Decides the order of ranks for spec.rankOrder, so that nearby nodes get neighbouring ranks.
 
-The rings and trees of NCCL and gloo connect ranks in order, without regard to the network between
+NCCL's and gloo's rings and trees connect ranks in order, without regard to the network between
 Kubernetes nodes. If neighbouring ranks are in different racks, every byte crosses the slow links
 several times. `spec.rankOrder` lists labels of Kubernetes nodes, the widest level first. Only the
 operator can read these labels, so it sends the order to the coordinator as a list of pods.
@@ -91,7 +91,7 @@ def judge_order(view: View, report: Report, group: Sequence[str]) -> tuple[bool,
 
 
 def place_of(name: str, host: HostView | None, labels: Sequence[str]) -> Place:
-    """Return the place of the Kubernetes node `name`; `host` is None if its labels are unknown."""
+    """Return a Kubernetes node's place in the network; `host` is None if its labels are unknown."""
     values = (host.labels.get(label, "") if host is not None else "" for label in labels)
     known = tuple(takewhile(bool, values))
     # Label values never begin with a slash, so no label value equals this name.
@@ -99,7 +99,7 @@ def place_of(name: str, host: HostView | None, labels: Sequence[str]) -> Place:
 
 
 def in_order(places: dict[int, Place]) -> list[int]:
-    """Return the keys of `places` in an order in which indices with the same place are neighbours.
+    """Return the keys of `places`, ordered so that indices with the same place are neighbours.
 
     Places are ordered by their lowest index, level by level.
     """

@@ -8,9 +8,9 @@ no pod is created until every claim exists, suits the number of nodes, and holds
   name made it from an equal template. If the claim is lost with its checkpoints, no new pod is
   created.
 - A checkpoint folder belongs to the first job that starts with it, until that job has ended or is
-  deleted. A suspended job keeps its folder. Another job with the same folder of the same volume
-  waits (`FolderTaken`), because it would continue and overwrite the first job's training. Jobs
-  share a folder only if all of them set `exclusive: false`.
+  deleted. A suspended job keeps its folder. Another job that uses the same folder on the same
+  volume waits (`FolderTaken`), because it would continue and overwrite the first job's training.
+  Jobs share a folder only if all of them set `exclusive: false`.
 
 Example with three jobs that name the claim `checkpoints`:
 
@@ -48,8 +48,8 @@ class Unusable:
 def find_unusable_claim(job: DDPJob, world: World) -> Unusable | None:
     """Return why a claim cannot serve the job's pods; None if all claims can.
 
-    The result describes the first claim with a problem. If claims are missing, it names all that
-    the user has to create.
+    The result describes the first claim with a problem. If claims are missing, it names all the
+    claims that the user has to create.
     """
     template = job.spec.storage.claim_template
     if world.folder_user:
@@ -164,7 +164,7 @@ def has_claim(job: DDPJob, world: World) -> bool:
 def list_claims_to_read(job: DDPJob, pods: Iterable[PodView]) -> tuple[str, ...]:
     """Return the names of the claims that this reconcile must read.
 
-    All claims are read until a pod is active. In a job of several pods, they are read until two
+    All claims are read until a pod is active. In a job with several pods, they are read until two
     pods are placed, because a claim that can serve one pod cannot always serve two. Later, only a
     claim that the job made is read, and only while a pod is missing or the status does not show yet
     that the claim was made. Without this check, a missing pod would train from scratch if a user

@@ -102,7 +102,7 @@ class PodView:
     address: str = ""
     created: datetime | None = None
     deleted_at: datetime | None = None
-    """When the pod's grace period ends; None if its deletion has not been requested."""
+    """When the pod's grace period ends; None if the pod is not being deleted."""
     status_reason: str = ""
     status_message: str = ""
     unschedulable: str = ""
@@ -114,7 +114,7 @@ class PodView:
     prepared: bool | None = None
     """Whether the pod's volumes and network are ready; None if the kubelet does not report it."""
     disruption: str = ""
-    """Reason of the DisruptionTarget condition, such as PreemptionByScheduler or
+    """The DisruptionTarget condition's reason, such as PreemptionByScheduler or
     EvictionByEvictionAPI."""
     disruption_message: str = ""
     containers: Mapping[str, ContainerView] = field(default_factory=dict)
@@ -150,13 +150,13 @@ class PodView:
 
 
 REMEMBERED = timedelta(hours=1)
-"""How long the operator remembers that a host was deleted. The pods of a deleted host are gone
-sooner than this."""
+"""How long the operator remembers that a host was deleted. A deleted host's pods are gone sooner
+than this."""
 
 
 @dataclass(frozen=True)
 class HealthSignals:
-    """The conditions and taints with which a health agent marks a Kubernetes node as unhealthy.
+    """The conditions and taints that a health agent uses to mark a Kubernetes node as unhealthy.
 
     A name that ends with `*` stands for every name with this prefix.
     """
@@ -297,7 +297,7 @@ class ClaimView:
     made_for: str = ""
     """Name of the job that made the claim."""
     template: str = ""
-    """Hash of the claimTemplate from which the claim was made."""
+    """Hash of the claimTemplate that the claim was made from."""
     owners: tuple[str, ...] = ()
     """UIDs of the objects that own the claim. The claim is deleted with them."""
     deleting: bool = False
@@ -320,7 +320,7 @@ class Rejection:
 
     @property
     def final(self) -> bool:
-        """Whether the same object will always be rejected, because its content is invalid.
+        """Whether the same object will always be rejected because its content is invalid.
 
         A rejection by a webhook or an admission policy has the same HTTP statuses, but is not
         final, because the webhook or policy may change.
@@ -385,9 +385,9 @@ class WorkloadView:
     ready: bool = False
     """Whether Kueue has been notified that the pods are running."""
     leaving: bool = False
-    """Whether the Workload's deletion was requested."""
+    """Whether the Workload is being deleted."""
     message: str = ""
-    """Kueue's message about why the Workload is waiting or evicted."""
+    """Kueue's explanation of why the Workload is waiting or has been evicted."""
     grant: QueueStatus | None = None
     """The size and flavors that Kueue has granted; None until the Workload is admitted."""
     flavors: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
@@ -400,7 +400,7 @@ class World:
 
     pods: tuple[PodView, ...] = ()
     departed: tuple[PodView, ...] = ()
-    """The last known states of pods that no longer exist, from the events of their deletion."""
+    """The last known states of pods that no longer exist, taken from their deletion events."""
     has_service: bool = False
     has_budget: bool = False
     """Whether the job's PodDisruptionBudget exists. It has the same name as the job."""
@@ -410,8 +410,8 @@ class World:
     runtime_offered: str = ""
     """Name of the runtime ConfigMap that this version of the operator would create."""
     key_mark: str = ""
-    """Short hash of the key from which the jobs' tokens are derived. Pods reject each other if
-    their tokens come from different keys."""
+    """Short hash of the key that the jobs' tokens are derived from. Pods reject each other if their
+    tokens come from different keys."""
     is_sole_operator: bool = False
     """Whether this operator holds the Lease for the job's namespace, so that no other operator
     acts there."""
@@ -427,11 +427,11 @@ class World:
     reconciles the job when one brings news. 0 if only reconciles ask the coordinator for its
     report."""
     serves_gangs: bool = False
-    """Whether the cluster serves the PodGroups of the job's scheduler and lets the operator list
+    """Whether the cluster serves PodGroups for the job's scheduler and lets the operator list
     them."""
     gangs: Mapping[str, str] = field(default_factory=dict)
-    """The uids of the job's PodGroups by name. The uid is empty if the deletion of that PodGroup
-    was requested."""
+    """The uids of the job's PodGroups by name. A PodGroup that is being deleted has an empty
+    uid."""
     serves_queues: bool | None = None
     """Whether the cluster serves Kueue's Workloads and lets the operator read them. None if this
     operator does not support queues."""
@@ -448,10 +448,10 @@ class World:
     problems: tuple[str, ...] = ()
     """Faults of the podTemplate, one sentence each."""
     rejections: tuple[Rejection, ...] = ()
-    """Objects that the API server rejected when the job's last decision was applied, except
-    optional objects."""
+    """Objects, except optional ones, that the API server rejected when the job's last decision was
+    applied."""
     deletion_refused: str = ""
-    """A pod whose deletion the API server refused, and the reason; empty if there is no such
+    """A pod that the API server refused to delete, and the reason; empty if there is no such
     pod."""
     policy: str = ""
     """Name of the NetworkPolicy that the operator creates for the job; empty if it creates none."""
@@ -506,7 +506,7 @@ class World:
 
     @cached_property
     def deaf_since(self) -> datetime | None:
-        """The time since which most members have been silent although their hosts are up.
+        """The time at which most members had fallen silent although their hosts are up.
 
         If there is such a time, the coordinator itself is partitioned. It is None if the
         coordinator hears from most of its members.

@@ -6,9 +6,10 @@ order of the calls is therefore fixed, and every call may be made twice.
 
 1. The status, guarded by the version that was read. It holds everything that a later reconcile must
    know: attempts, counts and causes. If this write conflicts, none of the later steps is taken.
-2. Deletions, which make room in a quota. They carry the uid, so a repeated deletion cannot remove a
-   newer object with the same name.
-3. Creations. Names are deterministic, so a repeated creation finds its object and changes nothing.
+2. Requests to delete objects, which make room in a quota. They carry the uid, so a repeated request
+   cannot remove a newer object with the same name.
+3. Requests to create objects. Names are deterministic, so a repeated request finds its object and
+   changes nothing.
 4. Messages to the coordinator, which may be lost: each reconcile sends them again until the
    coordinator's report shows that they have arrived. Notifications follow.
 5. Events, which only humans read.
@@ -21,8 +22,8 @@ Example: pod train-1-0 is lost, and the operator dies after each step in turn.
 
 If the pod were created before the status was written, the restart could be missed or counted twice.
 
-A creation that the API server rejects is not an error here. It is returned as a `Rejection`, and
-the next decision judges it.
+If the API server rejects a new object, this is not an error here. The object is returned as a
+`Rejection`, and the next decision judges it.
 
 Why: docs/decisions/0004, and 0002 for the status.
 """
@@ -73,7 +74,7 @@ from ddpjob.objects.workload import build_workload, marked, released
 CONCURRENT = 16
 """Maximum number of simultaneous requests in one reconcile."""
 MESSAGES_SECONDS = 5.0
-"""Timeout in seconds for all messages of one decision. The next reconcile sends lost messages
+"""Timeout in seconds for all messages in one decision. The next reconcile sends lost messages
 again."""
 
 

@@ -30,7 +30,7 @@ from ddpjob.objects.platform import Platform
 log = logging.getLogger("ddpjob.coordinator")
 
 SECONDS = 2.0
-"""Timeout of a request in seconds. A long poll may take longer, by the wait that it requests."""
+"""Timeout for a request, in seconds. A long poll may also take the wait that it requests."""
 CONNECT_SECONDS = 1.5
 """Timeout for opening a connection, in seconds. Linux repeats a lost first packet (SYN) after 1 s,
 so the timeout is longer than that."""
@@ -53,7 +53,7 @@ class Target:
     token: str
     """The job's token. Both sides prove that they know it, without sending it."""
     pods: int = protocol.MAX_PODS
-    """The job's number of pods, which limits how much of a report is read and kept."""
+    """The number of pods in the job, which limits how much of a report is read and kept."""
 
 
 def target_of(job: DDPJob, platform: Platform, endpoint: str) -> Target:

@@ -89,17 +89,17 @@ class Cluster(Protocol):
         """
 
     async def create(self, job: DDPJob, manifest: Json) -> None:
-        """Create an object; succeed if this job already has it. Raises NameTaken, Refused."""
+        """Create an object; succeed if this job already has it. Raises NameTaken or Refused."""
 
     async def delete_pod(self, job: DDPJob, name: str, uid: str, grace: int | None) -> None:
-        """Request the deletion of a pod with a grace period in seconds; None means the pod's own.
+        """Start to delete a pod, with a grace period in seconds; None means the pod's own.
 
         Succeed if the pod is gone or has a different uid. A refusal is not an error: the next
-        observation shows it, and the deletion is retried after a while.
+        observation shows it, and the request is repeated after a while.
         """
 
     async def delete(self, job: DDPJob, kind: str, name: str, uid: str) -> None:
-        """Request the deletion of a PodGroup, a Workload or the job itself.
+        """Start to delete a PodGroup, a Workload or the job itself.
 
         Succeed if the object is gone or has a different uid. Kubernetes' garbage collector removes
         the objects that a job owns.

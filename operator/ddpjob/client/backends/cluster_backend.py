@@ -53,8 +53,8 @@ _WATCH_SECONDS = 240
 _RETRY_SECONDS = 2.0
 _LEAVING_SECONDS = 30.0
 _WAITING_TO_START = 400
-"""HTTP status with which the API server refuses to return the log of a container that has not
-started yet."""
+"""HTTP status of the API server's response if a log belongs to a container that has not started
+yet."""
 _PREPARED = ("ContainerCreating", "PodInitializing")
 """States of a pod whose containers do not report their own state yet."""
 _WARNED_PODS = 3
@@ -62,15 +62,14 @@ _WARNED_PODS = 3
 other pods usually wait for the same reason."""
 _EXEC_SECONDS = 60.0
 MOST_OUTPUT = 16 << 20
-"""Maximum size in bytes of the output of a command that runs in a pod. It is twice
-METRICS_BYTES."""
+"""Maximum number of bytes that a command in a pod may output. It is twice METRICS_BYTES."""
 _PRINTED = (b"\x01", b"\x02")
 """WebSocket channels for standard output and standard error."""
 _CHANGES = ("ADDED", "MODIFIED", "DELETED")
 _METRICS_PODS = 4
-"""Maximum number of pods in which the metrics or the kept logs are looked for."""
+"""Maximum number of pods that are searched for the metrics or the kept logs."""
 _METRICS_SECONDS = 60.0
-"""If looking for the metrics or the kept logs has taken this many seconds, no other pod is
+"""If the search for the metrics or the kept logs has taken this many seconds, no other pod is
 tried."""
 _METRICS_MARK = "metrics of this run:\n"
 _METRICS_PROBE = f"""
@@ -88,8 +87,8 @@ pod has this file."""
 class ClusterBackend:
     """Implements `Backend` for a cluster.
 
-    If `namespace` is None, the namespace of the kubeconfig's context is used. With `everywhere`,
-    the jobs of all namespaces are listed.
+    If `namespace` is None, the namespace in the kubeconfig's context is used. With `everywhere`,
+    the jobs in all namespaces are listed.
     """
 
     local = False
@@ -145,7 +144,7 @@ class ClusterBackend:
 
     @contextmanager
     def _explaining(self, name: str | None = None) -> Iterator[None]:
-        """Replace an ApiRefusal raised in this `with` by a Mistake that names the actual reason.
+        """Replace an ApiRefusal raised in this `with` with a Mistake that names the actual reason.
 
         For example, a 404 may mean that the job does not exist, or that the cluster lacks the CRD.
         """
@@ -262,9 +261,9 @@ class ClusterBackend:
         """Return the pods of the current job `name`, without the pods of a deleted job with this
         name.
 
-        The pods of a deleted job exist until they have terminated. A new job with the same name may
-        have pods at the same time. If the current job does not exist, or the user is not permitted
-        to read it, all pods are returned.
+        A deleted job's pods exist until they have terminated. A new job with the same name may have
+        pods at the same time. If the current job does not exist, or the user is not permitted to
+        read it, all pods are returned.
         """
         uids = {pod["metadata"]["labels"].get(LABEL_UID) for pod in pods}
         if len(uids) < 2 and not any("deletionTimestamp" in pod["metadata"] for pod in pods):
@@ -362,7 +361,7 @@ class ClusterBackend:
             read.again()
 
     def kept_logs(self, name: str) -> KeptLogs:
-        """Return the logs that are kept in the job's bucket, or on the volume of its running pods.
+        """Return the logs kept in the job's bucket, or on the volume that its running pods mount.
 
         All pods usually mount the same volume, so the first pod that can be read is enough. With a
         hostPath that is not shared, a pod sees only the logs on its own Kubernetes node, so the
@@ -395,15 +394,15 @@ class ClusterBackend:
         return found
 
     def _running_pods(self, name: str) -> list[PodLine]:
-        """Return the pods in which commands can run, nodes before spares."""
+        """Return the pods that can run commands, nodes before spares."""
         running = [pod for pod in self.pods(name) if pod.index is not None and pod.state == "Running"]
         return sorted(running, key=lambda pod: pod.role != "node")
 
     def metrics(self, name: str) -> str:
         """Return the end of metrics.jsonl from one of the first few running pods.
 
-        Several pods are tried. If they do not share a checkpoint folder, only the pod of rank 0 has
-        the file.
+        Several pods are tried. If they do not share a checkpoint folder, only rank 0's pod has the
+        file.
         """
         running = self._running_pods(name)  # Nodes come first, because spares have not trained.
         pods = running[:_METRICS_PODS]
@@ -581,7 +580,7 @@ def _refusal(said: str) -> str:
     """Return the API server's message from an error of websocket-client.
 
     websocket-client puts its own message about the failed handshake in front. If the rest of the
-    error is not a message of the API server, the part about the handshake is returned.
+    error is not a message from the API server, the part about the handshake is returned.
     """
     between = " -+-+- "
     handshake, _, rest = said.partition(between)

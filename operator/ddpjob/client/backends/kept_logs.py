@@ -141,7 +141,7 @@ def in_folder(checkpoints: Path, job: str, uid: str) -> KeptLogs:
 
 
 def in_pod(run: Callable[[str], str], job: str, uid: str) -> KeptLogs:
-    """Return the kept logs in the checkpoint folder of a pod.
+    """Return the kept logs in a pod's checkpoint folder.
 
     `run` runs Python code in this pod, and returns its output.
     """
@@ -180,10 +180,10 @@ def _valid(rows: Iterable[tuple[object, object]]) -> dict[str, int]:
 
 
 def in_bucket(checkpoints: Json, folder: str, job: str, uid: str) -> KeptLogs:
-    """Return the kept logs in a job's folder of a bucket.
+    """Return the kept logs in a job's folder in a bucket.
 
     `checkpoints` is the value of spec.storage.checkpoints. The bucket is read with the credentials
-    in the environment of this shell. Raises Mistake.
+    in this shell's environment. Raises Mistake.
     """
     from ddpjob_bucket.stored import Bucket, BucketError, LibraryMissing
 

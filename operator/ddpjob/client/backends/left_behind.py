@@ -40,7 +40,7 @@ _SHOWN = 200
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the record. It describes the start of a round or the end of the job.
+    """A line in the record. It describes the start of a round or the end of the job.
 
     `incidents` are the breaks since the previous line.
     """
@@ -55,7 +55,7 @@ class Line:
     incidents: tuple[Incident, ...]
     progress: Json
     start: Json = field(default_factory=dict)
-    """The point from which the round continued the training, in the form that `protocol.read_start`
+    """The point from which the round continued training, in the form that `protocol.read_start`
     returns. It is empty if it was not recorded."""
 
 
@@ -152,7 +152,7 @@ def _read(row: Any) -> tuple[tuple[str, str, str], Line]:
     """Return the identity (name, namespace, uid) of a line's job, and the line itself.
 
     If the line has a `start`, it adds this to an earlier line about the same round. Raises
-    ValueError if `row` is not a line of the record.
+    ValueError if `row` is not a line in the record.
     """
     if not isinstance(row, dict) or row.get("event") not in ("round", "end", START):
         raise ValueError("not a line of the record")

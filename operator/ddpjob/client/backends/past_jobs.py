@@ -57,7 +57,7 @@ class PastJobs:
         self.jobs()
 
     def within(self, namespace: str) -> PastJobs:
-        """Return a copy of this backend in which names refer to jobs of this namespace."""
+        """Return a copy of this backend in which names refer to jobs in this namespace."""
         scoped = copy(self)
         scoped._namespace = namespace
         return scoped
@@ -223,7 +223,7 @@ def _as_job(name: str, left: LeftBehind) -> Json:
 
 
 def _restarts(lines: tuple[Line, ...]) -> Iterator[Json]:
-    """Yield each break in the form of an entry of `status.restarts.recent`.
+    """Yield each break in the form of an entry in `status.restarts.recent`.
 
     Its `round` is the round that followed the break. The record does not show whether a break
     counted, so `counted` is always false.

@@ -48,7 +48,7 @@ _STARTED_SECONDS = 120.0
 """Number of seconds within which a new `ddpjob run` must have written its record. Starting Python
 may take half a minute on a very busy machine."""
 _STOPPED = "the job's `ddpjob run` was stopped; run the job again to resume"
-"""If a job was interrupted, this text replaces the message of its condition Suspended. The usual
+"""If a job was interrupted, this text replaces the message of its Suspended condition. The usual
 message suggests setting runPolicy.suspend to false, which is impossible without a running `ddpjob
 run`."""
 
@@ -100,7 +100,7 @@ class ProcessBackend:
         """Messages about status.json files that are not records of jobs."""
         self.whole = True  # Large fields are not left out, because the files belong to this user.
         self._known: dict[Path, _Known] = {}
-        """The records that the last call of `jobs` read. They are kept, so that a program that
+        """The records that the last call to `jobs` read. They are kept so that a program that
         follows 1,000 jobs reads only the records that have changed."""
 
     @property
@@ -271,7 +271,7 @@ class ProcessBackend:
         """Start `ddpjob run` in the background.
 
         The last manifest is the job. The contents of the ConfigMaps before it are written as files
-        into the folder `code` of the job's folder. With `fresh`, the job starts from scratch.
+        into the folder `code` in the job's folder. With `fresh`, the job starts from scratch.
         """
         *code, job = manifests
         # with_defaults completes a generateName.
@@ -378,7 +378,7 @@ class ProcessBackend:
         """Stop the job's runner and all of the job's processes. Return whether the job was running.
 
         The runner gets SIGTERM, and has time to stop its pods gracefully unless `now` is true. If
-        it does not end, it gets SIGKILL. All remaining processes of the job are killed after that.
+        it does not exit, it gets SIGKILL. All remaining processes of the job are killed after that.
         Raises Mistake if the runner cannot be stopped from here, or if processes remain.
         """
         folder = self.folder(name)
@@ -537,7 +537,7 @@ def _merged(old: Json, patch: Json) -> Json:
 
 
 def _end(folder: JobFolder, pid: int, patience: list[float]) -> None:
-    """End the runner, which has the process id `pid`.
+    """Stop the runner that has the process id `pid`.
 
     For each number in `patience`, send SIGTERM and wait up to this many seconds. If the runner is
     still running after the last wait, send SIGKILL.

@@ -25,22 +25,23 @@ from ddpjob.client.backends.backend import (
 MOST_PODS = 200
 """Maximum number of logs that are read at the same time."""
 _QUEUE = 10_000
-"""Maximum number of lines that have been read from the logs and wait until `lines` yields them."""
+"""Maximum number of lines that have been read from the logs and are waiting for `lines` to yield
+them."""
 _QUEUE_OF_MANY = 500
 """The same maximum for logs that the reader can stop (`LogOptions.stop`). It is smaller, because
 one process, such as the dashboard, may read many such logs."""
 _POLL = 1.0
 _NOT_STARTED = ("Pending", "ContainerCreating", "PodInitializing", "Unschedulable", "ErrImagePull", "ImagePullBackOff")
 _NO_GROUP_KNOWN = ("CoordinatorUnreachable", "CoordinatorReplaced", "GroupFinished")
-"""Reasons of the condition Running. If it has one of them, the status does not show how many nodes
-the group has."""
+"""If the Running condition has one of these reasons, the status does not show how many nodes the
+group has."""
 _TAG = re.compile(rb"\[(default|rank)(\d+)\]:")
 """Matches a prefix that shows which rank wrote a line. torchrun's --tee writes the local rank, and
 PyTorch's messages contain the global rank."""
 
 
 def ranks_per_node(body: Json) -> int:
-    """Return the job's number of ranks per node.
+    """Return the number of ranks per node.
 
     The number is 0 if the job runs a command, because its processes are not numbered.
     """
@@ -114,7 +115,7 @@ def _attempt(pod: PodLine) -> int:
 
 
 def rank_of_line(line: bytes, ranks: range) -> int | None:
-    """Return the global rank that wrote a line of a pod. `ranks` are all ranks of this pod.
+    """Return the global rank that wrote a line in a pod's log. `ranks` are all ranks in this pod.
 
     Return None if the line does not show the rank.
     """
@@ -130,7 +131,7 @@ def rank_of_line(line: bytes, ranks: range) -> int | None:
 class Chosen:
     """Which logs to read: the log of one pod, or the logs of training pods and coordinators.
 
-    By default, the logs of all training pods are read, and those of coordinators are not.
+    By default, the logs of all training pods are read, and coordinators' logs are not.
     """
 
     pod: str = ""
@@ -140,12 +141,12 @@ class Chosen:
     known to come from other ranks."""
     coordinator: bool = False
     kept: EndedLogs | None = None
-    """If `pod` no longer exists, these are the job's kept logs, from which its log is read."""
+    """The job's kept logs. If `pod` no longer exists, its log is read from them."""
 
 
 @dataclass(frozen=True)
 class LogLine:
-    """A line from the log of a pod. `ranks` are the ranks that the pod has at this time."""
+    """A line from a pod's log. `ranks` are the ranks that the pod has at this time."""
 
     pod: PodLine
     text: bytes

@@ -10,8 +10,8 @@ from ddpjob.client.backends.backend import Backend, Mistake, PodLine
 AT_ONCE = 16
 
 MOST_CHARACTERS = 1 << 20
-"""Maximum number of characters in the stacks of a rank. They are limited because a script may write
-anything to the file from which they are read."""
+"""Maximum number of characters in a rank's stacks. They are limited because a script may write
+anything to the file that they are read from."""
 
 PROBE = (
     f"""
@@ -73,9 +73,8 @@ the script."""
 def stacks(backend: Backend, pods: list[PodLine]) -> list[tuple[PodLine, str]]:
     """Return the current Python stacks of the ranks in each pod, as one text for each pod.
 
-    Training continues. If a pod cannot be read, its text is the reason for this. Raises Mistake if
-    none of the pods can be read, for instance because the user is not permitted to run commands in
-    pods.
+    Training continues. If a pod cannot be read, its text gives the reason. Raises Mistake if none
+    of the pods can be read, for instance because the user is not permitted to run commands in pods.
     """
 
     def one(pod: PodLine) -> str | Mistake:

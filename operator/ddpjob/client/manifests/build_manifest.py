@@ -25,8 +25,8 @@ SOURCE = "function.py"
 """Name of the file that contains JobRequest.source. It must not be the name of a module that a
 script imports, because the script's folder is on sys.path, and the file would hide this module."""
 MOST_BYTES = 1024 * 1024 - 16 * 1024
-"""Maximum total size in bytes of the files in a ConfigMap. An object of the API can have at most 1
-MiB, including its metadata."""
+"""Maximum total size in bytes of the files in a ConfigMap. An API object can have at most 1 MiB,
+including its metadata."""
 _ENTRIES = ("train.py", "main.py", "__main__.py")
 _MODULE = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
 _Kind = TypeVar("_Kind", list[Any], dict[str, Any])
@@ -183,7 +183,7 @@ def _program(
         for note in found.notes():
             say(f"{program}: {note}")
         if request.code or found.size > MOST_BYTES:
-            # This path is relative to the folder in which the archive is unpacked.
+            # This path is relative to the folder where the archive is unpacked.
             spec["script"] = inside
             return [], found
         spec |= {"script": f"{CODE_FOLDER}/{inside}", "workingDir": CODE_FOLDER}
@@ -208,7 +208,7 @@ def _program(
 
 
 def _code_place(request: JobRequest, spec: Json, found: Found) -> CodePlace:
-    """Return the folder in a bucket to which the code is uploaded.
+    """Return the bucket folder that the code is uploaded to.
 
     Raises Mistake if the request does not specify a bucket.
     """
@@ -285,7 +285,7 @@ def _mount(spec: Json, code: Json, files: Mapping[str, bytes]) -> None:
 
 
 def _within(parent: Json, name: str, kind: type[_Kind]) -> _Kind:
-    """Return the value of a field of podTemplate.
+    """Return the value of a field in podTemplate.
 
     If the field is absent or null, it is first set to an empty value of the type `kind`. Raises
     Mistake if its value has a different type.
@@ -311,7 +311,7 @@ def _volume(text: str) -> Json:
 
 
 def read_settings(texts: Iterable[str]) -> dict[str, Any]:
-    """Read `FIELD=VALUE` strings, in which VALUE is YAML."""
+    """Read `FIELD=VALUE` strings, where VALUE is YAML."""
     settings = {}
     for setting in texts:
         path, equals, text = setting.partition("=")

@@ -55,7 +55,7 @@ reported at most once in _PROGRESS_SECONDS."""
 
 @dataclass(frozen=True)
 class Found:
-    """The files of a folder that belong in the archive, and the names of some that do not.
+    """The files in a folder that belong in the archive, and the names of some that do not.
 
     The latter are files that look like secrets, and links to folders. They are reported to the
     user.
@@ -68,7 +68,7 @@ class Found:
 
     @property
     def size(self) -> int:
-        """Total size of the files and of their names, in bytes. Raises OSError."""
+        """Total size of the files and their names, in bytes. Raises OSError."""
         return sum(path.stat().st_size + len(name) for name, path in self.files.items())
 
     def notes(self) -> Iterator[str]:
@@ -172,7 +172,7 @@ def _of_part(part: str) -> str:
 
 
 def find_files(folder: Path) -> Found:
-    """Return the files of a folder that belong in the archive.
+    """Return the files in a folder that belong in the archive.
 
     Raises Mistake if a folder, its .ddpjobignore or a .gitignore file cannot be read.
     """
@@ -207,7 +207,7 @@ class _Walk:
     links: list[str] = field(default_factory=list)
 
     def visit(self, folder: Path, inside: str, above: tuple[tuple[str, Patterns], ...]) -> None:
-        """Add the files of a folder and of its subfolders, unless they are left out.
+        """Add the files in a folder and its subfolders, unless they are left out.
 
         `inside` is the folder's path below the root. It is empty for the root, and otherwise ends
         with `/`. `above` contains the patterns of each .gitignore file in the folders above,
@@ -303,7 +303,7 @@ def _write_archive(files: Mapping[str, Path], to: IO[bytes]) -> None:
 def _remedy(found: Found) -> str:
     """Return a text that suggests how to make the archive smaller.
 
-    It names the largest entries of the folder.
+    It names the largest entries in the folder.
     """
     sizes = dict[str, int]()
     for name, path in found.files.items():
@@ -327,7 +327,7 @@ def _size(size: float) -> str:
 
 @dataclass(frozen=True)
 class CodePlace:
-    """The folder in a bucket to which code is uploaded, and how to reach it from this machine."""
+    """The bucket folder that code is uploaded to, and how to reach it from this machine."""
 
     url: str
     endpoint: str = ""

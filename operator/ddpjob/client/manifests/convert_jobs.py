@@ -24,8 +24,8 @@ from ddpjob.objects.pod_template import OWNED_VARIABLES
 _GPUS = re.compile(
     r"(?!.*(mem|core|ratio))(.+/(.*gpu.*|xpu|npu|hpu|gaudi|mig-.+)|huawei\.com/Ascend.+|gpu\.intel\.com/(i915|xe))"
 )
-"""Matches the names of resources that count whole devices. The names of resources that count the
-memory or a fraction of a device, such as nvidia.com/gpumem, do not match."""
+"""Matches the names of resources that count whole devices. The names of resources that count a
+device's memory or fractions of it, such as nvidia.com/gpumem, do not match."""
 _PYTHON = re.compile(r"(.*/)?python[0-9.]*")
 _OPERATORS = ("rdzv-backend", "rdzv-endpoint", "rdzv-id", "master-addr", "master-port", "node-rank",
               "standalone", "local-addr", "rdzv_backend", "is-host", "monitor-interval", "start-method",
@@ -35,7 +35,7 @@ _BARE = ("standalone", "m", "module", "no-python", "run-path", "virtual-local-ra
 _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _MOST_SHOWN = 5
 _PLAIN_SHELL = re.compile(r"-[euvx]*c")
-"""Matches the options with which a shell runs a command without reading startup files first. The
+"""Matches the options that make a shell run a command without reading startup files first. The
 options -l and -i do not match, because the shell would then read startup files."""
 _SHELL = re.compile(r"[;&|<>$`*?(){}#~\n]")
 _QUOTED = re.compile(r"""\\.|'[^']*'|"((?:\\.|[^"\\])*)\"""", re.DOTALL)
@@ -50,15 +50,15 @@ option's value is a shell variable. Other operators set such variables in their 
 _NOT_SET = re.compile(
     r"\$[{(]?(WORLD_SIZE|RANK|MASTER_ADDR|MASTER_PORT|PET_NODE_RANK|PET_MASTER_ADDR|PET_MASTER_PORT)\b"
 )
-"""Matches uses of variables that are set in the pods of a PyTorchJob, but not in those of a DDPJob.
-There is one exception: in a DDPJob with `command`, MASTER_ADDR and MASTER_PORT are set to the
-address of the pod with index 0."""
+"""Matches uses of variables that are set in a PyTorchJob's pods, but not in a DDPJob's pods. There
+is one exception: in a DDPJob with `command`, MASTER_ADDR and MASTER_PORT are set to the address of
+the pod with index 0."""
 _THEIR_LABELS = re.compile(
     r"\b(training\.kubeflow\.org/|trainer\.kubeflow\.org/|jobset\.sigs\.k8s\.io/|batch\.kubernetes\.io/job-)[\w.-]+"
 )
 _ROOTS_TOOLS = re.compile(r"(?:^|[\s;&|(/])(apt-get|apt|yum|dnf|apk|chown|sshd|useradd)(?=[\s;&|)]|$)")
-"""Matches programs that root can only use if the container has capabilities. The containers of a
-PyTorchJob have capabilities by default, and those of a DDPJob do not."""
+"""Matches programs that root can only use if the container has capabilities. A PyTorchJob's
+containers have capabilities by default, and a DDPJob's containers do not."""
 _OF_PYTORCH_JOB = {
     "spec": ("pytorchReplicaSpecs", "runPolicy", "elasticPolicy", "nprocPerNode"),
     "spec.pytorchReplicaSpecs": ("Master", "Worker"),
@@ -74,9 +74,8 @@ _OF_TRAIN_JOB = {
              "runtimePatches", "labels", "annotations", "managedBy"),
     "spec.trainer": ("image", "command", "args", "env", "numNodes", "numProcPerNode", "resourcesPerNode"),
 }  # fmt: skip
-"""The fields of a TrainJob that the conversion knows. Each of them is read, or it needs no
-counterpart because DDPJob's operator chooses the value. Every other field gets a note that it was
-left out."""
+"""The TrainJob fields that the conversion knows. Each of them is read, or it needs no counterpart
+because DDPJob's operator chooses the value. Every other field gets a note that it was left out."""
 
 
 @dataclass
@@ -146,7 +145,7 @@ def _complete(made: Conversion, script: str, image: str) -> None:
 
 
 def _left_out(made: Conversion, manifest: Mapping[str, Any], known: Mapping[str, Sequence[str]]) -> None:
-    """Add a note for each field of the manifest that the conversion does not know.
+    """Add a note for each field in the manifest that the conversion does not know.
 
     `known` maps the path of an object in the manifest to the names of its known fields.
     """
@@ -264,8 +263,8 @@ def _pytorch_job(manifest: Mapping[str, Any]) -> Conversion:
     of_workers = target.get("recovery", {}).get("maxRestarts", elastic.get("maxRestarts"))
     of_pods = 0 if policies == {"Never"} else (spec.get("runPolicy") or {}).get("backoffLimit")
     if limits := [limit for limit in (of_workers, of_pods) if limit is not None]:
-        # A PyTorchJob limits the failures of workers and the failures of pods separately. A DDPJob
-        # has one limit for both, so the larger one is used.
+        # A PyTorchJob limits worker failures and pod failures separately. A DDPJob has one limit
+        # for both, so the larger one is used.
         target.setdefault("recovery", {})["maxRestarts"] = max(limits)
     _sharing(made)
     _left_out(made, manifest, _OF_PYTORCH_JOB)
@@ -273,7 +272,7 @@ def _pytorch_job(manifest: Mapping[str, Any]) -> Conversion:
 
 
 def _wanted(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the section Master or Worker of a job, or an empty mapping if it asks for no pods.
+    """Return a job's Master or Worker section, or an empty mapping if it does not ask for pods.
 
     Charts write `replicas: 0` if a job does not need workers.
     """
@@ -281,7 +280,7 @@ def _wanted(part: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _differences(master: Any, worker: Any, path: str) -> Iterator[str]:
-    """Yield the path of each field in which the pod templates of Master and Worker differ."""
+    """Yield the path of each field that differs between the pod templates of Master and Worker."""
     if isinstance(master, Mapping) and isinstance(worker, Mapping):
         for key in dict.fromkeys((*master, *worker)):
             yield from _differences(master.get(key), worker.get(key), f"{path}.{key}")
@@ -361,7 +360,7 @@ def _train_job(manifest: Mapping[str, Any], runtime: Mapping[str, Any] | None) -
 
 
 def _sharing(made: Conversion) -> None:
-    """Allow the pods of a job to share a Kubernetes node, as they could in the original job.
+    """Allow a job's pods to share a Kubernetes node, as they could in the original job.
 
     By default, each pod of a DDPJob gets a Kubernetes node of its own, and several pods with few
     GPUs would wait for separate Kubernetes nodes. If the original job has a podAntiAffinity, its
@@ -496,7 +495,7 @@ def _pod_spec(spec: Json) -> Json:
 def _privileges(made: Conversion, pod: Json, container: Json) -> None:
     """Add a note if the job runs as root, or starts programs that need root's capabilities.
 
-    In the containers of a DDPJob, root has no capabilities by default.
+    In a DDPJob's containers, root has no capabilities by default.
     """
     contexts = [holder.get("securityContext") or {} for holder in (pod, container)]
     command, args = (made.job["spec"].get(name, ()) for name in ("command", "args"))
@@ -564,7 +563,7 @@ def _resources(made: Conversion, resources: Mapping[str, Any]) -> None:
     target, kept = made.job["spec"], {}
     target["gpusPerNode"] = 0
     if resources and not {"requests", "limits"} & resources.keys():
-        # The field resourcesPerNode of a TrainJob may contain amounts without requests and limits.
+        # A TrainJob's field resourcesPerNode may contain amounts without requests and limits.
         resources = {"limits": resources}
     names = [n for kind in ("limits", "requests") for n in resources.get(kind) or () if _GPUS.fullmatch(n)]
     # Only one kind of device becomes gpusPerNode. The others stay in `resources`.

@@ -57,7 +57,7 @@ def explain(path: str, *, recursive: bool = False) -> Iterator[str]:
 
 
 def _rules_on(schema: Schema, names: list[str]) -> Iterator[Schema]:
-    """Return the rules (CEL) of an object that concern its field at the path `names`.
+    """Return an object's rules (CEL) that concern its field at the path `names`.
 
     If the path is empty, return the rules that concern the object itself.
     """
@@ -84,9 +84,9 @@ def _unknown(names: list[str], depth: int, holder: Schema) -> str:
 
 
 def _kubernetes(names: list[str]) -> str:
-    """Return the path under which `kubectl explain` explains a field of podTemplate.
+    """Return the path that `kubectl explain` uses for a field in podTemplate.
 
-    The fields of podTemplate are those of a pod.
+    podTemplate has the same fields as a pod.
     """
     at = names.index("podTemplate") + 1 if "podTemplate" in names else 0
     return ".".join(["pod", *names[at:]])

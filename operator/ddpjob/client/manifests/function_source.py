@@ -23,16 +23,16 @@ from ddpjob.client.manifests.build_manifest import SOURCE
 
 _ALONE = "Only the function itself is sent"
 _OF_NOTEBOOKS = {"display", "get_ipython", "__IPYTHON__", "_", "dreload"}
-"""Names that IPython adds to the builtins of a notebook. They do not exist in the pods of a job.
-Lines of a notebook that begin with ! or % become calls of get_ipython."""
+"""Names that IPython adds to a notebook's builtins. They do not exist in a job's pods. Notebook
+lines that begin with ! or % become calls to get_ipython."""
 
 
 MOST_PACKAGES, MOST_OF_A_REQUIREMENT = 50, 200
 _NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?"
 _VERSION = r"(?:===|==|~=|!=|<=|>=|<|>) ?[A-Za-z0-9.*+!_-]+"
 _REQUIREMENT = re.compile(rf"{_NAME}(?:\[{_NAME}(?: ?, ?{_NAME})*\])? ?(?:{_VERSION}(?: ?, ?{_VERSION})*)?")
-"""Matches the name of a package, optionally with extras and versions. Addresses, paths and options
-of pip do not match."""
+"""Matches the name of a package, optionally with extras and versions. Addresses, paths and pip's
+options do not match."""
 
 
 def script_of(function: Callable[..., Any], args: Mapping[str, Any], packages: Sequence[str] = ()) -> str:

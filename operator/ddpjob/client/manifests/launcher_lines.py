@@ -11,7 +11,7 @@ All three become `torchrun --nnodes=2 --nproc-per-node=8 train.py`. An option su
 `--mixed_precision bf16` becomes the variable that Accelerate reads.
 
 Options for hosts, addresses and ranks are left out, because the operator chooses these. A line
-whose plugin needs its own launcher (`--use_deepspeed` or a configuration file of Accelerate) has no
+whose plugin needs its own launcher (`--use_deepspeed` or an Accelerate configuration file) has no
 translation.
 """
 

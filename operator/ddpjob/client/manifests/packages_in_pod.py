@@ -5,9 +5,9 @@ library.
 
 The script itself installs the packages, because it runs both on a cluster and on a laptop, unlike
 an init container. The API, the operator and the launcher need not know about packages, and the
-Python that installs them is the one that imports them. An error from pip becomes the traceback of a
-rank, which status, events and `ddpjob why` already show. The price is that a replacement pod also
-installs the packages, which lengthens the recovery. For long jobs, build an image.
+Python that installs them is the one that imports them. An error from pip becomes a rank's
+traceback, which status, events and `ddpjob why` already show. The price is that a replacement pod
+also installs the packages, which lengthens the recovery. For long jobs, build an image.
 
 pip runs twice. `--target` alone ignores the image's packages: `packages=["timm"]` would install a
 second torch, which would hide the one that fits the driver. So pip first only makes a plan that
@@ -20,7 +20,7 @@ dependencies:
 A plan that replaces torch is refused. FOLDER is next to the script if that location is writable,
 and otherwise in the pod's temporary folder. On a laptop it is in the job's folder, where all pods
 share it and `ddpjob delete` removes it. The folder's name has a digest of the requirements and of
-Python's version, so an in-place restart finds everything there. A lock makes the ranks of a pod
+Python's version, so an in-place restart finds everything there. A lock makes the ranks in a pod
 take turns. The folder appears under its final name only when it is complete.
 
 If pip cannot reach the index, this counts as a failure, and the job tries again. Any other error
@@ -34,9 +34,9 @@ import sys
 from pathlib import Path
 
 KEPT = ("torch",)
-"""Packages of the image that must not be replaced, because the launcher also uses them."""
+"""Packages in the image that must not be replaced, because the launcher also uses them."""
 PIP_SECONDS = 1800
-"""Maximum duration of each of the two runs of pip, in seconds."""
+"""Maximum duration, in seconds, of each of pip's two runs."""
 MOST_LINES = 8
 """Maximum number of pip's last lines that are shown."""
 

@@ -156,7 +156,7 @@ def _imported(tree: ast.Module) -> Iterator[str]:
 
 
 def _find_group(script: TrainingScript, tree: ast.Module) -> bool:
-    """Return whether a module of the script forms a group.
+    """Return whether a module (the script or one that it imports) forms a group.
 
     If it does, set `framework` and `call`, or `group`, in `script`.
     """

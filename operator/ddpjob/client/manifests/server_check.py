@@ -25,7 +25,7 @@ def server_problems(backend: ClusterBackend, manifest: Json) -> Iterator[str]:
     """Create a job and its pods in dry runs, and yield the reasons why the API server refuses them.
 
     In a dry run, the API server does everything that it would do otherwise, including admission,
-    but it does not store the object. Problems of the job's claims are yielded too.
+    but it does not store the object. Problems with the job's claims are yielded too.
     """
     try:
         stored = _dry_run_job(backend, manifest)
@@ -47,7 +47,7 @@ def server_problems(backend: ClusterBackend, manifest: Json) -> Iterator[str]:
 
 
 def _claims(backend: ClusterBackend, job: DDPJob) -> Iterator[str]:
-    """Yield the problems of the job's claims.
+    """Yield the problems with the job's claims.
 
     A claim may be missing or unusable, or the API server may refuse the claim that the job would
     make.

@@ -1,14 +1,14 @@
 """Completes a TrainJob of Kubeflow Trainer with the settings of the runtime that it names.
 
-A v2 TrainJob contains little. A runtime (TrainingRuntime or ClusterTrainingRuntime) has the image,
-the volumes, the number of nodes and the initializers, and the TrainJob overrides parts of it.
-Kubeflow's controller merges both in this order, and so does this module:
+A v2 TrainJob contains few settings. A runtime (TrainingRuntime or ClusterTrainingRuntime) has the
+image, the volumes, the number of nodes and the initializers, and the TrainJob overrides parts of
+it. Kubeflow's controller merges both in this order, and so does this module:
 
 1. the pod template of the runtime's replicated job `node`;
 2. `spec.trainer` over its container `node`: image, command, args, env, resources;
 3. `spec.podTemplateOverrides` and `spec.runtimePatches` for the job `node`, by strategic merge.
 
-`numNodes` and `numProcPerNode` of the TrainJob take precedence over `mlPolicy`. An initializer
+The TrainJob's `numNodes` and `numProcPerNode` take precedence over `mlPolicy`. An initializer
 becomes an init container, because a DDPJob has no other jobs. The initializer's `storageUri`
 becomes the container's variable STORAGE_URI.
 """
@@ -41,7 +41,7 @@ purpose."""
 
 @dataclass
 class CompletedTrainJob:
-    """The pod template of a TrainJob's nodes, and the other settings of its runtime."""
+    """The pod template for a TrainJob's nodes, and the other settings from its runtime."""
 
     template: Json
     container: str = _NODE
@@ -146,9 +146,7 @@ def _report_jobs(made: CompletedTrainJob, whole: Mapping[str, Any], node: Json, 
 
 
 def _initializes(job: Json) -> str | None:
-    """Return which field of spec.initializer a job of the runtime is for: dataset, model or
-    None.
-    """
+    """Return which field of spec.initializer a runtime's job is for: dataset, model or None."""
     return _INITIALIZERS.get(_step(job)) or _INITIALIZERS.get(str(job.get("name")))
 
 

@@ -162,7 +162,7 @@ def general_form(script: TrainingScript | None = None) -> Iterator[str]:
 def _shown(lines: Sequence[AddedLine]) -> Iterator[str]:
     """Yield each line to add, preceded by its place.
 
-    It has the same indentation as in the script, which shows to which block it belongs.
+    The line is indented as it is in the script, which shows what block it belongs to.
     """
     for added in lines:
         is_end = added.text.strip() == _END and added is lines[-1]
@@ -275,7 +275,7 @@ _OF_BOTH = ("train", "eval", "to", "cuda", "cpu", "parameters", "named_parameter
 
 
 def _behind_the_wrapper(script: TrainingScript) -> Iterator[str]:
-    """Yield remarks on calls of those methods of the model that its wrapper lacks or changes."""
+    """Yield remarks on calls to methods that the model has, but its wrapper lacks or changes."""
     loop = script.loop
     assert loop is not None
     raw = [node for node in script.scope if not isinstance(node, ast.FunctionDef | ast.ClassDef)]

@@ -95,7 +95,7 @@ def _definition(api: ApiServer) -> Iterator[Diagnosis]:
 
 
 def _differences(crd: Json) -> tuple[list[str], list[str]]:
-    """Return the fields that only the client's CRD has, and those that only the cluster's has."""
+    """Return the fields that are only in the client's CRD, and those only in the cluster's CRD."""
     here, there = ({*paths(_schema(c))} for c in (load_crd(), crd))
     return sorted(here - there), sorted(there - here)
 
@@ -141,15 +141,15 @@ def _operators(api: ApiServer, namespace: str) -> Iterator[Diagnosis]:
 
 
 _WRONG = {("Progressing", "False"), ("ReplicaFailure", "True")}
-"""The conditions of a Deployment that report a fault, as pairs (type, status). ReplicaFailure means
-that the API server refuses new pods."""
+"""Deployment conditions that report a fault, as pairs (type, status). ReplicaFailure means that the
+API server refuses new pods."""
 
 
 def _rollout(deployment: Json, where: str) -> Diagnosis:
     """Check whether all replicas are ready and have the newest revision.
 
     The number of ready replicas alone does not show this. After a faulty change, replicas of the
-    earlier revision keep running and stay ready, but those of the newest revision never become
+    earlier revision keep running and stay ready, but the newest revision's replicas never become
     ready.
     """
     meta, wanted, status = deployment["metadata"], deployment["spec"].get("replicas", 1), deployment.get("status", {})

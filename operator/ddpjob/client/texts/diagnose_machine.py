@@ -94,7 +94,7 @@ def _ports() -> Diagnosis:
 
 
 def _disk() -> Diagnosis:
-    """Check the disk that contains the folder of runs, or on which this folder will be created."""
+    """Check the disk that contains the folder of runs, or that will contain it."""
     runs = runs_folder()
     there = next(folder for folder in (runs, *runs.parents) if folder.exists())
     if not os.access(there, os.W_OK | os.X_OK):

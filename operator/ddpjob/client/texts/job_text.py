@@ -282,7 +282,7 @@ def _gpu_use(status: JobStatus) -> str:
 def _repeated_work(status: JobStatus) -> str:
     """Return a text that says how much work was repeated after restarts.
 
-    It also contains the number of restarts after which the repeated work is unknown.
+    It also says after how many restarts the repeated work is unknown.
     """
     counts = status.restarts
     parts = [f"{count(counts.repeated_steps, 'step')}, {counts.repeated_seconds:.1f} s"]
@@ -492,7 +492,7 @@ _SIDE_CONDITIONS = (
 
 
 def _notable(status: JobStatus) -> Iterator[Condition]:
-    """Yield those conditions of a training job that report a problem."""
+    """Yield a training job's conditions that report a problem."""
     running = status.condition(ConditionType.RUNNING)
     if running is not None and running.status and running.reason not in ("GroupRuns", "NodesRun"):
         yield running

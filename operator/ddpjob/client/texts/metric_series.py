@@ -72,11 +72,11 @@ class MetricSeries:
     not_finite: set[int] = field(default_factory=set)
     """Training steps whose loss is NaN or infinite. Files contain null instead."""
     without_loss: set[int] = field(default_factory=set)
-    """Training steps for which no loss was reported."""
+    """Training steps without a reported loss."""
     made: dict[int, Origin] = field(default_factory=dict)
-    """Origin of the newest values of each training step."""
+    """Origin of the newest values for each training step."""
     evaluated: dict[int, Origin] = field(default_factory=dict)
-    """Origin of the newest values of each evaluation."""
+    """Origin of the newest values for each evaluation."""
     epochs: dict[int, float] = field(default_factory=dict)
     began: float = math.inf
     """The earliest time in any line."""
@@ -203,7 +203,7 @@ def _is_step(value: object) -> bool:
 
 
 def read_metrics(text: str) -> MetricSeries:
-    """Read metrics.jsonl, of which `text` is the end. Lines that cannot be read are skipped."""
+    """Read `text`, which is the end of metrics.jsonl. Lines that cannot be read are skipped."""
     series, newest, run = MetricSeries(), 0, ""
     for line in text.splitlines():
         try:

@@ -68,8 +68,8 @@ def git_notes(folder: Path) -> dict[str, str]:
 
 def _git(folder: Path, *arguments: str) -> str | None:
     """Run git and return its output; None if git fails, is missing, or takes too long."""
-    # With optional locks, git would write to the index of the repository, which another program may
-    # be reading.
+    # With optional locks, git would write to the repository's index, which another program may be
+    # reading.
     command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     try:
         ran = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=False)

@@ -37,8 +37,8 @@ _OF_LIMITS = frozenset({Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED})
 """Causes that are the job's own fault, whichever host it runs on."""
 _MOVED = frozenset({Cause.NODE_UNHEALTHY, Cause.POD_UNHEALTHY, Cause.SLOW_RANK})
 FAULTS = _MOVED | {Cause.NODE_FAULT, Cause.START_ERROR, Cause.PREFLIGHT_FAILED}
-"""Causes for which the host is avoided immediately, because the program has not run yet or was not
-at fault."""
+"""Causes that make new pods avoid the host immediately, because the program has not run yet or was
+not at fault."""
 
 
 def find_avoided_nodes(
@@ -58,7 +58,7 @@ def find_avoided_nodes(
 def _suspects(recent: tuple[Restart, ...], now: datetime, *, trained: bool) -> list[AvoidedNode]:
     """Return the hosts that the last hour's restarts make suspect, with the reason for each.
 
-    Each entry also has the time until which the host is avoided.
+    Each entry also says until when the host is avoided.
     """
     recent = tuple(r for r in recent if r.node and r.time > now - WINDOW)
     own = [r for r in recent if trained and r.counted and r.reason not in _OF_LIMITS]

@@ -51,7 +51,7 @@ from ddpjob.api.job_status import Restart
 from ddpjob.core.world import CODE_CONTAINER, ContainerView, HostView, PodView, Role, is_down
 
 _TRACEBACK_LIMIT = 3000
-"""Maximum number of characters of a traceback. Only the end of a longer traceback is kept, because
+"""Maximum number of characters in a traceback. Only the end of a longer traceback is kept, because
 it names the error."""
 
 
@@ -95,7 +95,7 @@ PLANNED = frozenset({Cause.JOINED, Cause.SCALED, Cause.SPEC_CHANGED, Cause.KEY_C
 
 
 def names_pod(restart: Restart) -> bool:
-    """Whether a restart has one pod as its cause, so that messages about the restart name this pod.
+    """Whether a restart is caused by a single pod, which messages about the restart then name.
 
     A hang or a changed spec affects the whole group. Messages about such a restart name its reason.
     """
@@ -166,8 +166,7 @@ class End:
     """Whether the exit code belongs to an init container. It then says nothing about the program's
     configuration."""
     rank: int | None = None
-    """The rank that failed and so made torchrun in a `command` exit, or the slow rank whose pod
-    moves."""
+    """The rank whose failure made a `command`'s torchrun exit, or the slow rank whose pod moves."""
 
 
 _ENDED_BY_HOST = frozenset({"Evicted", "NodeShutdown", "Shutdown", "Terminated", "Preempting"})
@@ -190,11 +189,11 @@ Hosts = Mapping[str, HostView] | None
 
 
 def explain_vanished(name: str, host: str, hosts: Hosts, last: PodView | None = None, *, launcher: bool = True) -> End:
-    """Return why a pod whose object is gone has ended, from its last known state if possible.
+    """Return why a pod whose object is gone has ended, based on its last known state if possible.
 
     If the last state shows no reason, the pod was force-deleted, was deleted with its host, or lost
-    the labels by which the operator finds it. If it lost its labels, the watch reports a deletion
-    although nobody has requested one.
+    the labels that the operator uses to find it. If it lost its labels, the watch reports a
+    deletion although nobody has requested one.
     """
     if last is not None and (last.disruption or last.status_reason or (last.ended and not last.succeeded)):
         return explain_end(last, hosts, launcher=launcher)
@@ -260,7 +259,7 @@ def _is_rejected(pod: PodView) -> bool:
 
 
 def _by_container(pod: PodView, *, launcher: bool) -> End:
-    """Return why a pod has ended, from its main container's state, exit code and last message."""
+    """Return why a pod ended, based on its main container's state, exit code and last message."""
     main = pod.main
     if (main.reason, main.exit_code) in _LOST_BY_HOST:
         why = f"{main.reason}, exit code {main.exit_code}"
@@ -287,7 +286,7 @@ def memory_limit(pod: PodView | None) -> str:
 
 
 def _by_rank(pod: PodView) -> End | None:
-    """Return why a pod with a `command` has ended, from the rank that failed in this pod.
+    """Return why a pod with a `command` has ended, based on the rank that failed in this pod.
 
     The rank is known from its own report, or from torchrun's table in the log. Return None if no
     rank is known.
@@ -307,7 +306,7 @@ def _by_rank(pod: PodView) -> End | None:
 
 
 def _by_launcher(pod: PodView) -> End | None:
-    """Return why a pod has ended, from an exit code that only the launcher uses.
+    """Return why a pod has ended, based on an exit code that only the launcher uses.
 
     Return None if the launcher does not use this exit code.
     """
@@ -426,7 +425,7 @@ def read_termination_message(container: ContainerView) -> TerminationMessage:
 
 @dataclass(frozen=True)
 class FailedRank:
-    """The rank that failed and so made torchrun in a `command` exit.
+    """The rank whose failure made a `command`'s torchrun exit.
 
     `exit_code` is 128 + N for signal N, as in a shell. `init` is true if the rank could not start,
     in which case a retry would not help.

@@ -58,7 +58,7 @@ class Finding:
     """The round in which the pod was created; None for incidents and for the coordinator's own
     end."""
     fails: str = ""
-    """Reason of the Failed condition if the finding is a cause; empty if it would not fail the
+    """The Failed condition's reason if the finding is a cause; empty if it would not fail the
     job."""
     why: str = ""
     """The rule that fails the job; empty if it is one of the defaults."""
@@ -110,8 +110,8 @@ def attribute(
     The function is pure and records nothing. `status` holds the breaks of earlier reconciles
     (`restarts.recent`, `restarts.seen_round`, `round`). `ends` are the ends of pods since then, in
     any order. `incidents` are the coordinator's incidents, in the order of their numbers. `lost`
-    lists incidents, each as a pod and a time, that name no cause because the pod's end explains
-    them.
+    lists incidents, each as a pod and a time, that do not name a cause because the pod's end
+    explains them.
 
     1. An end that would count or fail the job joins the last recorded break if its pod was created
        before that break. The group must also still be down because of the break, or the end must be
@@ -154,7 +154,7 @@ def attribute(
     for incident in incidents:
         explain_losses(incident.restart.time)
         if incident.restart.reason == Cause.JOINED and _scaling(status):
-            continue  # The operator has already recorded this restart when spec.nodes changed.
+            continue  # The operator already recorded this restart when spec.nodes changed.
         if here is not None and not here.incident and _close(incident, here):
             here.incident = True
             if not _join(incident, here):
@@ -190,7 +190,7 @@ def _last_break(status: JobStatus) -> Restart | None:
 
 
 def _belongs(end: Finding, last: Restart, status: JobStatus) -> bool:
-    """Whether a pod's end may be a result of the last recorded break."""
+    """Whether a pod may have ended because of the last recorded break."""
     if end.made_in is None or end.made_in >= last.round:
         return False
     still_broken = last.seconds is None and status.holds(ConditionType.RESTARTING)

@@ -1,7 +1,7 @@
 """Turns incidents that no reconcile has evaluated yet into findings about the cause of a break.
 
 The coordinator numbers its incidents, and each report repeats the latest ones. The status remembers
-the last number that was evaluated, and the generation to which it belongs. Every incident is
+the last number that was evaluated, and the generation that it belongs to. Every incident is
 therefore evaluated only once, even if the operator is replaced in between.
 
 - An incident that names its cause, such as a failed worker or a hang, becomes a finding. The rules
@@ -44,7 +44,7 @@ _CAUSES = {
     IncidentKind.INIT_FAILURE: Cause.INIT_FAILURE,
     IncidentKind.JOINED: Cause.JOINED,
 }
-"""The cause for each incident kind that has one. The other kinds are PeerLost and Left."""
+"""The cause for each kind of incident that has one. The other kinds are PeerLost and Left."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class NewIncidents:
     findings: tuple[Finding, ...] = ()
     """The incidents that name a cause, in the order of their numbers."""
     lost: tuple[tuple[str, datetime], ...] = ()
-    """The pod and the time of each incident that names no cause, because the end of that pod
-    explains it."""
+    """The pod and the time of each incident that does not name a cause. How that pod ended explains
+    the incident."""
     last: int = 0
     """Number of the newest incident that has been evaluated."""
 

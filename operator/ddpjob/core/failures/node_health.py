@@ -14,7 +14,7 @@ A failed worker is restarted in its pod. That does not help if the container or 
 so such a pod is replaced (`judge_failing`):
 
 - immediately, if the failure's message shows that the container has lost its device, as happens
-  after a reload of the host's systemd. A new container has the device again, even on the same node.
+  after the host's systemd is reloaded. A new container has the device again, even on the same node.
 - after its second failure in a row, if no other pod failed in between. An error in the program's
   code would occur in every pod, so it does not move a pod. Neither does an error that ranks of
   other pods had in the same round. A program that fails for only one rank causes at most MAX_MOVES
@@ -58,8 +58,8 @@ is broken or no other node would be better."""
 MAX_MOVES = 3
 """Maximum number of moves within an hour. More moves would cost more than they could save."""
 LINK_LOSSES = 3
-"""Number of lost connections in a row after which a pod is replaced. For failures of a worker, two
-in a row suffice. One more is required here, because a switch that restarts may cause two lost
+"""How many lost connections in a row cause a pod to be replaced. For worker failures, two in a row
+suffice. One more is required here, because a switch that restarts may cause two lost
 connections."""
 _BEYOND = (
     "the required affinity, spread constraints, claims or quantities in this job's podTemplate and resources, or the "
@@ -76,7 +76,7 @@ class NodeVerdict:
     """Cause and message to record as the pod's end if the pod is moved. If the pod stays, only the
     message is shown."""
     reason: str = ""
-    """Why the pod stays, as the reason of a condition; empty if the pod is moved."""
+    """Why the pod stays, as a condition's reason; empty if the pod is moved."""
     why: str = ""
     """Why the pod stays, as a message for users."""
 
@@ -84,7 +84,8 @@ class NodeVerdict:
 def judge_nodes(view: View) -> list[NodeVerdict]:
     """Decide for each slot's pod on an unhealthy node whether it leaves, in the order of indices.
 
-    The result is empty once a node of the job has finished, because the job is about to finish.
+    The result is empty once one of the job's nodes has finished, because the job is about to
+    finish.
     """
     hosts = view.world.hosts
     if not hosts or any(slot.state is SlotState.SUCCEEDED for slot in view.status.slots):
@@ -101,7 +102,7 @@ def judge_nodes(view: View) -> list[NodeVerdict]:
     within = [r for r in view.status.restarts.recent if r.time > view.now - WINDOW]
     recent = [r for r in within if r.reason == Cause.NODE_UNHEALTHY]
     # The list of recent restarts has a limited length. If it is full, earlier moves may be missing
-    # from it, so the limit of moves counts as reached.
+    # from it, so the limit on moves counts as reached.
     often = len({r.round for r in recent}) >= MAX_MOVES or len(within) >= RECENT
     left = {r.node for r in recent}
     left |= {a.node for a in view.status.avoided_nodes if a.reason.startswith(Cause.NODE_UNHEALTHY)}
@@ -149,14 +150,14 @@ def judge_nodes(view: View) -> list[NodeVerdict]:
 
 
 _OF_PLACES = frozenset({Cause.WORKER_FAILED, Cause.HANG})
-"""Failures that leave the pod alive and may be caused by its node. Exceeded limits of memory or
-storage are not included, because they are the job's own fault."""
+"""Failures that leave the pod alive and may be caused by its node. Exceeded memory or storage
+limits are not included, because they are the job's own fault."""
 MOVE_CAUSES = (Cause.NODE_UNHEALTHY, Cause.POD_UNHEALTHY, Cause.SLOW_RANK)
 
 
 @dataclass(frozen=True)
 class Failing:
-    """A living pod that is replaced because of a failure of its ranks."""
+    """A living pod that is replaced because its ranks failed."""
 
     number: int
     """The position of the failure in the sequence that `judge_failing` received."""
@@ -282,8 +283,8 @@ def _came_after(pod: PodView, host: HostView) -> bool:
     """Whether the pod is newer than the sign that its node is unhealthy.
 
     In that case the scheduler chose an unhealthy node, and would do so again. The two times come
-    from the clocks of the API server and the operator. If the clocks differ, a pod may stay or move
-    by mistake, but the module's other limits still hold.
+    from different clocks, the API server's and the operator's. If the clocks differ, a pod may stay
+    or move by mistake, but the module's other limits still hold.
     """
     return pod.created is not None and host.unhealthy_since is not None and pod.created > host.unhealthy_since
 
@@ -336,14 +337,14 @@ class Wants:
 
     labels: Mapping[str, str]
     devices: Mapping[str, int]
-    """The number that a pod requests of each extended resource, by the resource's name."""
+    """How many of each extended resource a pod requests, by the resource's name."""
     tolerations: tuple[Mapping[str, Any], ...]
     more: bool
     """Whether the job also has requirements that only the scheduler can judge."""
 
     @classmethod
     def of(cls, spec: JobSpec, queue: QueueStatus | None) -> Wants:
-        """Return the requirements of the spec, together with those that Kueue's flavor adds."""
+        """Return the spec's requirements, together with those that Kueue's flavor adds."""
         added = queue.node if queue is not None else PodChanges()
         pod = _dict(spec.pod_template.get("spec"))
         affinity = _dict(pod.get("affinity"))
@@ -367,7 +368,7 @@ class Wants:
         )
 
     def kind(self, host: HostView) -> bool:
-        """Whether a node is of the same kind as the nodes on which the job runs.
+        """Whether a node is of the same kind as the nodes that the job runs on.
 
         Such a node offers the requested kinds of devices or, if the job does not request any, has
         the labels of its node selector. A node whose devices are all broken still lists them, with

@@ -66,7 +66,7 @@ manual deletions and consequences do not count."""
 RULE_FAILED = "RuleFailed"
 CONFIGURATION_ERROR = "ConfigurationError"
 _CONFIGURATION = frozenset({2, *range(64, 79)} - {EXIT_STEPPED_ASIDE})
-"""Exit codes with which programs reject their arguments or settings: 2 from argparse, and most of
+"""Exit codes that programs use to reject their arguments or settings: 2 from argparse, and most of
 the codes in sysexits.h."""
 
 PROGRAM_ERROR = "ProgramError"
@@ -121,12 +121,12 @@ new process in the same container does not regain the device."""
 
 @dataclass(frozen=True)
 class Ruling:
-    """The decision of the rules, or of the defaults, about a cause."""
+    """What the rules or the defaults decide about a cause."""
 
     counted: bool
     """Whether the cause counts against recovery.maxRestarts."""
     fails: str = ""
-    """The reason of the Failed condition; empty if the job continues."""
+    """The Failed condition's reason; empty if the job continues."""
     why: str = ""
     """The rule or default that fails the job, in words; empty if the job continues, or if its entry
     point cannot start."""
@@ -182,7 +182,7 @@ def find_error_everywhere(spec: JobSpec, recent: Sequence[Restart]) -> str | Non
     """Return a message if several ranks had the same error in the last REPEATS counted failures.
 
     Failures that follow each other within APART are counted as one. Network, disk and device errors
-    are ignored, because they may be temporary. The exception is the wrong path of a file.
+    are ignored, because they may be temporary. The exception is an error about a wrong file path.
     """
     if _is_ruled(spec):
         return None

@@ -45,8 +45,8 @@ from ddpjob.core.world import PodView
 
 SLOWDOWN = 1.3
 COST = 0.1
-"""A rank moves only if this saves at least this share of the time of each step. Such a move repays
-its restart in about a minute."""
+"""A rank moves only if this saves at least this share of each step's time. Such a move repays its
+restart in about a minute."""
 LASTS = timedelta(seconds=30)
 APART = timedelta(minutes=5)
 _MOVES = (Cause.SLOW_RANK, Cause.NODE_UNHEALTHY)
@@ -54,7 +54,7 @@ _MOVES = (Cause.SLOW_RANK, Cause.NODE_UNHEALTHY)
 
 @dataclass(frozen=True)
 class PaceVerdict:
-    """The decision about a pod whose rank has been clearly slow for LASTS: whether it is moved."""
+    """The decision on whether to move a pod whose rank has been clearly slow for LASTS."""
 
     index: int
     end: End
@@ -167,6 +167,6 @@ def _within(view: View) -> list[Restart]:
 
 
 def _next_after_move(view: View) -> datetime | None:
-    """Return the time until which no pod may be moved; None if a pod may be moved now."""
+    """Return the time at which a pod may be moved again; None if a pod may be moved now."""
     last = max((r.time for r in _within(view) if r.reason == Cause.SLOW_RANK), default=None)
     return last + APART if last is not None and last + APART > view.now else None

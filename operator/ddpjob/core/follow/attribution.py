@@ -41,11 +41,11 @@ CAUSE_WAIT = timedelta(seconds=5)
 """How long to wait for the cause after an end that looks like a consequence. The cause may be
 observed later than its consequence, because torchrun takes a while to exit."""
 _LOSSES = frozenset({IncidentKind.PEER_LOST, IncidentKind.LEFT})
-"""Incidents with which the coordinator reports the end of a training pod."""
+"""Kinds of incidents that report the end of a training pod."""
 
 
 def awaits_cause(ends: Ends) -> bool:
-    """Whether all ends in a `command` are due to a lost peer whose own end may be observed soon."""
+    """Whether every ended node of a `command` lost a peer that may soon be seen to end too."""
     if ends.view.job.spec.under_torchrun or not ends.slots:
         return False
     if all(slot.state is not SlotState.RUNNING for slot in ends.view.status.slots):

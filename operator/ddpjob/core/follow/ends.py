@@ -5,8 +5,8 @@ no longer be used. It may have exited, vanished or been silent for too long, its
 different platform, or it may have to leave an unhealthy or slow host. Each end gets its cause
 here. `attribution` then decides whether it is the cause of a break or a consequence.
 
-Some ends look like faults of a host, but are the job's own fault. They become InitFailure, which
-fails a job before its first step:
+Some ends look like a host's fault but are the job's own. They become InitFailure, which fails a job
+before its first step:
 
 - a container that cannot start because the job's program is missing, or that fails to start on two
   hosts
@@ -213,11 +213,11 @@ def _follow_coordinator(view: View) -> tuple[View, Ended | None]:
 
 
 def _judge_start_errors(ends: Ends) -> Ends:
-    """Return the ends, with start errors that are the job's own fault changed to InitFailure.
+    """Return the ends, changing start errors that are the job's own fault to InitFailure.
 
     A start error is the job's fault if the job's own program is missing in the image. Before the
     first step, it is also the job's fault if containers could not start on two hosts. An image for
-    a different platform is the hosts' fault if the cluster has a ready host of another platform.
+    a different platform is the hosts' fault if the cluster has a ready host with another platform.
     """
     view = ends.view
     hosts = {e.pod.host for e in ends.all if e.pod is not None and e.end.cause is Cause.START_ERROR}
@@ -279,7 +279,7 @@ def _ended_soon(view: View, pod: PodView) -> bool:
 
 
 def _judge_preflights(ends: Ends) -> Ends:
-    """Return the ends, with failed preflights changed to InitFailure if no pod can pass them.
+    """Return the ends, changing failed preflights to InitFailure if no pod can pass them.
 
     The reason may be a folder that the job cannot write to, or a wrong gpusPerNode. This is judged
     only before the first step. There must be more than two failed preflights per slot, or more than

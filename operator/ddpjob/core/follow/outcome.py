@@ -92,7 +92,7 @@ def settle(view: View) -> View | None:
 
 
 def give_up_lost(attribution: Attribution) -> View:
-    """Return the view of a finished group, in which slots whose pods have ended are marked as lost.
+    """Return a finished group's view, in which slots whose pods have ended are marked as lost.
 
     A lost slot gets no new pod, because the group has nothing left to do.
     """

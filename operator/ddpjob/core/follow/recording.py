@@ -5,8 +5,8 @@ operator dies in between. The attributed restarts are recorded first. Then this 
 
 - an entry for each pod that is alive but has a broken device or host, because such a pod is
   replaced (`judge_failing`). The entry is a consequence of the failure that revealed the fault.
-- a separate restart for the loss of the coordinator. In Fast mode the group continues to train
-  without a coordinator, so the loss neither counts nor breaks the group.
+- a separate restart for a lost coordinator. In Fast mode the group continues to train without a
+  coordinator, so the loss neither counts nor breaks the group.
 - hosts that have become suspect, to the list of hosts that new pods avoid.
 
 Example: rank 3's worker fails for the second time in a row, in pod train-3-0.
@@ -77,7 +77,7 @@ def record_restarts(attribution: Attribution) -> Recorded:
 
 
 def _replace_failing(ends: Ends, restarts: list[Restart]) -> tuple[dict[int, Ended], list[Restart]]:
-    """Return the ends and the restarts, and add those of living pods that have to be replaced.
+    """Return the ends and the restarts, including those for living pods that must be replaced.
 
     If the restarts exceed the budget, the job fails, so no living pod is added.
     """
@@ -105,7 +105,7 @@ def _coordinator_restart(view: View, ended: Ended) -> Restart:
     """Return the restart for a lost coordinator.
 
     In Fast mode, training continues without it, so its loss does not begin a round. The exception
-    is a coordinator that cannot be replaced alone, because the pods need a new generation.
+    is a coordinator that cannot be replaced alone because the pods need a new generation.
     """
     end, fast = ended.end, view.job.spec.fast and can_replace(view)
     ruled = evaluate_rules(view.job.spec, end.cause, end.exit_code, trained=True)
@@ -122,7 +122,7 @@ def _coordinator_restart(view: View, ended: Ended) -> Restart:
 
 
 def without_restart(view: View, before: JobStatus) -> View:
-    """Return the view of a job that has failed, so that no restart follows its newest failures.
+    """Return a failed job's view, in which no restart follows the newest failures.
 
     The failures stay listed, and counted failures stay counted. Only the round and the totals of
     restarts exclude them.

@@ -4,13 +4,13 @@ If possible, each lost pod is replaced alone: its slot gets the next attempt, an
 keep running. A new generation replaces the whole group instead (`_must_regroup`):
 
 - if the coordinator is lost, except in Fast mode
-- if slot 0 is lost with placement Master, because the coordinator is in its pod
+- if slot 0 is lost and the placement is Master, because the coordinator is in its pod
 - if any pod of a `command` is lost, because its torchruns have no coordinator to regroup them
 - if a pod lost the rendezvous, or single pods can no longer join their peers
 - if a preemption leaves a gang with too few nodes to train
 
 A pod that ends soon after its start is replaced after a back-off (`plan.slots`). Pods that fail for
-the same cause in the program share their count, because any of them may be the first to fail.
+the same cause in the program share a count, because any of them may be the first to fail.
 
 Example with initialSeconds: 10, in which pod train-1-0 runs out of memory after 20 s each time:
 
@@ -61,7 +61,7 @@ def replace_ended(recorded: Recorded) -> View:
 
 
 def _must_regroup(recorded: Recorded, view: View) -> bool:
-    """Whether the whole group must be replaced, because replacing the ended pods would not help."""
+    """Whether the whole group must be replaced because replacing the ended pods would not help."""
     spec, ends, lost = view.job.spec, recorded.slots, recorded.coordinator is not None
     causes = {ended.end.cause for ended in ends.values()}
     return (
@@ -78,7 +78,7 @@ def _must_regroup(recorded: Recorded, view: View) -> bool:
 
 
 def _all_wait(view: View, ends: dict[int, Ended]) -> View:
-    """Return the view in which all pods get the back-off of the failed pod.
+    """Return the view in which all pods get the failed pod's back-off.
 
     The other pods cannot train without the failed pod, and may fail as well.
     """

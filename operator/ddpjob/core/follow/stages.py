@@ -1,6 +1,6 @@
 """Runs the stages that work out what has happened to the group since the last reconcile.
 
-1. `ends`: which pods have ended, and for which cause
+1. `ends`: which pods have ended, and why
 2. `attribution`: which of these ends and new incidents are causes, and which are consequences
 3. `recording`: restarts in the status, whether they count, and hosts to avoid
 4. `outcome`: whether the job fails
@@ -49,7 +49,7 @@ class Followed:
     failure: Failure | None = None
     complete: bool = False
     undecided: bool = False
-    """Whether an end looks like a consequence whose cause has not been observed yet."""
+    """Whether a pod seems to have ended because of something that has not been observed yet."""
 
     @property
     def news(self) -> tuple[Restart, ...]:

@@ -62,7 +62,7 @@ class PlannedActions:
     view: View
     actions: tuple[Action, ...]
     held: datetime | None
-    """When the next delayed creation is due; None if no creation is delayed."""
+    """When the next delayed object may be created; None if no object is delayed."""
 
     @property
     def creates(self) -> bool:
@@ -74,8 +74,8 @@ def plan_actions(view: View, lost: frozenset[str]) -> PlannedActions:
     """Return actions that create and delete the job's objects, and change the labels of its pods.
 
     `lost` names pods to delete immediately (grace period 0). A job with a faulty podTemplate gets
-    no pods. A job with an unusable claim gets no objects at all, but deletions of its pods are
-    still planned, because a claim that is being deleted waits for the pods that use it.
+    no pods. A job with an unusable claim gets no objects at all, but its pods may still be deleted,
+    because a claim that is being deleted waits for the pods that use it.
     """
     view = view.with_status(with_rounds(view))
     job, status, world = view.job, view.status, view.world
@@ -104,7 +104,7 @@ def plan_actions(view: View, lost: frozenset[str]) -> PlannedActions:
         pods += [CreateNode(i, s.attempt) for i, s in planned if i < members and _due(view, s.not_before, held)]
     if buildable and missing and _due(view, status.rendezvous.not_before, held):
         # Create the coordinator right after the first node's pod. The coordinator prefers the same
-        # kind of machine, and should not wait for all pods of a large job.
+        # kind of machine, and should not wait for all of a large job's pods.
         pods.insert(1, CreateCoordinator())
     isolated = view.status.condition(ConditionType.ISOLATED)
     if world.policy and not world.has_policy and (pods or isolated is None or isolated.status):
@@ -125,10 +125,10 @@ def plan_actions(view: View, lost: frozenset[str]) -> PlannedActions:
 
 
 def _due(view: View, not_before: datetime | None, held: list[datetime | None]) -> bool:
-    """Whether an object may be created now, because its back-off (`not_before`) is over.
+    """Whether an object's back-off (`not_before`) is over, so the object may be created now.
 
-    If it is not over, add the time when it ends to `held`. If more time remains than the longest
-    back-off takes, the clock was set back, and the back-off counts as over.
+    If it is not over, add the time at which it ends to `held`. If more time remains than the
+    longest back-off takes, the clock was set back, and the back-off counts as over.
     """
     longest = max(timedelta(seconds=view.job.spec.recovery.backoff.maximum), ROOM) + timedelta(seconds=1)
     if not_before is None or not timedelta(0) < not_before - view.now <= longest:
@@ -138,10 +138,10 @@ def _due(view: View, not_before: datetime | None, held: list[datetime | None]) -
 
 
 def _held_until(view: View) -> datetime | None:
-    """Return the time until which a new generation's nodes wait for nodes of the old generation.
+    """Return the time at which a new generation's nodes stop waiting for the old generation's.
 
-    The old nodes may be saving a checkpoint. They are awaited only until their grace period is
-    over, because their host may be dead. Return None if there are no old nodes to wait for.
+    The old nodes may be saving a checkpoint. The wait lasts only until their grace period is over,
+    because their host may be dead. Return None if there are no old nodes to wait for.
     """
     latest = None
     for pod in view.world.nodes():
@@ -266,7 +266,7 @@ longer, it has probably not noticed the deletion."""
 
 
 def send_away_deaf(view: View, endpoint: str) -> list[Action]:
-    """Return the message that stops launchers that have not noticed the deletion of their pods.
+    """Return the message that stops launchers that have not noticed that their pods were deleted.
 
     SIGTERM is lost if it arrives while a container's first process starts. Without the message,
     such a launcher would wait for a group until the kubelet kills it at the end of the grace
@@ -284,8 +284,8 @@ def _has_been_deleted_for(pod: PodView, time: timedelta, now: datetime) -> bool:
 
 
 LONGEST_DEAF = timedelta(seconds=20)
-"""The operator asks the coordinator to stop the launcher of a deleted pod until this much time has
-passed since the deletion was requested."""
+"""The operator no longer asks the coordinator to stop a deleted pod's launcher once this much time
+has passed since the request to delete the pod."""
 
 
 def _dismissal(view: View, lost: frozenset[str]) -> list[Action]:

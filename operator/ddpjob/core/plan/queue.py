@@ -4,7 +4,7 @@ Kueue grants quota through its own objects, Workloads. The owner of a Workload c
 the pods when the Workload is admitted, stops them when it is evicted, and releases the quota. For
 jobs, this owner is the operator.
 
-- The job runs while one of its Workloads is admitted and holds quota for pods of the job's present
+- The job runs while one of its Workloads is admitted and holds quota for pods of the job's current
   shape (`_holding`). `status.queue` holds the grant. Pods are built from the grant, so the job has
   the granted size.
 - A different size needs a new Workload, which names the current one as its predecessor. Kueue
@@ -28,8 +28,8 @@ Example of a job with nodes=4 and elastic.minNodes=2:
     Kueue admits 9f: slot 3 joins
     Kueue evicts 9f: slot 3 ends, and 9f waits again. Slots 0 to 2 continue to train
 
-The label of the queue is read when a job begins, and while it is suspended. A new or removed label
-has no effect on a running job.
+The queue label is read when a job begins, and while it is suspended. A new or removed label has no
+effect on a running job.
 
 Why: docs/decisions/0017 and 0032.
 """
@@ -60,9 +60,9 @@ MOST_PARTS = 16
 """Maximum number of additional Workloads that Kueue may admit in part. Each of them has an entry in
 the status, so this number limits the size of the status."""
 ONE_DOMAIN = "kueue.x-k8s.io/podset-required-topology"
-"""The annotation of podTemplate that requires one topology domain for all pods of a Workload."""
+"""The podTemplate annotation that requires one topology domain for all pods in a Workload."""
 _OFFSET = "kueue.x-k8s.io/pod-index-offset"
-"""The annotation on pods that states the slot index at which the pods of their Workload begin."""
+"""The pod annotation that states the slot index of the first pod in the pod's Workload."""
 _STAYS = "the job does not grow, because spec.podTemplate requires one topology domain for all of its pods"
 _NO_LABEL = "the job's label kueue.x-k8s.io/queue-name was removed, so the job does not request a different quota"
 
@@ -285,7 +285,7 @@ def plan_queue_actions(view: View) -> list[Action]:
 
 
 def _uses_more(view: View) -> bool:
-    """Whether pods of dropped slots may still run, and so use quota that the job no longer has."""
+    """Whether pods of dropped slots may still run and use quota that the job no longer has."""
     status, now = view.status, view.now
     running = [pod for pod in view.world.nodes() if may_run(pod, now)]
     granted = status.queue.pods if status.queue is not None else 0

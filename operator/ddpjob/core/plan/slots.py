@@ -5,7 +5,7 @@ slot, and the pod of slot 2 in attempt 5 is called `JOB-2-5`. The slots are the 
 missing pod is created, and a running pod that no slot names is deleted.
 
 No pod name is ever used twice. A replacement therefore need not wait for a deletion, and a name
-never leads to the address of a different pod. So attempts only grow, and a new slot starts above
+never resolves to the address of a different pod. So attempts only grow, and a new slot starts above
 the highest attempt of any dropped slot. An operator may also have died right after creating a pod,
 before the status shows it, so the attempts of all existing pods are skipped.
 
@@ -19,8 +19,8 @@ Example with 2 nodes:
 A new generation replaces the coordinator and every pod, because the spec, the token or the runtime
 has changed, or because the group cannot be repaired pod by pod (`begin_generation`).
 
-If a pod ends within QUICK of its creation, and waiting may help against the cause, the next pod
-backs off (`count_repetition`). The first time there is no wait, the second time it is
+If a pod ends within QUICK of being created, and waiting may help, the next pod backs off
+(`count_repetition`). The first time there is no wait, the second time it is
 `recovery.backoff.initialSeconds`, and then it doubles each time. A pod that lasts longer resets the
 count.
 
@@ -43,10 +43,10 @@ from ddpjob.core.view import View
 from ddpjob.core.world import PodView
 
 QUICK = timedelta(seconds=60)
-"""A pod that ends within this time after its creation is assumed to have made no progress."""
+"""A pod that ends within this time after being created is assumed to have made no progress."""
 ROOM = timedelta(seconds=8)
-"""Time to wait after a preempted pod's end before the next pod is created. kube-scheduler 1.36 does
-not reserve room for a gang that preempts other pods. It retries the gang within 10 s
+"""How long to wait after a preempted pod has ended before the next pod is created. kube-scheduler
+1.36 does not reserve room for a gang that preempts other pods. It retries the gang within 10 s
 (podMaxBackoffSeconds) of the attempt that preempted the pods, and the shutdown of these pods takes
 part of that time. A pod that is created sooner would take the room and be preempted again."""
 _REPEATING = frozenset(
@@ -55,19 +55,19 @@ _REPEATING = frozenset(
         *(Cause.NODE_FAULT, Cause.START_ERROR, Cause.PREFLIGHT_FAILED, Cause.NODE_LOST, Cause.WORKER_FAILED),
     }
 )
-"""Causes after which the next pod backs off if they repeat, because a delay may help. Other causes
+"""Causes that make the next pod back off when they repeat, because a delay may help. Other causes
 predict nothing about the next pod. NodeLost is included because a pod that tolerates every taint
 may be placed on a dead host repeatedly."""
 _PROGRAM = frozenset(
     {Cause.EXIT_CODE, Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED, Cause.INIT_FAILURE, Cause.WORKER_FAILED}
 )
-"""Causes that lie in the program. Every pod runs the same program, so a different pod may be the
+"""Causes that come from the program. Every pod runs the same program, so a different pod may be the
 first to end each time."""
 
 
 @dataclass(frozen=True)
 class Repeated:
-    """A cause, the number of times in a row it has occurred, and the end of the next back-off."""
+    """A cause, how many times in a row it has occurred, and the end of the next back-off."""
 
     reason: str = ""
     failures: int = 0
@@ -75,16 +75,16 @@ class Repeated:
 
 
 _MOST_FORMER_KEYS = 8
-"""Maximum number of replaced keys in the status. The oldest are forgotten."""
+"""Maximum number of replaced keys that the status keeps. The oldest are forgotten."""
 SUPPORTED_PROTOCOLS = frozenset({protocol.VERSION})
-"""The protocol versions of runtimes for which this operator can build pods, whichever release they
-come from."""
+"""The runtime protocol versions that this operator can build pods for, whichever release the
+runtime comes from."""
 
 
 def template_mark(view: View) -> str:
-    """Return a string that identifies everything that all pods of a generation have in common.
+    """Return a string that identifies everything that all pods in a generation have in common.
 
-    It contains the spec from which they are built, the key of their token, and the protocol version
+    It contains the spec that they are built from, the key of their token, and the protocol version
     of their runtime.
     """
     version = protocol_of(view.status) if view.status.runtime else protocol.VERSION
@@ -96,7 +96,7 @@ def _spec_and_key(view: View) -> str:
 
 
 def key_of(status: JobStatus) -> str:
-    """Return the mark of the key from which the job's token was made; empty for a new job."""
+    """Return the mark of the key that the job's token was made from; empty for a new job."""
     return status.template_hash.partition("-")[2].partition("-")[0]
 
 
@@ -130,7 +130,7 @@ def _former_keys(view: View) -> tuple[str, ...]:
 
 
 def protocol_of(status: JobStatus) -> int:
-    """Return the protocol version of the pods of the job's generation."""
+    """Return the protocol version that the pods in the job's generation use."""
     version = status.template_hash.rpartition("-")[2]
     return int(version) if version.isdecimal() else protocol.VERSION
 
@@ -146,7 +146,7 @@ def fits(view: View) -> bool:
 
 
 def can_replace(view: View) -> bool:
-    """Whether single pods of the current generation can be replaced.
+    """Whether single pods in the current generation can be replaced.
 
     A pod needs the same runtime as its peers. If the runtime's ConfigMap is gone and this operator
     has a different runtime, a new pod could not join them.
@@ -220,7 +220,7 @@ def resize(view: View) -> JobStatus:
 
 
 def keep_training(view: View) -> list[Slot] | None:
-    """Return the slots after a reduction of spec.spares, if pods in the last slots must be kept.
+    """Return the slots if spec.spares was reduced but pods in the last slots must be kept.
 
     A smaller spec.spares normally drops the last slots. If their pods train, idle slots lose their
     pods instead, and get no new pods until a later loss frees the last slots. Return None if no
@@ -267,10 +267,10 @@ def plan_next_coordinator(status: JobStatus) -> JobStatus:
 
 
 def count_repetition(view: View, before: Repeated, end: End, pod: PodView | None) -> Repeated:
-    """Return the count of similar ends after the end of `pod`, and the next pod's back-off.
+    """Return how many similar ends have occurred, including this one, and the next back-off.
 
-    The count rises if the pod ended quickly for the same cause, and a delay may help against this
-    cause. In all other cases it is reset. After a preemption, the next pod waits for ROOM instead.
+    The count rises if the pod ended quickly for the same cause, and a delay may help. In all other
+    cases it is reset. After a preemption, the next pod waits for ROOM instead.
     """
     if end.cause is Cause.PREEMPTED and view.world.serves_gangs:
         return Repeated(end.cause, 0, _whole(view.now + ROOM))
@@ -286,7 +286,8 @@ def count_repetition(view: View, before: Repeated, end: End, pod: PodView | None
 def count_in_a_row(view: View, cause: Cause) -> int:
     """Return how many times in a row pods of the job have ended quickly for the same cause.
 
-    The result is 0 for causes that do not lie in the program, because they differ from pod to pod.
+    The result is 0 for causes that do not come from the program, because they differ from pod to
+    pod.
     """
     if cause not in _PROGRAM:
         return 0

@@ -3,11 +3,11 @@
 The end is written once, by `fail` or `complete`. Later reconciles only perform the actions that are
 due (`wind_down`), and no longer change the conditions:
 
-1. Running nodes of a failed job are stopped by a message through the coordinator, because a pod
+1. A failed job's running nodes are stopped by a message sent through the coordinator, because a pod
    that exits on its own keeps its log. After STOP_SECONDS, or if no message can reach them, they
    are deleted.
-2. The coordinator's pod is deleted, and the other pods as runPolicy.cleanPodPolicy requires.
-   Sidecars that are still running are stopped.
+2. The coordinator's pod is deleted, and so are those other pods that runPolicy.cleanPodPolicy
+   selects. Sidecars that are still running are stopped.
 3. The quota and the PodGroup are released once no pod of the job can be running.
 4. After runPolicy.ttlSecondsAfterFinished, the job itself is deleted.
 
@@ -181,8 +181,8 @@ def wind_down(view: View) -> Decision:
 def _stop(view: View, training: list[PodView], *, overdue: bool) -> list[Action]:
     """Return the message that stops running nodes, or deletions if no message can reach them.
 
-    Nodes of a `command`, and nodes whose program has not started, cannot receive a message. Nodes
-    of a complete job exit on their own.
+    Nodes that run a `command`, and nodes whose program has not started, cannot receive a message.
+    Nodes of a complete job exit on their own.
     """
     reachable = view.job.spec.under_torchrun and view.coordinator is not None
     if overdue or not reachable:

@@ -129,7 +129,7 @@ def _has_run_long(status: JobStatus, now: datetime) -> bool:
 
 
 def _isolated(view: View) -> JobStatus:
-    """Set Isolated: whether pods of other jobs are kept out, as spec.network requests."""
+    """Set Isolated, which shows whether other jobs' pods are kept out, as spec.network requests."""
     status, spec, world = view.status, view.job.spec, view.world
     condition = partial(with_condition, status, ConditionType.ISOLATED, now=view.now)
 
@@ -209,8 +209,8 @@ def _ranks_ordered(view: View, training: int | None) -> JobStatus:
 COPIES_BEHIND, NO_COPIES = "CopiesBehind", "NoCopies"
 BEHIND_SECONDS = 600
 FIRST_COPY = timedelta(minutes=30)
-"""How long the group of a job with a bucket may run without reporting a copy of a checkpoint. After
-this time, CheckpointsCopied becomes false."""
+"""How long a group may run without reporting that a checkpoint has been copied to the job's bucket.
+After this time, CheckpointsCopied becomes false."""
 
 
 def _checkpoints_copied(view: View) -> JobStatus:

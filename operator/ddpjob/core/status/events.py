@@ -2,7 +2,7 @@
 
 Events are for people who watch a job. The status is the record, and events are derived from the
 difference between the old and the new status, so no event has to be remembered. There must be few
-of them, because Kubernetes drops events of a noisy object:
+of them, because Kubernetes drops events about a noisy object:
 
 - Each new restart has one event. If more than SINGLE_EVENTS restarts are alike, they share one
   event.
@@ -160,7 +160,7 @@ def _where(entry: Json) -> str:
 
 
 def _begun(old: JobStatus, new: JobStatus) -> str:
-    """Return the message of the Running event.
+    """Return the message for the Running event.
 
     After a restart, it describes the last break and the pause that followed.
     """

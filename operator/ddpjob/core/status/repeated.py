@@ -6,9 +6,9 @@ the two steps is repeated work. The last step is known if a node's memory has su
 `ddpjob_pod.snapshot_store` notes each step there. Otherwise the number of repeated steps is
 unknown. An unknown number is never shown as 0.
 
-A restart's number of repeated steps is recorded when the report of its own round arrives. If the
-group takes its first step earlier, the number is unknown until that report arrives. The time that
-the repetition takes is reported later, once the repetition is over.
+The number of steps that a restart repeats is recorded when the report on its own round arrives. If
+the group takes its first step earlier, the number is unknown until that report arrives. The time
+that the repetition takes is reported later, once the repetition is over.
 
 Example: the group has completed step 903 when a node is lost.
 
@@ -32,7 +32,7 @@ from ddpjob.core.status.messages import count
 from ddpjob.core.view import View, is_number
 
 UNKNOWN = "unknown"
-"""The source of the state with which a restart continued, if the script has not reported it."""
+"""Stands for the source of a restart's state if the script has not reported the source."""
 
 
 def count_repeats(view: View) -> JobStatus:
@@ -90,7 +90,7 @@ def _with_repeats(counts: Restarts, restart: Restart | None, start: dict[str, An
 
 
 def count_steps(start: Mapping[str, Any]) -> int | None:
-    """Return the number of steps that a round repeats, from the report of its start.
+    """Return the number of steps that a round repeats, based on the report about its start.
 
     The result is None if the number is unknown.
     """
@@ -147,7 +147,7 @@ def and_repeats(restart: Restart | None) -> str:
 
 
 def describe_repeats(source: str, steps: int | None) -> str:
-    """Describe how many steps were repeated, and from which source (protocol.SOURCES)."""
+    """Describe how many steps were repeated, and from what source (protocol.SOURCES)."""
     if source not in _SOURCES:
         return ""
     number = "an unknown number of steps" if steps is None else count(steps, "step")

@@ -10,8 +10,8 @@ explanation is shown (`judge_running`), in this order:
    continue
 5. the state of the rendezvous: backing off, finished, restarting, or forming
 
-A message stays the same until the state changes. A time that must survive a restart of the
-operator, such as the time of the last step, is part of the message and is read back from there.
+A message stays the same until the state changes. A time that must survive an operator restart, such
+as the time of the last step, is part of the message and is read back from there.
 
 Example of a start with 2 nodes:
 
@@ -163,7 +163,7 @@ UNREACHABLE_LONG = "failures of workers are neither counted nor shown for now"
 
 
 def _unreachable(view: View) -> str:
-    """Describe an unreachable coordinator, and the time since which it has been unreachable.
+    """Describe an unreachable coordinator, and say when it became unreachable.
 
     The condition's previous message contains this time.
     """
@@ -224,8 +224,8 @@ def _without_steps(view: View, overdue: Overdue, training: int) -> str:
 
 
 _SAME_STEP = timedelta(minutes=1)
-"""Two reported times that differ by less than this belong to the same step. They differ slightly,
-because the clocks of coordinator and operator are compared again for each report."""
+"""Two reported times that differ by less than this belong to the same step. They differ slightly
+because the clocks of the coordinator and the operator are compared again for each report."""
 _NO_STEP = "completed no step since"
 _LAST_STEP = re.compile(rf"{_NO_STEP} (\S+Z)")
 
@@ -306,5 +306,5 @@ def _missing(view: View) -> str:
 
 
 def reported_figures(view: View) -> Mapping[str, Any]:
-    """Return the progress in the report of the current generation's coordinator; empty if none."""
+    """Return the progress that the current generation's coordinator reports; empty if none."""
     return view.report.progress if view.report is not None else {}

@@ -5,8 +5,8 @@ have to remove them (`judge_scheduled`):
 
 1. a faulty podTemplate, an unusable claim, or a gang that the cluster does not serve
 2. an object that the API server rejects, with the field that it comes from
-3. a pod for which the scheduler finds no room, or that no scheduler has considered
-4. an old pod whose deletion the API server rejects
+3. a pod that the scheduler finds no room for, or that no scheduler has considered
+4. an old pod that the API server refuses to delete
 5. if there are no such obstacles, pods that are being placed, or that back off
 
 Example of a job with 2 nodes in a full cluster:
@@ -131,7 +131,7 @@ _OF_A_CONTAINER = re.compile(r"usage per (Container|Pod) is|request ratio per (C
 container."""
 _NO_CLASS = re.compile(r"no PriorityClass with name \S+ was found")
 """Matches messages about objects that name a missing PriorityClass. Running without a gang would
-not help against this."""
+not help."""
 _NO_BUDGET = (
     "is refused, so a drain may end several pods at once (to run without it, set scheduling.disruptionBudget to false)"
 )
