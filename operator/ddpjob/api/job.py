@@ -15,7 +15,7 @@ from ddpjob.api.merging import QUEUE, with_class
 GROUP, VERSION, KIND, PLURAL = "ddpjob.io", "v1alpha1", "DDPJob", "ddpjobs"
 API_VERSION = f"{GROUP}/{VERSION}"
 QUEUE_LABEL, PRIORITY_LABEL = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/priority-class"
-"""Names of the labels from which Kueue reads a job's LocalQueue and WorkloadPriorityClass."""
+"""Names of the labels that tell Kueue a job's LocalQueue and WorkloadPriorityClass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,19 +37,19 @@ class DDPJob:
     queue_priority: str = ""
     """Name of the job's WorkloadPriorityClass, from the job's label."""
     written: Json = field(default_factory=dict, compare=False, repr=False)
-    """The `spec` as it is written in the object, without the values of the class. Empty if the job
-    names no class."""
+    """The `spec` as it is written in the object, without the class's values. Empty if the job names
+    no class."""
     oversized: str = ""
-    """Path of the part of the spec that is too large, or an empty string. If a part is too large,
+    """Path to the part of the spec that is too large, or an empty string. If a part is too large,
     the spec is read without its large fields, and no pods are created from it."""
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> DDPJob:
         """Read a whole object with metadata, spec and status.
 
-        The `spec` of the result is the effective one. It includes the values of the class that the
-        status contains, and it is reduced to that class's limits. Raises KeyError or ValueError for
-        a malformed object.
+        The `spec` of the result is the effective one. It includes the values from the class in the
+        status, and it is reduced to that class's limits. Raises KeyError or ValueError for a
+        malformed object.
         """
         meta, spec = body["metadata"], body["spec"]
         too_large = oversized(spec)
@@ -75,11 +75,11 @@ class DDPJob:
         )
 
     def granted(self, status: JobStatus) -> DDPJob:
-        """Return the job with the size for which its queue has granted quota.
+        """Return the job with the size that its queue has granted quota for.
 
         The queue may grant quota for fewer pods than the spec asks for. An elastic job then has
-        fewer spares or, once it has none, fewer nodes. The number of nodes of any other job does
-        not grow until the queue grants more quota.
+        fewer spares or, once it has none, fewer nodes. Any other job gets no additional nodes until
+        the queue grants more quota.
         """
         if status.queue is None or status.queue.pods >= self.spec.pods:
             return self
@@ -100,8 +100,8 @@ class DDPJob:
     def checkpoint_folder(self) -> str:
         """Path of the job's own folder in its checkpoint volume. Empty for the volume's root.
 
-        In a volume that other jobs can use too, the folder has the name of the job.
-        docs/decisions/0027 explains why.
+        In a volume that other jobs can use too, the folder has the job's name. docs/decisions/0027
+        explains why.
         """
         volume = self.spec.storage.checkpoints
         if volume is None:
@@ -120,12 +120,12 @@ class DDPJob:
 
     @property
     def reference(self) -> Json:
-        """A reference by which other objects, such as events, identify the job."""
+        """The reference that other objects, such as events, use to identify the job."""
         return {"apiVersion": API_VERSION, "kind": KIND, "name": self.name, "uid": self.uid}
 
     @property
     def owner_reference(self) -> Json:
-        """The owner reference that objects of this job have in their metadata."""
+        """The owner reference in the metadata of this job's objects."""
         return {**self.reference, "controller": True, "blockOwnerDeletion": False}
 
 
@@ -140,12 +140,12 @@ def taken_class(spec: Mapping[str, Any], status: JobStatus) -> JobClass | None:
 
 
 def classed(spec: Mapping[str, Any], given: JobClass) -> Json:
-    """Return a spec, as written by the user, with the values of a class added."""
+    """Return a spec, as written by the user, with a class's values added."""
     return with_class(spec, given.spec, given.fixed)
 
 
 def _within(spec: JobSpec, limits: ClassLimits) -> JobSpec:
-    """Reduce the numbers of nodes and spares to the limit of the job's class.
+    """Reduce the numbers of nodes and spares to the limit set by the job's class.
 
     Without this, a user could scale a running job beyond the limit.
     """
@@ -161,7 +161,7 @@ def queue_labels(meta: Mapping[str, Any], taken: JobClass | None) -> tuple[str, 
     """Return the values of `queue` and `queue_priority` of a DDPJob.
 
     They come from the job's labels, and the queue can also come from the class. They are not read
-    together with the spec, because a change of a label does not change the generation.
+    together with the spec, because changing a label does not change the generation.
     """
     labels = meta.get("labels") or {}
     queue = labels.get(QUEUE_LABEL, "")

@@ -20,7 +20,8 @@ from ddpjob.api.submitted_code import split_code
 MOST_CLASSES = 100
 LARGEST_CLASS = 32 * 1024
 """Maximum size in bytes of a class, written as JSON. It is limited because the status of every job
-of the class contains a copy of it."""
+in the class contains a copy of it.
+"""
 _KEYS = ("namespaces", "spec", QUEUE, "fixed", "limits")
 _LIMITS = ("maxNodes", "maxGpusPerNode", "images")
 _SETTABLE = (*CLASS_FIELDS, QUEUE)
@@ -38,10 +39,11 @@ class Offer:
     """The class that a job would get if it started now, and reasons why it cannot have it."""
 
     job_class: JobClass | None = None
-    """The class that the job names. None if no such class exists, or if jobs of the job's namespace
-    may not use it."""
+    """The class that the job names. None if no such class exists, or if jobs in this job's
+    namespace may not use it.
+    """
     known: tuple[str, ...] = ()
-    """Names of all classes that jobs of this namespace may use."""
+    """Names of all classes that jobs in this namespace may use."""
     problems: tuple[str, ...] = ()
     """Reasons why the job cannot have the class. Each reason is a sentence with the faulty field
     and the remedy."""
@@ -49,7 +51,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class JobClasses:
-    """All classes of an operator, and the namespaces whose jobs may use them."""
+    """An operator's classes, and the namespaces whose jobs may use them."""
 
     classes: Mapping[str, JobClass] = field(default_factory=dict)
     namespaces: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -97,7 +99,7 @@ def begins(job: DDPJob) -> bool:
 
 
 def violations(job: DDPJob, given: JobClass) -> tuple[str, ...]:
-    """Return a sentence for each fault of the job under this class.
+    """Return a sentence for each of the job's faults under this class.
 
     A fault is a field that only the class may set, or a value above one of the class's limits.
     """

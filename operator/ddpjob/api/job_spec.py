@@ -48,7 +48,7 @@ class Placement(StrEnum):
 
 
 class WhenDeleted(StrEnum):
-    """What happens to the claim of a job when that job is deleted."""
+    """What happens to a job's claim when the job is deleted."""
 
     RETAIN = "Retain"
     DELETE = "Delete"
@@ -127,7 +127,7 @@ class ClaimTemplate:
 
 @dataclass(frozen=True, kw_only=True)
 class BucketVolume(Volume):
-    """A volume, or a bucket with its URL and the settings for access to its server."""
+    """A volume, or a bucket with its URL and the settings for accessing its server."""
 
     url: str | None = None
     endpoint: str | None = None
@@ -155,10 +155,10 @@ class CheckpointVolume(BucketVolume):
 
 @dataclass(frozen=True, kw_only=True)
 class DataVolume(BucketVolume):
-    """The volume of the training data.
+    """The volume for the training data.
 
     Instead of naming a volume in `claim_name`, `host_path` or `nfs`, the job can name a bucket. Its
-    pods then fetch the data into `cache`, a folder of their Kubernetes node. If `cache` is not set,
+    pods then fetch the data into `cache`, a folder on their Kubernetes node. If `cache` is not set,
     each pod fetches the data onto a disk of its own.
     """
 
@@ -224,7 +224,7 @@ class Storage:
 
     @property
     def url(self) -> str | None:
-        """URL of the bucket to which checkpoints are copied, as written in the spec.
+        """URL of the bucket that checkpoints are copied to, as written in the spec.
 
         None if they are not copied to a bucket.
         """
@@ -232,7 +232,7 @@ class Storage:
 
     @property
     def claim_template(self) -> ClaimTemplate | None:
-        """Template of the claim that the job creates, or None if the job creates no claim."""
+        """Template for the claim that the job creates, or None if the job creates no claim."""
         return self.checkpoints.claim_template if self.checkpoints else None
 
 
@@ -248,7 +248,7 @@ class Rendezvous:
 
     @property
     def pod_fields(self) -> Json:
-        """The fields of this object that the spec of the coordinator's own pod gets."""
+        """The fields of this object that are added to the spec of the coordinator's own pod."""
         fields: Json = {
             "nodeSelector": self.node_selector,
             "tolerations": list(self.tolerations),
@@ -272,7 +272,7 @@ class Rendezvous:
 
 @dataclass(frozen=True, kw_only=True)
 class Elastic:
-    """The smallest and the largest number of nodes with which an elastic job can run."""
+    """The smallest and the largest number of nodes that an elastic job can run with."""
 
     min_nodes: int
     max_nodes: int | None = None
@@ -280,10 +280,10 @@ class Elastic:
 
 @dataclass(frozen=True, kw_only=True)
 class Backoff:
-    """How long to wait before a restart if failures follow each other.
+    """How long to wait before a restart after consecutive failures.
 
-    There is no wait after the first failure. After the second one it is `initial` seconds, and it
-    doubles with every further failure until it reaches `maximum`.
+    There is no wait after the first failure. After the second one, the wait is `initial` seconds,
+    and it doubles with every further failure until it reaches `maximum`.
     """
 
     initial: Annotated[float, Field(alias="initialSeconds")]
@@ -343,8 +343,9 @@ class Scheduling:
     one_pod_per_node: bool
     topology_key: str
     same_topology: str | None = None
-    """Name of a label of Kubernetes nodes. All Kubernetes nodes that run the job's node pods must
-    have the same value of this label. If it is None, the values may differ."""
+    """Name of a Kubernetes node label. All Kubernetes nodes that run the job's node pods must have
+    the same value for this label. If it is None, the values may differ.
+    """
     disruption_budget: bool
     gang: bool | None = None
     """Whether the pods are scheduled as a gang. If it is None, this depends on whether the cluster
@@ -431,8 +432,9 @@ class JobSpec:
     run_policy: RunPolicy
     scheduling: Scheduling
     rank_order: tuple[str, ...] = ()
-    """Names of labels of Kubernetes nodes by which ranks are ordered, the label of the widest
-    domain first. If empty, ranks are in the order of the slots' indices."""
+    """Names of the Kubernetes node labels that ranks are ordered by, starting with the label of the
+    widest domain. If empty, ranks are in the order of the slots' indices.
+    """
     preflight: Preflight | None = None
     network: Network
     notify: Notify | None = None
@@ -463,12 +465,12 @@ class JobSpec:
 
     @property
     def min_nodes(self) -> int:
-        """The smallest number of nodes with which the job can train."""
+        """The smallest number of nodes that the job can train with."""
         return self.elastic.min_nodes if self.elastic else self.nodes
 
     @property
     def on_host_network(self) -> bool:
-        """Whether podTemplate puts the node pods on the network of their host.
+        """Whether podTemplate puts the node pods on their host's network.
 
         A NetworkPolicy has no effect on such pods.
         """
@@ -505,10 +507,10 @@ effect only in new pods.
 
 
 def _template_hash(spec: Mapping[str, Any], mode: str) -> str:
-    """Return a hash of the fields from which pods are made.
+    """Return a hash of the fields that pods are made from.
 
-    An upgrade of the CRD must not change the hash, because a new hash replaces all running pods.
-    The spec in the API server has the defaults of the cluster's CRD, which may be newer than this
+    Upgrading the CRD must not change the hash, because a new hash replaces all running pods. The
+    spec in the API server has the defaults from the cluster's CRD, which may be newer than this
     operator. Therefore fields with their default value are left out, and so are fields that this
     operator does not know.
     """
@@ -540,14 +542,14 @@ _SPEC = TypeAdapter(JobSpec)
 # --- size limits: the operator keeps every job in memory, and users choose how large their jobs are
 
 LARGEST_TEXT, MOST_VALUES = 256 * 1024, 5000
-"""Maximum number of characters in all names and strings of a spec, and maximum number of its values
-(mappings, lists, strings and numbers). The number of values has its own limit, because an empty
-mapping takes only 3 bytes in etcd but 72 bytes in the operator's memory."""
+"""Maximum total number of characters in a spec's names and strings, and maximum number of its
+values (mappings, lists, strings and numbers). The number of values has its own limit, because an
+empty mapping takes only 3 bytes in etcd but 72 bytes in the operator's memory."""
 _SMALL_TEXT, _SMALL_VALUES = 4096, 100
 
 
 def oversized(spec: Mapping[str, Any]) -> str:
-    """Return the path of the part of a spec that is too large.
+    """Return the path to the part of a spec that is too large.
 
     The path is empty if no part is too large.
     """

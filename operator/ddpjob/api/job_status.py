@@ -66,10 +66,9 @@ class ConditionType(StrEnum):
     can replace it.
     """
     CHECKPOINTS_COPIED = "CheckpointsCopied"
-    """The condition is absent until the copying of checkpoints to the bucket has fallen behind."""
+    """The condition is absent until copying checkpoints to the bucket has fallen behind."""
     SNAPSHOTS_HELD = "SnapshotsHeld"
-    """The condition is absent until the newest training states do not fit into the memory of a pod.
-    """
+    """The condition is absent until the newest training states do not fit into a pod's memory."""
     NOTIFIES = "Notifies"
     """Set only if the job's namespace may not use the receiver that spec.notify names."""
     CLASS_APPLIED = "ClassApplied"
@@ -134,8 +133,8 @@ _OMIT_EMPTY = Field(exclude_if=not_)
 """Omits a field that is None, empty or 0 when the status is written."""
 _OMIT_NONE = Field(exclude_if=lambda value: value is None)
 _MOST = 10**9
-"""Maximum of the numbers that are read from a status. The API server itself stores larger numbers.
-A count that has reached this maximum can therefore still be incremented and written."""
+"""The largest number that is read from a status. The API server itself stores larger numbers. A
+count that has reached this maximum can therefore still be incremented and written."""
 _Number = Annotated[int, Field(ge=0, le=_MOST)]
 _Seconds = Annotated[int, Field(ge=0, lt=2**53)]
 """A number of seconds that is summed over many devices. It is below 2**53, because every JSON
@@ -175,11 +174,11 @@ class Slot:
     state: SlotState = SlotState.PLANNED
     node: Annotated[str, _OMIT_EMPTY] = ""
     round: Annotated[_Number, _OMIT_EMPTY] = 0
-    """The job's round in which the pod was created. The pod took part in no earlier round."""
+    """The job's round in which the pod was created. The pod did not take part in any earlier round.
+    """
     reason: Annotated[str, _OMIT_EMPTY] = ""
     failures: Annotated[_Number, _OMIT_EMPTY] = 0
-    """Number of consecutive pods of this slot that ended soon after their start, all for
-    `reason`."""
+    """Number of consecutive pods in this slot that ended soon after starting, all for `reason`."""
     not_before: _OptionalTime = None
     lost_since: _OptionalTime = None
 
@@ -190,12 +189,12 @@ class RendezvousStatus:
     attempt: Annotated[_Number, _OMIT_EMPTY] = 0
     """Number of coordinators that this generation had before the current one."""
     failures: Annotated[_Number, _OMIT_EMPTY] = 0
-    """Number of consecutive coordinators that ended soon after they had started."""
+    """Number of consecutive coordinators that ended soon after starting."""
     not_before: _OptionalTime = None
     state: SlotState = SlotState.PLANNED
     endpoint: str = ""
     nodes: _Number = 0
-    """The number of nodes for which the slots were last planned."""
+    """The number of nodes that the slots were last planned for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,8 +254,8 @@ class QueueStatus:
     node: PodChanges = field(default_factory=PodChanges)
     coordinator: PodChanges = field(default_factory=PodChanges)
     more: Annotated[tuple[QuotaShare, ...], _OMIT_EMPTY] = ()
-    """Additional quota, in the order in which it was granted. Of the covered pods, those with the
-    highest indices use it. The last entry belongs to the very last pods.
+    """Additional quota, in the order in which it was granted. It is used by the covered pods with
+    the highest indices, and the last entry belongs to the very last pods.
     """
 
     @property
@@ -288,7 +287,7 @@ class ClassLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class JobClass:
-    """The values and restrictions that the platform team sets for jobs of a class."""
+    """The values and restrictions that the platform team sets for jobs in a class."""
 
     name: str
     mark: str
@@ -323,17 +322,18 @@ class Restart:
     """Seconds that the group spent on the repeated steps; None until it has repeated all of
     them."""
     continued_from: Annotated[str, _OMIT_EMPTY] = ""
-    """The source of the training state with which training continued: memory, storage, or scratch.
-    It is unknown if the script has not reported the source, and empty until the first step after
-    the restart.
+    """Where the training state came from when training continued: memory, storage, or scratch. It
+    is unknown if the script has not reported the source, and empty until the first step after the
+    restart.
     """
     round: Annotated[_Number, _OMIT_EMPTY] = 0
     """The round that began with this restart."""
     consequence: Annotated[bool, _OMIT_EMPTY] = False
     """Whether this failure was a consequence of another failure in the same round."""
     everywhere: Annotated[bool, _OMIT_EMPTY] = False
-    """Whether ranks of several pods failed with the same error in the round that broke. If the job
-    has only one pod, whether several ranks of that pod did."""
+    """Whether ranks in several pods failed with the same error in the round that broke. If the job
+    has only one pod, this is whether several ranks in that pod did.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -386,7 +386,7 @@ class AvoidedNode:
 
 @dataclass(frozen=True, kw_only=True)
 class Notification:
-    """One entry of `status.notifications`: the latest notification of its kind of event."""
+    """One entry of `status.notifications`: the latest notification for its kind of event."""
 
     event: NotifyEvent
     id: str
@@ -422,13 +422,13 @@ class JobStatus:
     active: Annotated[_Number, _below("nodes", "active")] = 0
     """Number of pods that exist and have not ended. Spares are not counted."""
     ready: Annotated[_Number, _below("nodes", "ready")] = 0
-    """Number of pods that currently train."""
+    """Number of pods that are currently training."""
     spare: Annotated[_Number, _below("nodes", "spare")] = 0
     """Number of spares that are ready to take over immediately."""
     slots: tuple[Slot, ...] = ()
     rank_order: Annotated[tuple[_Number, ...], _OMIT_EMPTY] = ()
-    """Indices of the slots that the last group's nodes have, in the order of their ranks. Empty if
-    the ranks are in the order of the indices.
+    """Slot indices of the last group's nodes, in rank order. Empty if rank order is the same as
+    index order.
     """
     highest_attempt: _Number = 0
     """The highest attempt that any slot has had so far."""
@@ -486,7 +486,7 @@ class JobStatus:
     def _wanted(self, spec: JobSpec) -> int:
         """Return the number of nodes that the job should have.
 
-        For a finished job, this is the number for which its slots were last planned. Later changes
+        For a finished job, this is the number that its slots were last planned for. Later changes
         to its spec are ignored.
         """
         return self.rendezvous.nodes if self.terminal and self.rendezvous.nodes else spec.nodes
@@ -551,8 +551,8 @@ class JobStatus:
 
 
 COMPACT_FROM = 100
-"""Number of slots from which on consecutive equal slots are written as one entry. Separate entries
-for 1,024 slots would take 100 KB in every write."""
+"""Minimum number of slots for which consecutive equal slots are written as one entry. Separate
+entries for 1,024 slots would take 100 KB in every write."""
 _MOST_SLOTS = 4096
 
 

@@ -38,14 +38,14 @@ _LIST_KEYS = {
 _KEYED = (*_LIST_KEYS, "tolerations")
 _HANDLED = ("livenessProbe", "readinessProbe", "startupProbe", "preStop", "postStart")
 _HANDLERS = {"exec", "httpGet", "tcpSocket", "grpc", "sleep"}
-"""The possible actions of a probe or a hook, of which each probe or hook has exactly one."""
+"""The possible actions of a probe or hook. Each probe or hook has exactly one of them."""
 _TERMS = ("requiredDuringSchedulingIgnoredDuringExecution", "preferredDuringSchedulingIgnoredDuringExecution")
 """Names of the lists of affinity terms. The terms of both templates are kept: required terms must
 all hold, and preferred terms all add their weights."""
 
 
 def with_class(own: Mapping[str, Any], given: Mapping[str, Any], fixed: Collection[str] = ()) -> Json:
-    """Return the spec of a job with the fields from the job's class added.
+    """Return a job's spec with the fields from its class added.
 
     If both set a field, the job's value is used, unless the class fixes the field. podTemplate and
     resources are merged. The lists env, imagePullSecrets and envFrom are joined. If two entries of

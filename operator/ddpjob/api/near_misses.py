@@ -54,7 +54,7 @@ _PLACES = {word: place for place, words in _OTHERS_WORDS.items() for word in wor
 
 
 def belongs(name: str) -> str:
-    """Suggest the field of this API for a name that other APIs use.
+    """Suggest this API's field for a name that other APIs use.
 
     The suggestion is empty if the name is not known from another API.
     """

@@ -21,8 +21,9 @@ CONVERTIBLE = ("PyTorchJob", "TrainJob")
 """Kinds of objects that `ddpjob convert` translates."""
 
 _NAME_LETTERS = "bcdfghjklmnpqrstvwxz2456789"
-"""The characters that the API server adds to generateName. There are no vowels among them, so that
-the added characters do not form words."""
+"""The characters that the API server adds to generateName. There are no vowels among them, so the
+added characters do not form words.
+"""
 
 
 MOST_LINES = 21
@@ -65,7 +66,7 @@ class ManifestError(ValueError):
 
 
 def validate(manifest: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> list[Problem]:
-    """Return the problems because of which the API server would reject a DDPJob.
+    """Return the problems for which the API server would reject a DDPJob.
 
     The list is empty if the DDPJob is valid. `old` is the existing DDPJob that an update would
     replace, or None if the DDPJob is new. Both objects may lack the CRD's defaults. The content of
@@ -83,7 +84,7 @@ def validate(manifest: Mapping[str, Any], old: Mapping[str, Any] | None = None) 
 
 
 def with_defaults(manifest: Mapping[str, Any]) -> Json:
-    """Return the manifest in the form in which the API server would store it.
+    """Return the manifest as the API server would store it.
 
     Defaults are filled in, and a name is made from generateName. A status in the manifest is
     dropped.

@@ -88,7 +88,7 @@ def object_schema() -> Json:
 
 
 def schema_of(path: str) -> Json:
-    """Return the schema of the field with this path, such as `spec.nodes`.
+    """Return the schema for the field with this path, such as `spec.nodes`.
 
     The result is cached, so callers must not modify it.
     """
@@ -107,7 +107,7 @@ def default_of(path: str) -> Any:
 
 
 def apply_defaults(value: Any, schema: Mapping[str, Any]) -> Any:
-    """Return a copy of `value` in the form in which the API server would store it.
+    """Return a copy of `value` as the API server would store it.
 
     Fields that are null are removed unless the schema allows null, missing fields get their
     defaults, and a number such as 2.0 in an integer field becomes 2.
@@ -219,7 +219,7 @@ a suggestion, which takes a millisecond."""
 
 
 def check_schema(manifest: Mapping[str, Any]) -> list[Problem]:
-    """Return the problems of a manifest that violates the schema, at most MOST_PROBLEMS of them.
+    """Return the schema violations in a manifest, at most MOST_PROBLEMS of them.
 
     The manifest must already have its defaults.
     """
@@ -381,7 +381,7 @@ def _duplicates(value: Any, schema: Mapping[str, Any], path: str) -> Iterator[Pr
 
 
 def list_key(schema: Mapping[str, Any], item: Any) -> tuple[str, ...] | None:
-    """Return the key of a list's item, for a list whose items have map keys.
+    """Return the key of an item in a list with map keys.
 
     Return None if the list has no map keys, or if the item lacks a part of its key.
     """

@@ -65,7 +65,7 @@ def _entries(template: Any, field: str) -> list[Json]:
 
 
 def _list(parent: Any, field: str) -> list[Json]:
-    """Return the objects in a list of a template.
+    """Return the objects in a template's list.
 
     Items that are not objects are ignored, and so is a value that is not a list, because users may
     write anything.

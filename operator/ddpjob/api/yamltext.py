@@ -186,7 +186,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    """Write a string of several lines as a literal block, so that people can review scripts.
+    """Write a multi-line string as a literal block, so that people can review scripts.
 
     PyYAML quotes strings that a literal block cannot hold. A string with line breaks other than
     newlines is quoted too, because kubectl and PyYAML read such line breaks differently.
@@ -199,7 +199,7 @@ _Dumper.add_representer(str, _represent_text)
 
 
 def write_document(value: Any) -> str:
-    """Write a value as YAML from which `read_documents`, kubectl and PyYAML read the same value."""
+    """Write a value as YAML that `read_documents`, kubectl and PyYAML all read the same way."""
     return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
@@ -235,7 +235,7 @@ def _characters(text: str, line: int) -> str:
 
 
 def read_documents(text: str) -> Iterator[Document]:
-    """Read a YAML stream, and yield its documents that are not empty.
+    """Read a YAML stream, and yield its nonempty documents.
 
     Raises YamlError.
     """

@@ -66,7 +66,7 @@ def reported_accuracy(status: JobStatus) -> float | None:
 
 
 def event_line(happened: TimedEvent) -> str:
-    """Return a line with the reason of an event and the first line of its message.
+    """Return a line with an event's reason and the first line of its message.
 
     A longer message may end with a remark in parentheses, such as "(counts against ...)". The
     remark is appended to the line.
@@ -136,7 +136,7 @@ class NewLines:
         also when the error finally fails the job.
         """
         trace = happened.event.message.splitlines()[1:]
-        # Tracebacks are compared by their last lines, which contain the place of the error and its
+        # Tracebacks are compared by their last lines, which contain the error's location and
         # message.
         known = tuple(line.partition(" (counts against")[0] for line in trace[-3:])
         if known in self._traces:

@@ -39,8 +39,8 @@ empty string, names are cut instead.
 _WAITING = ("Queued", "Pending", "Suspended")
 _NAME, _GAP = 16, 2
 _FIXED = 4
-"""Number of lines of the screen that do not show a job. They show the counts, the titles, the
-folded jobs and the keys.
+"""Number of screen lines that do not show a job. They show the counts, the titles, the folded jobs
+and the keys.
 """
 _HELP = "up/down move   Enter open   / find   e finished jobs   q quit"
 _FILTER_CHARACTERS = 40
@@ -124,8 +124,8 @@ class JobList:
 def in_order(bodies: Sequence[Json]) -> list[Json]:
     """Return the jobs in the order of the list.
 
-    Jobs that have pods come first, then waiting jobs, and finished jobs come last. In each of these
-    groups, the newest job comes first.
+    Jobs that have pods come first, then waiting jobs, and finished jobs come last. Within each
+    group, the newest job comes first.
     """
     newest = sorted(bodies, key=lambda body: str(body["metadata"].get("creationTimestamp")), reverse=True)
     return sorted(newest, key=lambda body: (phase(body) in ENDED, phase(body) in _WAITING))

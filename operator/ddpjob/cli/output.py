@@ -39,7 +39,7 @@ _STATE = re.compile(rf"(?<![^\s])({'|'.join(STATE_COLOURS)})(?![^\s])")
 def paint(line: str) -> str:
     """Colour the first state in a line.
 
-    Names of jobs are in lower case, so the first state is always that in the column STATE. click
+    Names of jobs are in lower case, so the first state is always the one in the STATE column. click
     removes the colour again if the output is not a terminal.
     """
     return _STATE.sub(lambda found: click.style(found[0], fg=STATE_COLOURS[found[0]]), line, count=1)

@@ -203,7 +203,7 @@ def root(ctx: click.Context, version: bool) -> None:
 
 
 def command_of_job(command: Callable[..., Any]) -> click.Command:
-    """Make a function a command of `ddpjob`, with the name of a job as its first argument."""
+    """Make a function a command of `ddpjob`, with a job's name as its first argument."""
     return root.command()(click.argument("job", shell_complete=complete_job, callback=bare)(command))
 
 

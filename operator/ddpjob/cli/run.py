@@ -40,7 +40,7 @@ class Ready:
 
 
 def ready(file: str, name: str | None, options: Options) -> Ready:
-    """Read the manifest of a job, and make all checks that do not need the job's folder.
+    """Read a job's manifest, and run all checks that do not need the job's folder.
 
     Raises BadInput if the job cannot run.
     """

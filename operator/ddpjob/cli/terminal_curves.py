@@ -25,7 +25,7 @@ from ddpjob.missing_package import INSTALL
 BLOCKS = " ▁▂▃▄▅▆▇█"
 WIDTH, HEIGHT = 72, 8
 _LOG_FROM = 20
-"""Ratio of the largest to the smallest loss above which the scale of a chart is logarithmic."""
+"""Ratio of the largest to the smallest loss above which a chart has a logarithmic scale."""
 CUT = f"the beginning is not shown because only the last {METRICS_BYTES >> 20} MiB of {METRICS} are read"
 
 
@@ -193,7 +193,7 @@ def _panel(title: str, runs: Sequence[Points], right: float) -> Iterator[str]:
 def _columns(points: Points, right: float) -> dict[int, float]:
     """Return the mean of the points in each column of the panel, by the number of the column.
 
-    Columns without points are left out. `right` is the position of the right end of the axis.
+    Columns without points are left out. `right` is the position at the right end of the axis.
     """
     found: dict[int, list[float]] = {}
     for position, value in points:
@@ -224,7 +224,7 @@ def draw(texts: Sequence[tuple[str, str]], output: Path, by: str | None = None) 
     with tempfile.TemporaryDirectory() as folder:
         places = []
         for job, text in texts:
-            # The plot uses the name of the folder as the label of the curve.
+            # The plot labels the curve with the folder's name.
             metrics = Path(folder) / job / METRICS
             metrics.parent.mkdir(parents=True)
             metrics.write_text(text, encoding="utf-8")

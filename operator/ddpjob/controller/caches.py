@@ -6,11 +6,11 @@ requests are made while nothing changes.
 
 - Views of objects are kept, not the objects themselves. A pod is kept as a `PodView`. Of services,
   ConfigMaps, policies and budgets, only the metadata is read. The cached spec of a finished job
-  lacks the parts from which pods are made. This limits the operator's memory, because users choose
+  lacks the parts that pods are made from. This limits the operator's memory, because users choose
   how large their objects are.
 - An object belongs to the job whose uid is in its labels or owner references. Names do not count,
-  because a job that was deleted and recreated with the same name does not own objects of its
-  predecessor.
+  because a job that was deleted and recreated with the same name does not own its predecessor's
+  objects.
 - A change wakes the job that it concerns. The wake-up is urgent if a user has changed the job, if a
   pod has ended, is about to end or is gone, or if Kueue has changed a Workload. The operator's own
   writes do not wake jobs (`_writing`), since otherwise each status write would cause the next
@@ -67,8 +67,8 @@ Wake = Callable[[JobKey, bool], None]
 """Called with the key of a job that should be reconciled, and whether this is urgent."""
 
 DEPARTED_FOR = 30.0
-"""Number of seconds for which the last state of a deleted pod is kept. A reconcile that comes later
-may need that state to find out why the pod ended."""
+"""How long the last state of a deleted pod is kept, in seconds. A reconcile that comes later may
+need that state to find out why the pod ended."""
 MOST_REFERENCES = 2000
 """Maximum number of owner references that are read from one object. An object that many jobs share
 can have about a thousand owners."""
@@ -103,7 +103,7 @@ def watches(namespaces: int) -> int:
 
 
 def collection(kind: str, namespace: str) -> str:
-    """Return the URL path of all objects of a kind in a namespace.
+    """Return the URL path for all objects of a kind in a namespace.
 
     With an empty namespace, the path covers the objects in all namespaces.
     """
@@ -126,7 +126,7 @@ class Owned:
     owner_uids: frozenset[str] = frozenset()
     """UIDs of all owners, including those that are not jobs."""
     leaving: bool = False
-    """Whether the deletion of the object has been requested."""
+    """Whether the object's deletion has been requested."""
 
 
 @dataclass(frozen=True)
@@ -160,15 +160,16 @@ class Caches:
     ) -> None:
         self._on_job = on_job
         self.restored = asyncio.Event()
-        """Set when the jobs' resource versions have moved backwards, as after a restore of etcd.
-        kopf's watch receives no events in this case."""
+        """Set when the jobs' resource versions have moved backwards, as happens when etcd is
+        restored from a backup. kopf's watch receives no events in this case."""
         self._wake, self._own_write = wake, False
         self.namespaces = tuple(filter(keep, namespaces)) if namespaces else ("",)
         self._pods: dict[tuple[str, str], dict[str, PodView]] = {}
         """Pods by namespace and job uid, and then by the pod's name."""
         self._departed: dict[tuple[str, str], dict[str, tuple[float, PodView]]] = {}
-        """Deleted pods by namespace and job uid, and then by the pod's name. With each pod is the
-        time at which it disappeared, in monotonic seconds."""
+        """Deleted pods by namespace and job uid, and then by the pod's name. Each pod is stored
+        with the time at which it disappeared, in monotonic seconds.
+        """
         self._departures = deque[tuple[float, tuple[str, str], str]]()
         """The entries of `_departed` in the order in which they were added, each as its time, its
         namespace and job uid, and the pod's name."""
@@ -251,7 +252,7 @@ class Caches:
         return [job for job in self._jobs_of(namespace).views() if job.namespace == namespace]
 
     def others_wait(self, job: DDPJob) -> bool:
-        """Whether a job other than this one waits for room in the cluster.
+        """Whether a job other than this one is waiting for room in the cluster.
 
         The other jobs are searched only if this job itself is not fully scheduled. Otherwise the
         result is False.
@@ -329,7 +330,7 @@ class Caches:
     # --- what the operator writes or reads itself
 
     def take(self, kind: str, body: Json) -> None:
-        """Put an object from a response of the API server into the cache.
+        """Put an object from an API server response into the cache.
 
         This does not wake the job, because the operator already knows the object.
         """
@@ -337,7 +338,7 @@ class Caches:
             self._of(kind, body["metadata"]["namespace"]).take(body)
 
     def take_job(self, job: DDPJob) -> DDPJob:
-        """Put a job, in the form in which the API server has stored it, into the cache.
+        """Put a job into the cache as the API server has stored it.
 
         Return the job as it is cached, even if the cache already has a later version.
         """
@@ -447,9 +448,9 @@ class Caches:
 
 
 def _kept(job: DDPJob) -> DDPJob:
-    """Return the job in the form in which it is cached.
+    """Return the job in its cached form.
 
-    A finished job creates no pods, so its cached spec lacks the fields from which pods are made.
+    A finished job creates no pods, so its cached spec lacks the fields that pods are made from.
     """
     if not job.status.terminal:
         return job
@@ -509,6 +510,6 @@ def _read_owned(body: Json) -> Owned:
 def _end(pod: PodView) -> tuple[object, ...]:
     """Return the parts of a pod that show whether it has ended or is about to end.
 
-    A change of these parts is urgent.
+    A change to these parts is urgent.
     """
     return pod.ended, pod.deleted_at, pod.disruption

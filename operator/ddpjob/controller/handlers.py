@@ -47,7 +47,7 @@ class Patience:
 
 
 def build_registry(seen: Seen) -> kopf.OperatorRegistry:
-    """Return kopf's registry with the handlers for signing in and for events of jobs.
+    """Return kopf's registry with the handlers for signing in and for job events.
 
     `seen` is called for each event.
     """
@@ -79,7 +79,7 @@ class NoDifferences(kopf.DiffBaseStorage):
 
 
 def kopf_settings(settings: Settings) -> kopf.OperatorSettings:
-    """Return the settings with which kopf runs.
+    """Return the settings that kopf runs with.
 
     Lists are read in pages, and a watch notices if the API server no longer responds.
     """

@@ -26,8 +26,8 @@ to read them."""
 class HostWatch(Informer[HostView]):
     """Keeps a `HostView` of every Kubernetes node.
 
-    `on_hosts(hosts, changed)` is called when at least one view has changed. A heartbeat of a
-    Kubernetes node does not change its view. `hosts` is None before the first list, and also if the
+    `on_hosts(hosts, changed)` is called when at least one view has changed. A Kubernetes node's
+    heartbeat does not change its view. `hosts` is None before the first list, and also if the
     operator is not permitted to list Kubernetes nodes.
     """
 
@@ -63,7 +63,7 @@ class HostWatch(Informer[HostView]):
     def gone(self, name: str) -> None:
         """Record that the API server has no Kubernetes node with this name.
 
-        This is called for the Kubernetes node of a pod, even if the watch has never shown it.
+        This is called for a pod's Kubernetes node, even if the watch has never shown it.
         """
         if self.hosts is not None and name not in self.hosts:
             self.hosts = {**self.hosts, name: HostView(name=name, ready=False, since=None, out_of_service=False)}
@@ -85,7 +85,7 @@ class HostWatch(Informer[HostView]):
                 " the operator get, list and watch on nodes with a ClusterRole",
                 error,
             )
-        # There is no list to wait for without the permission.
+        # Without the permission, there is no list to wait for.
         self.listed.set()
         if self.hosts is not None:
             self.hosts = None

@@ -55,7 +55,7 @@ RETRY = 1.0
 
 
 class JobCache(Cache[DDPJob]):
-    """Caches the jobs of one namespace, or of all namespaces.
+    """Caches the jobs in one namespace, or in all namespaces.
 
     `seen` must be called for each event from kopf's watch.
     """

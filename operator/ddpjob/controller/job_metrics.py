@@ -39,8 +39,8 @@ MOST_PAYERS = 1000
 """Maximum number of pairs of namespace and queue whose GPU seconds have their own series. The GPU
 seconds of all later pairs are summed under OTHER."""
 OTHER = "Other"
-"""The label value for every reason that is not known. If reasons were used as they are, anybody who
-can write a job's status could create any number of series."""
+"""The label value for every unknown reason. If reasons were used as they are, anybody who can write
+a job's status could create any number of series."""
 FAILURES = frozenset(
     {
         *("RestartBudgetSpent", "RuleFailed", "InitFailure", "ConfigurationError", "ProgramError"),
@@ -134,14 +134,14 @@ class _Account:
 class JobAccounts:
     """The accounts of all jobs while this replica is the leader of a shard.
 
-    `changed` must be called for every change of a job in the cache.
+    `changed` must be called for every change to a job in the cache.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._accounts: dict[JobKey, _Account] = {}
         self._ours: set[JobKey] = set()
-        """Jobs on which this operator acts. Only these jobs are counted here, because other
+        """Jobs that this operator acts on. Only these jobs are counted here, because other
         operators count the others."""
 
     def acts_on(self, key: JobKey, *, acts: bool) -> None:
@@ -180,7 +180,7 @@ class JobAccounts:
             _count_gpu_seconds(before, after)
 
     def jobs(self) -> list[_Account]:
-        """Return the accounts of the jobs on which this operator acts.
+        """Return the accounts of the jobs that this operator acts on.
 
         This method can be called from any thread.
         """
@@ -257,8 +257,8 @@ def _count_restarts(old: JobStatus, new: JobStatus, account: _Account) -> None:
         reason = _known_cause(restart)
         if number < fresh:
             RESTARTS.labels(reason, str(restart.counted).lower()).inc()
-        # The loss of a coordinator in Fast mode begins no round, because training continues. Such a
-        # restart has no recovery time to observe.
+        # Losing a coordinator in Fast mode does not begin a round, because training continues. Such
+        # a restart has no recovery time to observe.
         before = known.get(_identity(restart))
         timed = restart.seconds is not None and (number < fresh or (before is not None and before.seconds is None))
         if timed and restart.round and restart.reason not in PLANNED:
@@ -383,9 +383,9 @@ _OF_METRICS = {
 
 
 class JobSeries(Collector):
-    """The series that belong to single jobs, computed from the jobs' current state at each scrape.
+    """The series of individual jobs, computed from the jobs' current state at each scrape.
 
-    A deleted job therefore has no series any longer.
+    A deleted job therefore no longer has any series.
     """
 
     def __init__(self) -> None:
@@ -425,8 +425,8 @@ class JobSeries(Collector):
             terms = list(self._terms)
         found = [(account, *account.at(term.now())) for term in terms for account in term.jobs()]
         found.sort(key=lambda each: (each[0].job.status.terminal, each[0].job.namespace, each[0].job.name))
-        # The first jobs of all namespaces come before the second ones, and so on. One namespace
-        # with many jobs therefore cannot displace the series of all others.
+        # The first job of every namespace comes before the second job of any namespace, and so on.
+        # One namespace with many jobs therefore cannot displace the series of all others.
         turns = defaultdict[tuple[bool, str], Iterator[int]](itertools.count)
         found.sort(key=lambda each: (ended := each[0].job.status.terminal, next(turns[ended, each[0].job.namespace])))
         families = _make_families()

@@ -78,21 +78,24 @@ REPORT_RETRY = 1.0
 """Delay in seconds before a job is reconciled again if the coordinator has not yet answered the
 first request for its report. If the report arrives earlier, it wakes the job at once."""
 CREATIONS = 16
-"""Maximum number of objects that the operator creates at the same time, for all jobs together. Up
-to the same number of slow creations can run in addition (see `Turns`). The limit keeps a burst of
+"""Maximum number of objects that the operator creates at the same time, for all jobs together. In
+addition, up to the same number of slow requests can run (see `Turns`). The limit keeps a burst of
 new jobs from monopolizing the API server."""
 LONGEST_PAUSE = 60.0
 """Maximum delay in seconds before a request that the API server has refused is sent again."""
 _DELETION, _LABEL, _CHANGE = "deletion", "label", "change"
 FOUND_FOR = 30.0
-"""Time in seconds for which an object that was created or found is assumed to exist, although no
-watch shows it."""
+"""How long an object that was created or found is assumed to exist, in seconds, although no watch
+shows it.
+"""
 LOOK_AGAIN = 5.0
-"""Time in seconds for which the operator relies on its last reading of a Kubernetes node that seems
-lost, before it reads that Kubernetes node again."""
+"""How long the operator relies on its last reading of a Kubernetes node that seems lost, in
+seconds, before it reads that Kubernetes node again.
+"""
 _MOST_CHECKED = 5000
-"""Maximum number of runtime ConfigMaps whose check is remembered. Each namespace with jobs has one
-or two of them, but users can delete them at any time, and the operator then creates new ones."""
+"""Maximum number of runtime ConfigMaps for which the result of the check is remembered. Each
+namespace with jobs has one or two of them, but users can delete them at any time, and the operator
+then creates new ones."""
 LARGE_TEMPLATE = 16 * 1024, 300
 """Limits on the number of characters and the number of values in a podTemplate. If one limit is
 exceeded, the podTemplate is searched for faults in a thread, so that the search does not block the
@@ -119,7 +122,7 @@ class _Pause:
         """Return whether the refused request still has to wait.
 
         The wait ends early if a user has changed the job, or if fewer of the job's pods are alive
-        than at the refusal, because their end may have made room.
+        than when the request was refused, because the pods that have ended may have made room.
         """
         return now < self.until and generation == self.generation and living >= self.living
 
@@ -169,25 +172,27 @@ class KubernetesCluster:
         because a write by this operator got no response. These jobs are read again before the next
         reconcile."""
         self._pauses: dict[JobKey, tuple[str, dict[str | tuple[str, str], _Pause]]] = {}
-        """The uid and the pauses of each job. If a creation was refused, the pause is stored under
-        the object's kind and role. If a change to an existing object was refused, the pause is
-        stored under that object's uid and the kind of change."""
+        """The uid and the pauses of each job. If creating an object was refused, the pause is
+        stored under the object's kind and role. If changing an existing object was refused, the
+        pause is stored under that object's uid and the kind of change."""
         self._tokens: dict[JobKey, str] = {}
         """The name of each job's token Secret, if that Secret is known to exist."""
         self._found: dict[JobKey, dict[tuple[str, str, str], float]] = {}
-        """The objects of each job that exist although no watch shows them, by the job's uid, the
-        object's kind and its name. The value is the time (in monotonic seconds) until which the
-        object is assumed to exist."""
+        """Each job's objects that are assumed to exist although no watch shows them, by the job's
+        uid, the object's kind and its name. The value is the time (in monotonic seconds) when this
+        assumption expires."""
         self._faults: dict[JobKey, tuple[tuple[str, str], tuple[str, ...]]] = {}
         """The faults found in each job's podTemplate, together with the job's uid and the hash of
         the template that was searched."""
         self._looked: dict[str, float] = {}
-        """The time at which each Kubernetes node that seems lost was last read, by its name."""
+        """The time at which each Kubernetes node that seems lost was last read, by the Kubernetes
+        node's name.
+        """
         self._checked: dict[str, bool] = {}
         """Whether each runtime ConfigMap has the right content, by the ConfigMap's uid. The result
         stays valid, because a runtime ConfigMap is immutable."""
         self._shared: dict[tuple[str, str], _Shared] = {}
-        """Shared ConfigMaps to which owners are currently being added, by namespace and name."""
+        """Shared ConfigMaps that owners are currently being added to, by namespace and name."""
 
     # --- reading
 
@@ -414,9 +419,9 @@ class KubernetesCluster:
         body = make_object(API_VERSION, KIND, meta, status=status)
         key, stored = JobKey(job.namespace, job.name), JobStatus.read(status)
         # The write succeeds only if the stored object still has the resource version of `job`. The
-        # spec can have 1.5 MB, so the response normally contains only metadata. The full object is
-        # requested if the class in the status has changed, because the class changes the meaning of
-        # the spec.
+        # spec can be as large as 1.5 MB, so the response normally contains only metadata. The full
+        # object is requested if the class in the status has changed, because the class changes the
+        # meaning of the spec.
         same_spec = stored.job_class == job.status.job_class
         accept = METADATA if same_spec else JSON
         self._unsure.add(key)
@@ -450,7 +455,7 @@ class KubernetesCluster:
     ) -> Json:
         """Send a change, and treat errors of admission webhooks in a special way.
 
-        All other errors are those of `Rest.request`.
+        All other errors are the same as those of `Rest.request`.
 
         If an admission webhook fails or cannot be called, ApiError is raised instead of
         Unavailable. Such a failure may last long, and it must not hold up the job's other work. Any
@@ -494,8 +499,8 @@ class KubernetesCluster:
                 async with self.creating.turn(job.namespace):
                     await self._create(job, manifest)
         except (Refused, NameTaken) as refusal:
-            # Creations that are refused at the same time all extend the same previous pause, so
-            # they count as one refusal.
+            # If several creation requests are refused at the same time, they all extend the same
+            # previous pause, so they count as one refusal.
             pauses[what] = self._pause(job, refusal, before)
             raise
         pauses.pop(what, None)
@@ -616,7 +621,8 @@ class KubernetesCluster:
             return  # `_share` decides whether the ConfigMap can be used.
         labels = found["metadata"].get("labels", {})
         if manifest["kind"] == "PersistentVolumeClaim" and labels.get(LABEL_UID) == job.uid:
-            # The claim may have no owner reference, so its label with the job's UID is sufficient.
+            # The claim has no owner reference if it is meant to outlive the job, so the label with
+            # the job's UID is enough to show that the claim belongs to this job.
             return
         owners = found["metadata"].get("ownerReferences", ())
         if any(o["kind"] == KIND and o["name"] == job.name for o in owners):
@@ -634,9 +640,9 @@ class KubernetesCluster:
         )
 
     async def _share_in_turn(self, job: DDPJob, manifest: Json) -> None:
-        """Create a ConfigMap that all jobs of a namespace share, with this job as an owner.
+        """Create a ConfigMap that all jobs in a namespace share, with this job as an owner.
 
-        Concurrent writes of several jobs would conflict, so the jobs take turns. The first job adds
+        Concurrent writes by several jobs would conflict, so the jobs take turns. The first job adds
         all waiting jobs as owners.
         """
         key = job.namespace, manifest["metadata"]["name"]
@@ -660,7 +666,7 @@ class KubernetesCluster:
     async def _become_owner(self, job: DDPJob, waiting: Mapping[str, Json]) -> Json:
         """Make the job an owner of the empty ConfigMap that owns the runtime ConfigMap.
 
-        All jobs of the namespace that use the runtime own this empty ConfigMap. Return an owner
+        All jobs in the namespace that use the runtime own this empty ConfigMap. Return an owner
         reference to it.
         """
         name = runtime_jobs_name(runtime_name())
@@ -712,7 +718,7 @@ class KubernetesCluster:
     def _next_owners(self, job: DDPJob, found: Owned | None) -> dict[str, Json]:
         """Return owner references of other jobs in the namespace that will use the same runtime.
 
-        Adding them now replaces one write per job by a single write.
+        Adding them now replaces one write per job with a single write.
         """
         name, jobs = runtime_name(), self.caches.jobs_in(job.namespace)
         known = found.job_uids if found is not None else frozenset[str]()
@@ -774,7 +780,7 @@ class KubernetesCluster:
         return host is None or not host.ready
 
     async def delete(self, job: DDPJob, kind: str, name: str, uid: str) -> None:
-        """Delete an object of the job, and record an event if the API server refuses the deletion.
+        """Delete one of the job's objects; record an event if the API server refuses.
 
         No condition in the job's status shows that the object still exists, so the event reports
         it.
@@ -790,7 +796,8 @@ class KubernetesCluster:
             event = Event(True, DELETION_REFUSED, event_text(text, "retried within a minute"), once=True)
             await self.record(job, event)
         elif kind != KIND and answer is not None and answer.get("kind") == kind:
-            # A finalizer, or a pod of the gang that still runs, keeps the object in existence.
+            # The object still exists, because it has a finalizer or because one of the gang's pods
+            # is still running.
             self.caches.take(served, answer)
         elif kind != KIND:
             self.caches.forget(served, job.namespace, name)
@@ -841,7 +848,7 @@ class KubernetesCluster:
     async def _try_to_delete(
         self, job: DDPJob, kind: str, of: str, name: str, uid: str, options: Json
     ) -> tuple[Json | None, ApiError | None]:
-        """Send a deletion, and return the response and the error if the API server refuses.
+        """Try to delete an object; return the response, and the error if the API server refuses.
 
         The response is None if the object is already gone or if a different object has its name.
         After each refusal, the wait before the next attempt is longer.

@@ -78,8 +78,8 @@ def _is_of_jobs(response: Any) -> bool:
 class _Requests:
     """Changes kopf's requests for jobs so that they ask only for metadata.
 
-    The request of a watch must not ask for the type of a list, because the API server would then
-    end the watch at the first event.
+    A watch request must not ask for a list type, because the API server would then end the watch at
+    the first event.
     """
 
     def __init__(self) -> None:

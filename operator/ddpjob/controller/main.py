@@ -98,8 +98,8 @@ class Leader:
     def _rank(self, key: JobKey) -> int:
         """Return the priority of a job in the work queue, where the lowest number comes first.
 
-        Finished jobs come last. In a job's first reconcile of a term, a running job whose pods all
-        exist comes after jobs that do not run or lack pods.
+        Finished jobs come last. A running job whose pods all exist comes after jobs that are not
+        running or lack pods, until it has been reconciled once in this term.
         """
         job = self.caches.job(key)
         if job is None:
@@ -145,7 +145,7 @@ class Leader:
                 return pause
             return await reconcile(self.cluster, key, outcome=outcomes.append)
         except asyncio.CancelledError:
-            # The term has ended during the reconcile. This is not an error, because another replica
+            # The term ended during the reconcile. This is not an error, because another replica
             # will reconcile the job.
             outcomes.append("left")
             raise
@@ -165,7 +165,7 @@ class Leader:
         return 0.0 if ours else OTHERS_SECONDS
 
     async def _is_ours(self, key: JobKey) -> bool:
-        """Whether this operator acts in the job's namespace, so that no other operator does."""
+        """Whether this operator acts in the job's namespace, so no other operator does."""
         try:
             return self.claims is None or await self.claims.mine(key.namespace)
         except Unavailable as error:

@@ -1,9 +1,9 @@
 """Claims namespaces, so that only the first of two operators acts on the jobs of a namespace.
 
 Without claims, each operator would mistake the other's key for a change to its own key, and would
-therefore restart jobs. Helm prevents most installations in which two operators watch a namespace,
-but not all of them. Two operators without permission for Leases restart each job once
-(`slots.is_superseded`).
+therefore restart jobs. Helm prevents most installations that would make two operators watch the
+same namespace, but not all of them. Two operators without permission for Leases restart each job
+once (`slots.is_superseded`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ddpjob.engine.ports import Unavailable
 log = logging.getLogger("ddpjob.claims")
 
 CLAIM_NAME = "ddpjob-jobs"
-"""Name of the Lease by which an operator claims a namespace. Each namespace with jobs contains
+"""Name of the Lease that an operator uses to claim a namespace. Each namespace with jobs contains
 one."""
 CLAIM_SECONDS, RENEW_SECONDS, RETRY_SECONDS = 600, 200, 10
 
@@ -36,7 +36,7 @@ class _Claim(Lease):
 
 
 class _Namespace:
-    """What this replica knows about the claim of one namespace.
+    """What this replica knows about the claim on one namespace.
 
     `due` is the time at which the claim must be requested again, and `renewed` the time at which it
     was last renewed. Both are in monotonic seconds.
@@ -76,10 +76,7 @@ class NamespaceClaims:
         return known.mine
 
     def is_sole(self, name: str) -> bool:
-        """Whether this release holds the Lease of the namespace.
-
-        No other operator acts there then.
-        """
+        """Whether this release holds the namespace's Lease, so no other operator acts there."""
         known = self._namespaces.get(name)
         return known is not None and known.mine and not known.refused
 

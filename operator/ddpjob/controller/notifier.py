@@ -1,7 +1,7 @@
 """Posts notifications to receivers: webhooks that the platform team has named, with URLs in files.
 
-A job only names a receiver, so people who create jobs cannot choose the address to which the
-operator sends. Each receiver has its own workers, so a receiver that hangs does not delay the other
+A job only names a receiver, so people who create jobs cannot choose the address that the operator
+sends to. Each receiver has its own workers, so a receiver that hangs does not delay the other
 receivers. The namespaces that use the same receiver share its workers.
 """
 
@@ -67,7 +67,7 @@ class Receivers:
     """URL of a web page about a job. It contains the placeholders {namespace} and {job}."""
 
     def usable_in(self, namespace: str) -> frozenset[str]:
-        """Return the names of the receivers that the jobs of a namespace may use."""
+        """Return the names of the receivers that the jobs in a namespace may use."""
         return frozenset(n for n, allowed in self.namespaces.items() if {namespace, EVERYBODY} & set(allowed))
 
     def url(self, name: str) -> str:

@@ -69,14 +69,13 @@ BUILD_INFO.labels(installed_version(), platform.python_version()).set(1)
 # --- the event loop ---------------------------------------------------------------------------------------------
 
 TURNS_SECONDS = 60.0
-"""Minimum number of seconds for which the duration of a turn is remembered. The maximum is twice as
-long."""
+"""Minimum number of seconds that a turn's duration is remembered. The maximum is twice as long."""
 
 
 class TurnMeter(selectors.DefaultSelector):
     """The selector of an event loop, which also measures the loop's turns.
 
-    A turn is the time that the loop spends between two calls of the selector.
+    A turn is the time that the loop spends between two calls to the selector.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -85,8 +84,9 @@ class TurnMeter(selectors.DefaultSelector):
         self._began: float | None = None
         """The time at which the current turn began. None while the loop waits for events."""
         self._kept = 0, 0.0, 0.0
-        """The number of the current period of TURNS_SECONDS, the longest turn of this period, and
-        the longest turn of the period before it."""
+        """The number of the current period of TURNS_SECONDS, the longest turn in this period, and
+        the longest turn in the period before it.
+        """
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """Wait for events.
@@ -125,10 +125,9 @@ CONNECTIONS = 16
 """Maximum number of clients that are served at the same time. The number is limited because anybody
 in the network can connect. Further clients are refused."""
 PATIENCE = 10.0
-"""Maximum time in seconds for which a connected client may be silent."""
+"""Maximum time in seconds that a connected client may be silent."""
 FRESH_SECONDS = 0.5
-"""Minimum time in seconds for which the text of the metrics is reused after it has been
-rendered."""
+"""Minimum time in seconds that the rendered text of the metrics is reused."""
 SHARE = 0.1
 """Maximum share of one CPU's time that is spent on rendering metrics. Rendering takes long if there
 are many jobs, and the text is then reused for longer."""
@@ -146,10 +145,7 @@ class Page:
         self._text, self._until = b"", 0.0
 
     def text(self) -> bytes:
-        """Return the text of all metrics.
-
-        An exception that a collector raises is passed on.
-        """
+        """Return the text of all metrics. An exception raised by a collector is passed on."""
         with self._lock:
             if time.monotonic() >= self._until:
                 began = time.thread_time()
@@ -203,7 +199,7 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore errors of a connection, such as a client that disconnects or stays silent."""
+        """Ignore connection errors, such as a client that disconnects or stays silent."""
 
 
 class _Handler(WSGIRequestHandler):

@@ -54,7 +54,7 @@ a while. This is the waiting time in seconds for each Lease that the replica hol
 
 
 def shard_of(namespace: str, count: int) -> int:
-    """Return the number of the shard to which a namespace belongs, from 0 to `count` - 1.
+    """Return the number of the shard that a namespace belongs to, from 0 to `count` - 1.
 
     All replicas and all releases of the operator compute the same number.
     """
@@ -91,11 +91,11 @@ class Shards:
         return theirs >= self.held + 2 and time.monotonic() - self._asked >= LEASE_SECONDS
 
     def has_asked(self) -> None:
-        """Record that this replica has asked for a shard, so that it does not soon ask again."""
+        """Record that this replica has asked for a shard, so it does not soon ask again."""
         self._asked = time.monotonic()
 
     async def another_number_is_held(self) -> bool:
-        """Whether a different replica holds a Lease that belongs to a different number of shards.
+        """Whether a different replica holds a Lease for a different number of shards.
 
         This happens while an upgrade changes the number of shards. Raises the same errors as
         `Rest.request`.
@@ -138,7 +138,7 @@ class ShardLease(Lease):
         return self.held
 
     async def _is_alone(self) -> bool:
-        """Return whether no Lease of a different number of shards is held.
+        """Return whether no Lease for a different number of shards is held.
 
         If such a Lease is held, release this Lease and wait a moment. Two replicas that are
         configured with different numbers of shards can take their Leases at the same time. Each of

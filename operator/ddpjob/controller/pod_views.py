@@ -38,8 +38,8 @@ from ddpjob.objects.workload import (
 
 _LONGEST_TEXT = 1000
 _LONGEST_ENDING = 4096
-"""Maximum number of characters that are read from the termination message of a container.
-Kubernetes has the same limit."""
+"""Maximum number of characters that are read from a container's termination message. Kubernetes has
+the same limit."""
 _MOST_CONTAINERS = 64
 """Maximum number of containers that are read from a pod. The trainer or the coordinator is always
 among them."""
@@ -109,8 +109,8 @@ def _devices(spec: Mapping[str, Any]) -> dict[str, int]:
 def _default_memory(meta: Mapping[str, Any], spec: Mapping[str, Any]) -> str:
     """Return the memory limit of the pod's main container, if a LimitRange has set it.
 
-    The result is empty if the author of the pod has set the limit. The admission plugin records the
-    values that it sets in an annotation of the pod. An example is `LimitRanger plugin set: cpu,
+    The result is empty if the pod's author has set the limit. The admission plugin records the
+    values that it sets in an annotation on the pod. An example is `LimitRanger plugin set: cpu,
     memory request for container trainer; memory limit for container trainer`.
     """
     said = str((meta.get("annotations") or {}).get(_OF_LIMIT_RANGE, "")).partition(": ")[2].split("; ")
@@ -225,7 +225,7 @@ def read_workload(body: Mapping[str, Any]) -> WorkloadView:
 
 
 def _said(conditions: Mapping[str, Any], held: set[str], status: Mapping[str, Any]) -> str:
-    """Return Kueue's own explanation why a Workload was evicted or is waiting."""
+    """Return Kueue's own explanation of why a Workload was evicted or is waiting."""
     if "Evicted" in held and "QuotaReserved" in held:
         return str(conditions["Evicted"].get("message", ""))[:_LONGEST_TEXT]
     if "QuotaReserved" not in held:
@@ -240,7 +240,7 @@ def _flavors(assignment: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _checks_changes(status: Mapping[str, Any], pod_set: str) -> PodChanges:
-    """Return the fields that admission checks add to the pods of a pod set.
+    """Return the fields that admission checks add to the pods in a pod set.
 
     Only checks that have succeeded count.
     """
@@ -255,7 +255,7 @@ def _checks_changes(status: Mapping[str, Any], pod_set: str) -> PodChanges:
 def _with_topology(
     changes: PodChanges, workload: str, assignment: Mapping[str, Any], sets: Mapping[Any, Any]
 ) -> PodChanges:
-    """Return the changes for the pods of a pod set, with the marks that Kueue needs to place them.
+    """Return the changes for the pods in a pod set, with the marks that Kueue needs to place them.
 
     Kueue recognizes the pods by a label and annotations, and writes a topology domain into the node
     selector of each pod. If Kueue has assigned no topology domains to the pod set, the changes stay
@@ -267,7 +267,7 @@ def _with_topology(
     asked = sets.get(name, {}).get("topologyRequest") or {}
     marks = {ANNOTATION_WORKLOAD: workload}
     if not asked.keys() & {*TOPOLOGIES, "unconstrained"}:
-        # The job asked for no topology, so all flavors of the queue have one.
+        # The job did not ask for a topology, so all of the queue's flavors have one.
         marks[UNCONSTRAINED] = "true"
     return added(changes, {"labels": {"kueue.x-k8s.io/podset": name}, "annotations": marks}, None)
 

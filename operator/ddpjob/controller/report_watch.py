@@ -1,7 +1,7 @@
 """Follows all coordinators: keeps each job's last report, and wakes the job when a report has news.
 
 A reconcile reads the reports that are kept here, and never waits for a coordinator. Coordinators
-run the images of users. A coordinator that hangs, sends too much or reports something wrong must
+run users' images. A coordinator that hangs, sends too much or reports something wrong must
 therefore harm only its own job. Nevertheless, a break should wake its job within a moment, even if
 there are a thousand jobs.
 
@@ -41,9 +41,9 @@ from ddpjob.engine.ports import JobKey
 
 log = logging.getLogger("ddpjob.coordinator")
 PROGRESS_SECONDS, LONGEST_WAIT = 10.0, 60.0
-"""Number of seconds for which a coordinator holds a request if it has no news. The reported
-progress is never much older than this. PROGRESS_SECONDS applies to up to JOBS jobs, and the time
-grows in proportion to any larger number of jobs. Coordinators do not hold a request for longer than
+"""How long a coordinator holds a request if it has no news, in seconds. The reported progress is
+never much older than this. PROGRESS_SECONDS applies to up to JOBS jobs, and the time grows in
+proportion to any larger number of jobs. Coordinators do not hold a request for longer than
 LONGEST_WAIT."""
 JOBS = 50
 PAUSE, SLOW_PAUSE = 0.1, 1.0
@@ -54,11 +54,12 @@ WAKE_SECONDS = 1.0
 """Minimum delay in seconds between two wake-ups of the same job. If there has been no wake-up for
 that long, news wakes the job immediately."""
 FIRST_RETRY, LONGEST_RETRY = 0.5, 10.0
-"""Shortest and longest delay in seconds before a failed request is sent again. When the network has
-recovered, a user waits at most for the longest delay to see the current state."""
+"""Shortest and longest delay in seconds before a failed request is sent again. Once the network has
+recovered, a user waits no longer than the longest delay to see the current state.
+"""
 LONGEST_SHARE = 30.0
-"""Maximum time in seconds for which a coordinator with a large report has to wait so that the
-reports of other coordinators can be read."""
+"""Maximum time in seconds that a coordinator with a large report has to wait so that the reports of
+other coordinators can be read."""
 STALE_SECONDS = 3.0
 """Number of seconds without a response after which a coordinator's last report is dropped."""
 READ_BYTES = 25_000_000
@@ -256,7 +257,7 @@ def _jitter() -> float:
 def _news(report: Report) -> Any:
     """Return the parts of a report in which a change requires an immediate reconcile.
 
-    Of the progress, this includes which figures are reported, but not their values.
+    A change in which figures are reported counts, but a change in their values does not.
     """
     members = [(m.pod, m.state) for m in report.members]
     lost = [m.pod for m in report.lost]

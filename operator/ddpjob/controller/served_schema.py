@@ -22,12 +22,12 @@ log = logging.getLogger("ddpjob.schema")
 
 LOOK_SECONDS, RETRY_SECONDS = 60.0, 2.0
 UNKNOWN_SECONDS = 45.0
-"""Number of seconds for which an unknown schema can keep the operator from acting. Afterwards the
-operator acts without the check. The schema is unknown if the API server responds with 429 or 5xx,
-if its index does not list the schema, or if it answers all requests except those for the schema."""
+"""How long an unknown schema can keep the operator from acting, in seconds. Afterwards the operator
+acts without the check. The schema is unknown if the API server responds with 429 or 5xx, if its
+index does not list the schema, or if it answers all requests except those for the schema."""
 INDEX = "/openapi/v3"
-"""URL path of the index of all schemas. Every authenticated client may read it, so the operator
-needs no permission to read CRDs."""
+"""URL path of the schema index. Every authenticated client may read it, so the operator needs no
+permission to read CRDs."""
 _API, _SCHEMA = f"apis/{GROUP}/{VERSION}", ".".join([*reversed(GROUP.split(".")), VERSION, KIND])
 _NOT_INSTALLED = ("status",)
 _SHOWN = 5
@@ -54,7 +54,7 @@ class ServedSchema:
 
     @property
     def fits(self) -> bool:
-        """Whether the schema has all fields, so that the operator may act."""
+        """Whether the schema has all fields, so the operator may act."""
         return self.missing == ()
 
     async def wait(self) -> None:
@@ -62,7 +62,7 @@ class ServedSchema:
         await self._fits.wait()
 
     async def run(self) -> None:
-        """Check the schema again and again until cancelled."""
+        """Check the schema repeatedly until cancelled."""
         now = asyncio.get_running_loop().time
         while True:
             began = now()

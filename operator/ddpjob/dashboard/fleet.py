@@ -25,8 +25,9 @@ from ddpjob.core.view import is_number
 Key = tuple[str, str]
 """A job's namespace and name."""
 WITHOUT_ETA = (*ENDED, "Suspended", "Queued")
-"""States in which the remaining time of a job is not shown. It was reported by a group that no
-longer trains."""
+"""States in which a job's remaining time is not shown, because the group that reported it is no
+longer training.
+"""
 UNREADABLE = "Unreadable"
 STATES = (
     "Failed",
@@ -67,7 +68,7 @@ class FleetRow:
     gpus: int = 0
     """Number of GPUs that the job's pods hold."""
     pods_useful: int = 0
-    """Number of pods that take new steps, as far as is known."""
+    """Number of pods that are taking new steps, as far as is known."""
     repeated_seconds: float = 0.0
     """Time in seconds that the job is known to have spent on repeated steps."""
     unknown_repeats: int = 0
@@ -166,7 +167,7 @@ def _in_one_line(message: str) -> str:
 
 @dataclass
 class CurveSamples:
-    """The values of a job's loss and speed that were reported since the dashboard was started.
+    """The loss and speed values that a job has reported since the dashboard was started.
 
     A sample is added for each reported step. Whenever there are more than _POINTS samples, every
     other sample is dropped.
@@ -264,7 +265,7 @@ class Fleet:
     def _account(self) -> None:
         """Add the time since the last call to `_pod_seconds` and `_useful_seconds`.
 
-        The caller must hold the lock, and must call this before it changes the pods of a row.
+        The caller must hold the lock, and must call this before it changes a row's pods.
         """
         now = self._clock()
         self._pod_seconds += (now - self._since) * sum(row.pods for row in self._rows.values())
@@ -275,7 +276,7 @@ class Fleet:
         """Correct the sums if a job's row shows repeated steps that were counted as new.
 
         While the row shows that the job is repeating steps, the time is not counted as useful. If
-        the repetition is over before a row shows it, its time was counted as useful, and is
+        the repetition ended before a row showed it, its time was counted as useful and is
         subtracted here.
         """
         again = max(0.0, row.repeated_seconds - before.repeated_seconds) * before.pods_useful
@@ -303,8 +304,8 @@ class Fleet:
     def _follow(self, backend: Backend) -> None:
         while not self._stop.is_set():
             try:
-                # Pass the jobs that are already known. Otherwise, it would not be noticed if one of
-                # them was deleted since the last list.
+                # Pass the jobs that are already known. Otherwise, a deletion since the last list
+                # would go unnoticed.
                 known = [{"metadata": {"namespace": of, "name": name}} for of, name in self._keys(backend)]
                 for body, gone in backend.changes(None, known=known):
                     if self._stop.is_set():

@@ -51,7 +51,7 @@ class Shared:
 
 
 class FleetView:
-    """The jobs to which a credential gives access, and everything that the dashboard knows about
+    """The jobs that a credential gives access to, and everything that the dashboard knows about
     them.
 
     No data is shared between two views. `scoped` returns the backend for one namespace. `commands`
@@ -108,7 +108,7 @@ class Gate(Protocol):
         """
 
     def routes(self) -> Sequence[web.RouteDef]:
-        """Return the routes of the gate's own pages, which are served without a call of `admit`."""
+        """Return the routes of the gate's own pages, which are served without calling `admit`."""
 
     async def close(self) -> None:
         """Close all views."""
@@ -160,8 +160,8 @@ class OneSession:
 def own_host(header: str, names: Collection[str]) -> bool:
     """Whether a Host header contains an IP address, or one of `names`, the names of this server.
 
-    A different name may belong to an attacker, whose DNS server resolves it to the address of this
-    server (DNS rebinding).
+    A different name may belong to an attacker, whose DNS server resolves it to this server's
+    address (DNS rebinding).
     """
     name = host_name(header)
     with contextlib.suppress(ValueError):
@@ -188,9 +188,9 @@ def is_loopback(name: str) -> bool:
 
 
 def own_port(request: web.Request) -> int:
-    """Return the port on which this server received the request.
+    """Return the port that this server received the request on.
 
-    The names of cookies contain this port, because all ports of a machine share cookies.
+    The names of cookies contain this port, because all ports on a machine share cookies.
     """
     place = request.transport.get_extra_info("sockname") if request.transport is not None else None
     return int(place[1]) if place else 0

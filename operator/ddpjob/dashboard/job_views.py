@@ -25,13 +25,14 @@ from ddpjob.dashboard.fleet import STATES, CurveSamples, FleetRow
 
 PER_PAGE = 100
 MOST_SLOTS = 256
-"""Maximum number of rows for pods and slots on the page of a job."""
+"""Maximum number of rows for pods and slots on a job's page."""
 _POINTS = 1200
 """Maximum number of points in a curve."""
 _CURVES = 16
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[^\S\n\t ]|\x1b")
-"""Matches escape sequences, with which programs set a terminal's colours or title, and characters
-that move the cursor."""
+"""Matches characters that move the cursor, and escape sequences that programs use to set a
+terminal's colours or title.
+"""
 
 
 def plain(text: str) -> str:
@@ -120,7 +121,7 @@ class Listed:
 
 
 def listed(rows: Iterable[FleetRow], choice: Choice, now: datetime) -> Listed:
-    """Return the page of the list that `choice` selects."""
+    """Return the list page that `choice` selects."""
     every = list(rows)
     words = choice.words.lower().split()
     fitting = [row for row in every if all(word in _text(row) for word in words)] if words else every
@@ -193,8 +194,8 @@ def timeline(job: DDPJob, state: str, now: datetime) -> Timeline | None:
     begin, end = status.start_time, status.completion_time or now
     if begin is None or end <= begin:
         return None
-    # Restarts are recorded in the order in which they were seen. This can differ from the order in
-    # which they happened, because kubelets report the ends of pods with different delays.
+    # Restarts are recorded in the order in which they were seen. They may have happened in a
+    # different order, because kubelets report with different delays that pods have ended.
     restarts = sorted(
         (restart for restart in status.restarts.recent if begin <= restart.time <= end and not restart.consequence),
         key=lambda restart: restart.time,
@@ -225,7 +226,7 @@ def timeline(job: DDPJob, state: str, now: datetime) -> Timeline | None:
         again = min(following, over + _repeated_seconds(restart))
         add(over, again, "repeat", f"{count(restart.repeated_steps or 0, 'step')} repeated: {duration(again - over)}")
         # If the job only lost a spare, or a coordinator in Fast mode, no round begins, and the
-        # number of the round stays the same.
+        # round number stays the same.
         at, number = again, restart.round or number
     running = status.condition(ConditionType.RUNNING)
     if not restarts and running is not None and running.status:
@@ -250,9 +251,7 @@ def _repeated_seconds(restart: Restart) -> float:
 
 @dataclass(frozen=True)
 class SlotRow:
-    """A row on the page of a job. It shows a pod and the status of its slot, or a slot without a
-    pod.
-    """
+    """A row on a job's page. It shows a pod and the status of its slot, or a slot without a pod."""
 
     index: int | None
     pod: str
@@ -267,7 +266,7 @@ class SlotRow:
 
 
 def slot_rows(job: DDPJob, body: Json, pods: Sequence[PodLine]) -> tuple[list[SlotRow], int]:
-    """Return the rows for the page of a job, and the number of rows that the page does not show.
+    """Return the rows for a job's page, and the number of rows that the page does not show.
 
     The coordinator comes first, followed by the slots in the order of their indices. If there are
     more than MOST_SLOTS rows, the rows with problems come before all others.

@@ -40,10 +40,10 @@ MOST_VIEWS = 64
 each of its namespaces."""
 MOST_SESSIONS = 1000
 MOST_OF_A_USER = 4
-"""Maximum number of views, and of sessions, of one user. It prevents a user with many tokens from
+"""Maximum number of views, and of sessions, for one user. It prevents a user with many tokens from
 displacing other users."""
 MOST_OF_A_NAMESPACE = 16
-"""Maximum number of views, and of sessions, of all service accounts in a namespace together. It
+"""Maximum number of views, and of sessions, for all service accounts in a namespace together. It
 prevents a namespace's admins from displacing other users by creating many accounts."""
 MOST_NAMESPACES = 16
 _MOST_WAITING = 64
@@ -71,7 +71,7 @@ class _Session:
 
 @dataclass
 class _Opened:
-    """An open view of a token.
+    """An open view for a token.
 
     `scope` contains the namespaces that the view follows. If it is empty, the view follows all
     namespaces. `judged` is the time when the token was last checked.
@@ -296,7 +296,7 @@ class Viewers:
         return await asyncio.get_running_loop().run_in_executor(self._pool, what)
 
     async def _in_turn(self, make: Callable[[], Awaitable[_T]]) -> _T:
-        """Run a check of a token, unless too many such checks are already running.
+        """Run a token check, unless too many such checks are already running.
 
         The limit protects the API server. If it has been reached, the request is refused with
         HTTPServiceUnavailable.
@@ -352,7 +352,7 @@ class Viewers:
     def _make_room(self, user: str) -> None:
         """Close views if `user` could not get one more view within the limits.
 
-        There are limits for each user, for all service accounts of a namespace together, and for
+        There are limits for each user, for all service accounts in a namespace together, and for
         the total number of views. The least recently used views are closed first. At the total
         limit, a view of the user with the most views is closed, if `user` will still have fewer
         views than that user had. Otherwise, a view without an open stream is closed. Raises
@@ -417,7 +417,7 @@ def _user(api: BearerServer) -> str:
 
 
 def _may_list(api: BearerServer, namespace: str) -> bool:
-    """Whether the token is permitted to list the DDPJobs of a namespace.
+    """Whether the token is permitted to list the DDPJobs in a namespace.
 
     If `namespace` is empty, the question is about all namespaces.
 
@@ -436,10 +436,8 @@ def _may_list(api: BearerServer, namespace: str) -> bool:
 
 
 def _owner(user: str) -> str:
-    """Return the account to which the views and sessions of a user are counted.
-
-    All service accounts of a namespace count as one account. Any other user is an account by
-    itself.
+    """Return the account that a user's views and sessions count toward. All service accounts in a
+    namespace count as one account. Any other user is an account by itself.
     """
     account = _SERVICE_ACCOUNT.fullmatch(user)
     return f"system:serviceaccounts:{account[1]}" if account else user
@@ -449,7 +447,7 @@ def _beyond_limits(users: Mapping[_K, str], user: str) -> list[_K]:
     """Return the keys of the views or sessions that have to be closed before `user` gets one more.
 
     `users` maps the key of each view or session to its user, in the order in which they have to be
-    closed. The limits for a user and for the service accounts of a namespace are applied.
+    closed. The limits for a user and for the service accounts in a namespace are applied.
     """
     own = [key for key, other in users.items() if other == user]
     over = own[: max(0, len(own) - MOST_OF_A_USER + 1)]
@@ -461,7 +459,7 @@ def _beyond_limits(users: Mapping[_K, str], user: str) -> list[_K]:
 
 
 def _namespaces(text: str) -> tuple[str, ...]:
-    """Return the namespaces that are named in a field of a form or in a cookie.
+    """Return the namespaces that are named in a form field or a cookie.
 
     Raises AccessRefused if a name is invalid, or if there are too many names.
     """
@@ -487,7 +485,7 @@ def _cookie(request: web.Request) -> str:
     """Return the name of the session cookie.
 
     With TLS, the name begins with `__Host-`, so browsers let only this host set the cookie. On
-    loopback, the name contains the port, because all ports of a machine share cookies.
+    loopback, the name contains the port, because all ports on a machine share cookies.
     """
     own = own_port(request)
     return f"ddpjob-{own}" if is_loopback(host_name(request.headers.get("Host", ""))) else "__Host-ddpjob"

@@ -74,12 +74,12 @@ LOG_STREAMS = 16
 _LOG_PODS = 16
 """Maximum number of pods whose logs can be shown together, as the log of the whole job."""
 _LOG_LINES = 500
-"""When a log is opened, it begins with this many of each pod's last lines."""
+"""Number of each pod's most recent log lines that are shown when a log is opened."""
 _LINE = 4000
 """Maximum number of characters in a log line; the rest is cut off."""
 _BATCH = 500
 _FRESH_SECONDS = 1.0
-"""Data that was read about a job is reused for other requests for this many seconds."""
+"""How long data that was read about a job is reused for other requests, in seconds."""
 _CURVES_SECONDS = 5.0
 _LOOK_SECONDS = 1.0
 _BODY = 32 << 10
@@ -399,7 +399,7 @@ class Dashboard:
         """Send a log's lines as JSON events, followed by the event `end`.
 
         If the query names a pod, the lines are from its log. Otherwise, they are from the logs of
-        all training pods of the job.
+        all the job's training pods.
         """
         key, view, pod = _key(request), _view(request), request.query.get("pod", "")
         if view.log_streams >= LOG_STREAMS:
@@ -615,7 +615,7 @@ def _job(body: Json) -> DDPJob:
 def _nodes(body: Json, job: DDPJob) -> str:
     """Return the text about a job's nodes that the list of jobs shows.
 
-    A record of a deleted job contains this text, but no slots from which it could be computed.
+    A record of a deleted job contains this text, but no slots that it could be computed from.
     """
     stored = (body.get("status") or {}).get("nodes") or {}
     return str(stored.get("display") or job.status.nodes_display(job.spec))

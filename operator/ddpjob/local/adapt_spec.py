@@ -45,7 +45,7 @@ class LocalSpec:
     not request NVIDIA GPUs, or requests more of them than this machine has."""
     data: Path | None
     code: Path | None
-    """The folder into which the code of spec.code is fetched."""
+    """The folder that the code from spec.code is fetched into."""
     working_dir: Path
     warnings: tuple[str, ...]
     problems: tuple[str, ...]
@@ -157,7 +157,7 @@ def usable_gpus() -> tuple[str, ...]:
 
 
 def _listed_gpus() -> tuple[str, ...]:
-    """Return the numbers of all NVIDIA GPUs of this machine.
+    """Return the numbers of all NVIDIA GPUs in this machine.
 
     The result is empty if nvidia-smi cannot run, fails, or hangs because of a broken driver.
     """
@@ -287,7 +287,7 @@ def _without_torch(spec: JobSpec) -> Iterator[str]:
 def _module_note(spec: JobSpec, working_dir: Path) -> Iterator[str]:
     """Yield a message if spec.module was not found.
 
-    The message is only a warning, because the job's own variables may add folders in which Python
+    The message is only a warning, because the job's own variables may add folders where Python
     finds the module.
     """
     top = spec.module.partition(".")[0] if spec.module and "$(" not in spec.module else ""
@@ -325,7 +325,7 @@ _OBJECTS = {"secretKeyRef": "Secret", "configMapKeyRef": "ConfigMap", "resourceF
 
 
 def _unreadable(spec: JobSpec) -> Iterator[str]:
-    """Yield a message for each variable of the container whose value cannot be read here."""
+    """Yield a message for each of the container's variables whose value cannot be read here."""
     trainer, where = _trainer(spec)
     lists = [("spec", spec.env), (where, trainer.get("env") or ())]
     for path, entries in lists:

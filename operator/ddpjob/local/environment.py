@@ -37,7 +37,7 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
 
 
 def field_value(pod: Json, path: str) -> str | None:
-    """Return the value of a pod's field to which a variable refers (downward API).
+    """Return the value of the pod field that a variable refers to (downward API).
 
     Return None if pods on this machine do not have this field.
     """
@@ -83,8 +83,8 @@ def inherited(cores_per_rank: int) -> dict[str, str]:
     """Return this shell's environment, adapted to one machine.
 
     Variables that belong to another job or to torchrun are removed. Variables are added that keep
-    the traffic between ranks on loopback and limit the threads of each rank. PATH is extended by
-    the folder of this interpreter, so that its torchrun and python are found.
+    the traffic between ranks on loopback and limit the threads of each rank. The folder that
+    contains this interpreter is added to PATH, so that its torchrun and python are found.
     """
     environment = {name: value for name, value in os.environ.items() if not _NOT_INHERITED.fullmatch(name)}
     beside = str(Path(sys.executable).parent)

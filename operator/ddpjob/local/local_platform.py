@@ -15,7 +15,7 @@ from ddpjob.local.environment import ADDRESS
 from ddpjob.objects.platform import Platform
 
 _LOWEST, _HIGHEST = 20000, 32000
-"""The range from which ports are chosen. It is below the kernel's ephemeral ports. Otherwise, an
+"""The range that ports are chosen from. It is below the kernel's ephemeral ports. Otherwise, an
 outgoing connection could take a port between the time when it is chosen and the time when the
 coordinator listens on it."""
 
@@ -45,7 +45,7 @@ class LocalPlatform(Platform):
 
         A trial run must neither continue nor supersede a job with the same name in a cluster or in
         another folder of runs. The folder's name therefore contains the machine's name and a digest
-        of the folder of runs, and no folder of a namespace has this form.
+        of the folder of runs, and no namespace's folder has a name of this form.
         """
         machine = re.sub(r"[^a-z0-9-]", "-", socket.gethostname().lower())
         runs = hashlib.sha256(os.fsencode(str(self.checkpoint_path))).hexdigest()[:8]

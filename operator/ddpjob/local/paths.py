@@ -21,10 +21,10 @@ _CURVES = Path("run", "metrics.jsonl")
 
 
 def memory_folder(uid: str) -> Path:
-    """Return the folder in which a run keeps the newest states of its training.
+    """Return the folder where a run keeps its newest training states.
 
     If the machine has an in-memory file system, the folder is there. The watchdog deletes the
-    folder at the end of the run.
+    folder when the run ends.
     """
     shared = Path("/dev/shm")
     return (shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())) / f"ddpjob-{uid}"
@@ -74,7 +74,7 @@ class RunFolder(_Folder):
     def log(self, pod: str, container: str) -> Path:
         """Return the path of one container's log.
 
-        The log has the name of the pod. If the coordinator is the second container of a node pod,
+        The log is named after the pod. If the coordinator is the second container of a node pod,
         the name of its log also contains `coordinator`.
         """
         second = container == COORDINATOR_CONTAINER and "-coordinator-" not in pod
@@ -105,7 +105,7 @@ class JobFolder(_Folder):
     code = _Below("code")
     """Code that was submitted as text, such as the source of a function, and not as a file."""
     fetched_code = _Below("fetched-code")
-    """The fetched code to which spec.code refers. Each archive has a folder of its own."""
+    """The fetched code that spec.code refers to. Each archive has a folder of its own."""
 
     def has_checkpoints(self) -> bool:
         """Return whether `checkpoints` has files other than the record of rounds.
@@ -115,7 +115,7 @@ class JobFolder(_Folder):
         return holds_checkpoints(self.checkpoints)
 
     def is_resumable(self) -> bool:
-        """Return whether `checkpoints` has files from which a run can resume.
+        """Return whether `checkpoints` has files that a run can resume from.
 
         The record of rounds does not count, nor do the curves that `ddpjob_report.report` writes
         and the stacks that the launcher writes after a hang. Raises OSError.

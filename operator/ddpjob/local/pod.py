@@ -50,11 +50,11 @@ class Started:
 class Pod:
     """A pod that starts its containers when it is constructed.
 
-    Raises OSError if the logs of the containers cannot be written. `inherited` is the environment
-    to which the manifest's variables are added. With a `delay`, a shell starts the commands of the
-    containers after this many seconds. If a command cannot be executed, the container then ends
-    with the exit code of this shell. `devices` maps the name of a resource to the number of this
-    machine's devices that the pod uses.
+    Raises OSError if the containers' logs cannot be written. `inherited` is the environment to
+    which the manifest's variables are added. With a `delay`, a shell starts the containers'
+    commands after this many seconds. If a command cannot be executed, its container then ends with
+    the shell's exit code. `devices` maps the name of a resource to how many of this machine's
+    devices the pod uses.
     """
 
     def __init__(

@@ -55,8 +55,8 @@ class TimedEvent:
 class ProcessCluster:
     """Implements `ddpjob.engine.ports.Cluster` for one job.
 
-    It must only be used in the thread of the event loop. `ports` is the result of `free_ports` for
-    the coordinators of the first generation.
+    It must only be used in the event loop's thread. `ports` is the result of `free_ports` for the
+    first generation's coordinators.
     """
 
     def __init__(

@@ -188,7 +188,7 @@ def ask(folder: JobFolder, verb: str, subject: str, seconds: float = 10.0) -> bo
 def refuse(request: Path, reason: str) -> None:
     """Write down why a request is refused, so that its sender can read it. Raises OSError.
 
-    Call this before the file of the request is removed, because the sender waits for this removal.
+    Call this before removing the request's file, because the sender waits until that file is gone.
     """
     write_atomically(_refusal(request), reason)
 
@@ -198,7 +198,7 @@ def _refusal(request: Path) -> Path:
 
 
 def requests(folder: JobFolder) -> list[tuple[Path, str, str]]:
-    """Return (file, verb, subject) of every pending request, oldest first.
+    """Return (file, verb, subject) for every pending request, oldest first.
 
     The runner removes a request's file after processing it.
     """

@@ -185,7 +185,7 @@ class Runner:
         loop.add_signal_handler(signal.SIGCHLD, self.cluster.changed.set)
         for number in SIGNALS:
             if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-                continue  # nohup ignores SIGHUP, so that the run outlives its terminal.
+                continue  # nohup ignores SIGHUP, so the run outlives its terminal.
             loop.add_signal_handler(number, self._on_signal, number)
         left: list[int] = []
         with watched(self.cluster.body["metadata"]["uid"]):
@@ -283,11 +283,11 @@ class Runner:
     def _display(self, update: Callable[[], None]) -> None:
         """Update the display.
 
-        An error of the output must not interrupt the training, and must not prevent a signal from
-        stopping it. If the reader of the output has exited (`| head`), the job is suspended, as
-        after Ctrl-C. If Ctrl-C has also stopped the reader (`| tee`), this does not count as a
-        second signal. If the terminal was closed, SIGHUP has already been sent. If SIGHUP is
-        ignored, or the disk is full, training continues without output.
+        An output error must not interrupt training or prevent a signal from stopping it. If the
+        reader of the output has exited (`| head`), the job is suspended, as after Ctrl-C. If Ctrl-C
+        has also stopped the reader (`| tee`), this does not count as a second signal. If the
+        terminal was closed, SIGHUP has already been sent. If SIGHUP is ignored, or the disk is
+        full, training continues without output.
         """
         try:
             update()
@@ -331,7 +331,7 @@ class Runner:
 
 
 def _state(pod: Pod) -> str:
-    """Return the pod's state as in kubectl's column STATUS."""
+    """Return the pod's state as kubectl shows it in the STATUS column."""
     view = pod.view()
     if pod.deleted_at is not None and not pod.ended:
         return "Terminating"

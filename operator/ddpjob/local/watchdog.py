@@ -5,7 +5,7 @@ stdin closes when `ddpjob run` has exited or crashed.
     python3 -I -S watchdog.py UID FOLDER
 
 The watchdog is started by its path and not as a module, because it then starts without importing
-the package. It has a session of its own, so that it survives when the terminal is killed.
+the package. It has a session of its own, so it survives when the terminal is killed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ def main() -> None:
     """Wait until stdin closes. Then kill the processes of the job, and delete FOLDER.
 
     All processes that have DDPJOB_UID=UID in their environment are killed, until there are none
-    left or SECONDS have passed. FOLDER is the in-memory folder with the newest states of the
-    training.
+    left or SECONDS have passed. FOLDER is the in-memory folder with the newest training states.
     """
     mark = f"DDPJOB_UID={sys.argv[1]}".encode()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

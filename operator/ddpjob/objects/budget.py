@@ -11,10 +11,10 @@ from ddpjob.objects.service import make_object, metadata
 
 
 def build_budget(job: DDPJob) -> Json:
-    """Build the PodDisruptionBudget of a job, which has the job's name.
+    """Build a job's PodDisruptionBudget, which has the job's name.
 
     The budget covers only pods that train. Coordinators and spares can be evicted by a drain at any
-    time. The pods are selected by a label of their own, because a change of spec.scheduling applies
+    time. The pods are selected by a label of their own, because a change to spec.scheduling applies
     only to pods that are created later.
 
     Kubernetes reads the expected number of pods, which is `spec.nodes`, from the job's scale
@@ -23,8 +23,8 @@ def build_budget(job: DDPJob) -> Json:
     """
     spec = {
         "maxUnavailable": 1,
-        # Pods that are not ready can always be evicted. Otherwise a job that does not work would
-        # block the drain of a Kubernetes node.
+        # Pods that are not ready can always be evicted. Otherwise, a job that is not working would
+        # keep its Kubernetes nodes from being drained.
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
         "selector": {"matchLabels": {LABEL_UID: job.uid, LABEL_ROLE: str(Role.NODE), LABEL_BUDGET: "true"}},
     }

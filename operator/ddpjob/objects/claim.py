@@ -14,7 +14,7 @@ from ddpjob.objects.service import job_labels, make_object
 
 
 def template_mark(job: DDPJob) -> str:
-    """Return a hash of the job's claimTemplate, namely of its `spec` and its whenDeleted.
+    """Return a hash of `spec` and `whenDeleted` in the job's claimTemplate.
 
     The result is empty if the job has no claimTemplate. A job uses an existing claim again only if
     that claim was made from a template with the same hash.

@@ -1,8 +1,8 @@
 """The shell script that clones the commit of spec.code.git before the workers start.
 
 On Kubernetes, an init container of each node pod runs the script. It uses the image that the chart
-specifies, because a job's image need not contain git. On one machine, `ddpjob run` runs the script
-with the machine's git. Three rules ensure that the same manifest always gives the same code:
+specifies, because a job's image need not contain git. On a single machine, `ddpjob run` runs the
+script with the machine's git. Three rules ensure that the same manifest always gives the same code:
 
 1. The manifest contains a commit. `ddpjob submit --git URL@REF` resolves REF once. If the branch
    moves later, nothing changes, even for a pod that is replaced days later.

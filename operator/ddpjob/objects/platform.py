@@ -17,17 +17,17 @@ COORDINATOR_HOSTNAME = "coordinator"
 
 @dataclass(frozen=True, kw_only=True)
 class Platform:
-    """Settings in which a cluster and a single machine differ.
+    """Settings that differ between a cluster and a single machine.
 
-    The defaults are those for Kubernetes. `operator_key` is the secret from which the tokens of all
-    jobs are derived.
+    The defaults are those for Kubernetes. `operator_key` is the secret that the tokens of all jobs
+    are derived from.
     """
 
     operator_key: bytes
     python: str = "python3"
     runtime_path: str = "/opt/ddpjob"
     torchrun_python: str = "/opt/ddpjob/ddpjob_worker.py"
-    """The program with which torchrun in a `command` starts its workers, in place of Python. It is
+    """The program that torchrun in a `command` uses in place of Python to start its workers. It is
     worker.py from the runtime."""
     data_path: str | None = None
     """Path of the training data if it is not the mount path in spec.storage.data, otherwise
@@ -43,15 +43,13 @@ class Platform:
     """A NetworkPolicy peer that matches the operator's own pods. If it is None, these pods are not
     known, and no NetworkPolicy is created."""
     metrics_peers: tuple[Json, ...] = ()
-    """Further NetworkPolicy peers that may connect to the port of coordinators in order to read
-    metrics."""
+    """Further NetworkPolicy peers that may read metrics from coordinators' ports."""
     coordinator_listens_on: str = ""
     """The address on which the coordinator and its store listen. If it is empty, the coordinator
     listens on all addresses of its pod, because the kubelet and `kubectl port-forward` need that.
     The store then listens only on POD_IP, because it has no authentication."""
     checkpoints_shared: bool | None = None
-    """Whether all nodes see the same checkpoint files. None if this depends on the kind of the
-    volume."""
+    """Whether all nodes see the same checkpoint files. None if it depends on the kind of volume."""
 
     def bucket_folder(self, job: DDPJob) -> str:
         """Return the path of the job's folder, relative to storage.checkpoints.url.
@@ -62,7 +60,7 @@ class Platform:
         return f"{job.namespace}/{job.name}"
 
     def coordinator_host(self, job: DDPJob, status: JobStatus) -> str:
-        """Return the host name under which the pods of the job reach its coordinator.
+        """Return the host name under which the job's pods reach its coordinator.
 
         In Standard mode, each generation has a new name, because a name server may still return the
         old address for the old name. In Fast mode, every coordinator of the job has the same name.

@@ -27,13 +27,13 @@ QUEUE_ANNOTATION = "scheduling.volcano.sh/queue-name"
 def kind_of(manifest: Json) -> str:
     """Return the kind of an object, as the operator names it.
 
-    Volcano's PodGroups get a name that differs from that of Kubernetes' own PodGroups.
+    Volcano's PodGroups get a different name from Kubernetes' own PodGroups.
     """
     return VOLCANO_KIND if manifest["apiVersion"] == VOLCANO_API else str(manifest["kind"])
 
 
 def kind_for(job: DDPJob) -> str:
-    """Return the kind of PodGroup that the scheduler of this job reads."""
+    """Return the kind of PodGroup that this job's scheduler reads."""
     return VOLCANO_KIND if job.spec.scheduling.by_volcano else KIND
 
 
@@ -57,7 +57,7 @@ def build_gang(job: DDPJob, status: JobStatus) -> Json:
     else:
         spec = {
             "schedulingPolicy": {"gang": {"minCount": members}},
-            # If the job can train with fewer nodes, the scheduler may preempt single pods of the
+            # If the job can train with fewer nodes, the scheduler may preempt single pods in the
             # group. Otherwise the group is useless without any one of its pods, so it is preempted
             # as a whole.
             "disruptionMode": "Pod" if job.spec.min_nodes < job.spec.nodes else "PodGroup",

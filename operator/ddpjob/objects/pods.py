@@ -43,8 +43,9 @@ from ddpjob.objects.strategic_merge import merge_into_coordinator, merge_into_no
 RUNTIME_VOLUME, SNAPSHOT_VOLUME, FETCHED_CODE_VOLUME = "ddpjob-runtime", "ddpjob-snapshots", "ddpjob-code"
 _CODE_MOUNT: Json = {"name": FETCHED_CODE_VOLUME, "mountPath": CODE_FOLDER}
 SECRET_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
-"""Keys of the Secret that storage.checkpoints.secretName names. They equal the environment
-variables that AWS tools read. The last key is optional."""
+"""Keys of the Secret that storage.checkpoints.secretName names. They are the names of the
+environment variables that AWS tools read. The last key is optional.
+"""
 DATA_PREFIX = "DDPJOB_DATA_"
 """Prefix of the environment variables that describe storage.data. The launcher reads them and
 removes them, including the credentials, before it starts the workers."""
@@ -63,7 +64,7 @@ _BACKENDS = {"nvidia.com/": "nccl", "amd.com/": "nccl", "huawei.com/": "hccl", "
 """Maps the prefix of `spec.gpuResource` to the backend that `spec.backend: auto` selects."""
 _TAINT_MARGIN = 10
 """Number of seconds that is added to nodeLostAfterSeconds in the pods' tolerations. Kubernetes
-therefore evicts the pods of a lost host only after the operator has had time to act.
+therefore evicts the pods on a lost host only after the operator has had time to act.
 """
 DEFAULT_GRACE = 30
 _NETWORK_SOURCES = frozenset({"persistentVolumeClaim", "nfs", "csi", "azureFile", "cephfs", "glusterfs"})
@@ -75,11 +76,11 @@ _NO_DEVICES: Json = {"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}
 """Keeps NVIDIA's container runtime from adding devices to a container that did not request any.
 Without this variable, it adds all devices for CUDA images, which request them by default."""
 TOPOLOGY_GATE = "kueue.x-k8s.io/topology"
-"""The scheduling gate of pods for which Kueue chooses the topology domain. Kueue removes the gate
-once it has chosen.
+"""The scheduling gate on pods whose topology domain Kueue chooses. Kueue removes the gate once it
+has chosen.
 """
 _COORDINATOR_LIMITS = {"cpu": "2", "memory": "2Gi"}
-"""The default limits of the coordinator's container. A higher request of the job raises them."""
+"""The default limits of the coordinator's container. A higher request from the job raises them."""
 
 
 def build_node(job: DDPJob, status: JobStatus, platform: Platform, index: int, attempt: int) -> Json:
@@ -120,9 +121,9 @@ def build_coordinator(job: DDPJob, status: JobStatus, platform: Platform) -> Jso
         "containers": [_coordinator(job, status, platform)],
         "volumes": [_runtime_volume(status)],
     }
-    # Prefer machines with the same architecture as those of the job's nodes, where the image is
-    # known to run. Without this preference, the scheduler could place the coordinator on an empty
-    # machine with a different architecture.
+    # Prefer machines with the same architecture as those that run the job's nodes, because the
+    # image is known to run on them. Without this preference, the scheduler could place the
+    # coordinator on an empty machine with a different architecture.
     like_nodes = {"labelSelector": _node_pods(job), "topologyKey": "kubernetes.io/arch"}
     preferred = [{"weight": 100, "podAffinityTerm": like_nodes}]
     spec["nodeSelector"] = {"kubernetes.io/os": "linux"}
@@ -133,7 +134,7 @@ def build_coordinator(job: DDPJob, status: JobStatus, platform: Platform) -> Jso
         spec["hostname"] = COORDINATOR_HOSTNAME
     scheduler = (job.spec.pod_template.get("spec") or {}).get("schedulerName")
     if status.gang_waits and scheduler:
-        spec["schedulerName"] = scheduler  # All pods of a gang need the same scheduler.
+        spec["schedulerName"] = scheduler  # All pods in a gang need the same scheduler.
     pod = _pod(job, status, name, spec, _slot_labels(job, status, Role.COORDINATOR, None, status.rendezvous.attempt))
     pod = merge_into_coordinator(pod, job.spec.pod_template)
     pod["spec"] = merge(pod["spec"], job.spec.rendezvous.pod_fields)
@@ -282,7 +283,8 @@ def _trainer(job: DDPJob, status: JobStatus, platform: Platform, index: int, att
     command, args = _entry_point(job, status, platform)
     container = _container(job, TRAINER_CONTAINER, command, args)
     # The operator's variables come first, because a variable can refer only to earlier ones, and
-    # the user's variables may refer to $(POD_IP). The schema forbids variables with equal names.
+    # the user's variables may refer to $(POD_IP). The schema forbids two variables with the same
+    # name.
     container["env"] = [
         *_environment(job, status, platform, index, attempt),
         *_interface(job),
@@ -329,8 +331,8 @@ def rendezvous_settings(job: DDPJob, status: JobStatus, platform: Platform) -> d
     """
     spec = job.spec
     store = ("c10d", platform.store_host(job, status), spec.rendezvous.port, "0.1")
-    # In Fast mode, the coordinator forms the group itself. There is no store for which torchrun
-    # would have to wait, so the settings in `waits` are not used.
+    # In Fast mode, the coordinator forms the group itself. There is no store that torchrun would
+    # have to wait for, so the settings in `waits` are not used.
     fast = ("ddpjob", platform.coordinator_host(job, status), spec.rendezvous.endpoint_port, "0.02")
     backend, host, port, interval = fast if spec.fast else store
     waits = [
@@ -477,7 +479,7 @@ def _backend(spec: JobSpec) -> str:
 
 
 def _preflight(spec: JobSpec, preflight: Preflight, folder: str) -> str:
-    """Return the settings of the launcher's preflight as JSON.
+    """Return the launcher's preflight settings as JSON.
 
     `folder` is the checkpoint folder.
     """
@@ -495,7 +497,7 @@ def _preflight(spec: JobSpec, preflight: Preflight, folder: str) -> str:
 
 
 def _interface(job: DDPJob) -> list[Json]:
-    """Return the variables that make NCCL and Gloo use the interface of spec.network.interface.
+    """Return the variables that make NCCL and Gloo use the interface in spec.network.interface.
 
     A variable that spec.env sets is left out. Variables with the same names in podTemplate replace
     these.
@@ -624,7 +626,7 @@ def _with_limits(resources: Json) -> Json:
 
     Without limits, a ResourceQuota may refuse the pod, and a LimitRange may set limits that are
     lower than the requests. Each limit is accompanied by a request, because Kubernetes would
-    otherwise set the missing request to the value of the limit.
+    otherwise set the missing request to the limit.
     """
     given = resources.get("limits", {})
     usual = default_of("spec.rendezvous.resources.requests")

@@ -31,14 +31,14 @@ SCRIPTS_PACKAGE = "ddpjob_report"
 
 
 def job_labels(job: DDPJob) -> dict[str, str]:
-    """Return the labels by which the operator's watches select the objects of a job."""
+    """Return the labels that the operator's watches use to select a job's objects."""
     return {LABEL_MANAGED: MANAGED_BY, LABEL_JOB: job.name, LABEL_UID: job.uid}
 
 
 def metadata(job: DDPJob, name: str, labels: Mapping[str, str] = MappingProxyType({})) -> Json:
-    """Build the metadata of an object that Kubernetes deletes together with the job.
+    """Build the metadata for an object that Kubernetes deletes together with the job.
 
-    `labels` are added to the labels that all objects of the job have.
+    `labels` are added to the labels that all of the job's objects have.
     """
     meta = {"name": name, "namespace": job.namespace, "labels": job_labels(job) | dict(labels)}
     return {**meta, "ownerReferences": [job.owner_reference]}
@@ -105,16 +105,15 @@ def _digest(files: Mapping[str, bytes]) -> str:
 
 DIGITS = 16
 """Number of hexadecimal digits of the content's digest in the ConfigMap's name. A ConfigMap whose
-content has this digest can be trusted, because somebody who wants to forge such content needs about
-2**64 attempts."""
+content has this digest can be trusted, because forging such content takes about 2**64 attempts."""
 
 
 def holds_runtime(config_map: Json) -> bool:
-    """Whether the pods of this version of the operator can mount an existing ConfigMap.
+    """Whether pods that this version of the operator creates can mount an existing ConfigMap.
 
     The ConfigMap must contain the files of this version's runtime, and its content must match the
-    digest in its name. A ConfigMap of a different version may contain other files. A ConfigMap that
-    somebody else has created may contain anything.
+    digest in its name. A ConfigMap from a different version may contain other files. A ConfigMap
+    that somebody else has created may contain anything.
     """
     data = config_map.get("binaryData") or {}
     if config_map.get("immutable") is not True or config_map.get("data") or set(data) != set(_runtime_files()):
@@ -127,7 +126,7 @@ def holds_runtime(config_map: Json) -> bool:
 def runtime_name() -> str:
     """Return the name of the ConfigMap that contains this version's runtime.
 
-    A running job keeps the runtime with which it started, as long as its pods can mount that
+    A running job keeps the runtime that it started with, as long as its pods can mount that
     ConfigMap.
     """
     return f"ddpjob-runtime-{_digest(_runtime_files())}"
@@ -157,7 +156,7 @@ def runtime_jobs_name(runtime: str) -> str:
 def build_runtime_jobs(job: DDPJob, owners: Iterable[Json]) -> Json:
     """Build the empty ConfigMap that keeps a namespace's runtime as long as it has owners.
 
-    The jobs of the namespace are its owners. Owners are not added to the ConfigMap with the runtime
+    The jobs in the namespace are its owners. Owners are not added to the ConfigMap with the runtime
     itself, because that ConfigMap is too large to be written whenever a job is created or deleted.
     """
     return _shared(job, runtime_jobs_name(runtime_name()), owners)

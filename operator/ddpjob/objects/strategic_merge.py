@@ -17,15 +17,15 @@ TMP_VOLUME = "ddpjob-tmp"
 
 
 def merge_into_node(pod: Json, template: Mapping[str, Any]) -> Json:
-    """Merge the whole podTemplate into the pod of a node.
+    """Merge the whole podTemplate into a node's pod.
 
     With placement Master, this pod also contains the coordinator's container. That container gets
     only those of the trainer's settings that a coordinator needs.
     """
     spec = dict(template.get("spec") or {})
     if spec.get("hostNetwork") and spec.get("dnsPolicy", "ClusterFirst") == "ClusterFirst":
-        # For a pod on the host's network, Kubernetes' default ClusterFirst means the name server of
-        # the host. That name server cannot resolve the host names of the job's pods.
+        # For a pod on the host's network, Kubernetes' default ClusterFirst means the host's name
+        # server. That name server cannot resolve the host names of the job's pods.
         spec["dnsPolicy"] = "ClusterFirstWithHostNet"
     if any(c["name"] == COORDINATOR_CONTAINER for c in pod["spec"]["containers"]):
         spec["containers"] = [*(spec.get("containers") or ()), *_coordinator_containers(spec)]
@@ -33,7 +33,7 @@ def merge_into_node(pod: Json, template: Mapping[str, Any]) -> Json:
 
 
 def _merged(pod: Json, template: Mapping[str, Any], spec: Mapping[str, Any]) -> Json:
-    """Return `pod` merged with `spec` and with the labels and annotations of the template.
+    """Return `pod` merged with `spec` and with the labels and annotations from the template.
 
     If the operator and the template set the same label or annotation, the operator's value is used.
     """
@@ -93,11 +93,11 @@ _COORDINATOR_SPEC = (
 _COORDINATOR_CONTAINER_FIELDS = ("securityContext", "volumeMounts", "env")
 _GPU_CLASS = re.compile(r"nvidia|gpu|cuda|amd|rocm|habana|gaudi|ascend|neuron", re.IGNORECASE)
 """Matches the names of runtime classes that are only for machines with devices. Other machines may
-lack the handlers of these classes. Runtime classes such as kata and gVisor are not matched, because
-every machine of a cluster has their handlers.
+lack the handlers for these classes. Runtime classes such as kata and gVisor are not matched,
+because every machine in a cluster has their handlers.
 """
 _OF_DEVICES = re.compile(r"(?:NVIDIA|CUDA|HIP|ROCR|HSA|GPU|HABANA|ASCEND|ZE|NEURON)_")
-"""Matches the names of variables by which a runtime or a library selects devices."""
+"""Matches the names of variables that a runtime or a library uses to select devices."""
 _FAST_NETWORKS = (
     "k8s.v1.cni.cncf.io/networks",
     "networking.gke.io/interfaces",
@@ -111,7 +111,7 @@ _OF_A_CONTAINER = "container.apparmor.security.beta.kubernetes.io/"
 """Prefix of annotations whose names end with the name of a container. The API server refuses a pod
 with such an annotation if the pod has no container with this name."""
 _OF_A_POD_SET = "kueue.x-k8s.io/podset-"
-"""Prefix of annotations by which Kueue places the nodes. They are removed from the coordinator,
+"""Prefix of annotations that Kueue uses to place the nodes. They are removed from the coordinator,
 which belongs to a pod set of its own. Kueue refuses a pod with two annotations for the topology."""
 _MACHINE_KEYS = "kubernetes.io/"
 _LOCAL_SOURCES = ("hostPath", "emptyDir", "configMap", "secret", "projected", "downwardAPI", "image")
@@ -123,10 +123,10 @@ kubelet would wait for the path."""
 def merge_into_coordinator(pod: Json, template: Mapping[str, Any]) -> Json:
     """Return the coordinator's pod with those parts of podTemplate that its image needs to run.
 
-    The coordinator does not need a GPU, so it can run on machines on which nodes cannot run.
-    Therefore claims and fast networks are left out. From nodeSelector and from the required node
-    affinity, only keys that begin with kubernetes.io/ are taken, such as the architecture and the
-    operating system.
+    The coordinator does not need a GPU, so it can run on machines where nodes cannot run. Therefore
+    claims and fast networks are left out. From nodeSelector and from the required node affinity,
+    only keys that begin with kubernetes.io/ are taken, such as the architecture and the operating
+    system.
     """
     spec = template.get("spec") or {}
     taken: Json = {field: spec[field] for field in _COORDINATOR_SPEC if field in spec}
@@ -186,7 +186,7 @@ def _local_volumes(spec: Mapping[str, Any]) -> list[Json]:
 
 
 def _is_of_a_training_machine(volume: Mapping[str, Any]) -> bool:
-    """Whether a volume can be mounted only on machines for training.
+    """Whether a volume can be mounted only on training machines.
 
     Such a volume is a device or huge pages, which a container must also request. On any other
     machine, a pod with the volume would never start.

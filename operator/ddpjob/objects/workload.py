@@ -63,7 +63,7 @@ def build_workload(job: DDPJob, platform: Platform, asked: CreateWorkload) -> Js
 
 
 def _topology_request(job: DDPJob) -> Json:
-    """Return the pod set's topologyRequest, as the annotations of podTemplate determine it.
+    """Return the pod set's topologyRequest, as specified by the annotations in podTemplate.
 
     With this request, Kueue places pods of consecutive slots in the same topology domain.
     """

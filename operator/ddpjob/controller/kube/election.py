@@ -4,7 +4,7 @@ Two replicas must never act at the same time, and a replica that dies must be re
 algorithm must not rely on two machines having the same time.
 
 - The holder renews the Lease every RETRY_SECONDS. If no renewal has succeeded for RENEW_SECONDS, it
-  stops acting. This time is counted from the moment at which the holder began its last successful
+  stops acting. This time is counted from the moment when the holder began its last successful
   write.
 - The other replicas read the Lease every RETRY_SECONDS. A replica takes the Lease after seeing no
   new version of it for LEASE_SECONDS, the Lease's duration, by the replica's own monotonic clock.
@@ -65,15 +65,15 @@ class Lease:
         self.rest, self.name, self.namespace, self.identity = rest, name, namespace, identity
         self.collection = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
         self._own: Json | None = None
-        """The Lease in the form in which this replica last wrote it. None if another replica may
-        have written the Lease since then."""
+        """The Lease as this replica last wrote it. None if another replica may have written the
+        Lease since then."""
         self._version: str | None = None
         self._seen = 0.0
         """The time at which this replica first saw the current version of the Lease, in monotonic
         seconds."""
         self._read = float("-inf")
         self.written = float("-inf")
-        """The time at which this replica began its last write of the Lease. Other replicas measure
+        """The time at which this replica began its last write to the Lease. Other replicas measure
         the Lease's duration from a later time, because they see the write only afterwards."""
 
     @property
@@ -191,8 +191,7 @@ async def act_while_elected(lease: Lease, act: Callable[[], Awaitable[None]]) ->
     """Wait for the Lease, and run `act` as long as the Lease is renewed.
 
     If the Lease is lost, stop `act` and wait for the Lease again. Return when `act` returns. An
-    unreachable API server does not end the process, because a restart of the process would not
-    help.
+    unreachable API server does not end the process, because restarting it would not help.
     """
     while True:
         try:

@@ -64,8 +64,8 @@ _SILENCE = 75.0
 """Number of seconds without an event after which a watch is considered dead. A live watch gets at
 least a bookmark from the API server every minute."""
 TURN_SECONDS = 0.02
-"""Maximum time in seconds for which one watch may occupy the event loop when thousands of events
-arrive at once. All other work has to wait for it, including the renewal of the Lease."""
+"""Maximum time in seconds that one watch may occupy the event loop when thousands of events arrive
+at once. All other work has to wait for it, including renewing the Lease."""
 _RETRY = 1.0
 _UNREADABLE_RETRY = 600.0
 """Delay in seconds before an optional collection that is forbidden or not served is requested
@@ -182,11 +182,10 @@ class Cache(Generic[View]):
             asked["continue"] = token
 
     def _note_version(self, version: int) -> None:
-        """Record the version of the collection that a list has returned.
-
-        If it is earlier than the latest known version, the API server may have been restored from a
-        backup. The versions of all cached objects are then forgotten, so that any version from the
-        API server replaces them.
+        """Record the collection's version, as returned by a list. If this version is earlier than
+        the latest known version, the API server may have been restored from a backup. The versions
+        of all cached objects are then forgotten, so that any version from the API server replaces
+        them.
         """
         if version < self._latest:
             log.warning(
@@ -201,7 +200,7 @@ class Cache(Generic[View]):
     def _remove_but(self, found: Collection[Id], version: int) -> None:
         """Remove the objects that a list of the collection does not contain.
 
-        `version` is the version of the list. An object that is known at a later version was created
+        `version` is the version of the list. An object whose known version is later was created
         after the list, so it stays.
         """
         for key in [k for k, known in self._versions.items() if k not in found and known <= version]:
@@ -298,7 +297,7 @@ class Informer(Cache[View]):
     def _nothing_there(self) -> None:
         """Empty the cache of an optional collection that is forbidden or not served.
 
-        The empty cache counts as complete, so that nobody waits for a list.
+        The empty cache counts as complete, so nobody waits for a list.
         """
         self.served = False
         for key in list(self._views):
@@ -340,7 +339,7 @@ class Informer(Cache[View]):
         self.answered.set()
 
     async def _follow(self) -> None:
-        """Watch the collection from the version at which it is known, until the watch ends."""
+        """Watch the collection from the last known version until the watch ends."""
         query = {
             **self._query,
             "resourceVersion": self._version,
@@ -371,7 +370,7 @@ class Informer(Cache[View]):
     def _drop(self, body: Json) -> None:
         """Remove a deleted object from the cache.
 
-        Keep the object if the cache has it at a version that is later than its deletion.
+        Keep the object if its version in the cache is later than the deletion.
         """
         key = id_of(body)
         if self._versions.get(key, 0) <= version_of(body):

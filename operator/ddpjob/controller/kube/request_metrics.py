@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import Counter, disable_created_metrics
 
-# Do not export a second series for each counter with the time of its creation, which is the default
-# of prometheus_client.
+# Do not export a second series with each counter's creation time, as prometheus_client does by
+# default.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 API_REQUESTS = Counter(

@@ -26,8 +26,8 @@ from ddpjob.unavailable import Unavailable
 Json = dict[str, Any]
 REQUEST_SECONDS = 30
 USER_AGENT = "ddpjob-operator"
-"""The user agent of all requests. It is also the name of the operator in managedFields, because the
-API server copies the part of the user agent before a slash."""
+"""The user agent for all requests. It is also the operator's name in managedFields, because the API
+server copies the part of the user agent before a slash."""
 LONGEST_PAUSE = 60.0
 """Maximum delay in seconds that a response can impose with Retry-After. A proxy's maintenance page
 may ask for a delay of an hour, although the maintenance ends sooner."""
@@ -74,8 +74,8 @@ class Rest:
     async def connect(cls, connections: int = 64) -> Rest:
         """Connect with the service account if this is a pod, or otherwise with the kubeconfig.
 
-        The kubeconfig is found through the environment, as by kubectl. Raises NoCredentials if
-        neither can be used.
+        The kubeconfig is found through the environment, just as kubectl finds it. Raises
+        NoCredentials if neither can be used.
         """
         try:
             config.load_incluster_config()
@@ -120,9 +120,9 @@ class Rest:
         """Send a request, and return the JSON object in the response.
 
         Raises TooLarge if the response has more than `most` bytes, without reading all of it.
-        Raises ApiError for a status of 4xx, except 429. Raises Unavailable for 429, 5xx and failed
-        connections, and also for a response that is not a JSON object. Such a response cannot come
-        from the API server itself, but comes from a proxy in front of it.
+        Raises ApiError for any 4xx status except 429. Raises Unavailable for 429, 5xx and failed
+        connections, and also for a response that is not a JSON object. Such a response does not
+        come from the API server itself, but from a proxy in front of it.
         """
         try:
             response = await self._send(
@@ -192,7 +192,7 @@ async def _read_at_most(most: int, response: aiohttp.ClientResponse) -> bytes:
 
 
 def _words(error: Exception) -> str:
-    """Describe an error of the transport.
+    """Describe a transport error.
 
     aiohttp raises an error without a message if a whole request takes too long.
     """
@@ -211,7 +211,7 @@ def _proxy(host: str) -> str | None:
 
 
 def _in_a_network_of(no_proxy: str, host: str) -> bool:
-    """Whether NO_PROXY contains a network, such as 10.96.0.0/12, to which the host belongs.
+    """Whether NO_PROXY contains a network, such as 10.96.0.0/12, that includes the host.
 
     kubectl supports networks in NO_PROXY. Python supports only names and single addresses.
     """

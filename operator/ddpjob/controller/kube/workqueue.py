@@ -303,7 +303,7 @@ class Turns:
                 self._begin(chosen)
 
     def _comes(self, group: Hashable) -> tuple[bool, float]:
-        """Return the key by which waiting groups are sorted.
+        """Return the sort key for waiting groups.
 
         If several groups have equal keys, the group that comes first in `_waiting` is chosen. That
         group has waited longest since its last turn.
