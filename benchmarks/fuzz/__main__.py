@@ -83,7 +83,7 @@ def run(parsers: list[Parser], options: argparse.Namespace) -> int:
         f"{datetime.now(UTC):%Y-%m-%d}, seed {options.seed}; {minutes:.0f} minutes, {processor / 60:.0f} minutes of"
         " CPU time"
     )
-    table = f"{table_of(results)}\n\n{what}; {os.cpu_count()} cores, load average of the last 15 minutes {load:.1f}."
+    table = f"{table_of(results)}\n\n{what}; {os.cpu_count()} cores, the 15-minute load average was {load:.1f}."
     print(f"\n{table}\n")
     if options.table is not None:
         write_between(options.table, "fuzz", table)

@@ -93,7 +93,7 @@ def table(made: dict[str, Any], server: PrometheusServer) -> str:
         after = f"{min(moments) - act['at']:.0f}" if moments else "it did not fire"
         lines.append(f"| {name} | {act['what']} | {after} |")
     return "\n".join(
-        [*lines, "", f"2 nodes on {os.cpu_count()} cores; load average of the last 15 minutes {made['load']:.0f}."]
+        [*lines, "", f"2 nodes on {os.cpu_count()} cores; the 15-minute load average was {made['load']:.0f}."]
     )
 
 

@@ -109,7 +109,7 @@ def table(figures: list[Figure]) -> str:
         value = f"{f.value:.3g} {f.unit}".strip()
         lines.append(f"| {f.part} | {f.what} | {value} | {f.aim} | {f.reached} | {f.beside} |")
     load = os.getloadavg()[2]
-    return "\n".join([*lines, "", f"{os.cpu_count()} cores; load average of the last 15 minutes {load:.1f}."])
+    return "\n".join([*lines, "", f"{os.cpu_count()} cores; the 15-minute load average was {load:.1f}."])
 
 
 def write_csv(path: Path, figures: list[Figure]) -> None:
