@@ -277,7 +277,7 @@ def test_the_remedy_for_a_condition_comes_from_that_conditions_own_table() -> No
     said = text(job(phase="Restarting", conditions=[changed, condition("Running", False, "NodesMissing")]))
     assert "Suspend the job, correct the field that the message names" in said and "Nothing was created" not in said
     said = text(job(phase="Failed", conditions=[condition("Failed", True, "ImagePullBackOff")]))
-    assert "The registry has no such image" in said and "imagePullSecrets" not in said
+    assert "the registry has no such image" in said and "imagePullSecrets" not in said
 
 
 @pytest.mark.parametrize("reason", ["ClassMissing", "ClassRefused"])
