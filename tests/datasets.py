@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import pickle
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from ddpjob_trainer.data.dataset import DataSet
 
 RANDOM = np.random.default_rng(0)
 IMAGES = RANDOM.integers(0, 256, (60, 3072), dtype=np.uint8)
@@ -49,3 +56,21 @@ def write_image_folder(root: Path, count: int = 6) -> None:
             for number in range(count):
                 pixels = RANDOM.integers(0, 128, (40 + 3 * number, 50, 3), dtype=np.uint8) + np.uint8(100 * label)
                 Image.fromarray(pixels).save(root / split / name / f"{name}_{number}.JPEG")
+
+
+def count_workers(opened: Callable[[], DataSet]) -> tuple[int, int]:
+    """Return the number of a data set's workers while it is used, and right after it is dropped.
+
+    Workers that only the garbage collector ends would remain, and it takes 5 s for each of them.
+    """
+    before = set(multiprocessing.active_children())
+    gc.disable()
+    try:
+        data = opened()
+        batches = data.train_batches([[3], [5], [7], [9]], 0)
+        next(batches)
+        used = set(multiprocessing.active_children()) - before
+        del data, batches
+        return len(used), len(set(multiprocessing.active_children()) - before)
+    finally:
+        gc.enable()

@@ -4,15 +4,13 @@ ranks and after a restart.
 
 from __future__ import annotations
 
-import gc
-import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from datasets import write_image_folder
+from datasets import count_workers, write_image_folder
 from ddpjob_trainer import config, run_plan, train
 from ddpjob_trainer.data.catalog import open_data
 from ddpjob_trainer.data.dataset import DataSet
@@ -52,17 +50,7 @@ def test_the_size_depends_on_the_epoch_alone(folder: Path, more: list[str]) -> N
 
 
 def test_workers_of_a_folder_end_when_its_data_is_dropped(folder: Path) -> None:
-    before = set(multiprocessing.active_children())
-    data = opened(folder, *SIZES, "data.workers=1")
-    gc.disable()
-    try:
-        batches = data.train_batches([[3], [5], [7], [9]], 0)
-        next(batches)
-        assert len(set(multiprocessing.active_children()) - before) == 1
-        del data, batches
-        assert set(multiprocessing.active_children()) <= before
-    finally:
-        gc.enable()
+    assert count_workers(lambda: opened(folder, *SIZES, "data.workers=1")) == (1, 0)
 
 
 def recorded(path: Path) -> Callable[[int], None]:
