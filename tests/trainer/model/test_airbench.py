@@ -137,7 +137,8 @@ def test_the_recipes_steps_match_airbench(wrong: str | None) -> None:
     if wrong == "optim__groups":
         changed = {wrong: ["head.*=5583.33/2.98507e-6", "*.bias=441.667/3.8e-3"]}
     settings = config.load(None, recipe(amp__level="O0", **changed))
-    ours, theirs = both()
+    # In float32, rounding would depend on the number of threads.
+    ours, theirs = (model.double() for model in both())
     optimizer = build_optimizer(settings.optim, ours.named_parameters())
     filters = [p for p in theirs.parameters() if len(p.shape) == 4 and p.requires_grad]
     norm_biases = [p for n, p in theirs.named_parameters() if "norm" in n and p.requires_grad]
@@ -154,7 +155,7 @@ def test_the_recipes_steps_match_airbench(wrong: str | None) -> None:
         jordan.AirbenchMuon(filters, 0.24, 0.6),
     ]
     first = [[group["lr"] for group in each.param_groups] for each in references]
-    labels, images = torch.arange(20) % 10, torch.randn(STEPS, 20, 3, 32, 32)
+    labels, images = torch.arange(20) % 10, torch.randn(STEPS, 20, 3, 32, 32, dtype=torch.float64)
     for step in range(STEPS):
         loss_sum(ours(images[step]), labels, settings.optim.label_smoothing).div(20).backward()
         set_learning_rate(optimizer, learning_rate(settings.optim, Position(2000 * step, 2000 * STEPS, 2000, 1)))
@@ -168,7 +169,7 @@ def test_the_recipes_steps_match_airbench(wrong: str | None) -> None:
             one.zero_grad()
     found, wanted = their_names(dict(ours.named_parameters())), dict(theirs.named_parameters())
     close = [
-        torch.allclose(found[name], value, rtol=1e-2, atol=1e-3)
+        torch.allclose(found[name], value, rtol=1e-3, atol=2e-4)
         for name, value in wanted.items()
         if value.requires_grad
     ]
