@@ -139,7 +139,8 @@ def _add(vitals: Vitals, folder: Path, fields: list[bytes], sockets: Mapping[str
     with contextlib.suppress(OSError):
         for thread in (folder / "task").iterdir():
             state = (thread / "stat").read_bytes().rpartition(b")")[2].split()[0].decode()
-            waits += [wait for wait in (_find_wait(thread, state),) if wait[0] is WaitKind.STORAGE]
+            if (wait := _find_wait(thread, state))[0] is WaitKind.STORAGE:
+                waits.append(wait)
     order = [None, WaitKind.ASLEEP, WaitKind.SERVER, WaitKind.STORAGE, WaitKind.STOPPED, WaitKind.TRACED]
     vitals.wait, vitals.call = max([(vitals.wait, vitals.call), *waits], key=lambda wait: order.index(wait[0]))
 

@@ -87,7 +87,7 @@ class ImageData(DataSet):
         self._config, self._device, self._train, self._test = config, device, train, test
         self.classes, self.class_names = classes, class_names
         self.shape = (3, config.image_size, config.image_size)
-        self._side = partial(_side, [*_early_sizes(config), (config.image_size, math.inf)])
+        self._side = partial(_side, _sizes(config))
         self._test_size = config.test_image_size or config.image_size
         self.train_size, self.test_size = len(train.labels), len(test.labels)
         # Pixels are copied to a GPU on a separate stream. On the stream that trains, the copy would
@@ -220,8 +220,10 @@ class ImageData(DataSet):
         return self._randaugment(pixels, self._config.seed, request.epoch, request.numbers[index])
 
 
-def _early_sizes(config: DataConfig) -> list[tuple[int, float]]:
-    """Return (side, end) for each size in data.early_sizes, in order. Raises ConfigError.
+def _sizes(config: DataConfig) -> list[tuple[int, float]]:
+    """Return (side, end) for each size in data.early_sizes and for data.image_size, in order.
+
+    Raises ConfigError.
 
     Images have this side until `end` epochs are complete.
     """
@@ -230,7 +232,8 @@ def _early_sizes(config: DataConfig) -> list[tuple[int, float]]:
     sizes: list[tuple[int, float]] = [(int(pair[1]), int(pair[2])) for pair in pairs if pair]
     if len(sizes) < len(pairs):
         raise ConfigError(f"{text}: each size must be SIDE:EPOCHS; write, for example, 128:6,160:12")
-    for (side, epochs), (larger, later) in pairwise([(0, 0.0), *sizes, (config.image_size, math.inf)]):
+    whole = [*sizes, (config.image_size, math.inf)]
+    for (side, epochs), (larger, later) in pairwise([(0, 0.0), *whole]):
         if side >= larger or epochs >= later:
             raise ConfigError(
                 f"{text}: sides and epochs must rise, and all sides must be below data.image_size={config.image_size};"
@@ -238,7 +241,7 @@ def _early_sizes(config: DataConfig) -> list[tuple[int, float]]:
             )
     if len(sizes) > _MOST_EARLY_SIZES:
         raise ConfigError(f"{text}: must be at most {_MOST_EARLY_SIZES} sizes, because each is compiled separately")
-    return sizes
+    return whole
 
 
 def _side(sizes: list[tuple[int, float]], epoch: int) -> int:
