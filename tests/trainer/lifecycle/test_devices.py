@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -81,8 +83,7 @@ import resource
 
 class Callback:
     def on_step(self, step, loss):
-        if step in (3, 8):
-            print("faults", resource.getrusage(resource.RUSAGE_SELF).ru_minflt, flush=True)
+        print("faults", resource.getrusage(resource.RUSAGE_SELF).ru_minflt, flush=True)
 """
 
 
@@ -91,8 +92,11 @@ class Callback:
 def test_a_step_on_a_cpu_reuses_the_memory_of_the_previous_step(
     tuned: dict[str, str], kept: bool, tmp_path: Path
 ) -> None:
+    """A step that does not reuse it causes at least 10,000 page faults. The heap may still grow in
+    single steps.
+    """
     (tmp_path / "faults.py").write_text(FAULTS)
-    keys = ["data.name=synthetic", "data.size=512", "data.batch=64", "data.shape=[3,32,32]", "model.name=small_cnn"]
+    keys = ["data.name=synthetic", "data.size=1024", "data.batch=64", "data.shape=[3,32,32]", "model.name=small_cnn"]
     keys += ["train.epochs=1", "train.log_every=1", "train.eval_every=0", "checkpoint.every_epochs=0"]
     keys += ["train.callbacks=faults:Callback", f"checkpoint.dir={tmp_path / 'run'}"]
     paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
@@ -100,6 +104,6 @@ def test_a_step_on_a_cpu_reuses_the_memory_of_the_previous_step(
     command = [sys.executable, "-m", "ddpjob_trainer", *keys]
     environment |= {"PYTHONPATH": paths, **tuned}
     output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
-    third, eighth = (int(line.split()[1]) for line in output.splitlines() if line.startswith("faults"))
-    pages = (eighth - third) / 5
-    assert (pages < 1000) == kept, f"{pages:.0f} page faults per step"
+    totals = [int(line.split()[1]) for line in output.splitlines() if line.startswith("faults")]
+    pages = [after - before for before, after in itertools.pairwise(totals)]
+    assert (statistics.median(pages) < 5000) == kept, f"page faults of each step: {pages}"
