@@ -5,8 +5,8 @@ all the data, without any error. Users must learn this before the job starts. Th
 which lines to add, written with the names in their script.
 
 The script is parsed with `ast`, never imported or executed. Its ranks form a group if its own code,
-or a module that it imports from its own folder, calls a function in `_FORMS` or creates an
-Accelerator or the Trainer of Lightning or Hugging Face. If they do not, the following is looked up:
+or a module that it imports from its own folder, calls a function in `_FORMS` or creates one of the
+objects in `_CREATES` or a Trainer. If they do not, the following is looked up:
 
 - the optimizer is the variable that gets `SGD(…)`, `Adam(…)` or another class of torch.optim;
 - the model is X in the optimizer's argument `X.parameters()`;
@@ -28,8 +28,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_FORMS = ("init_process_group", "init_device_mesh", "init_distributed")
+_FORMS = ("init_process_group", "init_device_mesh", "init_distributed", "init_distributed_device", "init_rpc")
+_LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
+_CREATES = {
+    "Accelerator": ("accelerate", {"accelerate"}),
+    "Fabric": ("fabric", _LIGHTNING),
+    "LightningCLI": ("lightning-cli", _LIGHTNING),
+    "Parallel": ("ignite", {"ignite"}),
+    "Runner": ("mmengine", {"mmengine"}),
+    "FlexibleRunner": ("mmengine", {"mmengine"}),
+    "from_cfg": ("mmengine", {"mmengine"}),
+}
+"""For the name of a call, the framework that forms the group, and the packages that define it."""
 _SPAWNS = ("spawn", "start_processes")
+_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _ADDRESSES = ("os.environ['MASTER_ADDR']", "os.environ['MASTER_PORT']")
 _OPTIMIZERS = (
     *("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD"),
@@ -68,9 +80,9 @@ class TrainingScript:
 
     text: str
     framework: str = ""
-    """The framework that forms the group: huggingface, lightning or accelerate; empty for none."""
+    """The framework that forms the group, such as huggingface or accelerate; empty for none."""
     call: ast.Call | None = None
-    """The call that creates the framework's Trainer or Accelerator."""
+    """The call that creates the framework's Trainer, Accelerator or similar object."""
     group: str = ""
     """The function that forms the group, if no framework does."""
     where: str = ""
@@ -165,12 +177,15 @@ def _find_group(script: TrainingScript, tree: ast.Module) -> bool:
     frameworks = {_TRAINERS[name] for name in modules & _TRAINERS.keys()}
     for call in calls:
         name = _last_name(call.func)
-        if name in _FORMS:
-            script.group = name
+        if name in _FORMS or ast.unparse(call.func) == "deepspeed.initialize":
+            script.group = name if name in _FORMS else "deepspeed.initialize"
             return True
-        if name == "Accelerator" and "accelerate" in modules:
-            script.framework, script.call = "accelerate", call
-        elif name.endswith("Trainer") and frameworks and not script.framework:
+        framework, packages = _CREATES.get(name, ("", set()))
+        if packages & modules:
+            script.framework, script.call = framework, call
+        elif name == "Trainer" and "composer" in modules:
+            script.group = "composer.Trainer"
+        elif name.endswith("Trainer") and frameworks and not script.forms_group:
             script.framework, script.call = sorted(frameworks, reverse=True)[0], call
     if script.framework:
         return True
