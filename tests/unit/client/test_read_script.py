@@ -181,6 +181,28 @@ def test_lines_that_keep_the_ranks_of_different_nodes_apart_are_reported(tmp_pat
     assert "line 4: remove the assignment of os.environ['MASTER_ADDR']" in said and "line 5" not in said
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "if 'RANK' in os.environ:\n    rank = 1\nelif rank:\n    os.environ['MASTER_ADDR'] = '127.0.0.1'\n",
+        "if 'MASTER_PORT' not in os.environ:\n    os.environ['MASTER_PORT'] = '29500'\n",
+    ],
+)
+def test_an_address_that_is_set_only_without_torchrun_is_not_reported(text: str, tmp_path: Path) -> None:
+    assert "forms a group" in advised(tmp_path, f"import os\n{text}dist.init_process_group()\n")
+
+
+def test_relative_imports_are_followed_in_the_folder_of_their_own_module(tmp_path: Path) -> None:
+    for name, text in {
+        "a/__init__": "from .b import f",
+        "a/b": "from ..c.d import g",
+        "c/d": "init_process_group()",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.py").write_text(f"{text}\n")
+    assert "forms a group (init_process_group in c/d.py)" in advised(tmp_path, "import a\n")
+
+
 HUGGING_FACE = """from ddpjob_report.huggingface import DDPJobCallback, last_checkpoint
 from transformers import Trainer, TrainingArguments
 Trainer(model=m, args=TrainingArguments(use_cpu=True), callbacks=[DDPJobCallback()]).train(last_checkpoint("."))

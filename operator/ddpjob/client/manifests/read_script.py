@@ -139,10 +139,15 @@ def _neighbours(path: Path, tree: ast.Module) -> Iterator[tuple[str, ast.Module]
     A module is yielded as a pair of its path in this folder and its syntax tree.
     """
     seen: set[Path] = {path}
-    waiting = [tree]
+    waiting = [(path.parent, tree)]
     while waiting:
-        for name in _imported(waiting.pop()):
-            base = path.parent.joinpath(*name.split("."))
+        folder, tree = waiting.pop()
+        for name in _imported(tree):
+            parts = name.lstrip(".")
+            base = folder if name != parts else path.parent
+            for _ in range(len(name) - len(parts) - 1):
+                base = base if base == path.parent else base.parent
+            base = base.joinpath(*parts.split("."))
             file = next((f for f in (base.with_suffix(".py"), base / "__init__.py") if f.is_file()), None)
             if file is None or file in seen or len(seen) > _MODULES:
                 continue
@@ -151,17 +156,18 @@ def _neighbours(path: Path, tree: ast.Module) -> Iterator[tuple[str, ast.Module]
                 module = _parse(file.read_bytes(), file)
             except (UnreadableScript, OSError):
                 continue
-            waiting.append(module)
+            waiting.append((file.parent, module))
             yield str(file.relative_to(path.parent)), module
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:
+    """Yield each imported name; that of a relative import begins with its dots."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and (node.module or node.level):
-            base = node.module or ""
-            yield from filter(None, (base, *(f"{base}.{a.name}".strip(".") for a in node.names)))
+            dots, base = "." * node.level, node.module or ""
+            yield from (dots + name for name in (base, *(f"{base}.{a.name}".strip(".") for a in node.names)) if name)
 
 
 # --- the group ---------------------------------------------------------------------------------
@@ -197,9 +203,13 @@ def _find_group(script: TrainingScript, tree: ast.Module) -> bool:
 def _find_own_launch(tree: ast.Module) -> Iterator[str]:
     """Yield a message about each line that starts processes or sets an address by itself.
 
-    Such lines override what torchrun sets. They are common in scripts for a single machine.
+    Such lines override what torchrun sets. They are common in scripts for a single machine. Lines
+    that run only without torchrun's variables are left out.
     """
+    unlaunched = {id(each) for node in ast.walk(tree) if isinstance(node, ast.If) for each in _without_torchrun(node)}
     for node in ast.walk(tree):
+        if id(node) in unlaunched:
+            continue
         if (
             isinstance(node, ast.Call)
             and _last_name(node.func) in _SPAWNS
@@ -213,6 +223,14 @@ def _find_own_launch(tree: ast.Module) -> Iterator[str]:
             target = ast.unparse(node.targets[0])
             if target in _ADDRESSES:
                 yield f"{node.lineno}: remove the assignment of {target}, because the job sets the address"
+
+
+def _without_torchrun(choice: ast.If) -> Iterator[ast.AST]:
+    """Yield the nodes of the branch that runs if one of torchrun's variables is not set."""
+    for test in ast.walk(choice.test):
+        if isinstance(test, ast.Compare) and isinstance(test.left, ast.Constant) and test.left.value in _VARIABLES:
+            branch = {ast.In: choice.orelse, ast.NotIn: choice.body}.get(type(test.ops[0]), [])
+            yield from (each for statement in branch for each in ast.walk(statement))
 
 
 def _last_name(node: ast.expr) -> str:
