@@ -39,7 +39,7 @@ _CREATES = {
     "FlexibleRunner": ("mmengine", {"mmengine"}),
     "from_cfg": ("mmengine", {"mmengine"}),
 }
-"""For the name of a call, the framework that forms the group, and the packages that define it."""
+"""The framework that forms the group, and the packages that define it, by the name of a call."""
 _SPAWNS = ("spawn", "start_processes")
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _ADDRESSES = ("os.environ['MASTER_ADDR']", "os.environ['MASTER_PORT']")

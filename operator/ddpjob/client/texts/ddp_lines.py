@@ -79,7 +79,7 @@ _OF_FRAMEWORK = {
         "Lightning's Fabric forms the group itself if it is given the number of nodes and processes.",
         ("num_nodes", f"add {_LIGHTNING}"),
         "import os",
-        (),
+        ((".launch(", "after it: fabric.launch()"),),
         ("checkpoint_dir", "docs/own-scripts.md"),
     ),
     "ignite": FrameworkLines(
