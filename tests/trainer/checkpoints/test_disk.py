@@ -74,7 +74,7 @@ def test_a_full_disk_is_reported_and_leaves_no_partial_file(
     warning = capsys.readouterr().err
     assert (
         "No space left on device" in warning
-        and "failure 1 of 2 in a row; training continues, and the next save tries again" in warning
+        and "consecutive failures: 1, limit 2; training continues, and the next save tries again" in warning
         and "Free some space" in warning
     )
     save(checkpoints, 3)
@@ -228,7 +228,7 @@ def test_an_evaluation_that_cannot_be_written_is_reported_and_training_continues
     (tmp_path / "run" / "eval").touch()
     good(1, [*TINY, f"checkpoint.dir={tmp_path}"])
     assert (
-        capfd.readouterr().out.count("run/eval cannot be written (File exists): this evaluation's files were not saved")
+        capfd.readouterr().out.count("run/eval cannot be written (File exists), so this evaluation's files are missing")
         == 2
     )
 

@@ -115,7 +115,7 @@ def test_ranks_find_each_other_and_train_like_one_process(
     assert final_losses(tmp_path / "c" / "run") == pytest.approx(single_losses, rel=1e-4)
     assert len(list((tmp_path / "c" / "run" / "ledger").glob("rank-*.jsonl"))) == 2
     if method == "file":
-        assert "was a leftover of an earlier launch and has been removed" in output(tmp_path)
+        assert "a leftover of an earlier launch" in output(tmp_path)
         assert not meeting.exists() and not meeting.with_name("meet.lock").exists()
     until(lambda: not processes_with(str(tmp_path)), 10)
 
@@ -214,8 +214,8 @@ def test_a_mistake_is_reported_before_ranks_are_started() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--spawn", "0"], r"--spawn: '0' must be an integer of at least 1"),
-        (["--spawn=x"], r"--spawn: 'x' must be an integer"),
+        (["--spawn", "0"], r"--spawn 0: must be an integer of at least 1"),
+        (["--spawn=x"], r"--spawn x: must be an integer"),
         (["--spawn"], r"--spawn: the value is missing"),
         (["--spawn=2", "--nodes=2", "--node-rank=2"], r"--node-rank 2: must be from 0 to 1 with --nodes 2"),
         (
