@@ -195,7 +195,7 @@ def test_the_argument_of_torch_distributed_launch_sets_the_local_rank(
     assert without_local_rank(["a=1", *argument.split(), "b=2"]) == ["a=1", "b=2"] and os.environ["LOCAL_RANK"] == "1"
     monkeypatch.setenv("LOCAL_RANK", "5")
     assert without_local_rank([argument.replace(" ", "=")]) == [] and os.environ["LOCAL_RANK"] == "5"
-    with pytest.raises(ConfigError, match="--local-rank x: must be a rank number"):
+    with pytest.raises(ConfigError, match="--local-rank=x: must be a rank number"):
         without_local_rank(["--local-rank=x"])
 
 

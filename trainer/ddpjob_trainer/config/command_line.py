@@ -48,7 +48,7 @@ def without_local_rank(arguments: Sequence[str]) -> list[str]:
         if number is not None:
             if not number.isdigit():
                 raise ConfigError(
-                    f"{name} {number}: must be a rank number; leave out this option, because "
+                    f"{name}={number}: must be a rank number; leave out this option, because "
                     "torch.distributed.launch adds it"
                 )
             os.environ.setdefault("LOCAL_RANK", number)
