@@ -213,7 +213,7 @@ def test_a_best_mark_that_cannot_be_written_does_not_count_as_a_failed_save(
     checkpoints.scored(1, {"accuracy": 0.5})
     save(checkpoints, 2)
     checkpoints.finish()
-    assert not checkpoints.state.failed and "Is a directory; older checkpoints remain" in capsys.readouterr().err
+    assert not checkpoints.state.failed and "(Is a directory); older checkpoints remain" in capsys.readouterr().err
     (tmp_path / "best.json").rmdir()
     checkpoints.finish()
     assert json.loads((tmp_path / "best.json").read_text())["best"] == "step-000000001.pt", (

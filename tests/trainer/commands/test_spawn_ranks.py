@@ -292,7 +292,7 @@ def test_a_file_system_without_locks_is_reported(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(fcntl, "flock", none)
     with (
-        pytest.raises(RendezvousError, match="No locks available.*; use a file on a file system that supports locks"),
+        pytest.raises(RendezvousError, match=r"No locks available.*; use a file on a file system that supports locks"),
         spawn_ranks._own_file(spawn_ranks.Launch(2, init=f"file://{tmp_path / 'meet'}")),
     ):
         pass

@@ -292,7 +292,7 @@ def test_a_host_name_that_makes_gloo_use_the_loopback_is_reported(nodes: Network
         "own address",
         "FAIL",
         "node-b",
-        "the host's name resolves to 127.0.0.1 there",
+        "there, the host's name resolves to 127.0.0.1",
         "set GLOO_SOCKET_IFNAME (probably to eth0)",
     )
 
