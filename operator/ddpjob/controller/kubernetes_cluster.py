@@ -792,7 +792,7 @@ class KubernetesCluster:
         options = {"propagationPolicy": "Background"}
         answer, refusal = await self._try_to_delete(job, served, f"{kind} {name}", name, uid, options)
         if refusal is not None:
-            text = f"the API server refuses the deletion of {kind} {name}: {refusal.message}"
+            text = f"the API server refuses to delete {kind} {name}: {refusal.message}"
             event = Event(True, DELETION_REFUSED, event_text(text, "retried within a minute"), once=True)
             await self.record(job, event)
         elif kind != KIND and answer is not None and answer.get("kind") == kind:

@@ -241,9 +241,9 @@ def test_suspended_complete_running_and_interrupted_jobs_are_described() -> None
     assert "no step.\nRun `ddpjob logs j`" in text(done), "the script may have printed that it needs GPUs"
     done["spec"]["command"] = ["bash", "run.sh"]
     assert text(done) == "j is complete.", "the job's steps are not counted"
-    apart = condition("Complete", True, "Finished", "all 2 nodes have finished, but the ranks formed no group: x")
+    apart = condition("Complete", True, "Finished", "all 2 nodes have finished, but the ranks did not form a group: x")
     said = text(job(phase="Complete", conditions=[apart], progress={"step": 9}))
-    assert said.endswith("\nThe ranks formed no group: x.")
+    assert said.endswith("\nThe ranks did not form a group: x.")
     again = {"step": 9, "stepsBefore": 7, "resumed": "unknown"}
     done = job(phase="Complete", conditions=[condition("Complete", True, "Finished")], progress=again)
     assert "It is unknown whether the script continued from a checkpoint after the last restart" in text(done)
