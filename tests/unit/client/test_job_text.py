@@ -81,7 +81,7 @@ def test_a_script_that_does_not_report_repeated_steps_gets_a_single_hint() -> No
     body = job(phase="Running", restarts={**restarted(continuedFrom="unknown"), "unknownRepeats": 1})
     said = "\n".join(describe(body, [], [], NOW))
     assert said.count("unknown") == 2 and "Repeated:   unknown after 1 restart\n" in said
-    assert "ddpjob_report.Snapshots reports it" in said and "0 steps" not in said
+    assert "ddpjob_report.Snapshots reports this" in said and "0 steps" not in said
     assert "repeated (" not in said, "the script has not reported it"
     spoke = restarted(continuedFrom="storage") | {"unknownRepeats": 1}
     said = "\n".join(describe(job(phase="Running", restarts=spoke), [], [], NOW))
@@ -387,5 +387,8 @@ def test_a_list_warns_of_jobs_whose_ranks_train_separately() -> None:
     apart = job(phase="Running", conditions=[condition("Running", True, "NoGroup")])
     ended = job(phase="Complete", conditions=[condition("Running", True, "NoGroup"), condition("Complete", True, "C")])
     (line,) = warnings([apart, ended, job(), job(conditions=[condition("Running", True, "GroupRuns")])])
-    assert line.startswith("warning: j: NoGroup: each rank trains") and "ddpjob why j" in line
+    assert (
+        line.startswith("warning: j: its ranks do not form a group (NoGroup), so each rank trains")
+        and "ddpjob why j" in line
+    )
     assert "init SCRIPT --check" in text(apart)
