@@ -533,7 +533,23 @@ class Bucket:
             return {item["path"]: item["size"] for page in self._obs.list(self._store, prefix) for item in page}
 
         found: dict[str, int] = self._try("listed", prefix, listed)
+        if not found and self.url.startswith("s3:"):
+            self._check_server(prefix)
         return found
+
+    def _check_server(self, prefix: str) -> None:
+        """Raise BucketError if the server returns an object that was never written.
+
+        obstore reads any well-formed XML without objects as an empty listing, even a login page.
+        """
+        page = None
+        with contextlib.suppress(BucketError):
+            page = self._get(f"{prefix}/never-written")
+        if page is not None:
+            raise BucketError(
+                f"{self.url}/{prefix} cannot be listed: the server does not speak S3, because it sends"
+                f" {page[:100]!r} for an object that does not exist; check the endpoint"
+            )
 
     def put_scores(self, scores: dict[int, float], metric: str) -> None:
         """Store the scores of all steps, and the metric's name.

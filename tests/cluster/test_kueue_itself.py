@@ -277,6 +277,18 @@ def test_a_job_in_a_queue_is_resized_in_place(jobs: Jobs, queue: Queue) -> None:
     assert jobs.status("sized")["slots"][0]["attempt"] == 0 and jobs.status("sized")["restarts"]["counted"] == 0
 
 
+def test_an_elastic_job_releases_the_unneeded_part_of_its_first_quota(jobs: Jobs, queue: Queue) -> None:
+    """The smaller request is granted in place of the first, because the queue has no room for both."""
+    queue.offer(gpus=3)
+    jobs.apply(queued(steps_job("less", 100_000, **{**TRAINING, "nodes": 3, "elastic": {"minNodes": 1}})))
+    jobs.wait_phase("less", "Running")
+    jobs.kubectl("scale", "ddpjob", "less", "--replicas=2")
+    jobs.wait("two nodes", shows(jobs, "less", "2/2"))
+    jobs.wait("their quota alone", lambda: queue.used() == 2)
+    status = jobs.status("less")
+    assert [slot["attempt"] for slot in status["slots"]] == [0, 0] and status["restarts"]["counted"] == 0
+
+
 ELASTIC: Json = {**TRAINING, "nodes": 4, "elastic": {"minNodes": 2, "maxNodes": 8}}
 
 

@@ -395,6 +395,19 @@ def test_a_faulty_address_of_a_metrics_peer_does_not_end_the_isolation_of_jobs()
             peers(wrong)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [("METRICS_PEERS", text) for text in ('[{"ipBlock": null}]', '[{"ipBlock": []}]', "[null]", '["a"]', "null")]
+    + [("METRICS_PEERS", '[{"ipBlock": {"cidr": "10.0.0.0/8", "except": 1}}]')]
+    + [(name, "null") for name in ("NODE_CONDITIONS", "NODE_TAINTS", "RECEIVERS", "CLASSES")],
+)
+def test_a_malformed_json_setting_is_named_at_the_start(given: tuple[str, str]) -> None:
+    """The chart's schema refuses such values, but others may set the operator's variables."""
+    name, value = given
+    with pytest.raises(SettingsError, match=f"DDPJOB_OPERATOR_{name} is "):
+        Settings.from_environment({"DDPJOB_OPERATOR_KEY": "k" * 16, f"DDPJOB_OPERATOR_{name}": value})
+
+
 @needs_helm
 def test_a_name_that_looks_like_a_number_stays_a_string() -> None:
     """A namespace may be called 2026, but the API server refuses an object whose namespace is a

@@ -101,7 +101,7 @@ class Settings:
                 found = json.loads(value)
             except ValueError as error:
                 raise SettingsError(f"{PREFIX}{name} is {value!r}; it must be JSON: {error}") from error
-            if found is not None and not isinstance(found, kind):
+            if not isinstance(found, kind) and (found is not None or default != "null"):
                 raise SettingsError(f"{PREFIX}{name} is {value!r}; it must be a JSON {kind.__name__}")
             return found
 
@@ -163,10 +163,14 @@ def _metrics_peers(found: list[Json]) -> tuple[Json, ...]:
         except ValueError as error:
             raise SettingsError(f"{PREFIX}METRICS_PEERS has ipBlock {text!r}: {error}") from error
 
-    for block in (peer["ipBlock"] for peer in found if "ipBlock" in peer):
-        block["cidr"] = network(block.get("cidr", ""))
-        if "except" in block:
-            block["except"] = [network(text) for text in block["except"]]
+    try:
+        for block in (peer["ipBlock"] for peer in found if "ipBlock" in {**peer}):
+            block["cidr"] = network(block.get("cidr", ""))
+            if "except" in block:
+                block["except"] = [network(text) for text in block["except"]]
+    except (AttributeError, TypeError):
+        text = "must be a list of NetworkPolicy peers, and each ipBlock an object with a cidr"
+        raise SettingsError(f"{PREFIX}METRICS_PEERS is {json.dumps(found)}; it {text}") from None
     return tuple(found)
 
 

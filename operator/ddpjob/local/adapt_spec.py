@@ -25,6 +25,9 @@ from ddpjob.objects.pods import SECRET_KEYS
 
 NVIDIA = "nvidia.com/gpu"
 _SMI_SECONDS = 30.0
+MOST_RANKS = max(64, 8 * (os.cpu_count() or 1))
+"""Maximum number of ranks that this machine runs. Without a limit, a typing error would start
+processes until its memory is full."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ def adapt_spec(job: DDPJob, folder: JobFolder, options: Options) -> LocalSpec:
     code = folder.fetched_code / spec.code.version[:16] if spec.code else None
     working_dir = options.working_dir or _working_dir(spec, code)
     problems = [
+        *filter(None, [_too_many_ranks(spec, spec.nodes)]),
         *_without_torch(spec),
         *_unreadable(spec),
         *_without_credentials(spec, options),
@@ -197,7 +201,15 @@ def too_many_nodes(local: LocalSpec, nodes: int) -> str:
     wanted = (nodes + local.spec.spares) * local.spec.gpus_per_node
     if local.gpus and wanted > len(local.gpus):
         return f"{nodes} nodes{_and_spares(local.spec)} need {wanted} GPUs, but this machine has {len(local.gpus)}"
-    return ""
+    return _too_many_ranks(local.spec, nodes)
+
+
+def _too_many_ranks(spec: JobSpec, nodes: int) -> str:
+    ranks = (nodes + spec.spares) * spec.procs_per_node
+    if ranks <= MOST_RANKS:
+        return ""
+    text = f"{nodes} nodes{_and_spares(spec)} x {spec.procs_per_node} processes are {ranks} ranks"
+    return f"spec.nodes={nodes}: {text}, but this machine runs at most {MOST_RANKS}; set nodes to a lower number"
 
 
 # --- folders ----------------------------------------------------------------------------------------------------

@@ -40,8 +40,8 @@ def build_workload(job: DDPJob, platform: Platform, asked: CreateWorkload) -> Js
     `asked` has the number of slots' pods. The coordinator's own pod is included, unless the
     Workload asks only for additional pods.
 
-    A Workload can permit Kueue to admit only some of its pods, or it can replace the Workload that
-    holds the job's quota. Kueue rejects a Workload that does both.
+    With `asked.least`, Kueue may admit only some of the pods. Kueue rejects such a Workload if it
+    is also annotated as elastic. A Workload without that annotation can still replace another.
 
     Kueue reads the priority from `spec.priority`. This field is not set here. The code that sends
     the Workload to the API server reads the value from the priority class and adds it.

@@ -8,6 +8,7 @@ import json
 import math
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,29 @@ def test_a_published_checkpoint_can_be_fetched_unchanged(store: Any, tmp_path: P
     fetched = later.fetch(Stored(1, 5), tmp_path / "there")
     assert fetched.name == "step-000000005.pt" and fetched.read_bytes() == b"x" * 3_000_000
     assert [path.name for path in (tmp_path / "there").iterdir()] == [fetched.name]
+
+
+def test_a_page_that_a_proxy_sends_for_every_request_is_not_an_empty_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = b"<html><body>Please log in</body></html>"
+
+    class LoginPage(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(page)))
+            self.end_headers()
+            self.wfile.write(page)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), LoginPage) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+        with pytest.raises(BucketError, match=r"s3://bucket/p/complete cannot be listed.*Please log in"):
+            Bucket.open("s3://bucket/p").entries()
+        server.shutdown()
 
 
 def test_an_interrupted_upload_is_deleted_by_the_next_incarnation(store: Any, tmp_path: Path) -> None:

@@ -216,6 +216,7 @@ def test_a_mistake_is_reported_before_ranks_are_started() -> None:
     [
         (["--spawn", "0"], r"--spawn: '0' must be an integer of at least 1"),
         (["--spawn=x"], r"--spawn: 'x' must be an integer"),
+        (["--spawn=10000"], r"--spawn=10000: must be at most \d+, which is this machine's limit"),
         (["--spawn"], r"--spawn: the value is missing"),
         (["--spawn=2", "--nodes=2", "--node-rank=2"], r"--node-rank 2: must be from 0 to 1 with --nodes 2"),
         (

@@ -146,6 +146,14 @@ def test_an_uncertain_suggestion_is_marked_and_uses_the_general_form(
         ("import lightning as L\n\nL.Trainer(num_nodes=2).fit(m)\n", "the script has num_nodes, so nothing is missing"),
         ("from transformers import Trainer\nTrainer(model=m).train()\n", "top: import ddpjob_report.huggingface"),
         ("from accelerate import Accelerator\na = Accelerator()\n", "line 2: add log_with="),
+        ("import lightning as L\nf = L.Fabric(accelerator='cpu')\n", 'line 2: add strategy="ddp", num_nodes='),
+        ("from lightning.pytorch.cli import LightningCLI\nLightningCLI(M)\n", "line 2: add trainer_defaults=dict(str"),
+        ("import ignite.distributed as idist\nwith idist.Parallel() as p:\n    p.run(f)\n", 'line 2: add backend="'),
+        ("from mmengine.runner import Runner\nRunner.from_cfg(c).train()\n", 'line 2: add launcher="pytorch"'),
+        ("import deepspeed\ne, *_ = deepspeed.initialize(model=m)\n", "forms a group (deepspeed.initialize)"),
+        ("from composer import Trainer\nimport transformers\nTrainer(m).fit()\n", "forms a group (composer.Trainer)"),
+        ("from timm import utils\nutils.init_distributed_device(args)\n", "forms a group (init_distributed_device)"),
+        ("from torch.distributed import rpc\nrpc.init_rpc('a')\n", "forms a group (init_rpc)"),
         ("from ddpjob_trainer.api import Group\nGroup.from_env()\n", "forms a group (ddpjob_trainer)"),
         ("print(1)\n", "no training loop was found"),
         ("# init_process_group()\nimport torch\nfor x in y:\n    loss(x).backward()\n", "for one process"),
@@ -171,6 +179,28 @@ def test_lines_that_keep_the_ranks_of_different_nodes_apart_are_reported(tmp_pat
     assert "forms a group" not in said and "may form one group per node (init_process_group)" in said
     assert "line 7: mp.spawn starts processes that ignore the job's ranks" in said
     assert "line 4: remove the assignment of os.environ['MASTER_ADDR']" in said and "line 5" not in said
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "if 'RANK' in os.environ:\n    rank = 1\nelif rank:\n    os.environ['MASTER_ADDR'] = '127.0.0.1'\n",
+        "if 'MASTER_PORT' not in os.environ:\n    os.environ['MASTER_PORT'] = '29500'\n",
+    ],
+)
+def test_an_address_that_is_set_only_without_torchrun_is_not_reported(text: str, tmp_path: Path) -> None:
+    assert "forms a group" in advised(tmp_path, f"import os\n{text}dist.init_process_group()\n")
+
+
+def test_relative_imports_are_followed_in_the_folder_of_their_own_module(tmp_path: Path) -> None:
+    for name, text in {
+        "a/__init__": "from .b import f",
+        "a/b": "from ..c.d import g",
+        "c/d": "init_process_group()",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.py").write_text(f"{text}\n")
+    assert "forms a group (init_process_group in c/d.py)" in advised(tmp_path, "import a\n")
 
 
 HUGGING_FACE = """from ddpjob_report.huggingface import DDPJobCallback, last_checkpoint

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from ddpjob.api.job import DDPJob
 from ddpjob.api.job_status import utc_now
 from ddpjob.api.reader import with_defaults
-from ddpjob.local.adapt_spec import LocalSpec, Options, adapt_spec, usable_gpus
+from ddpjob.local.adapt_spec import MOST_RANKS, LocalSpec, Options, adapt_spec, too_many_nodes, usable_gpus
 from ddpjob.local.paths import JobFolder
 from ddpjob.local.runner import new_body
 
@@ -118,6 +119,15 @@ def test_too_few_gpus_are_reported_and_training_uses_the_cpu(tmp_path: Path) -> 
     found = fitted(tmp_path, nodes=3, gpusPerNode=2, backend="nccl")
     assert found.visible_gpus(0) == "" and found.spec.backend == "auto"
     assert any("spec.gpusPerNode" in warning and "has 4" in warning for warning in found.warnings)
+
+
+def test_more_ranks_than_the_machine_can_run_are_refused(tmp_path: Path) -> None:
+    found = fitted(tmp_path, nodes=1000, spares=1, procsPerNode=64)
+    said = f"spec.nodes=1000: 1000 nodes and 1 spare x 64 processes are 64064 ranks.* at most {MOST_RANKS}"
+    assert [bool(re.match(said, problem)) for problem in found.problems] == [True]
+    few = fitted(tmp_path, nodes=2)
+    assert few.problems == () and not too_many_nodes(few, 3)
+    assert "spec.nodes=10000: 10000 nodes x 1 processes are 10000 ranks" in too_many_nodes(few, 10_000)
 
 
 def test_no_gpu_is_visible_unless_the_job_requests_one(tmp_path: Path) -> None:

@@ -27,6 +27,9 @@ from ddpjob_trainer.lifecycle import fast_exit
 from ddpjob_trainer.lifecycle.signals import EXIT_STEPPED_ASIDE
 
 USAGE = "--spawn N [--init METHOD] [--nodes K --node-rank R]"
+MOST_RANKS = max(64, 8 * (os.cpu_count() or 1))
+"""Maximum number of ranks on this node. Without a limit, a typing error would start processes until
+the memory is full."""
 _FAREWELL_SECONDS = 2.0
 """Number of seconds that the other ranks have to end by themselves after a rank has failed. With
 gloo, they fail immediately with a message. With NCCL, they hang.
@@ -67,6 +70,8 @@ def read(arguments: list[str]) -> tuple[Launch, list[str]]:
         if text is not None and (not text.isdigit() or int(text) < least):
             raise ConfigError(f"{name}: {text!r} must be an integer of at least {least}; usage: {USAGE}")
         numbers[name] = default if text is None else int(text)
+    if numbers["--spawn"] > MOST_RANKS:
+        raise ConfigError(f"--spawn={numbers['--spawn']}: must be at most {MOST_RANKS}, which is this machine's limit")
     init, arguments = take_option(arguments, "--init")
     launch = Launch(numbers["--spawn"], numbers["--nodes"], numbers["--node-rank"], init or "env://")
     if launch.node_rank >= launch.nodes:

@@ -5,8 +5,8 @@ all the data, without any error. Users must learn this before the job starts. Th
 which lines to add, written with the names in their script.
 
 The script is parsed with `ast`, never imported or executed. Its ranks form a group if its own code,
-or a module that it imports from its own folder, calls a function in `_FORMS` or creates an
-Accelerator or the Trainer of Lightning or Hugging Face. If they do not, the following is looked up:
+or a module that it imports from its own folder, calls a function in `_FORMS` or creates one of the
+objects in `_CREATES` or a Trainer. If they do not, the following is looked up:
 
 - the optimizer is the variable that gets `SGD(…)`, `Adam(…)` or another class of torch.optim;
 - the model is X in the optimizer's argument `X.parameters()`;
@@ -28,8 +28,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_FORMS = ("init_process_group", "init_device_mesh", "init_distributed")
+_FORMS = ("init_process_group", "init_device_mesh", "init_distributed", "init_distributed_device", "init_rpc")
+_LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
+_CREATES = {
+    "Accelerator": ("accelerate", {"accelerate"}),
+    "Fabric": ("fabric", _LIGHTNING),
+    "LightningCLI": ("lightning-cli", _LIGHTNING),
+    "Parallel": ("ignite", {"ignite"}),
+    "Runner": ("mmengine", {"mmengine"}),
+    "FlexibleRunner": ("mmengine", {"mmengine"}),
+    "from_cfg": ("mmengine", {"mmengine"}),
+}
+"""The framework that forms the group, and the packages that define it, by the name of a call."""
 _SPAWNS = ("spawn", "start_processes")
+_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _ADDRESSES = ("os.environ['MASTER_ADDR']", "os.environ['MASTER_PORT']")
 _OPTIMIZERS = (
     *("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD"),
@@ -68,9 +80,9 @@ class TrainingScript:
 
     text: str
     framework: str = ""
-    """The framework that forms the group: huggingface, lightning or accelerate; empty for none."""
+    """The framework that forms the group, such as huggingface or accelerate; empty for none."""
     call: ast.Call | None = None
-    """The call that creates the framework's Trainer or Accelerator."""
+    """The call that creates the framework's Trainer, Accelerator or similar object."""
     group: str = ""
     """The function that forms the group, if no framework does."""
     where: str = ""
@@ -127,10 +139,15 @@ def _neighbours(path: Path, tree: ast.Module) -> Iterator[tuple[str, ast.Module]
     A module is yielded as a pair of its path in this folder and its syntax tree.
     """
     seen: set[Path] = {path}
-    waiting = [tree]
+    waiting = [(path.parent, tree)]
     while waiting:
-        for name in _imported(waiting.pop()):
-            base = path.parent.joinpath(*name.split("."))
+        folder, tree = waiting.pop()
+        for name in _imported(tree):
+            parts = name.lstrip(".")
+            base = folder if name != parts else path.parent
+            for _ in range(len(name) - len(parts) - 1):
+                base = base if base == path.parent else base.parent
+            base = base.joinpath(*parts.split("."))
             file = next((f for f in (base.with_suffix(".py"), base / "__init__.py") if f.is_file()), None)
             if file is None or file in seen or len(seen) > _MODULES:
                 continue
@@ -139,17 +156,18 @@ def _neighbours(path: Path, tree: ast.Module) -> Iterator[tuple[str, ast.Module]
                 module = _parse(file.read_bytes(), file)
             except (UnreadableScript, OSError):
                 continue
-            waiting.append(module)
+            waiting.append((file.parent, module))
             yield str(file.relative_to(path.parent)), module
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:
+    """Yield each imported name; that of a relative import begins with its dots."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and (node.module or node.level):
-            base = node.module or ""
-            yield from filter(None, (base, *(f"{base}.{a.name}".strip(".") for a in node.names)))
+            dots, base = "." * node.level, node.module or ""
+            yield from (dots + name for name in (base, *(f"{base}.{a.name}".strip(".") for a in node.names)) if name)
 
 
 # --- the group ---------------------------------------------------------------------------------
@@ -165,12 +183,15 @@ def _find_group(script: TrainingScript, tree: ast.Module) -> bool:
     frameworks = {_TRAINERS[name] for name in modules & _TRAINERS.keys()}
     for call in calls:
         name = _last_name(call.func)
-        if name in _FORMS:
-            script.group = name
+        if name in _FORMS or ast.unparse(call.func) == "deepspeed.initialize":
+            script.group = name if name in _FORMS else "deepspeed.initialize"
             return True
-        if name == "Accelerator" and "accelerate" in modules:
-            script.framework, script.call = "accelerate", call
-        elif name.endswith("Trainer") and frameworks and not script.framework:
+        framework, packages = _CREATES.get(name, ("", set()))
+        if packages & modules:
+            script.framework, script.call = framework, call
+        elif name == "Trainer" and "composer" in modules:
+            script.group = "composer.Trainer"
+        elif name.endswith("Trainer") and frameworks and not script.forms_group:
             script.framework, script.call = sorted(frameworks, reverse=True)[0], call
     if script.framework:
         return True
@@ -182,9 +203,13 @@ def _find_group(script: TrainingScript, tree: ast.Module) -> bool:
 def _find_own_launch(tree: ast.Module) -> Iterator[str]:
     """Yield a message about each line that starts processes or sets an address by itself.
 
-    Such lines override what torchrun sets. They are common in scripts for a single machine.
+    Such lines override what torchrun sets. They are common in scripts for a single machine. Lines
+    that run only without torchrun's variables are left out.
     """
+    unlaunched = {id(each) for node in ast.walk(tree) if isinstance(node, ast.If) for each in _without_torchrun(node)}
     for node in ast.walk(tree):
+        if id(node) in unlaunched:
+            continue
         if (
             isinstance(node, ast.Call)
             and _last_name(node.func) in _SPAWNS
@@ -198,6 +223,14 @@ def _find_own_launch(tree: ast.Module) -> Iterator[str]:
             target = ast.unparse(node.targets[0])
             if target in _ADDRESSES:
                 yield f"{node.lineno}: remove the assignment of {target}, because the job sets the address"
+
+
+def _without_torchrun(choice: ast.If) -> Iterator[ast.AST]:
+    """Yield the nodes of the branch that runs if one of torchrun's variables is not set."""
+    for test in ast.walk(choice.test):
+        if isinstance(test, ast.Compare) and isinstance(test.left, ast.Constant) and test.left.value in _VARIABLES:
+            branch = {ast.In: choice.orelse, ast.NotIn: choice.body}.get(type(test.ops[0]), [])
+            yield from (each for statement in branch for each in ast.walk(statement))
 
 
 def _last_name(node: ast.expr) -> str:

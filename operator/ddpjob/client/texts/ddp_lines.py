@@ -43,12 +43,16 @@ class FrameworkLines:
     arguments: tuple[str, str]
     """Arguments that the Trainer or the Accelerator needs."""
     imports: str
-    """The import that the arguments need."""
+    """The import that the arguments need; empty for none."""
     elsewhere: tuple[tuple[str, str], ...]
     resumes: tuple[str, str]
     """A word, and the page that shows how the script can resume from a checkpoint."""
 
 
+_LIGHTNING = (
+    'strategy="ddp", num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", 1)), '
+    'devices=int(os.environ.get("LOCAL_WORLD_SIZE", 1))'
+)
 _OF_FRAMEWORK = {
     "huggingface": FrameworkLines(
         "Hugging Face's Trainer forms the group itself.",
@@ -59,14 +63,38 @@ _OF_FRAMEWORK = {
     ),
     "lightning": FrameworkLines(
         "Lightning's Trainer forms the group itself if it is given the number of nodes and processes.",
-        (
-            "num_nodes",
-            'add strategy="ddp", num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", 1)), '
-            'devices=int(os.environ.get("LOCAL_WORLD_SIZE", 1))',
-        ),
+        ("num_nodes", f"add {_LIGHTNING}"),
         "import os",
         (),
         ("last_checkpoint", "docs/own-scripts.md#lightning"),
+    ),
+    "lightning-cli": FrameworkLines(
+        "Lightning's Trainer forms the group itself if it is given the number of nodes and processes.",
+        ("num_nodes", f"add trainer_defaults=dict({_LIGHTNING})"),
+        "import os",
+        (),
+        ("last_checkpoint", "docs/own-scripts.md#lightning"),
+    ),
+    "fabric": FrameworkLines(
+        "Lightning's Fabric forms the group itself if it is given the number of nodes and processes.",
+        ("num_nodes", f"add {_LIGHTNING}"),
+        "import os",
+        ((".launch(", "after it: fabric.launch()"),),
+        ("checkpoint_dir", "docs/own-scripts.md"),
+    ),
+    "ignite": FrameworkLines(
+        "Ignite's Parallel forms the group itself if it is given a backend.",
+        ("backend", 'add backend="nccl", or backend="gloo" without GPUs'),
+        "",
+        (),
+        ("checkpoint_dir", "docs/own-scripts.md"),
+    ),
+    "mmengine": FrameworkLines(
+        'MMEngine\'s Runner forms the group itself if its launcher is "pytorch".',
+        ("launcher", 'add launcher="pytorch"'),
+        "",
+        (),
+        ("checkpoint_dir", "docs/own-scripts.md"),
     ),
     "accelerate": FrameworkLines(
         "Accelerate forms the group itself, without `accelerate launch`.",
@@ -131,7 +159,9 @@ def _advice_on_framework(script: TrainingScript, path: Path, lines: FrameworkLin
     yield lines.forms
     at = f"{script.where or path}, line {script.call.lineno}" if script.call else str(path)
     word, text = lines.arguments
-    missing = [] if word in script.text else [f"{at}: {text}", f"at the top: {lines.imports}"]
+    missing = (
+        [] if word in script.text else [f"{at}: {text}", *([f"at the top: {lines.imports}"] if lines.imports else [])]
+    )
     missing += [text for word, text in lines.elsewhere if word not in script.text]
     yield from missing or [f"{at}: the script has {word}, so nothing is missing"]
     word, page = lines.resumes
