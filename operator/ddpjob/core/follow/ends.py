@@ -203,7 +203,7 @@ def _follow_coordinator(view: View) -> tuple[View, Ended | None]:
     if is_given_up(view, pod, since):
         return view, Ended(_host_lost(view, pod, since), pod, name)
     if job.spec.fast and is_given_up(view, pod, view.world.deaf_since):
-        why = f"pod {name} has not heard from most of the job's nodes for {_seconds(view, view.world.deaf_since)} s"
+        why = f"pod {name} has not heard from most of the other pods for {_seconds(view, view.world.deaf_since)} s"
         return view, Ended(End(Cause.RENDEZVOUS_LOST, f"{why}, although their Kubernetes nodes are ready"), pod, name)
     running = container is not None and container.running
     endpoint = host_port(pod.address, job.spec.rendezvous.endpoint_port) if pod.address else ""
