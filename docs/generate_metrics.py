@@ -27,37 +27,36 @@ _HEAD = """\
 Made from the code by `python docs/generate_metrics.py`. Do not edit this page.
 [Monitoring](monitoring.md) explains how to scrape these metrics, draw them and alert on them.
 
-A job's series have the labels `namespace` and `job_name`, whichever program exports them. If
-several programs export the same figure, it has the same name: `max by (namespace, job_name) (...)`
-combines them.
+Every series about a job has the labels `namespace` and `job_name`. The operator, the coordinator
+and the trainer may export the same figure under the same name. To combine such series, use
+`max by (namespace, job_name) (...)`.
 """
 _OPERATOR = """\
 ## The operator
 
-These metrics are on `metrics.port` (9090) of each replica. Counters and histograms start at 0 with
-each process. Each event is counted once, by the replica that acts, so sum `rate` or `increase` over
-the replicas. At most {most} jobs have their own series, and the series of a deleted job disappear.
-The Python client's `process_...` and `python_...` metrics are exported too.
+Each replica serves these metrics on `metrics.port` (9090). Only the replica that acts for a job
+counts its events, and its counters start at 0 whenever its process starts. Sum `rate` or `increase`
+over the replicas. At most {most} jobs have their own series. The series of a deleted job disappear.
+Replicas also export `process_...` and `python_...`, the standard metrics of a Python process.
 """
 _COORDINATOR = """\
 ## The coordinators
 
-These metrics are on port `rendezvous.port` + 1 (29401, named `coordinator`) of each job's
-coordinator.
+Each job's coordinator serves these metrics on port `rendezvous.port` + 1 (by default 29401). The
+port's name is `coordinator`.
 """
 _TRAINER = """\
 ## The built-in trainer
 
-These metrics are on `report.prometheus_port` of rank 0, if that key is set.
+If `report.prometheus_port` is set, rank 0 serves these metrics on that port.
 """
 _ALERTS = """\
 ## Alerts
 
-These are the alerts in `charts/ddpjob-operator/monitoring/alerts.yaml`. For each of them, a section
-of [troubleshooting](troubleshooting.md#alerts) says what to do. The table names the case in
-`tests/unit/monitoring/alerts_test.yaml` in which promtool makes the alert fire, waits included.
-Each alert also fires in a real Prometheus (`tests/unit/monitoring/test_prometheus.py`), and most
-were triggered by faults on real pods ([monitoring](monitoring.md#alerts)).
+`charts/ddpjob-operator/monitoring/alerts.yaml` defines these alerts. For each alert, a section of
+[troubleshooting](troubleshooting.md#alerts) says what to do. The last column names a test case in
+which the alert fires (`tests/unit/monitoring/alerts_test.yaml`). Most alerts were also triggered by
+faults on real pods ([monitoring](monitoring.md#alerts)).
 """
 
 

@@ -20,10 +20,10 @@ _HEAD = """\
 # API reference: `{api}`, kind `{kind}`
 
 Made from `{crd}` by `python docs/generate_reference.py`. Do not edit this page.
-`kubectl explain {singular}.spec` shows the same descriptions. `examples/` has an example of each kind of job.
+`kubectl explain {singular}.spec` shows the same descriptions. `examples/` contains an example of each kind of job.
 
-"**No**" in the column "while it runs" means that the API server refuses the change: set
-`spec.runPolicy.suspend` to true, change the field, and set it back to false.
+In the column "while it runs", **No** means that the API server does not let you change the field of a running job.
+To change it, set `spec.runPolicy.suspend` to true, change the field, and set `spec.runPolicy.suspend` to false.
 """
 
 
