@@ -1074,7 +1074,10 @@ class _StateLayout:
             known: the places of the previous state's tensors. They are reused if they are the same.
         """
         self._found: list[tuple[Any, tuple[int, ...] | None]] = []
-        skeleton = self._without_tensors(tree, _torch())
+        try:
+            skeleton = self._without_tensors(tree, _torch())
+        except RecursionError:
+            raise TypeError(explain_recursion(tree)) from None
         self.tensors = [tensor for tensor, _ in self._found]
         shapes = [(it.dtype, it.shape, it.stride(), whole) for it, whole in self._found]
         self.places = known if known is not None and known.shapes == shapes else _Places(shapes)
@@ -1114,6 +1117,22 @@ class _StateLayout:
         data[self._tail : self._tail + len(pickled)] = pickled
         _SIZES.pack_into(data, 0, len(self.head), self.base, self._tail, len(pickled))
         return True
+
+
+def explain_recursion(tree: Any) -> str:
+    """Return what is wrong with a state that is nested without an end, or too deeply."""
+    left: list[tuple[Any, str, tuple[int, ...]]] = [(tree, "", ())]
+    seen = set()
+    while left:
+        node, path, above = left.pop()
+        if id(node) in above:
+            return f"the state contains itself at state{path}; leave that key out of the state"
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, (list, tuple)) else ()
+        left += [(value, f"{path}[{key!r}]", (*above, id(node))) for key, value in items]
+    return "the state is nested too deeply"
 
 
 def _read(

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpjob_pod.job_environment import JobEnvironment
-from ddpjob_pod.rank_snapshots import NONE, RankSnapshots, Restored, TorchExchange
+from ddpjob_pod.rank_snapshots import NONE, RankSnapshots, Restored, TorchExchange, explain_recursion
 from ddpjob_pod.snapshot_store import SnapshotStore
 from ddpjob_runtime import protocol
 
@@ -197,7 +197,10 @@ class Snapshots:
         for name, thing in self._objects.items():
             if not _is_alike(thing):
                 state = thing.state_dict()
-                large = sum(getattr(tensor, "nbytes", 0) for tensor in tensors_of(state)) > _OWN_BYTES
+                try:
+                    large = sum(getattr(tensor, "nbytes", 0) for tensor in tensors_of(state)) > _OWN_BYTES
+                except RecursionError:
+                    raise TypeError(f"ddpjob_report.Snapshots: {name}: {explain_recursion(state)}") from None
                 (self._large if large else objects)[name] = state
             elif isinstance(thing, torch.nn.Module) and self._keeps_buffers_of(thing):
                 own["buffers"][name] = {key: value.detach().cpu() for key, value in bare(thing).named_buffers()}

@@ -103,6 +103,16 @@ def test_a_state_that_could_not_be_read_back_is_not_saved(
     assert not list(checkpoints.path.glob("step-*"))
 
 
+def test_a_state_that_contains_itself_is_refused_with_the_name_of_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    inner: dict[str, Any] = {}
+    inner["again"] = [inner]
+    with pytest.raises(CheckpointError, match=r"contains itself at state\['own'\]\['again'\]\[0\]; leave that key"):
+        api.CheckpointFolder.open(Group()).save(lambda: state(own=inner), 1)
+
+
 def test_a_readable_state_survives_a_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     model = torch.nn.Linear(2, 2)

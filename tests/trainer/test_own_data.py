@@ -375,6 +375,12 @@ def test_the_metrics_of_binary_labels_match_scikit_learn() -> None:
     assert found.loss == pytest.approx(float(nn.BCEWithLogitsLoss()(scores, targets)))
 
 
+def test_a_binary_score_that_is_nan_never_counts_as_correct() -> None:
+    adding = ValueAccumulator(lambda scores, targets: scores[:, 0], decisions=True)
+    adding.add(torch.tensor([[torch.nan], [torch.nan], [-1.0], [1.0]]), torch.tensor([[0.0], [1.0], [0.0], [1.0]]))
+    assert adding.reduce(Group(), 4).accuracy == 0.5
+
+
 def test_an_evaluation_reports_bce_targets_that_are_not_probabilities() -> None:
     """On an accelerator, the loss does not check its targets."""
     adding = ValueAccumulator(lambda scores, targets: scores[:, 0], decisions=True)

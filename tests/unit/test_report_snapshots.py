@@ -361,6 +361,20 @@ class Unsaved:
         """Never called."""
 
 
+class Cyclic(Unsaved):
+    """An object whose state contains itself."""
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"made": [0]}
+        state["made"].append(state)
+        return state
+
+
+class CyclicModule(nn.Linear, Cyclic):  # type: ignore[misc]
+    def state_dict(self) -> dict[str, Any]:
+        return Cyclic.state_dict(self)
+
+
 class ZeroRedundancyOptimizer(torch.optim.SGD):  # type: ignore[misc]
     """A class with the name of torch's class."""
 
@@ -389,6 +403,16 @@ class FullyShardedDataParallel(nn.Linear):  # type: ignore[misc]
             lambda: Snapshots(model=line(), odd=Unsaved()).take(1),
             TypeError,
             r"state_dict\(\) of odd has a value that cannot be pickled .*leave odd out",
+        ),
+        (
+            lambda: Snapshots(model=line(), odd=Cyclic()).take(1),
+            TypeError,
+            r"odd: the state contains itself at state\['made'\]\[1\]; leave that key out",
+        ),
+        (
+            lambda: Snapshots(model=CyclicModule(1, 1)).take(1),
+            TypeError,
+            r"the state contains itself at state\['model'\]\['made'\]\[1\]; leave that key out",
         ),
         (
             lambda: Snapshots(optimizer=ZeroRedundancyOptimizer(line().parameters(), lr=0.1)),

@@ -283,15 +283,18 @@ def test_the_comparison_detects_curves_that_are_averaged_over_ranks() -> None:
 # ------------------------------------------------------------ unusual input
 
 
-def test_scores_that_are_not_finite_are_counted_and_never_count_as_correct() -> None:
+@pytest.mark.parametrize("label", [0, 4])
+def test_scores_that_are_not_finite_are_counted_and_never_count_as_correct(label: int) -> None:
+    """argmax returns class 0 if all scores are NaN."""
     data = scores(20, 5)
     data._logits[3:6] = torch.nan
-    data._labels[3:6] = 4
+    data._labels[3:6] = label
     result = evaluated(Group(), data, EXACT)
     finite = data._logits.isfinite().all(1)
     others = evaluated(Group(), Scores(data._logits[finite], data._labels[finite]), EXACT)
     assert result.nonfinite == 3 and np.isnan(result.loss)
     assert result.accuracy * 20 == pytest.approx(others.accuracy * 17)
+    assert result.confusion.trace() == others.confusion.trace() and result.confusion[label].sum() >= 3
 
 
 def test_unreadable_samples_do_not_count_in_any_metric() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from ddpjob_pod.rank_snapshots import explain_recursion
 
 from ddpjob_trainer.distributed.dtensors import is_sharded, local
 from ddpjob_trainer.errors import CheckpointError
@@ -57,7 +58,10 @@ def check(snapshot: Any) -> None:
             "the state to save is not a dict with the sampler's position; put sampler.state_dict() in it under "
             "'sampler'"
         )
-    _check(snapshot, "")
+    try:
+        _check(snapshot, "")
+    except RecursionError:
+        raise CheckpointError(explain_recursion(snapshot)) from None
 
 
 def _check(tree: Any, where: str) -> None:

@@ -340,11 +340,11 @@ class ElasticSampler:
     on any number of ranks, and each sample is still taken once per epoch. The last step of an epoch
     takes the remaining samples.
 
-    With repeats > 1, an epoch uses the first size / repeats samples (rounded up) of the
-    permutation, and takes each of their versions once. For the last of these samples, it takes only
-    as many versions as are needed to reach `size`. This is equivalent to torchvision's RASampler
-    and timm's RepeatAugSampler with any number of ranks, except that those two drop up to 255
-    samples of an epoch.
+    With repeats > 1, each sample has this number of differently augmented versions, and an epoch
+    takes `size` versions. For example, with size 10 and repeats 3, an epoch takes three versions of
+    each of the first three samples in the permutation, and one version of the fourth. torchvision's
+    RASampler and timm's RepeatAugSampler take the same versions, but drop up to 255 of them per
+    epoch.
     """
 
     size: int

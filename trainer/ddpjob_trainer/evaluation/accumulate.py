@@ -115,7 +115,8 @@ class ValueAccumulator:
                 # Training on an accelerator skips this check, because it would wait for the device.
                 check_probabilities(labels)
                 guesses, positive = found > 0, truth > 0.5
-                counts = [guesses == positive, guesses & positive, guesses, positive, torch.ones_like(positive)]
+                right = (guesses == positive) & ~found.isnan()
+                counts = [right, guesses & positive, guesses, positive, torch.ones_like(positive)]
                 sums = [count.sum().double() for count in counts]
             else:
                 errors = (found - truth).abs()
@@ -208,6 +209,8 @@ class Accumulator:
         copied = torch.stack([values.to(dtype) for values in (*found, ~torch.isfinite(logits).all(1))]).cpu()
         losses, numbers = copied[0].double(), copied[1:].to(torch.int64)
         guesses, ranks, truth, nonfinite = numbers
+        # If all scores of a sample of class 0 are NaN, the guess must not be class 0.
+        guesses = (guesses + ((guesses == truth) & (ranks > 0))) % self._classes
         counts = [(ranks < 1).sum(), (ranks < 5).sum(), (guesses - truth).abs().sum(), nonfinite.sum()]
         self._sums += torch.stack([losses.sum(), *(count.double() for count in counts)])
         if self._confusion is not None:
@@ -254,8 +257,8 @@ def rank_of_label(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return, for each sample, how many classes have a higher score than its true class.
 
     Scores are (n, classes), and the result is (n,). If scores are equal, the lower class ranks
-    first, as in argmax.
+    first, as in argmax. A true class whose score is -inf ranks after all classes.
     """
     own = scores.gather(1, labels[:, None])
     numbers = torch.arange(scores.shape[1], device=scores.device)
-    return ((scores > own) | ((scores == own) & (numbers < labels[:, None]))).sum(1)
+    return ((scores > own) | ((scores == own) & (numbers < labels[:, None])) | own.isneginf()).sum(1)
