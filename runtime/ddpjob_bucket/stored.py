@@ -348,7 +348,9 @@ class Bucket:
                     self.term = highest
                     return self._source(begun)
                 if tuple(others) > order:
-                    raise BucketError(f"{self.url}: a newer attempt of this job writes there, so this process exits")
+                    raise BucketError(
+                        f"{self.url}: a newer attempt of this job writes to this folder, so this process exits"
+                    )
             whole = self.entries()
             source = [whole[0].term, whole[0].step] if whole else None
             text = json.dumps({"job": job, "order": order, "from": source}).encode()
@@ -625,7 +627,7 @@ class Bucket:
             # A Rust panic is not an Exception, so it would end a thread that catches only those.
             if type(error).__name__ != "PanicException":
                 raise
-            raise BucketError(f"{self.url}/{key} cannot be {what}: obstore panics: {_first_line(error)}") from None
+            raise BucketError(f"{self.url}/{key} cannot be {what}: obstore panicked: {_first_line(error)}") from None
 
 
 def _first_line(error: BaseException) -> str:

@@ -172,7 +172,11 @@ def _snapshots(accelerator: Any) -> Snapshots | None:
     kind = str(accelerator.distributed_type.value)
     sharding = kind if kind in _SHARDED else next(filter(None, map(sharding_of, objects.values())), "")
     if sharding or not objects:
-        why = f"the model is under {sharding}" if sharding else "accelerator.prepare() was not called before resume()"
+        why = (
+            f"the model is sharded by {sharding}"
+            if sharding
+            else "accelerator.prepare() was not called before resume()"
+        )
         if job.snapshot_folder:
             say(f"no state is kept in memory, because {why}; a restart continues from the newest checkpoint")
         return None

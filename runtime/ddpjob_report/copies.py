@@ -89,7 +89,7 @@ def restore(folder: Path) -> Path | None:
                 discard(leftover)  # This process holds the lock, so a leftover must be from a process that was killed.
             found = _fetch(bucket, entry, folder)
             _note_fetched(folder, entry, found)
-            sys.stdout.write(f"ddpjob_report: checkpoint {found.name} of step {entry.step} is from {bucket.url}\n")
+            sys.stdout.write(f"ddpjob_report: restored checkpoint {found.name} (step {entry.step}) from {bucket.url}\n")
     return found
 
 
@@ -335,7 +335,10 @@ def record(folder: Path, path: Path, step: int) -> None:
     """
     made, home = path.resolve(), folder.resolve()
     if not made.is_relative_to(home):
-        raise ValueError(f"ddpjob_report.copy_checkpoint: path {path} is not in checkpoint_dir(), which is {folder}")
+        raise ValueError(
+            f"ddpjob_report.copy_checkpoint: path {path} is not in checkpoint_dir(), which is {folder}; save the "
+            "checkpoint there"
+        )
     name = made.relative_to(home).as_posix()
     temporary = folder / f"{RECORD}.{secrets.token_hex(4)}"
     try:

@@ -68,7 +68,10 @@ class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
         check_group("the Trainer", args.world_size, remedy)
         self._taken = state.global_step
         if sharding := _sharding(args, given):
-            say(f"a model under {sharding} is not kept in memory; a restart continues from the newest checkpoint")
+            say(
+                f"no state is kept in memory, because the model is sharded by {sharding}; a restart continues from "
+                "the newest checkpoint"
+            )
         else:
             self._memory = FrameworkMemory.begin(state.global_step)
         if args.max_steps > 0 or not (state.global_step and state.max_steps and state.is_world_process_zero):

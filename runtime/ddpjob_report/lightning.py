@@ -88,7 +88,10 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
         check_group("Lightning", trainer.world_size, f'set Trainer(strategy="ddp", {given})')
         self._step = self._taken = trainer.global_step
         if sharding := _sharding(trainer):
-            say(f"a model under {sharding} is not kept in memory; a restart continues from the newest checkpoint")
+            say(
+                f"no state is kept in memory, because the model is sharded by {sharding}; a restart continues from "
+                "the newest checkpoint"
+            )
         else:
             self._memory = FrameworkMemory.begin(trainer.global_step)
         if self._memory is not None:

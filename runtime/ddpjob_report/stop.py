@@ -32,7 +32,7 @@ _GLOO_DEFAULT = datetime.timedelta(minutes=30)
 
 def _say_asked() -> None:
     rank = os.environ.get("RANK", "0")
-    what = "was asked to stop; it will save at its next call of should_stop(), if there is time"
+    what = "was asked to stop; it will save at its next call to should_stop(), if there is time"
     # Write to the descriptor instead of sys.stderr, because the signal may have interrupted a write
     # to sys.stderr.
     with contextlib.suppress(OSError):

@@ -148,7 +148,7 @@ RANK_ENDED = "(this rank has ended)"
 RANK_FAILED = "(this rank has failed, and its process has not ended) "
 """Shown before the error of a failed rank, in the first line of its stacks. The process of such a
 rank has not ended yet, because it waits for one of its threads or for a device."""
-DATA_WAITS = "waiting for another pod of this node, which is fetching the data"
+DATA_WAITS = "waiting for another pod on this Kubernetes node, which is fetching the data"
 """Text of the DATA note of a pod that waits while another pod on its host fetches the data. The
 note of the fetching pod has the details."""
 
@@ -516,10 +516,12 @@ def log_line(moment: datetime, who: str, text: str) -> str:
     return f"{iso(moment)} {who}: {text}"
 
 
-OWN_LOG_LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (?:ddpjob|coordinator): (?!ends with [1-9])")
+OWN_LOG_LINE = re.compile(
+    r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (?:ddpjob|coordinator): (?!(?:exits with code|ends with) [1-9])"
+)
 """Matches the beginning of a line that was written with `log_line`. One such line is excluded:
-`ends with CODE`, the launcher's last line after a failure, because it describes only how the
-launcher itself ended.
+`exits with code CODE` (formerly `ends with CODE`), the launcher's last line after a failure,
+because it describes only how the launcher itself ended.
 """
 
 

@@ -44,7 +44,7 @@ def serve(host: str, port: int = 0, seconds: float = 300.0) -> Any:
         why = error.strerror or error
         raise OSError(
             f"cannot host a store on {host!r}, port {port}: {why}; POD_IP, --local-addr (of torchrun) and --host (of"
-            " the coordinator) must name an address of this machine on which the port is free"
+            " the coordinator) must name an address of this machine, and the port must be free there"
         ) from error
     # Before version 2.8, torch accepts an existing socket only for the older of its two servers.
     uses_libuv, timeout = torch.__version__ >= "2.8", timedelta(seconds=seconds)

@@ -100,7 +100,7 @@ def test_a_node_that_shuts_down_does_not_wait_for_a_worker_that_cannot_be_killed
 
 def test_a_worker_that_survives_sigkill_makes_its_node_exit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_module, "GONE_SECONDS", 0.2)
-    with pytest.raises(SystemExit, match=r"processes \[1\] of workers are still running"):
+    with pytest.raises(SystemExit, match=r"worker processes \[1\] are still running"):
         closed(SlowlyDying(1, 60), SlowlyDying(2, 0.0))
 
 
@@ -225,7 +225,7 @@ def test_a_shutdown_does_not_wait_for_a_round_that_is_about_to_begin(monkeypatch
         (
             -signal.SIGABRT,
             "",
-            "killed by signal SIGABRT: a library aborted the process; its reason is at the end of the pod's log",
+            "killed by signal SIGABRT: a library aborted the process; the reason is at the end of the pod's log",
         ),
         (-signal.SIGABRT, '{"message": {"message": "AcceleratorError: CUDA error"}}', "AcceleratorError: CUDA error"),
         (-signal.SIGSEGV, "", "killed by signal SIGSEGV"),

@@ -508,7 +508,7 @@ def test_the_last_line_of_a_closing_connection_is_processed() -> None:
         return why, server.coordinator.report().notes
 
     assert asyncio.run(last_words()) == (
-        "it did not read what was sent to it",
+        "it did not read the coordinator's messages",
         (protocol.Note("job-0-0", "ColdWorkers", "last"),),
     )
 

@@ -283,8 +283,7 @@ def test_an_idle_fork_server_imports_the_compiler_and_tests_a_fork(tmp_path: Pat
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120 * slowness())
     why = (
-        "threads are started (poller) when torch._dynamo is imported in this image, and forked "
-        "processes do not survive that"
+        "threads are started (poller) when torch._dynamo is imported in this image, so workers cannot be forked safely"
     )
     assert done.stdout == f"{why}\ncold\n", done.stderr
 
@@ -326,7 +325,11 @@ def test_a_pod_at_its_process_limit_keeps_its_workers_and_reports_the_problem(tm
         code += "try: server.spawn([], {}, None, None)\nexcept OSError as error: print(error)\n"
     code += "print(worker.poll(), flush=True)\nos._exit(0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120 * slowness())
-    what = "it is unknown whether a forked process survives torch._dynamo" if idle < 1 else "no worker can be forked"
+    what = (
+        "it is unknown whether workers can be forked safely after torch._dynamo is imported"
+        if idle < 1
+        else "no worker can be forked"
+    )
     assert done.stdout == f"{what}: [Errno 11] Resource temporarily unavailable\nNone\n", done.stderr
 
 
@@ -378,12 +381,12 @@ def why_not(folder: Path, preloaded: str, **modules: str) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (STARTS_THREAD, "threads are started (poller) when own_b is imported, and forked processes do not survive "
-         "that; remove it from DDPJOB_PRELOAD"),
-        (INITIALIZES_CUDA, "CUDA is initialized when own_b is imported, and forked processes do not survive that; "
-         "remove it from DDPJOB_PRELOAD"),
-        (OPENS_A_DEVICE, "CUDA is initialized when own_b is imported, and forked processes do not survive that; "
-         "remove it from DDPJOB_PRELOAD"),
+        (STARTS_THREAD, "threads are started (poller) when own_b is imported, so workers cannot be forked "
+         "safely; remove own_b from DDPJOB_PRELOAD"),
+        (INITIALIZES_CUDA, "CUDA is initialized when own_b is imported, so workers cannot be forked safely; "
+         "remove own_b from DDPJOB_PRELOAD"),
+        (OPENS_A_DEVICE, "CUDA is initialized when own_b is imported, so workers cannot be forked safely; "
+         "remove own_b from DDPJOB_PRELOAD"),
         ("1 / 0", "importing own_b (DDPJOB_PRELOAD) fails: ZeroDivisionError: division by zero"),
         ("import sys; sys.exit(3)", "importing own_b (DDPJOB_PRELOAD) fails: SystemExit: 3"),
         ("import os; os.abort()", "importing own_b (DDPJOB_PRELOAD) ended the process"),
@@ -403,7 +406,7 @@ def test_harmless_modules_are_preloaded_and_missing_ones_logged(tmp_path: Path) 
 
 def test_workers_run_cold_if_the_images_python_starts_threads(tmp_path: Path) -> None:
     why, _ = why_not(tmp_path, "", sitecustomize=STARTS_THREAD)
-    assert why == "Python starts threads at startup in this image (poller), and forked processes do not survive that"
+    assert why == "Python starts threads at startup in this image (poller), so workers cannot be forked safely"
 
 
 def test_a_hanging_import_is_abandoned(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_a_node_that_fails_its_own_test_explains_the_failures_of_its_links() -> 
     verdict = judge(4, 2, results, least=0)
     assert verdict is not None
     assert verdict.culprits == {
-        1: "the ranks of pod job-1-0 on Kubernetes node host-1 fail without other nodes: no NVLink"
+        1: "the ranks of pod job-1-0 on Kubernetes node host-1 fail even without other nodes: no NVLink"
     }
 
 

@@ -98,7 +98,7 @@ def test_a_state_that_could_not_be_read_back_is_not_saved(
     checkpoints = api.CheckpointFolder.open(Group())
     with pytest.raises(CheckpointError, match=rf"the state to save has a .*{where}, which a resume could not read"):
         checkpoints.save(lambda: state(**more), 1)
-    with pytest.raises(CheckpointError, match=r"put sampler.state_dict\(\) in it under 'sampler'"):
+    with pytest.raises(CheckpointError, match=r"add sampler.state_dict\(\) to it under the key 'sampler'"):
         checkpoints.save(lambda: {"step": 1}, 1)
     assert not list(checkpoints.path.glob("step-*"))
 

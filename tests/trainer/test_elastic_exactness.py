@@ -306,7 +306,7 @@ def test_repeated_augmentation_is_the_same_on_any_number_of_ranks(tmp_path: Path
     with pytest.raises(LedgerError, match=r"sample \d+ in version \d was taken twice"):
         verify(read([defect / "run"]))
     (refused,) = run(1, [*TIED, "data.repeats=2", f"checkpoint.dir={alone}"])
-    assert "was made with data.repeats=3, but now it is 2" in refused.error
+    assert "was made with data.repeats=3, but data.repeats is now 2" in refused.error
 
 
 def test_without_exactness_each_sample_is_still_taken_once_and_nothing_is_exchanged(

@@ -226,7 +226,7 @@ def test_training_that_a_callback_has_ended_stays_ended_after_a_restart(
 ) -> None:
     keys = [*TINY, "train.epochs=5", "train.callbacks=wrong_parts:Impatient", f"checkpoint.dir={tmp_path}"]
     good(2, keys)
-    assert "wrong_parts:Impatient ends the training after epoch 2" in capfd.readouterr().out
+    assert "wrong_parts:Impatient ends training after epoch 2" in capfd.readouterr().out
     assert len(metrics(tmp_path / "run", "step")) == 16
     assert verify(read([tmp_path / "run"])).epochs == {1: 1438, 2: 1438}
     good(1, keys)
@@ -269,13 +269,13 @@ def test_the_command_evaluate_reports_the_metrics_of_callbacks(
     [
         (["optim.name=:sgd"], r"optim.name=:sgd: must be package.module:name"),
         (["optim.name=torch.optim:Muonn"], r"torch.optim has no function 'Muonn'; did you mean torch.optim:Muon"),
-        (["optim.name=wrong_parts:nothing"], r"a call as name\(groups, lr=.*\) returned int; return a torch.optim.Opt"),
+        (["optim.name=wrong_parts:nothing"], r"the call name\(groups, lr=.*\) returned int; return a torch.optim.Opt"),
         (["optim.name=wrong_parts:some"], r"its param_groups must contain each given parameter once"),
         (["optim.name=wrong_parts:Counting"], r"step 8 differs after a checkpoint of step 7 is loaded"),
         (["optim.name=wrong_parts:Noisy"], r"step 8 differs .*do not draw random numbers"),
         (
             ["optim.name=torch.optim:LBFGS"],
-            r"torch.optim:LBFGS: a call as .* raised TypeError in .*weight_d",
+            r"torch.optim:LBFGS: the call .* raised TypeError in .*weight_d",
         ),
         (["optim.schedule=wrong_parts:infinite"], r"returned inf for epoch=1, epochs=2; return a finite factor"),
         (["optim.schedule=wrong_parts:negative"], r"returned -1.0 for epoch=0"),
@@ -291,7 +291,10 @@ def test_the_command_evaluate_reports_the_metrics_of_callbacks(
             r"labels of 1..10; return class numbers \(n,\) from 0 to 9",
         ),
         (["data.batch_transform=wrong_parts:ignored"], r"returned labels of -100..-100; return class numbers"),
-        (["data.batch_transform=wrong_parts:shares_of_three"], r"labels of shape \(200, 3\); .*of classes \(n, 10\)"),
+        (
+            ["data.batch_transform=wrong_parts:shares_of_three"],
+            r"labels of shape \(200, 3\); .*class probabilities \(n, 10\)",
+        ),
         (["data.batch_transform=own_parts:blend", "data.mixup=0.2"], r"cannot be combined with data.mixup"),
         (
             ["data.batch_transform=own_parts:blend", "model.sync_batchnorm=true"],
@@ -308,7 +311,7 @@ def test_the_command_evaluate_reports_the_metrics_of_callbacks(
         (["train.callbacks=wrong_parts:InTorch"], r"on_step raised RuntimeError in wrong_parts.py, line 42: .*mat1"),
         (
             ["train.callbacks=wrong_parts:Ambiguous", "checkpoint.every_epochs=0"],
-            r"bool\(\) of the result of on_epoch_end raised RuntimeError",
+            r"converting the result of on_epoch_end to bool raised RuntimeError",
         ),
         (
             ["train.callbacks=wrong_parts:Growing", "train.eval_batch=200", "checkpoint.every_epochs=0"],
@@ -321,7 +324,7 @@ def test_the_command_evaluate_reports_the_metrics_of_callbacks(
         (["train.callbacks=wrong_parts:Long", "checkpoint.every_epochs=0"], r"Long: on_test_end returned xxx"),
         (
             ["train.callbacks=wrong_parts:Impatient", "train.eval_every=0"],
-            r"Impatient: its on_epoch_end is never called with train.eval_every=0; set train.eval_every=1",
+            r"Impatient: with train.eval_every=0, on_epoch_end is never called; set train.eval_every=1",
         ),
         (["train.callbacks=Broken"], r"train.callbacks: 'Broken': must be package.module:name"),
         (["data.flip=true"], r"data.flip has no effect on data.name=digits"),
@@ -355,7 +358,7 @@ def test_a_misspelled_name_is_refused_before_any_data_is_read(key: str, message:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("def f(:\n", r"an import of broken_part raised SyntaxError in broken_part.py, line 1: invalid syntax"),
+        ("def f(:\n", r"importing broken_part raised SyntaxError in broken_part.py, line 1: invalid syntax"),
         ("\nlimit = nothing\n", r"raised NameError in broken_part.py, line 2: name 'nothing' is not defined; correct"),
         ("from torch import nothing\n", r"raised ImportError in broken_part.py, line 1: cannot import name 'nothing'"),
         ("import nothing.at_all\n", r"raised ModuleNotFoundError in broken_part.py, line 1: No .* 'nothing'; correct"),

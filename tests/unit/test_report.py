@@ -155,7 +155,7 @@ ddpjob_report.saved_and_leave()
     done = program(text, tmp_path)
     assert done.stdout == "checkpoints True False\n1 []\nTrue\n"
     assert done.returncode == protocol.EXIT_STEPPED_ASIDE
-    what = "was asked to stop; it will save at its next call of should_stop(), if there is time"
+    what = "was asked to stop; it will save at its next call to should_stop(), if there is time"
     assert done.stderr == f"ddpjob_report: SIGTERM: rank 0 {what}\n"
 
 

@@ -28,7 +28,7 @@ def load_function(key: str, name: str, kinds: Sequence[str] = ()) -> Callable[..
     where, _, attribute = name.partition(":")
     if not where or not attribute:
         raise ConfigError(f"{key}={name}: must be package.module:name")
-    with explain(key, name, f"an import of {where}"):
+    with explain(key, name, f"importing {where}"):
         try:
             module = importlib.import_module(where)
         except ModuleNotFoundError as error:

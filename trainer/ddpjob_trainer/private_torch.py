@@ -116,8 +116,7 @@ def _part(owner: Any, name: str) -> Any:
         kind = owner if isinstance(owner, type) else type(owner)
         of = getattr(owner, "__name__", f"{kind.__module__}.{kind.__qualname__}")
         raise TrainingError(
-            f"torch {torch.__version__} has no {of}.{name}, which the trainer needs; install an earlier torch"
-            " from 2.6"
-            " on, or a later release of DDPJob"
+            f"torch {torch.__version__} has no {of}.{name}, which the trainer needs; install an earlier torch "
+            "(2.6 or later), or a later release of DDPJob"
         )
     return found

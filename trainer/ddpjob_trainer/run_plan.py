@@ -295,9 +295,9 @@ class Division:
         remedy = f"data.batch={fitting}" if fitting else "a smaller data.micro_batches"
         pixels = f" (images of {' x '.join(map(str, self.data.shape[1:]))})" if len(self.data.shape) == 3 else ""
         raise ConfigError(
-            f"data.batch={batch}: {size} samples leave {min(short)} for one step, so one of its {parts}"
-            f" micro-batches has a single sample, but {config.model.name} needs more than one value per"
-            f" channel{pixels}; set {remedy}, or use a model that normalizes each sample separately"
+            f"data.batch={batch}: a step of the epoch has only {min(short)} of the {size} samples, so one of its "
+            f"{parts} micro-batches has a single sample, but {config.model.name} needs more than one value per "
+            f"channel{pixels}; set {remedy}, or use a model that normalizes each sample separately"
         )
 
     def explain_waits(self) -> str:
@@ -354,7 +354,7 @@ def note_choices(
         )
     if any(peaks) and not all(peaks):
         notes.append(
-            f"no MFU, because the peak of rank {list(peaks).index(0)}'s device is unknown; set"
+            f"no MFU, because the peak FLOP/s of rank {list(peaks).index(0)}'s device is unknown; set"
             " report.peak_flops if all ranks have the same device"
         )
     elif any(peaks) and not flops:

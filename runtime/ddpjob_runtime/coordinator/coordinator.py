@@ -163,7 +163,7 @@ class Coordinator:
         if old.pod == pod:
             self.rounds.remove(old, "it reconnected without the workers of its round")
             return
-        why = f"{pod} takes this index"
+        why = f"pod {pod} has taken over this index"
         self.members.dismiss(old.pod, why)
         old.dismiss(why)
         self.rounds.remove(old, f"replaced by {pod}")

@@ -121,7 +121,7 @@ async def _answer(
     if route is None:
         raise BadRequest(404, "no such path: {}; known: {}".format(url.path, ", ".join(sorted(ROUTES))))
     if route[0] != method:
-        raise BadRequest(405, f"{url.path} takes {route[0]}, not {method}")
+        raise BadRequest(405, f"{url.path} accepts {route[0]}, not {method}")
     if not known and url.path in GUARDED:
         raise BadRequest(401, "needs the job's token: send Authorization: Bearer TOKEN, or a proof made with the token")
     if method == "POST":

@@ -145,7 +145,7 @@ class Strangers:
         if moment < self._logged + LOGGED_EVERY:
             self._unlogged += 1
             return
-        log(text + (f" ({self._unlogged} more of this kind since the last line)" if self._unlogged else ""))
+        log(text + (f" ({self._unlogged} similar messages were not logged)" if self._unlogged else ""))
         self._logged, self._unlogged = moment, 0
 
 
@@ -422,7 +422,7 @@ class Server:
             try:
                 self._on_message(member, protocol.decode(line), send)
             except ValueError as error:
-                log(f"node {member.pod} sent a bad line: {error}")
+                log(f"node {member.pod} sent an invalid line: {error}")
                 send(ToMember.ERROR, {"why": str(error)})
             except Exception as defect:
                 return f"it sent a line that cannot be processed: {_unexpected(defect)}"
@@ -432,7 +432,7 @@ class Server:
             # `send` has closed the connection. After a reset by the peer, the next read raises an
             # error.
             if writer.is_closing() and reader.exception() is None:
-                return "it did not read what was sent to it"
+                return "it did not read the coordinator's messages"
 
     async def _hear(
         self, member: Member, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, send: Any

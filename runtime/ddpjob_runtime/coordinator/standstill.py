@@ -218,7 +218,7 @@ def _describe_wait(look: RankLook) -> str:
     if look.wait is WaitKind.STORAGE:
         return f"it is waiting for storage in {look.call or 'the kernel'}"
     if look.wait is WaitKind.SERVER:
-        return f"{look.call} has not answered it"
+        return f"it is waiting for a response from {look.call}"
     frame = _innermost(look.text)
     if frame is not None and STORE_FILES.search(frame["file"]):
         return "not all ranks have reached the store at its init_method, or at MASTER_ADDR and MASTER_PORT"

@@ -144,7 +144,7 @@ def connect(shutdown: Shutdown, mode: Mode) -> MemberClient:
     missing = [name for name in REQUIRED if not getattr(job, name)]
     if missing:
         raise InitFailure(
-            "environment variables are missing: {}; submit a DDPJob, whose pods have them".format(
+            "environment variables are missing: {}; run this in a pod of a DDPJob, where the operator sets them".format(
                 ", ".join(f"DDPJOB_{name.upper()}" for name in missing)
             )
         )
@@ -374,9 +374,9 @@ def torchrun_options() -> str:
 def why_cold(parsed: Any) -> str:
     """Return why workers cannot be forked with these arguments; empty if they can be."""
     if parsed.no_python:
-        return "with --no-python every worker starts a separate program; specify a Python script or module"
+        return "with --no-python, every worker starts a separate program; specify a Python script or module"
     if parsed.run_path:
-        return "with --run-path torchrun starts the workers itself; remove it"
+        return "with --run-path, torchrun starts the workers itself; remove --run-path"
     return ""
 
 
@@ -434,7 +434,7 @@ def parse(run: Any, arguments: list[str]) -> Any:
         return parser.parse_args(arguments)
     except SystemExit:
         raise InitFailure(
-            "torchrun prints a message and exits with these arguments: {}; correct spec.torchrunArgs".format(
+            "with these arguments, torchrun only prints a message and exits: {}; correct spec.torchrunArgs".format(
                 " ".join(arguments)
             )
         ) from None

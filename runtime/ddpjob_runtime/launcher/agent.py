@@ -54,8 +54,8 @@ from ddpjob_runtime.protocol import NUMBERS_PER_ATTEMPT, FromMember, Mode
 
 POLL_SECONDS = 0.005
 ABORTED = (
-    ": a library aborted the process; its reason is at the end of the pod's log. With GPUs, it is usually NCCL's "
-    "watchdog, because a device failed or a collective timed out"
+    ": a library aborted the process; the reason is at the end of the pod's log. With GPUs, the library is "
+    "usually NCCL, whose watchdog aborts if a device fails or a collective times out"
 )
 """Added to a worker's error message if SIGABRT ended the worker without an exception. In this case,
 only the worker's output shows the reason."""
@@ -213,7 +213,7 @@ class CoordinatedAgent(LocalElasticAgent):
             if self._node_shutdown.begun and passed >= LAST_SECONDS:
                 return False
             if passed >= GONE_SECONDS:
-                what = f"processes {sorted(left)} of workers are still running {GONE_SECONDS:.0f} s after SIGKILL"
+                what = f"worker processes {sorted(left)} are still running {GONE_SECONDS:.0f} s after SIGKILL"
                 self._node_shutdown.exit(1, "Error", f"{what}, because a driver or a file system of this node hangs")
             time.sleep(min(0.1, max(POLL_SECONDS, passed / 10)))
         return True

@@ -325,7 +325,9 @@ class MemberClient:
             time.sleep(pause * chance.uniform(0.5, 1.5))
             pause = min(pause * 1.5, 1.0 if time.monotonic() < missed_since + FIRST_SECONDS else 5.0)
         self._on_end(
-            protocol.EXIT_RENDEZVOUS_LOST, "RendezvousLost", "no coordinator at {}:{}: {}".format(*self._address, why)
+            protocol.EXIT_RENDEZVOUS_LOST,
+            "RendezvousLost",
+            "the coordinator at {}:{} is unreachable: {}".format(*self._address, why),
         )
 
     def _gives_up(self, missed_since: float, known: bool) -> bool:
@@ -461,7 +463,7 @@ class MemberClient:
         """
         if self._outdated:
             expected = self._identity["generation"]
-            text = f"this pod belongs to generation {expected}, and the group continues as generation {found}"
+            text = f"this pod belongs to generation {expected}, but the group continues as generation {found}"
             self._on_end(protocol.EXIT_STOPPED, "Stopped", text)
         self._outdated = True
 
@@ -525,7 +527,7 @@ class MemberClient:
             )
             self._on_end(code, kind, str(message.get("why", "")))
         elif verb == ToMember.ERROR:
-            log("the coordinator does not understand this node: {}".format(message.get("why")))
+            log("the coordinator could not process a message from this node: {}".format(message.get("why")))
         return verb in (ToMember.REFUSED, ToMember.STOP, ToMember.DONE)
 
     def _on_go(self, message: dict[str, Any]) -> None:
@@ -563,7 +565,7 @@ class MemberClient:
         expected = self._identity.get("generation")
         found = message.get("generation")
         if expected is not None and found != expected:
-            text = f"this pod belongs to generation {expected}, the coordinator to {found}"
+            text = f"this pod belongs to generation {expected}, but the coordinator to generation {found}"
             if isinstance(found, int) and found < expected:
                 # That coordinator is about to end, and its name will then lead to a new
                 # coordinator.

@@ -357,7 +357,7 @@ def judge(world: int, procs: int, results: Mapping[str, Mapping[int, NodeResult]
     first = min(faults)
     alone = results.get("alone", group if world == 1 else {})
     culprits = {
-        rank: f"the ranks of {result.name} fail without other nodes: {fault}"
+        rank: f"the ranks of {result.name} fail even without other nodes: {fault}"
         for rank, result in alone.items()
         if (fault := result.fault(least))
     }

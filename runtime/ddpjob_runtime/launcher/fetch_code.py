@@ -189,7 +189,7 @@ class CodeFetch:
             try:
                 size, digest = self._download_once(reader, part)
             except Changed as error:
-                raise BucketRefusal(f"{error}; submit the job again, which uploads the code again") from None
+                raise BucketRefusal(f"{error}; submit the job again, to upload the code again") from None
             except Away as error:
                 failures += 1
                 pause = pause_after(failures)
@@ -202,16 +202,19 @@ class CodeFetch:
             if digest == self._settings.sha256:
                 return size
             wrong += 1
-            log(f"code: {self._url}: its SHA-256 is {digest}, not code.digest (download {wrong} of {WRONG_TRIES})")
+            log(f"code: the SHA-256 of {self._url} is {digest}, not code.digest (download {wrong} of {WRONG_TRIES})")
             if wrong == WRONG_TRIES:
-                text = f"{self._url}: its SHA-256 is {digest}, not code.digest, because it was replaced or is damaged"
+                text = (
+                    f"the SHA-256 of {self._url} is {digest}, not code.digest, because the archive was replaced or "
+                    "is damaged"
+                )
                 raise BucketRefusal(f"{text}; submit the job again")
 
     def _download_once(self, reader: Reader, part: Path) -> tuple[int, str]:
         expected, pieces = reader.open_object(self._settings.name)
         if expected > MOST_CODE_BYTES:
             raise BucketRefusal(
-                f"{self._url}: its size is {size_text(expected)}, but the maximum is {size_text(MOST_CODE_BYTES)}"
+                f"the size of {self._url} is {size_text(expected)}, but the maximum is {size_text(MOST_CODE_BYTES)}"
             )
         digest, size = hashlib.sha256(), 0
         with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:

@@ -152,11 +152,11 @@ class Fetch:
             if error.errno in _NO_ROOM:
                 raise Unfit(f"the disk of {self._folder} is full: {error.strerror}") from None
             if error.errno in _NO_LOCKS:
-                text = f"{self._folder}: {error.strerror}, because its file system cannot lock files"
-                raise Unfit(f"{text}; storage.data.cache must be a folder on a disk of the Kubernetes node") from None
+                text = f"the file system of {self._folder} cannot lock files ({error.strerror})"
+                raise Unfit(f"{text}; set storage.data.cache to a folder on a disk of the Kubernetes node") from None
             if error.errno in _NOT_ALLOWED:
-                text = f"{error.filename or self._folder}: {error.strerror}"
-                raise Unfit(f"{text}; storage.data.cache must be a folder that the pods' user may write to") from None
+                text = f"{error.filename or self._folder} cannot be written ({error.strerror})"
+                raise Unfit(f"{text}; set storage.data.cache to a folder that the pods' user may write to") from None
             raise
         finally:
             if self._reported:
@@ -177,7 +177,7 @@ class Fetch:
                     break
                 except BlockingIOError:
                     if not waited:
-                        log(f"data: another pod of this node is fetching {self._url}; waiting")
+                        log(f"data: waiting for another pod on this Kubernetes node, which is fetching {self._url}")
                     waited = True
                 self._pause(0.5, self._cancelled)
                 self._say(protocol.DATA_WAITS)

@@ -154,7 +154,7 @@ class ForkServer:
         self._importing, self._ready, self._refusal = "", False, ""
         if threads := _threads():
             self._refusal = (
-                f"Python starts threads at startup in this image ({threads}), and forked processes do not survive that"
+                f"Python starts threads at startup in this image ({threads}), so workers cannot be forked safely"
             )
 
     def why_not(self, seconds: float = PRELOAD_SECONDS) -> str:
@@ -380,7 +380,7 @@ def _import(modules: list[str], orders: socket.socket) -> str:
     Return why workers must not be forked from this process; empty if they can be.
     """
     if why := _find_obstacle():
-        return f"{why} when Python starts or torch is imported in this image, and forked processes do not survive that"
+        return f"{why} when Python starts or torch is imported in this image, so workers cannot be forked safely"
     asked = os.environ.get(NVML_CHECK)
     # With this, torch.cuda.is_available() does not initialize CUDA when it checks for a GPU.
     os.environ[NVML_CHECK] = "1"
@@ -395,8 +395,7 @@ def _import(modules: list[str], orders: socket.socket) -> str:
             return f"importing {name} (DDPJOB_PRELOAD) fails: {type(error).__name__}: {error}"
         if why := _find_obstacle():
             return (
-                f"{why} when {name} is imported, and forked processes do not survive that; remove it "
-                f"from DDPJOB_PRELOAD"
+                f"{why} when {name} is imported, so workers cannot be forked safely; remove {name} from DDPJOB_PRELOAD"
             )
     del os.environ[NVML_CHECK]
     if asked is not None:
@@ -421,11 +420,13 @@ def _import_compiler(orders: socket.socket) -> None:
         if why := _find_obstacle():
             _send(
                 orders,
-                ready=f"{why} when torch._dynamo is imported in this image, and forked processes do not survive that",
+                ready=f"{why} when torch._dynamo is imported in this image, so workers cannot be forked safely",
             )
     # There are too many processes to fork. This must not end the workers that are running.
     except OSError as error:
-        _send(orders, ready=f"it is unknown whether a forked process survives torch._dynamo: {error}")
+        _send(
+            orders, ready=f"it is unknown whether workers can be forked safely after torch._dynamo is imported: {error}"
+        )
 
 
 def _find_obstacle() -> str:

@@ -128,8 +128,8 @@ def read_again(changed: Iterable[str]) -> None:
     if left:
         with contextlib.suppress(OSError):  # The disk may be full.
             sys.stderr.write(
-                f"ddpjob: these variables were set before `import torch`, but recovery.mode Fast had imported torch "
-                f"already, so they have no effect: {', '.join(sorted(left))}; set them in spec.env\n"
+                f"ddpjob: the script set {', '.join(sorted(left))} before `import torch`, but with recovery.mode "
+                "Fast, torch had already been imported, so this has no effect; set them in spec.env\n"
             )
 
 

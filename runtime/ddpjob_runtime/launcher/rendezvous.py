@@ -122,7 +122,7 @@ class CoordinatedRendezvous(RendezvousHandler):
             raise RendezvousClosedError(self._client.why) from None
         # torch raises this error if rank 0, which hosts the store, is gone.
         except RuntimeError as error:
-            raise RendezvousClosedError(f"the check of the links lost its store: {error}") from error
+            raise RendezvousClosedError(f"the link check has lost its store: {error}") from error
         log(f"preflight: {verdict.failed or verdict.passed}")
         if not verdict.failed:
             if info.rank == 0:
@@ -277,7 +277,9 @@ class FastRendezvous(CoordinatedRendezvous):
                 # includes this lookup.
                 wait = LOOKUP_SECONDS if _listens(host, port) else CONNECT_SECONDS
                 if self._client.must_restart(self.number) or time.monotonic() > began + max(wait, STORE_SECONDS):
-                    raise dist.DistStoreError(f"no store of rank 0 at {host}:{port}: {error}") from error
+                    raise dist.DistStoreError(
+                        f"the store of rank 0 at {host}:{port} is unreachable: {error}"
+                    ) from error
                 continue
             found.set_timeout(timedelta(seconds=STORE_SECONDS))
             return found

@@ -305,8 +305,8 @@ class Reader:
             self.close()
             text = f"{self._place.url}/{remote.name} is stored with Content-Encoding gzip, which the server decodes"
             raise BucketRefusal(
-                f"{text}: its content differs from the listing. Store it without gzip, or with Cache-Control "
-                f"no-transform"
+                f"{text}, so the content differs from the listing; store the object without gzip, or with "
+                "Cache-Control no-transform"
             )
         expected = f"bytes {offset}-{remote.size - 1}/{remote.size}"
         if offset and (response.status != 206 or response.getheader("Content-Range") != expected):
@@ -373,7 +373,7 @@ class Reader:
         except ssl.SSLCertVerificationError as error:
             self.close()
             text = f"the certificate of {place.server} is not trusted: {error.verify_message}"
-            raise BucketRefusal(f"{text}; set AWS_CA_BUNDLE in env to a file with its CA") from None
+            raise BucketRefusal(f"{text}; set AWS_CA_BUNDLE in env to a file with the server's CA") from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             self.close()
             raise Away(f"{place.server} does not respond: {_explain(error)}") from None
@@ -484,7 +484,7 @@ def _object(element: ET.Element, place: BucketPlace, *, quoted: bool) -> Remote:
             raise ValueError
     except (KeyError, ValueError):
         text = ET.tostring(element, encoding="unicode")[:300]
-        raise BucketRefusal(f"{place.server} does not speak S3: its listing has {text}") from None
+        raise BucketRefusal(f"{place.server} does not speak S3: its listing has the invalid entry {text}") from None
     return Remote(key[len(place.prefix) :], size, etag)
 
 

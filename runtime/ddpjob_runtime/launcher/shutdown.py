@@ -65,7 +65,7 @@ class Shutdown:
         self.begun = True
         if announce is not None:
             _attempt(announce)
-        log(f"ends with {code} ({kind}): {message}" if code else "ends with 0: every node has finished")
+        log(f"exits with code {code} ({kind}): {message}" if code else "exits with code 0: every node has finished")
         with self.starting:
             _attempt(lambda: self.stop_workers(grace))
         _attempt(self.close_client)

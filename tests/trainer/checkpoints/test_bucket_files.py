@@ -104,7 +104,7 @@ def test_a_start_fails_instead_of_using_an_older_copy_if_the_bucket_is_unreachab
 def test_a_start_on_a_full_disk_fails_with_the_name_of_the_file(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: the trainer exited with a traceback."""
     fails(monkeypatch, "fetch", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), 1)
-    with pytest.raises(CheckpointError, match=r"another/step-000000009.pt cannot be fetched: No space left on device"):
+    with pytest.raises(CheckpointError, match=r"another/step-000000009.pt cannot be written: No space left on device"):
         opened(two, "another", 2).newest()
 
 

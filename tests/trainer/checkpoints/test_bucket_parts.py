@@ -292,7 +292,7 @@ def test_an_entry_whose_name_is_not_that_of_a_checkpoint_is_skipped(url: str, tm
     ("fault", "said"),
     [
         (BucketError("503 Service Unavailable"), "503 Service Unavailable"),
-        (OSError(errno.ENOSPC, "No space left on device"), rf"{PART} cannot be fetched: No space left on device"),
+        (OSError(errno.ENOSPC, "No space left on device"), rf"{PART} cannot be written: No space left on device"),
     ],
 )
 def test_a_start_fails_instead_of_using_an_older_copy_if_a_part_cannot_be_fetched(

@@ -59,13 +59,13 @@ def test_a_different_model_is_reported_with_its_tensors_and_the_keys_to_set(trai
     message = (
         r"the checkpoint of step 8 in .* belongs to a different model: features.0.weight is \(4, 1, 3, "
         r"3\) in the checkpoint and"
-        r" \(8, 1, 3, 3\) in the model; .*; and \d+ more\. To resume from it set model.width=4, which it was made with;"
-        r" to start from scratch set checkpoint.dir to a different folder"
+        r" \(8, 1, 3, 3\) in the model; .*; and \d+ more\. To resume, set model.width=4, as in that training;"
+        r" to start from scratch, set checkpoint.dir to a different folder"
     )
     folder = f"checkpoint.dir={trained}"
     refused(message, folder, "model.width=8")
     refused(
-        r".* its optimizer is sgd, but now it is adamw\. To resume from it set optim.name=sgd",
+        r".* its optimizer is sgd, but now it is adamw\. To resume, set optim.name=sgd",
         folder,
         "optim.name=adamw",
     )
@@ -77,9 +77,7 @@ def test_a_resume_with_a_different_seed_is_refused(trained: Path) -> None:
     """Otherwise, the sample order would follow the checkpoint's seed, and the augmentation the
     configuration's.
     """
-    message = (
-        r"the checkpoint of step 8 in .* was made with data.seed=0, but now it is 3\. .* To resume set data.seed=0;"
-    )
+    message = r"the checkpoint of step 8 in .* was made with data.seed=0, but data.seed is now 3\. .* To resume,"
     refused(message, f"checkpoint.dir={trained}", "data.seed=3")
 
 
@@ -160,7 +158,7 @@ def test_a_pattern_that_no_tensor_matches_is_refused(trained: Path) -> None:
     """
     model = weights(trained / "best.pt")
     with pytest.raises(
-        CheckpointError, match=r"load_except: no tensor .* matches 'haed\.\*', .*the model has features"
+        CheckpointError, match=r"load_except: 'haed\.\*' matches no tensor .*; use names such as features"
     ):
         load_weights(trained, ("features.0.*", "haed.*"), model, Group())
     with pytest.raises(ConfigError, match=r"checkpoint.load_except=head\.\* has no effect without checkpoint.load"):
@@ -202,8 +200,8 @@ def test_training_starts_from_the_average_that_was_evaluated(
     raw, mean = saved["model"][name], saved["average"]["averages"][name]
     found = weights(tmp_path / "step-000000008.pt")[name]
     assert torch.equal(found, mean if average else raw) and not torch.equal(raw, mean)
-    kind = "the moving average of the weights, as in that run" if average else "the weights, from"
-    assert f"checkpoint.load: {kind}" in capfd.readouterr().out
+    kind = "the moving average of the weights, which that run" if average else "the weights from"
+    assert f"checkpoint.load: loaded {kind}" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["timm", "torchvision"])
@@ -246,8 +244,8 @@ def test_with_an_unsuitable_file_every_rank_exits_before_training(tmp_path: Path
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"hello", r"is damaged, or torch.save did not write it"),
-        (b'{"a": 1}', r"is damaged, or torch.save did not write it$"),
+        (b"hello", r"is damaged, or was not written by torch.save"),
+        (b'{"a": 1}', r"is damaged, or was not written by torch.save$"),
         ([1, 2], r"does not contain a state dict"),
         ({"model": {"a": 1}}, r"does not contain a state dict"),
         ("folder", r"is a folder without a checkpoint"),

@@ -74,7 +74,7 @@ def test_a_full_disk_is_reported_and_leaves_no_partial_file(
     warning = capsys.readouterr().err
     assert (
         "No space left on device" in warning
-        and "failure 1 of 2 in a row; training continues, and the next save tries again" in warning
+        and "consecutive failures: 1, limit 2; training continues, and the next save tries again" in warning
         and "Free some space" in warning
     )
     save(checkpoints, 3)
@@ -213,7 +213,7 @@ def test_a_best_mark_that_cannot_be_written_does_not_count_as_a_failed_save(
     checkpoints.scored(1, {"accuracy": 0.5})
     save(checkpoints, 2)
     checkpoints.finish()
-    assert not checkpoints.state.failed and "Is a directory; older checkpoints remain" in capsys.readouterr().err
+    assert not checkpoints.state.failed and "(Is a directory); older checkpoints remain" in capsys.readouterr().err
     (tmp_path / "best.json").rmdir()
     checkpoints.finish()
     assert json.loads((tmp_path / "best.json").read_text())["best"] == "step-000000001.pt", (
@@ -228,7 +228,7 @@ def test_an_evaluation_that_cannot_be_written_is_reported_and_training_continues
     (tmp_path / "run" / "eval").touch()
     good(1, [*TINY, f"checkpoint.dir={tmp_path}"])
     assert (
-        capfd.readouterr().out.count("run/eval cannot be written (File exists): this evaluation's files were not saved")
+        capfd.readouterr().out.count("run/eval cannot be written (File exists), so this evaluation's files are missing")
         == 2
     )
 

@@ -81,7 +81,7 @@ def test_other_differences_are_refused_and_listed(change: Any, message: str, tmp
     ("pretrained", "name", "message"),
     [
         ("IMAGENET1K_V9", NAME, r"torchvision:mobilenet_v3_small has no weights of that name; use default or IMAGENET"),
-        ("default", "torchvision:googlenet", r"googlenet expects other pixel values; set it to a file"),
+        ("default", "torchvision:googlenet", r"googlenet need a different normalization of pixels; set model"),
         (
             "weights.pth",
             "small_cnn",

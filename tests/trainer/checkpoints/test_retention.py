@@ -200,7 +200,7 @@ def test_a_folder_in_place_of_the_best_link_does_not_stop_a_removal(
         save(folder, step, accuracy=accuracy)
     assert [path.name for path in tmp_path.glob("step*")] == ["step-000000020.dcp"]
     assert json.loads((tmp_path / "best.json").read_text())["best"] == "step-000000020.dcp"
-    assert "best.dcp is not a link, so it is left in place" in capsys.readouterr().err and not list(
+    assert "best.dcp is a folder instead of a link, so it was not updated" in capsys.readouterr().err and not list(
         tmp_path.glob(".best*")
     )
 
@@ -229,7 +229,7 @@ def test_scores_of_a_different_metric_or_a_damaged_file_are_discarded_with_a_mes
 ) -> None:
     save(opened(tmp_path, keep_best=1), 10, accuracy=0.4, loss=1.0)
     opened(tmp_path, keep_best=1, best_by=Metric.LOSS)
-    assert "best.json has scores by accuracy, but checkpoint.best_by=loss" in capsys.readouterr().err
+    assert "best.json has scores for accuracy instead of checkpoint.best_by=loss" in capsys.readouterr().err
     (tmp_path / "best.json").write_text("{")
     opened(tmp_path, keep_best=1)
     assert "best.json is damaged" in capsys.readouterr().err

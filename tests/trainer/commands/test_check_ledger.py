@@ -82,7 +82,7 @@ def test_a_resume_from_a_checkpoint_that_is_not_the_newest_is_detected(tmp_path:
     (tmp_path / "step-000000005.pt").unlink()
     good(1, arguments)
     # Step 4 has no checkpoint if the checkpoint of step 2 was still being written.
-    with pytest.raises(LedgerError, match=r"resumed after step [24], although step 5 was in a checkpoint"):
+    with pytest.raises(LedgerError, match=r"resumed after step [24], although there was a checkpoint of step 5"):
         verify(read([tmp_path]))
 
 

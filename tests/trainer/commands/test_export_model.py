@@ -88,7 +88,9 @@ def test_the_safetensors_library_reads_every_kind_of_tensor(tmp_path: Path) -> N
 @pytest.mark.parametrize("kind", [torch.complex64, torch.float8_e4m3fn])
 def test_a_tensor_of_an_unsupported_type_is_named(kind: torch.dtype, tmp_path: Path) -> None:
     tensors = {"head.phase": torch.zeros(2).to(kind), "weight": torch.ones(2)}
-    with pytest.raises(TrainingError, match=rf"a.safetensors was not written: head.phase has the type {kind}; use one"):
+    with pytest.raises(
+        TrainingError, match=rf"a.safetensors was not written: head.phase has the unsupported type {kind}; use one"
+    ):
         save_safetensors(tensors, {}, tmp_path / "a.safetensors")
     assert not list(tmp_path.iterdir())
 
@@ -107,5 +109,7 @@ def test_the_weights_of_a_model_that_cannot_be_traced_are_exported(
 
 def test_exporting_a_plain_state_dict_is_refused(tmp_path: Path) -> None:
     torch.save({"weight": torch.zeros(2)}, tmp_path / "plain.pt")
-    with pytest.raises(CheckpointError, match=r"plain.pt does not have a configuration of this trainer; export one of"):
+    with pytest.raises(
+        CheckpointError, match=r"plain.pt does not contain a configuration of this trainer; export a checkpoint"
+    ):
         main([str(tmp_path / "plain.pt"), "-o", str(tmp_path)])

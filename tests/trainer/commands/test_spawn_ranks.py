@@ -115,7 +115,7 @@ def test_ranks_find_each_other_and_train_like_one_process(
     assert final_losses(tmp_path / "c" / "run") == pytest.approx(single_losses, rel=1e-4)
     assert len(list((tmp_path / "c" / "run" / "ledger").glob("rank-*.jsonl"))) == 2
     if method == "file":
-        assert "was a leftover of an earlier launch and has been removed" in output(tmp_path)
+        assert "a leftover of an earlier launch" in output(tmp_path)
         assert not meeting.exists() and not meeting.with_name("meet.lock").exists()
     until(lambda: not processes_with(str(tmp_path)), 10)
 
@@ -214,8 +214,8 @@ def test_a_mistake_is_reported_before_ranks_are_started() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--spawn", "0"], r"--spawn: '0' must be an integer of at least 1"),
-        (["--spawn=x"], r"--spawn: 'x' must be an integer"),
+        (["--spawn", "0"], r"--spawn=0: must be an integer of at least 1"),
+        (["--spawn=x"], r"--spawn=x: must be an integer"),
         (["--spawn=10000"], r"--spawn=10000: must be at most \d+, which is this machine's limit"),
         (["--spawn"], r"--spawn: the value is missing"),
         (["--spawn=2", "--nodes=2", "--node-rank=2"], r"--node-rank 2: must be from 0 to 1 with --nodes 2"),
@@ -292,7 +292,7 @@ def test_a_file_system_without_locks_is_reported(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(fcntl, "flock", none)
     with (
-        pytest.raises(RendezvousError, match="No locks available; use a file on a file system that supports locks"),
+        pytest.raises(RendezvousError, match=r"No locks available.*; use a file on a file system that supports locks"),
         spawn_ranks._own_file(spawn_ranks.Launch(2, init=f"file://{tmp_path / 'meet'}")),
     ):
         pass

@@ -195,7 +195,7 @@ def test_the_argument_of_torch_distributed_launch_sets_the_local_rank(
     assert without_local_rank(["a=1", *argument.split(), "b=2"]) == ["a=1", "b=2"] and os.environ["LOCAL_RANK"] == "1"
     monkeypatch.setenv("LOCAL_RANK", "5")
     assert without_local_rank([argument.replace(" ", "=")]) == [] and os.environ["LOCAL_RANK"] == "5"
-    with pytest.raises(ConfigError, match="--local-rank: 'x' must be a rank number"):
+    with pytest.raises(ConfigError, match="--local-rank=x: must be a rank number"):
         without_local_rank(["--local-rank=x"])
 
 
@@ -244,7 +244,7 @@ def test_keeping_the_best_epoch_requires_checkpoints_at_epochs() -> None:
         with pytest.raises(ConfigError, match=rf"train.eval_every={evaluated} .* to a multiple of 2$"):
             config.load(None, [*keys, f"train.eval_every={evaluated}"])
     assert config.load(None, [*keys, "train.eval_every=4"]).checkpoint.keep_best == 1
-    with pytest.raises(ConfigError, match=r"train.eval_every=0 means never; set train.eval_every=1"):
+    with pytest.raises(ConfigError, match=r"train.eval_every=0 turns them off; set train.eval_every=1"):
         config.load(None, [*keys, "train.eval_every=0"])
 
 

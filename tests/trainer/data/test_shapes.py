@@ -72,7 +72,7 @@ def test_the_mirror_image_of_a_shape_has_the_same_class(name: str) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (["data.size=0"], r"data.size=0 must be at least 1"),
+        (["data.size=0"], r"data.size=0: must be at least 1"),
         (
             ["data.trivialaugment=true"],
             r"data.trivialaugment does not apply to shapes, which are only shifted and flipped",

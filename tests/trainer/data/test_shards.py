@@ -285,7 +285,7 @@ def test_a_failing_server_is_retried_and_is_never_reported_as_a_corrupt_image(
     (batch,) = data.test_batches([[0, 1]])
     assert batch.unreadable == 0
     Ranges.faults = 1000
-    with pytest.raises(DataError, match=r"shard-0.* cannot be read from byte \d+ on after 3 attempts: .*503"):
+    with pytest.raises(DataError, match=r"shard-0.* cannot be read at byte \d+, even after 3 attempts: .*503"):
         list(data.test_batches([[0, 1]]))
 
 
@@ -553,7 +553,7 @@ def test_the_command_packs_shards(folder: Path, tmp_path: Path, capsys: pytest.C
 def test_packing_into_a_folder_that_is_not_writable_is_reported(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "out").write_text("a file")
     with pytest.raises(
-        DataError, match=r"out/train: Not a directory; free some space or repair it, then run the command again"
+        DataError, match=r"out/train: Not a directory; free some space or repair the volume, then run the command again"
     ):
         pack_shards.pack(folder, tmp_path / "out", 20_000)
 

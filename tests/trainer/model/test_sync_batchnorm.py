@@ -218,5 +218,5 @@ class NormAndActivation(nn.BatchNorm2d):
 
 
 def test_a_layer_that_does_more_than_normalize_is_refused() -> None:
-    with pytest.raises(ConfigError, match="NormAndActivation of this model does more than normalize"):
+    with pytest.raises(ConfigError, match="this model's NormAndActivation does more than normalize"):
         synchronize(nn.Sequential(NormAndActivation(3)), torch.device("cpu"))

@@ -559,7 +559,7 @@ def test_there_is_no_share_if_one_ranks_peak_is_unknown(
 ) -> None:
     good(2, [*TINY, "train.epochs=1", f"checkpoint.dir={tmp_path}"], prepare=with_peaks(*peaks))
     assert all("mfu" not in line for line in metrics(tmp_path / "run", "step"))
-    assert capfd.readouterr().out.count(f"no MFU, because the peak of rank {peaks.index(0)}'s device is unknown") == 1
+    assert capfd.readouterr().out.count(f"because the peak FLOP/s of rank {peaks.index(0)}'s device is unknown") == 1
 
 
 def test_uncountable_flops_are_reported_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -168,7 +168,7 @@ def launcher_line(text: str) -> str:
         (["ValueError: early", launcher_line("restarting workers: rank 1 failed: ValueError: early")], "Error", ""),
         ([launcher_line("restarting workers: rank 1 failed"), "loading", "loss 0.5"], "loss 0.5", "loading\nloss 0.5"),
         ([launcher_line("restarting workers: rank 1 failed"), "Killed"], "Killed", ""),
-        ([launcher_line("ends with 78 (InitFailure): a.py is missing")], "ddpjob: ends with 78 (InitFailure)", ""),
+        ([launcher_line("exits with code 78 (InitFailure): a.py is missing")], "exits with code 78 (InitFailure)", ""),
         (["2026-11-30 epoch 3", "2026-11-30T00:00:00.000Z other: fatal"], "other: fatal", "2026-11-30 epoch 3"),
     ],
 )

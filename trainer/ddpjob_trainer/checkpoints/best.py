@@ -29,7 +29,7 @@ def read_scores(folder: Path, metric: Metric) -> dict[int, float]:
         if found["metric"] == metric:
             scores = found["scores"].items()
             return {int(step): math.nan if value is None else float(value) for step, value in scores}
-        problem = f"has scores by {found['metric']}, but checkpoint.best_by={metric}"
+        problem = f"has scores for {found['metric']} instead of checkpoint.best_by={metric}"
     except FileNotFoundError:
         return {}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -68,7 +68,8 @@ def mark_best(folder: Path, metric: Metric, scores: dict[int, float], best: Path
     if link.is_dir() and not link.is_symlink():
         temporary.unlink()
         print(
-            f"warning: {link} is not a link, so it is left in place and might not be the best checkpoint; remove it",
+            f"warning: {link} is a folder instead of a link, so it was not updated and may not be the best "
+            "checkpoint; delete it",
             file=sys.stderr,
             flush=True,
         )

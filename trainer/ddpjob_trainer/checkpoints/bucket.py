@@ -218,7 +218,9 @@ class Copies:
         offered = Offered(entry, _patiently(lambda: self._bucket.manifest(entry)))
         name = offered.manifest.name
         if name != f"step-{entry.step:09d}{dcp.SUFFIX if offered.in_parts else torch_file.SUFFIX}":
-            raise CheckpointError(f"{self._bucket.url}/{entry.key} names {name}, which belongs to a different step")
+            raise CheckpointError(
+                f"the manifest {self._bucket.url}/{entry.key} names {name}, which is from a different step"
+            )
         if not offered.in_parts:
             with _disk(folder / name):
                 _patiently(lambda: self._bucket.fetch(entry, folder))
@@ -228,7 +230,7 @@ class Copies:
         """Print a warning that includes `problem`, and do not fetch this checkpoint again."""
         self._unreadable.add(offered.entry)
         name = f"{self._bucket.url}/{offered.entry.key}"
-        _warn(f"warning: checkpoint {offered.manifest.name} of {name} is {problem}; trying the next older one")
+        _warn(f"warning: checkpoint {offered.manifest.name} ({name}) is {problem}; trying the next older one")
 
     def pass_over(self, step: int) -> None:
         """Do not download this step's checkpoint again, because its file is unreadable."""
@@ -284,8 +286,8 @@ class Copies:
         self._scores = scores
         if not self._uploads.wait(0.0) or self._uploads.lost:
             newest = self._uploads.newest
-            there = "it has no checkpoint from this process" if newest is None else f"latest: step {newest}"
-            _warn(f"warning: the last checkpoint is not in {self._bucket.url} after {waited:.0f} s ({there})")
+            there = "no checkpoint of this process has arrived" if newest is None else f"latest: step {newest}"
+            _warn(f"warning: after {waited:.0f} s, the last checkpoint is still not in {self._bucket.url} ({there})")
             return False
         try:
             self._tidy()
@@ -375,7 +377,8 @@ def _disk(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise FetchError(
-            f"{path} cannot be fetched: {error.strerror or error}. Free some space or repair the volume"
+            f"the fetched checkpoint {path} cannot be written: {error.strerror or error}. Free some space or "
+            "repair the volume"
         ) from error
 
 

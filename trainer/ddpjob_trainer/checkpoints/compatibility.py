@@ -63,10 +63,9 @@ def check_resume(snapshot: Mapping[str, Any], wanted: Tensors, settings: Mapping
         now = settings[key]
         if (was := snapshot["config"].get(key, before)) != now:
             raise CheckpointError(
-                f"the checkpoint of step {snapshot['step']} in {folder} was made with {key}={was}, but now it is "
-                f"{now}. The order of the samples depends on it, and an epoch must take each sample once. To"
-                " resume set"
-                f" {key}={was}; to start from scratch set checkpoint.dir to a different folder"
+                f"the checkpoint of step {snapshot['step']} in {folder} was made with {key}={was}, but {key} is "
+                f"now {now}. This key determines the order of the samples, which must not change. To resume, set "
+                f"{key}={was}; to start from scratch, set checkpoint.dir to a different folder"
             )
     changed = changed_keys(snapshot["config"], settings)
     found = list_differences(snapshot["model"], wanted)
@@ -74,12 +73,10 @@ def check_resume(snapshot: Mapping[str, Any], wanted: Tensors, settings: Mapping
         found = [f"its optimizer is {snapshot['config']['optim.name']}, but now it is {settings['optim.name']}"]
     if not found:
         return
-    remedy = (
-        f"set {' '.join(changed)}, which it was made with" if changed else "use the configuration that it was made with"
-    )
+    remedy = f"set {' '.join(changed)}, as in that training" if changed else "use the configuration of that training"
     raise CheckpointError(
         f"the checkpoint of step {snapshot['step']} in {folder} belongs to a different model: {summarize(found)}."
-        f" To resume from it {remedy}; to start from scratch set checkpoint.dir to a different folder"
+        f" To resume, {remedy}; to start from scratch, set checkpoint.dir to a different folder"
     )
 
 
@@ -151,14 +148,13 @@ def _take_fitting(path: Path, keep: tuple[str, ...], model: Tensors, average: bo
     found = weights_in(content, path, average=average)
     if idle := [pattern for pattern in keep if not fnmatch.filter([*model, *found], pattern)]:
         raise CheckpointError(
-            f"checkpoint.load_except: no tensor of the model or of {path} matches {idle[0]!r}, so all tensors"
-            " would be "
-            f"loaded; the model has {', '.join([*model][:2])}, ..., {', '.join([*model][-2:])}"
+            f"checkpoint.load_except: {idle[0]!r} matches no tensor of the model or of {path}; use names such as "
+            f"{', '.join([*model][:2])}, ..., {', '.join([*model][-2:])}"
         )
     if has_average(content):
-        kind = "the moving average of the weights, as in that run's evaluations" if average else "the weights"
-        other = "false loads the weights themselves" if average else "true loads their moving average"
-        print(f"checkpoint.load: {kind}, from {path} (checkpoint.load_average={other})", flush=True)
+        kind = "the moving average of the weights, which that run's evaluations used" if average else "the weights"
+        other = "false to load the weights themselves" if average else "true to load their moving average"
+        print(f"checkpoint.load: loaded {kind} from {path} (set checkpoint.load_average={other})", flush=True)
     weights = {
         name: tensor
         for name, tensor in found.items()
@@ -172,9 +168,9 @@ def _take_fitting(path: Path, keep: tuple[str, ...], model: Tensors, average: bo
     if wrong := list_differences(weights, wanted):
         names = ",".join(dict.fromkeys(text.split()[0] for text in wrong))
         raise CheckpointError(
-            f"checkpoint.load: the weights in {path} do not fit the model: {summarize(wrong)}. Set model.* to the "
-            f"values of that training, or keep the initial values of these tensors: "
-            f"checkpoint.load_except={names[:200]}"
+            f"checkpoint.load: the weights in {path} do not fit the model: {summarize(wrong)}. Set model.* to "
+            f"that training's values, or set checkpoint.load_except={names[:200]} to keep the initial values of "
+            "these tensors"
         )
     check_finite("checkpoint.load", path, weights)
     return weights
@@ -214,7 +210,7 @@ def read_whole(path: Path, key: str = "checkpoint.load") -> Any:
         # For a pickle, torch's message advises weights_only=False. That does not help users who do
         # not call torch.load themselves, so the message is left out.
         why = "" if isinstance(error, pickle.UnpicklingError) else f": {first_line(error)}"
-        raise CheckpointError(f"{key}: {path} is damaged, or torch.save did not write it{why}") from error
+        raise CheckpointError(f"{key}: {path} is damaged, or was not written by torch.save{why}") from error
 
 
 def has_average(found: Any) -> bool:
@@ -274,7 +270,7 @@ def _choose_checkpoint(path: Path) -> Path:
     if not path.is_dir() or path.resolve().suffix == dcp.SUFFIX:
         return path
     if (marked := best.find_marked(path)) is not None and not marked.exists():
-        raise CheckpointError(f"a folder whose best.json names {marked.name}, which is gone")
+        raise CheckpointError(f"a folder whose best.json names {marked.name}, which has been deleted")
     inside = marked or max([*path.glob("step-*.pt"), *path.glob("step-*.dcp")], default=None)
     if inside is None:
         raise CheckpointError("a folder without a checkpoint")

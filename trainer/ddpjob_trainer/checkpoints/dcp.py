@@ -467,9 +467,8 @@ def _finish(temporary: Path, path: Path, manifest: bytes, parts: dict[int, Any],
             part = temporary / name
             if not part.exists() or part.stat().st_size != entry["size"]:
                 raise CheckpointError(
-                    f"rank {min(parts)} does not see {name}, which rank {rank} has written; for"
-                    " checkpoint.format=dcp, set checkpoint.dir to a folder that every node sees, or set"
-                    " checkpoint.url; or set checkpoint.format=torch"
+                    f"rank {min(parts)} does not see {name}, which rank {rank} has written; set checkpoint.dir "
+                    "to a folder that every node sees, set checkpoint.url, or set checkpoint.format=torch"
                 )
     write_atomically(temporary / MANIFEST, manifest)
     # Check that the manifest can be read. Older checkpoints are deleted next, so an unreadable one

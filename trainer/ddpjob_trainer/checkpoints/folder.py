@@ -277,9 +277,9 @@ class CheckpointFolder:
             copied = copies.finish(self._scores, wait)
             if not copied and seconds is None and not self._config.shared:
                 failure = CheckpointError(
-                    f"the last checkpoint is not in checkpoint.url={self._config.url} (see the warnings),"
-                    f" and {self.path} exists only on this machine. Training is complete only once its result"
-                    " is in the bucket"
+                    f"the last checkpoint is not in checkpoint.url={self._config.url} (see the warnings), and "
+                    f"{self.path} exists only on this machine. Training counts as complete only if the last "
+                    "checkpoint is in the bucket; repair the connection, then start the run again"
                 )
         ends = self._group.gather(0 if failure is None else 2 if isinstance(failure, FencedError) else 1)
         if any(ends):
@@ -411,8 +411,8 @@ class CheckpointFolder:
             self._unmarked = self._config.keep_best > 0
             where, why = error.filename or self.path, error.strerror or error
             print(
-                f"warning: the checkpoint folder cannot be tidied: {where}: {why}; older checkpoints remain, and"
-                " best.json may be outdated",
+                f"warning: the checkpoint folder cannot be tidied, because {where} cannot be changed ({why}); "
+                "older checkpoints remain, and best.json may be outdated",
                 file=sys.stderr,
                 flush=True,
             )
@@ -573,7 +573,7 @@ class CheckpointFolder:
         try:
             snapshot = reading.result()
             if snapshot.get("step") != step:
-                problem = f"of step {snapshot.get('step')}, which contradicts its name"
+                problem = f"from step {snapshot.get('step')}, which contradicts its name"
         except FetchError as error:
             unfetched = error
         # A different program may have written the file, so reading it can fail in any way.
@@ -581,7 +581,8 @@ class CheckpointFolder:
             problem = self._unreadable(error)
         if 1 in (failed := self._group.gather(unfetched is not None)):
             raise unfetched or CheckpointError(
-                f"rank {failed.index(1)} cannot fetch its part; see its message for the reason"
+                f"rank {failed.index(1)} cannot fetch its part of the checkpoint; see that rank's message for "
+                "the reason"
             )
         if problem := self._first_problem(problem):
             return None, problem

@@ -44,7 +44,7 @@ class CheckpointIndex:
                 metadata = dcp.check_sizes(path) if path.suffix == dcp.SUFFIX else torch_file.check_file(path)
                 if metadata.step == step:
                     return step, path
-                problem = f"of step {metadata.step}, which contradicts its name"
+                problem = f"from step {metadata.step}, which contradicts its name"
             except CheckpointError as error:
                 problem = str(error)
             except OSError as error:
@@ -55,7 +55,10 @@ class CheckpointIndex:
     def broken(self, step: int, path: Path, problem: str) -> None:
         """Print a warning that a checkpoint is broken, and remember not to resume from it."""
         self._known[path] = Entry(step, path, whole=False)
-        text = f"warning: checkpoint {path} is {problem}; trying the next older one. Repair it, or move it away"
+        text = (
+            f"warning: checkpoint {path} is {problem}; trying the next older one. Repair or remove the broken "
+            "checkpoint"
+        )
         print(text, file=sys.stderr, flush=True)
 
     def entries(self) -> list[Entry]:

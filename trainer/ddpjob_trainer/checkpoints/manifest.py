@@ -89,7 +89,7 @@ class StoredTensor:
         name = str(self.dtype).removeprefix("torch.")
         if name not in DTYPES:
             raise CheckpointError(
-                f"checkpoint.format=dcp does not support tensors of {self.dtype}; convert it to one of"
+                f"checkpoint.format=dcp does not support tensors of {self.dtype}; convert them to one of"
                 f" {', '.join(DTYPES)}, or set"
                 " checkpoint.format=torch"
             )
@@ -160,7 +160,7 @@ def _manifest(recorded: dict[str, Any]) -> CheckpointManifest:
     if not isinstance(decode(state, lambda _, name: names.append(name)), dict):
         raise _corrupt("state is not a dict")
     if sorted(names) != sorted(tensors):
-        raise _corrupt("state does not name each tensor once")
+        raise _corrupt("state does not name each tensor exactly once")
     return CheckpointManifest(metadata, files, tensors, state)
 
 

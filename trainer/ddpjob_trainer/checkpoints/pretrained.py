@@ -56,7 +56,7 @@ def _take(config: ModelConfig, channels: int, model: Tensors) -> dict[str, torch
     if wrong := list_differences(weights, {name: it for name, it in model.items() if name not in fresh}):
         raise CheckpointError(
             f"{key} does not fit model.name={config.name}: {summarize(wrong)}. Only the last layer ({head}) may"
-            " differ; set model.* to the model that the weights belong to"
+            " differ; set model.* to match the weights"
         )
     check_finite(key, config.pretrained, weights)
     new = f"; {', '.join(fresh)} start untrained, because their shapes differ" if fresh else ""
@@ -75,8 +75,8 @@ def _find(config: ModelConfig, channels: int) -> Tensors:
         return weights_in(read_whole(path, "model.pretrained"), path, average=True, key="model.pretrained")
     if kind not in ("torchvision", "timm"):
         raise CheckpointError(
-            f"{key}: no such file or folder; only models of torchvision and timm have weights by name, so set it to a"
-            " file or folder with a state dict"
+            f"{key}: no such file or folder; only models of torchvision and timm have weights by name; for other "
+            "models, set model.pretrained to a file or folder with a state dict"
         )
     try:
         return _of_torchvision(name, wanted) if kind == "torchvision" else _of_timm(name, wanted, channels)
@@ -91,7 +91,10 @@ def _of_torchvision(name: str, wanted: str) -> Tensors:
     import torchvision
 
     if name in _OTHER_INPUTS:
-        raise CheckpointError(f"model.pretrained={wanted}: {name} expects other pixel values; set it to a file")
+        raise CheckpointError(
+            f"model.pretrained={wanted}: torchvision's weights for {name} need a different normalization of "
+            "pixels; set model.pretrained to a file with other weights"
+        )
     enum = torchvision.models.get_model_weights(name)
     known = {_DEFAULT: enum.DEFAULT, **{weights.name: weights for weights in enum}}
     if wanted not in known:

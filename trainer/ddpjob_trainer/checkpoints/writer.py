@@ -110,6 +110,7 @@ class Writer:
             self._completed.append(CompletedSave(step, pause_seconds, self.ended - began))
         elif self.fatal is None:
             again = (
-                f"failure {self._failures} of {self._limit} in a row; training continues, and the next save tries again"
+                f"consecutive failures: {self._failures}, limit {self._limit}; training continues, and the next "
+                "save tries again"
             )
             print(f"warning: {failure} ({again})", file=sys.stderr, flush=True)

@@ -82,7 +82,8 @@ def read(folders: list[Path]) -> list[Incarnation]:
     files = sorted({path for folder in folders for path in folder.rglob("rank-*.jsonl") if path.parent.name == FOLDER})
     if not files:
         raise LedgerError(
-            f"no ledger under {', '.join(map(str, folders))}; train with train.ledger=true, and name the run's folder"
+            f"no ledger under {', '.join(map(str, folders))}; train with train.ledger=true, and pass the folder "
+            "of that run"
         )
     rows = [row for path in files for row in _rows(path)]
     incarnations: dict[int, Incarnation] = {}
@@ -158,8 +159,8 @@ def _add(incarnation: Incarnation, row: dict[str, Any]) -> None:
         ranks = incarnation.parts[row["step"]]
         if row["rank"] in ranks:
             raise LedgerError(
-                f"step {row['step']}: rank {row['rank']} executed it twice in one incarnation (round"
-                f" {incarnation.round})"
+                f"step {row['step']}: rank {row['rank']} executed this step twice in one incarnation (round "
+                f"{incarnation.round})"
             )
         ranks[row["rank"]] = (row["epoch"], row["samples"])
     elif "leftOut" in row:
@@ -203,8 +204,8 @@ def _check_restarts(incarnations: list[Incarnation]) -> None:
     for number, incarnation in enumerate(incarnations):
         if incarnation.start < newest_checkpoint:
             raise LedgerError(
-                f"incarnation {number} resumed after step {incarnation.start}, although step"
-                f" {newest_checkpoint} was in a checkpoint, so it repeated too many steps"
+                f"incarnation {number} resumed after step {incarnation.start}, although there was a checkpoint "
+                f"of step {newest_checkpoint}, so it repeated too many steps"
             )
         if incarnation.start > furthest:
             raise LedgerError(
@@ -246,8 +247,8 @@ def _by_epoch(incarnations: list[Incarnation], final: dict[int, Incarnation]) ->
                 continue
             missing = sorted(set(range(incarnation.world)) - set(ranks))
             raise LedgerError(
-                f"rank {missing[0]} of {incarnation.world} has no line for step {step}, which was not repeated"
-                " later (its ledger file may be lost)"
+                f"rank {missing[0]} of {incarnation.world} has no line for step {step}, which was not repeated "
+                "later (the rank's ledger file may be lost)"
             )
         numbers = {epoch for epoch, _ in ranks.values()}
         if len(numbers) > 1:

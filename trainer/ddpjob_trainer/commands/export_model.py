@@ -76,7 +76,10 @@ def _read(path: Path) -> tuple[nn.Module, dict[str, Any]]:
     except CheckpointError as error:
         raise CheckpointError(str(error).removeprefix("checkpoint.load: ")) from error
     if not {"config", "sampler", "data"} <= content.keys():
-        raise CheckpointError(f"{path} does not have a configuration of this trainer; export one of its checkpoints")
+        raise CheckpointError(
+            f"{path} does not contain a configuration of this trainer; export a checkpoint that this trainer has "
+            "written"
+        )
     own = {key: value for key, value in content["config"].items() if key.startswith(("data.", "model."))}
     settings = config.load(None, [], base=own)
     data = content["data"]
@@ -86,7 +89,7 @@ def _read(path: Path) -> tuple[nn.Module, dict[str, Any]]:
     if wrong := compatibility.list_differences(weights, model.state_dict()):
         raise CheckpointError(
             f"{path} does not fit model.name={plain.name}, whose code has changed since training:"
-            f" {'; '.join(wrong[:3])}; use the function with which it was trained"
+            f" {'; '.join(wrong[:3])}; restore the code that the checkpoint was trained with"
         )
     model.load_state_dict(weights)
     side = settings.data.size_tested
@@ -110,7 +113,7 @@ def save_safetensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str,
     for name, tensor in tensors.items():
         if tensor.dtype not in _TYPES:
             raise TrainingError(
-                f"{path} was not written: {name} has the type {tensor.dtype}; use one of"
+                f"{path} was not written: {name} has the unsupported type {tensor.dtype}; use one of"
                 f" {', '.join(_TYPES.values())}, or a buffer with persistent=False"
             )
     order = sorted(tensors, key=lambda name: -tensors[name].element_size())
@@ -136,5 +139,5 @@ def _save_program(model: nn.Module, example: torch.Tensor, metadata: Mapping[str
     except Exception as error:  # Tracing a user's model can fail in any way.
         raise TrainingError(
             f"{path} was not written: torch.export cannot trace model.name={metadata['model']}"
-            f" ({first_line(error)}); load {WEIGHTS} into the model's own code"
+            f" ({first_line(error)}); use {WEIGHTS} and the model's own code instead"
         ) from error

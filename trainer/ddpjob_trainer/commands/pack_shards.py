@@ -116,8 +116,8 @@ def pack(folder: Path, out: Path, size: int, scaling: Scaling | None = None) -> 
         write_atomically(out / CLASSES, classes)
     except OSError as error:
         raise DataError(
-            f"{error.filename or out}: {error.strerror}; free some space or repair it, then run the command"
-            " again to continue"
+            f"{error.filename or out}: {error.strerror}; free some space or repair the volume, then run the "
+            "command again to continue"
         ) from error
 
 
@@ -193,7 +193,7 @@ def _write(path: Path, shard: list[PackedImage], scaling: Scaling | None) -> Pat
             for entry in shard:
                 content = Path(entry.path).read_bytes()
                 if len(content) != entry.size:
-                    raise DataError(f"{entry.path} changed while it was packed; run the command again")
+                    raise DataError(f"{entry.path} changed while it was being packed; run the command again")
                 scaled = None if scaling is None else _scaled(content, scaling)
                 _add(archive, *((entry.image_name, content) if scaled is None else (f"{entry.key}.jpg", scaled)))
                 _add(archive, f"{entry.key}.cls", str(entry.label).encode())

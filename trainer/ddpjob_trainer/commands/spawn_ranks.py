@@ -68,7 +68,7 @@ def read(arguments: list[str]) -> tuple[Launch, list[str]]:
     for name, default, least in (("--spawn", 1, 1), ("--nodes", 1, 1), ("--node-rank", 0, 0)):
         text, arguments = take_option(arguments, name)
         if text is not None and (not text.isdigit() or int(text) < least):
-            raise ConfigError(f"{name}: {text!r} must be an integer of at least {least}; usage: {USAGE}")
+            raise ConfigError(f"{name}={text}: must be an integer of at least {least}; usage: {USAGE}")
         numbers[name] = default if text is None else int(text)
     if numbers["--spawn"] > MOST_RANKS:
         raise ConfigError(f"--spawn={numbers['--spawn']}: must be at most {MOST_RANKS}, which is this machine's limit")
@@ -253,7 +253,7 @@ def _own_file(launch: Launch) -> Iterator[None]:
         held = lock.open("w")
     except OSError as error:
         raise RendezvousError(
-            f"--init {launch.init}: {lock}: {error.strerror}; choose a file in a writable folder"
+            f"--init {launch.init}: {lock} cannot be opened ({error.strerror}); choose a file in a writable folder"
         ) from error
     with held:
         try:
@@ -264,13 +264,13 @@ def _own_file(launch: Launch) -> Iterator[None]:
             ) from None
         except OSError as error:
             remedy = "use a file on a file system that supports locks, or tcp://HOST:PORT"
-            raise RendezvousError(f"--init {launch.init}: {lock}: {error.strerror}; {remedy}") from error
+            raise RendezvousError(
+                f"--init {launch.init}: {lock} cannot be locked ({error.strerror}); {remedy}"
+            ) from error
         if path.exists():
             if launch.nodes > 1:  # Ranks on another node may already have opened the file.
                 raise RendezvousError(f"--init {launch.init}: the file is a leftover of an earlier launch; remove it")
-            print(
-                f"warning: {path} was a leftover of an earlier launch and has been removed", file=sys.stderr, flush=True
-            )
+            print(f"warning: removed {path}, a leftover of an earlier launch", file=sys.stderr, flush=True)
             path.unlink()
         try:
             yield

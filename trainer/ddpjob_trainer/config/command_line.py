@@ -47,7 +47,10 @@ def without_local_rank(arguments: Sequence[str]) -> list[str]:
         number, others = take_option(others, name)
         if number is not None:
             if not number.isdigit():
-                raise ConfigError(f"{name}: {number!r} must be a rank number, which torch.distributed.launch sets")
+                raise ConfigError(
+                    f"{name}={number}: must be a rank number; leave out this option, because "
+                    "torch.distributed.launch adds it"
+                )
             os.environ.setdefault("LOCAL_RANK", number)
     return others
 

@@ -129,14 +129,14 @@ def load(config_file: str | None, arguments: list[str], base: Mapping[str, Any] 
         raise ConfigError(f"train.eval_every={evaluated}: must be at least 0; 0 means never")
     if config.checkpoint.keep_best and not evaluated:
         raise ConfigError(
-            "checkpoint.keep_best: the best checkpoint is the one with the best evaluation, but train.eval_every=0"
-            " means never; set train.eval_every=1, or leave out checkpoint.keep_best"
+            "checkpoint.keep_best needs evaluations, but train.eval_every=0 turns them off; set "
+            "train.eval_every=1, or leave out checkpoint.keep_best"
         )
     if config.checkpoint.keep_best and saved > 0 and evaluated % saved:
         raise ConfigError(
-            f"checkpoint.keep_best: train.eval_every={evaluated} evaluates epochs for which"
-            f" checkpoint.every_epochs={saved} does not save a checkpoint, so the best may be lost; set"
-            f" checkpoint.every_epochs=1, or train.eval_every to a multiple of {saved}"
+            f"checkpoint.keep_best: with train.eval_every={evaluated} and checkpoint.every_epochs={saved}, some "
+            "evaluated epochs have no checkpoint, so the best may be lost; set checkpoint.every_epochs=1, or "
+            f"set train.eval_every to a multiple of {saved}"
         )
     if config.model.pretrained and config.checkpoint.load is not None:
         raise ConfigError(

@@ -130,8 +130,8 @@ class DataConfig:
     repeats: int = 1
     """Repeated augmentation (Hoffer et al., 2019; Berman et al., 2019): number of differently
     augmented versions of each sample in a global batch, usually 3 or 4. The number of steps per
-    epoch stays the same, so an epoch covers only a part of the training set. It cannot change when
-    a run resumes.
+    epoch stays the same, so an epoch covers only a part of the training set. The key cannot change
+    when a run resumes.
     """
     augment: bool = True
     """true: augment training images at random. Digits are shifted, images of CIFAR and shapes are
@@ -217,7 +217,7 @@ class DataConfig:
     """
     workers: int = 2
     """imagefolder, shards, your own Datasets: number of processes per rank that read and decode
-    training images. The same number of further processes does this for the test set. 0: the
+    training images. The same number of additional processes reads and decodes the test set. 0: the
     training process reads and decodes all images.
     """
     decoder: Decoder = Decoder.AUTO
@@ -232,9 +232,8 @@ class DataConfig:
     PPM. Images above 178,956,970 pixels or 1 GiB are not decoded.
     """
     corrupt_limit: float = 0.01
-    """imagefolder, shards: maximum share of images that cannot be decoded. Training ends if a
-    larger share of an epoch's training images, or of an evaluation's test images, cannot be
-    decoded.
+    """imagefolder, shards: maximum share of images that cannot be decoded. Training ends with an
+    error if the share is larger among an epoch's training images or an evaluation's test images.
     """
     shape: tuple[int, ...] = (3, 32, 32)
     """synthetic: channels, height, width."""
@@ -328,8 +327,8 @@ class ModelConfig:
     sync_batchnorm: bool = False
     """Compute batch normalization statistics over the samples of all ranks, instead of over each
     micro-batch. These are the samples of a global batch or, with train.accumulate, of one
-    accumulation step. In each layer, this adds an exchange between ranks to the forward pass, and
-    one to the backward pass.
+    accumulation step. Each such layer exchanges data between ranks once in the forward pass and
+    once in the backward pass.
     """
     channels_last: bool | MemoryLayout = MemoryLayout.AUTO
     """Store images and weights in the order (n, height, width, channels), which makes convolutions
@@ -384,8 +383,8 @@ class OptimConfig:
     betas: tuple[float, ...] = (0.9, 0.999)
     """adamw, lamb: decay rates of the moving averages of gradients and of their squares."""
     trust_coefficient: float = 0.001
-    """lars: length of a layer's update relative to the norm of its weights, at a learning rate of
-    1.
+    """lars: norm of a layer's update relative to the norm of the layer's weights, at a learning
+    rate of 1.
     """
     muon_momentum: float = 0.95
     """muon: Nesterov momentum of matrices and convolutions."""
@@ -394,8 +393,8 @@ class OptimConfig:
     otherwise in bfloat16.
     """
     muon_except: tuple[str, ...] = ()
-    """muon: names of matrices (with * and ?) that are updated as by sgd. These are usually the last
-    layer and embeddings, such as head.*.
+    """muon: names of matrices (with * and ?) that muon updates as sgd does. These are usually the
+    last layer and embeddings, such as head.*.
     """
     muon_fixed_norm: bool = False
     """muon: before each update, scale each matrix to a norm of sqrt(rows). This replaces weight
@@ -415,8 +414,8 @@ class OptimConfig:
     """Learning rates that fall from the head to the input, for fine-tuning (BEiT, MAE). The head's
     learning rate is optim.lr. Each block's learning rate is that of the next block, multiplied by
     this factor, such as 0.75. A model that is not from timm must register its layers in the order
-    from the input to the head; to check this, see the first and last groups, which are printed. May
-    change when a run resumes. 1: the same learning rate for all blocks.
+    from the input to the head; the log names the first and last groups, so that you can check the
+    order. May change when a run resumes. 1: the same learning rate for all blocks.
     """
     decay_norm_and_bias: bool = True
     """true: weight decay applies to all parameters. false: exclude the parameters that
@@ -502,9 +501,9 @@ class AmpConfig:
     everything is in amp.dtype.
     """
     dtype: AmpDtype = AmpDtype.AUTO
-    """The data type with 16 bits: float16, or bfloat16, which has the range of float32 and
-    therefore does not need a loss scale. auto: bfloat16 with amp.level=auto or on the CPU,
-    otherwise float16, as in Apex. With amp.level=O0, this key has no effect.
+    """The 16-bit data type: float16, or bfloat16, which has the range of float32 and therefore does
+    not need a loss scale. auto: bfloat16 with amp.level=auto or on the CPU, otherwise float16, as
+    in Apex. With amp.level=O0, this key has no effect.
     """
     loss_scale: str = "auto"
     """Losses are multiplied by this factor, and gradients are divided by it afterwards, so that
@@ -517,8 +516,8 @@ class AmpConfig:
     """amp.loss_scale=dynamic: number of steps without an overflow after which the scale is doubled.
     """
     tf32: bool = True
-    """Compute float32 products in TensorFloat-32 on NVIDIA GPUs since Ampere (10 bits of mantissa,
-    several times as fast). false: use all 23 bits.
+    """Compute float32 products in TensorFloat-32 on NVIDIA GPUs since Ampere (a mantissa of 10
+    bits, several times as fast). false: use all 23 bits.
     """
 
 
@@ -543,8 +542,8 @@ class TrainConfig:
     timeout_seconds: float = 600.0
     """Timeout of a collective operation between ranks, in seconds."""
     threads: int = 0
-    """Number of CPU threads per rank. 0: an equal share of the cores that the container may use. If
-    ddp.ordered trains on CPUs, 0 means one thread, because sums there depend on the number of
+    """Number of CPU threads per rank. 0: an equal share of the cores that the container may use.
+    With ddp.ordered on CPUs, 0 means one thread, because sums on CPUs depend on the number of
     threads. If OMP_NUM_THREADS is set to a number other than 1, 0 keeps that number of threads.
     """
     log_every: int = 10
@@ -558,10 +557,10 @@ class TrainConfig:
     eval_batch: int = 512
     """Number of test samples that a rank processes in one forward pass."""
     accumulate: int = 1
-    """Gradient accumulation: the number of parts in which a rank processes its share of a global
-    batch one after another, to save memory. Gradients are exchanged only once for all parts. May
-    change when a run resumes. Cannot be combined with data.micro_batches, which already divides the
-    batch.
+    """Gradient accumulation: number of parts into which a rank divides its share of a global batch.
+    Processing one part after another saves memory. Gradients are exchanged only once for all parts.
+    May change when a run resumes. Cannot be combined with data.micro_batches, which already divides
+    the batch.
     """
     callbacks: tuple[str, ...] = ()
     """Your own objects, each as package.module:name, which is called without arguments. Their
@@ -624,8 +623,8 @@ class CheckpointConfig:
     url_wait_seconds: float = 600.0
     """Maximum number of seconds to wait at the end of training until the last checkpoint has been
     copied to checkpoint.url. On SIGTERM, the limit is the rest of the grace period. If the copy is
-    not complete by then, there is a warning. With checkpoint.shared=false, this is an error
-    instead, because the local folder is lost together with its machine.
+    not complete by then, a warning is printed. With checkpoint.shared=false, the run fails instead,
+    because the local folder is lost together with its machine.
     """
     format: Format = Format.TORCH
     """torch: a single file that any script can read with torch.load. dcp: a folder in the format of
@@ -688,8 +687,8 @@ class CheckpointConfig:
             self._at_least(key, 0)
         if self.load_except and self.load is None:
             raise ConfigError(
-                f"checkpoint.load_except={','.join(self.load_except)} has no effect without checkpoint.load;"
-                " set that too, or leave both out"
+                f"checkpoint.load_except={','.join(self.load_except)} has no effect without checkpoint.load; set "
+                "checkpoint.load, or leave out checkpoint.load_except"
             )
         if self.format is Format.DCP and not self.shared and not self.url:
             raise ConfigError(
@@ -697,7 +696,9 @@ class CheckpointConfig:
                 "and a folder that every node sees, checkpoint.url (a bucket), or checkpoint.format=torch"
             )
         if not 0 <= self.url_wait_seconds < 86400:
-            raise ConfigError(f"checkpoint.url_wait_seconds={self.url_wait_seconds}: must be from 0 to 86400")
+            raise ConfigError(
+                f"checkpoint.url_wait_seconds={self.url_wait_seconds}: must be at least 0 and below 86400 (one day)"
+            )
         if self.keep_every_epochs and (self.every_epochs == 0 or self.keep_every_epochs % self.every_epochs):
             raise ConfigError(
                 f"checkpoint.keep_every_epochs={self.keep_every_epochs}: must be a multiple of"
@@ -705,9 +706,8 @@ class CheckpointConfig:
             )
         if self.keep_best and self.every_epochs == 0:
             raise ConfigError(
-                "checkpoint.keep_best: evaluations take place only at the end of an epoch; set"
-                " checkpoint.every_epochs to"
-                " 1 or more"
+                "checkpoint.keep_best needs checkpoints at the end of an epoch, where evaluations take place; "
+                "set checkpoint.every_epochs to 1 or more"
             )
 
     def _at_least(self, key: str, least: int) -> None:
@@ -737,9 +737,9 @@ class EvalConfig:
 
     tta: Views = Views.NONE
     """Test-time augmentation: average the scores of a test image over several versions of it.
-    mirror: the image and its mirror image. mirror_translate: these two images have half of the
-    weight. The other half is for the same two images shifted by one pixel up and left, and by one
-    pixel down and right.
+    mirror: the image and its mirror image. mirror_translate: these two images get half of the
+    weight. The other half goes to four shifted versions: both images, moved by one pixel up and
+    left, and by one pixel down and right.
     """
     pr: PrKind = PrKind.NONE
     """Compute a precision-recall curve and the average precision for each class, and their macro
@@ -793,7 +793,7 @@ class ReportConfig:
     """
     straggler_seconds: float = 30.0
     """Number of seconds for which a rank must be slow before it is reported as a straggler. The
-    report ends when the rank has not been slow for the same time.
+    report ends once the rank has not been slow for the same number of seconds.
     """
     peak_flops: float = 0.0
     """Peak FLOP/s of a device in the dtype in which it computes. The share of this peak that
@@ -868,7 +868,7 @@ class DdpConfig:
     to send.
     """
     powersgd_start: int = 1000
-    """powersgd: number of steps after each start of the ranks in which gradients are sent
+    """powersgd: number of steps after each start of the ranks during which gradients are sent
     uncompressed.
     """
 

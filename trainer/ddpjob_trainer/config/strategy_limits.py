@@ -91,7 +91,7 @@ LIMITS = (
     ),
     Limit(
         "optim.name",
-        {_FSDP: "shards the matrices that muon orthogonalizes as a whole"},
+        {_FSDP: "shards matrices, but muon needs whole matrices"},
         lambda name: name == OptimizerName.MUON,
         "muon",
     ),

@@ -50,7 +50,7 @@ class BatchTransform:
 
     def _transform(self, images: torch.Tensor, labels: torch.Tensor, key: int) -> tuple[torch.Tensor, torch.Tensor]:
         seed = derive(key, _STREAM)
-        with explain("data.batch_transform", self._name, "a call", TrainingError), seed_draws(seed):
+        with explain("data.batch_transform", self._name, "the function", TrainingError), seed_draws(seed):
             seed_torch(seed, images.device)
             found = self._function(images, labels, self._generator.manual_seed(seed))
         fits = (
@@ -77,5 +77,5 @@ class BatchTransform:
             found = f"shape {tuple(labels.shape)}" if shares or labels.ndim > 1 else f"{labels.min()}..{labels.max()}"
             raise TrainingError(
                 f"data.batch_transform={self._name} returned labels of {found}; return class numbers (n,) from 0 to"
-                f" {classes - 1}, or shares of classes (n, {classes})"
+                f" {classes - 1}, or class probabilities (n, {classes})"
             )

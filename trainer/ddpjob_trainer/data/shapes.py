@@ -73,7 +73,7 @@ def open_shapes(config: DataConfig, device: torch.device) -> MemoryData:
     All images are different, and are kept as uint8.
     """
     if config.size < 1:
-        raise ConfigError(f"data.size={config.size} must be at least 1, for example 2048")
+        raise ConfigError(f"data.size={config.size}: must be at least 1, for example 2048")
     if config.randaugment_ops or config.trivialaugment:
         key = "trivialaugment" if config.trivialaugment else "randaugment_ops"
         raise ConfigError(

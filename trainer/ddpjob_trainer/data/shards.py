@@ -94,9 +94,8 @@ def _ranges(files: Any, paths: list[str], starts: list[int], ends: list[int]) ->
             if tries == _TRIES:
                 reason = content if isinstance(content, Exception) else f"{len(content)} of {end - start} bytes arrived"
                 raise DataError(
-                    f"{path} cannot be read from byte {start} on after {tries} attempts: {reason}; check that"
-                    " data.url"
-                    " is reachable, and resume"
+                    f"{path} cannot be read at byte {start}, even after {tries} attempts: {reason}; check that "
+                    "data.url is reachable, then start the run again"
                 )
             time.sleep(_PAUSE * 4 ** (tries - 1))
             tries += 1
@@ -172,5 +171,7 @@ def classes_file(names: list[str]) -> bytes:
     Raises DataError if a name is not a single line.
     """
     if odd := next((name for name in names if "\n" in name or name.endswith("\r")), None):
-        raise DataError(f"class folder {odd!r}: {CLASSES} has one name per line; rename the folder")
+        raise DataError(
+            f"class folder {odd!r}: contains a line break, but {CLASSES} has one name per line; rename the folder"
+        )
     return os.fsencode("".join(f"{name}\n" for name in names))

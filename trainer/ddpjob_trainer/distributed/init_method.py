@@ -65,8 +65,8 @@ def read_method(method: str) -> Meeting:
         address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
         if not address or not port.isdigit() or not 0 < int(port) < 2**16:
             raise ConfigError(
-                f"MASTER_ADDR={address!r} MASTER_PORT={port!r}: several ranks need both; start them with torchrun or"
-                " --spawn N, or set both to the host and a free port of rank 0"
+                f"MASTER_ADDR={address!r} MASTER_PORT={port!r}: several ranks need both; start them with "
+                "torchrun or --spawn N, or set both to rank 0's host and a free port there"
             )
         return Meeting(address=address, port=int(port), agents=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
     raise ConfigError(f"init method {method!r} is unknown; use env://, tcp://HOST:PORT or file:///ABSOLUTE/PATH")
@@ -190,8 +190,8 @@ def _remedy(where: Meeting, serves: bool) -> str:
     if where.file:
         return "Use a file in an existing folder that every rank can write"
     if serves:
-        return "Use a different port (MASTER_PORT, or --init tcp://HOST:PORT), or end the program that uses this one"
-    check = f"Check that rank 0 runs, that {where.address} is its address"
+        return "Use a different port (MASTER_PORT, or --init tcp://HOST:PORT), or stop the program that uses this port"
+    check = f"Check that rank 0 is running, that {where.address} is its address"
     return f"{check}, and that its firewall admits TCP port {where.port}"
 
 

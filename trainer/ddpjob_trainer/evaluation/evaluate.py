@@ -66,6 +66,7 @@ def evaluate(
     result = accumulator.reduce(group, counted, unreadable)
     if result.samples + result.unreadable != data.test_size:
         raise AssertionError(
-            f"evaluation counted {result.samples} + {result.unreadable} of {data.test_size} test samples"
+            f"evaluation counted {result.samples} test samples and {result.unreadable} unreadable ones, but the "
+            f"test set has {data.test_size}"
         )
     return result

@@ -192,8 +192,8 @@ class Ownership:
         if found is not None and not found.ended and found.is_rival_of(self._owner):
             who = f"{found}{' of another cluster or machine' if found.is_elsewhere(self._owner) else ''}"
             print(
-                f"{self._path.parent} was used by {who}; checking for {WATCH_SECONDS:.0f} s whether that is"
-                " still running",
+                f"{self._path.parent} was last used by {who}; waiting {WATCH_SECONDS:.0f} s to see whether that "
+                "owner is still running",
                 file=sys.stderr,
                 flush=True,
             )
@@ -202,9 +202,9 @@ class Ownership:
                 time.sleep(min(0.5, BEAT_SECONDS))
                 if self._mark() not in (first, None):
                     raise FolderTakenError(
-                        f"checkpoint folder {self._path.parent} is in use by {who}. Set"
-                        " storage.checkpoints.subPath (or checkpoint.dir) to a different folder. To continue"
-                        " that job's training here, wait until it has ended, or delete it"
+                        f"checkpoint folder {self._path.parent} is in use by {who}. Set "
+                        "storage.checkpoints.subPath (or checkpoint.dir) to a different folder. To continue "
+                        "that training here, wait until it has ended, or stop it"
                     )
                 yield
         self._write(self._owner)
@@ -251,4 +251,6 @@ def _read(folder: Path) -> Claim | None:
     except FileNotFoundError:
         return None
     except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}); remove it when no other job uses the folder") from error
+        raise CheckpointError(
+            f"{path} is damaged ({error}); remove this file once no other job uses the folder"
+        ) from error

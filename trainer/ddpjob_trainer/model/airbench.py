@@ -66,8 +66,8 @@ def find_filters(model: nn.Module, data: DataSet) -> str:
         if isinstance(layer, Whitening):
             if layer.weight.shape[1] != data.shape[0]:
                 raise ConfigError(
-                    f"a Whitening of the model takes {layer.weight.shape[1]} channels, but the data's images have"
-                    f" {data.shape[0]}; use it as the first layer"
+                    f"the model's Whitening layer takes {layer.weight.shape[1]} channels, but the data's images "
+                    f"have {data.shape[0]}; make it the first layer"
                 )
             return f"{name}.weight" if name else "weight"
     return ""

@@ -72,8 +72,8 @@ def build_model(
         path = "model.drop_path, or " if config.drop_path else ""
         raise ConfigError(
             f"model.sync_batchnorm: {config.name} {random} on a different number of ranks; leave out "
-            f"{path}model.sync_batchnorm (statistics then come from data.micro_batches micro-batches, on"
-            " any number of ranks), or use a model without dropout"
+            f"{path}model.sync_batchnorm (each micro-batch then has its own statistics, on any number of ranks), "
+            "or use a model without dropout"
         )
     return model
 

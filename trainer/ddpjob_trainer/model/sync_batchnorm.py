@@ -28,9 +28,9 @@ def synchronize(model: nn.Module, device: torch.device) -> nn.Module:
         plain = isinstance(module, nn.SyncBatchNorm) or type(module).forward is _BatchNorm.forward
         if isinstance(module, _BatchNorm) and not plain:
             raise ConfigError(
-                f"model.sync_batchnorm: {type(module).__name__} of this model does more than normalize, which a"
-                " synchronized layer does not support; leave out model.sync_batchnorm (statistics then come"
-                " from data.micro_batches micro-batches, on any number of ranks)"
+                f"model.sync_batchnorm: this model's {type(module).__name__} does more than normalize, which a "
+                "synchronized layer does not support; leave out model.sync_batchnorm (each micro-batch then has "
+                "its own statistics, on any number of ranks)"
             )
     if device.type != "cpu":
         converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]

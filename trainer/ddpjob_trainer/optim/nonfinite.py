@@ -119,7 +119,7 @@ class NonFiniteGuard:
         where = f"the loss is not finite on {_by_rank(samples)}" if samples else "the gradient overflows"
         what = f"step {taken.step}: {where}{self._note_common(samples)}"
         if self._in_a_row >= self._limit:
-            row = "it was" if self._in_a_row == 1 else f"{self._in_a_row} steps in a row were"
+            row = "the step was" if self._in_a_row == 1 else f"{self._in_a_row} steps in a row were"
             raise TrainingError(
                 f"{what}; {row} skipped (train.nonfinite_limit={self._limit}). Lower optim.lr, lengthen"
                 " optim.warmup_epochs, set optim.clip_norm, or inspect these samples; checkpoints are from earlier "
@@ -127,7 +127,7 @@ class NonFiniteGuard:
             )
         self._notify(
             taken.step,
-            f"{what}; the step is skipped on all ranks ({self._in_a_row} of {self._limit} in a row)",
+            f"{what}; the step is skipped on all ranks (consecutive steps: {self._in_a_row}, limit {self._limit})",
             samples,
         )
 

@@ -38,7 +38,7 @@ _RATE = 0.1
 """Learning rate for the first step in the check. The user's own rate may be too small to move the
 stand-ins.
 """
-_CALL = "a call as name(groups, lr=..., weight_decay=...)"
+_CALL = "the call name(groups, lr=..., weight_decay=...)"
 _OF_STEPS = {"params", "lr"}
 """Keys in a parameter group that are not compared because the trainer sets them."""
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]

@@ -28,7 +28,7 @@ def own_factor(name: str, epoch: float, epochs: int) -> float:
     Raises ConfigError unless the factor is finite and at least 0.
     """
     function = load_function("optim.schedule", name)
-    with explain("optim.schedule", name, f"a call with epoch={epoch:g}, epochs={epochs}"):
+    with explain("optim.schedule", name, f"calling it with epoch={epoch:g}, epochs={epochs}"):
         factor = float(function(epoch, epochs))
     if not (math.isfinite(factor) and factor >= 0):
         raise ConfigError(

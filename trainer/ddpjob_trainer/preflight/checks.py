@@ -30,7 +30,7 @@ def joined(world: int, stages: dict[int, Any], here: Iterable[int]) -> Result:
     silent, unheard = "rank {} on {host}: silent since {at}", "rank {}: never joined"
     culprits = (silent.format(rank, **stages[rank]) if rank in stages else unheard.format(rank) for rank in missing)
     remedy = "read its log; if it has not started, check its node; if it is running, check that it can reach rank 0"
-    value, remedy = f"{world - len(missing)} of {world} here", f"{remedy} (MASTER_ADDR, MASTER_PORT)"
+    value, remedy = f"{world - len(missing)} of {world} joined", f"{remedy} (MASTER_ADDR, MASTER_PORT)"
     return Result("ranks", _FAIL, value, tuple(culprits), remedy)
 
 
@@ -77,7 +77,9 @@ def own_address(addresses: dict[int, NodeAddress], problems: dict[int, str], lay
     several = len({own.stack for own in addresses.values()}) > 1
     if wrong := [rank for rank, own in addresses.items() if several and is_loopback(own.gloo)]:
         own = addresses[wrong[0]]
-        value = f"the host's name resolves to {own.gloo} there, which gloo would announce to the other nodes"
+        value = (
+            f"there, the host's name resolves to {own.gloo}, and gloo would announce that address to the other nodes"
+        )
         remedy = f"set GLOO_SOCKET_IFNAME (probably to {own.interface or 'eth0'})"
         remedy += ", or give the host's name its real address in /etc/hosts"
         return Result(name, _FAIL, value, layout.nodes(wrong), remedy)
@@ -127,7 +129,7 @@ def reachability(contacts: dict[int, dict[int, Contact]], listeners: dict[int, N
     if pairs == 0:
         return Result("reachability", _OK, "one node")
     if silent := [leader for leader in listeners if leader not in contacts]:
-        remedy = "read its log, because it has ended or hangs"
+        remedy = "read its log, because it has exited or hangs"
         return Result("reachability", _FAIL, "no report", layout.nodes(silent), remedy)
     failing = {(a, b): contact.problem for a, row in contacts.items() for b, contact in row.items() if contact.problem}
     if not failing:
@@ -196,14 +198,14 @@ def shared_folder(sees: dict[int, bool], path: str, shared: bool, layout: Layout
     if not sees:
         return Result(name, _OK, "one node")
     if not path:
-        return Result(name, _SKIPPED, "rank 0 could not write there")
+        return Result(name, _SKIPPED, "rank 0 could not write to the folder")
     wrong = layout.nodes(rank for rank, found in sees.items() if found != shared)
     if not wrong:
         return Result(name, _OK, f"checkpoint.shared={str(shared).lower()}, which matches the folders")
     remedy = "set checkpoint.shared=true: otherwise several nodes write the same files"
     if shared:
         remedy = "mount the same volume on all nodes, or set checkpoint.shared=false (each node then writes its own)"
-    return Result(name, _FAIL, f"{path} is {'not ' if shared else ''}rank 0's there", wrong, remedy)
+    return Result(name, _FAIL, f"{path} is {'not ' if shared else ''}the same folder there as on rank 0", wrong, remedy)
 
 
 def all_reduce(sums: dict[int, Sum], stages: dict[int, str], layout: Layout, backend: str, least: float) -> Result:
@@ -216,7 +218,10 @@ def all_reduce(sums: dict[int, Sum], stages: dict[int, str], layout: Layout, bac
         value = f"no response while {next(iter(stages.values()))} ({backend})"
         return Result(name, _FAIL, value, layout.ranks(stages), log)
     if wrong := [rank for rank, found in sums.items() if found.problem]:
-        problem, fault = sums[wrong[0]].problem, "a wrong sum is caused by the network, the driver or a device there"
+        problem, fault = (
+            sums[wrong[0]].problem,
+            "check the network, the driver and the devices there, one of which has corrupted the sum",
+        )
         remedy = fault if "wrong" in problem else f"{log}; check GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
         return Result(name, _FAIL, f"{problem} ({backend})", layout.ranks(wrong), remedy)
     slowest = min(sums.values(), key=lambda found: found.bandwidth)

@@ -46,7 +46,7 @@ def conduct(config: Config, group: Group, publish: Callable[[PreflightReport], N
     """
     for key in ("join_seconds", "step_seconds"):
         if not 0 < (seconds := getattr(config.preflight, key)) <= 86400:
-            raise ConfigError(f"preflight.{key}={seconds}: must be above 0, and at most a day (86400)")
+            raise ConfigError(f"preflight.{key}={seconds}: must be above 0 and at most 86400 (one day)")
     if not math.isfinite(config.preflight.free_gb):
         raise ConfigError(f"preflight.free_gb={config.preflight.free_gb}: must be a finite number, such as 0 or 1")
     # Every wait has a deadline, but torch's FileStore holds the GIL while it waits for a missing
@@ -59,7 +59,7 @@ def conduct(config: Config, group: Group, publish: Callable[[PreflightReport], N
         return preflight.run(publish)
     except dist.DistError as error:
         where = meeting()
-        remedy = "check that its folder exists on every node and is not removed" if where.file else "read rank 0's log"
+        remedy = "check that the folder exists on every node and is not removed" if where.file else "read rank 0's log"
         lost = f"rank {group.rank} on {node_name()} lost the store at {where}"
         raise PreflightError(f"{lost}: {first_line(error)}; {remedy}") from error
     finally:
@@ -117,7 +117,7 @@ class _Preflight:
             mark = self._config.checkpoint_dir / self._mark
             _, problem = attempt(self._step, f"removing {mark}", lambda: mark.unlink() if mark.exists() else None)
             if problem:
-                print(f"warning: {mark} was left behind: {problem}", file=sys.stderr, flush=True)
+                print(f"warning: {mark} cannot be removed: {problem}", file=sys.stderr, flush=True)
 
     # ------------------------------------------------------------ on every rank
 
@@ -132,7 +132,7 @@ class _Preflight:
 
         def find(check: Check) -> RankFinding:
             finding, problem = attempt(self._step, f"checking the {check.name}", lambda: check.find(context))
-            silent = "repair the mount, name server or driver on that node that does not respond"
+            silent = "repair the unresponsive mount, name server or driver on that node"
             return finding or RankFinding(problem, Status.FAIL, silent if "no response" in problem else check.remedy)
 
         with ThreadPoolExecutor(len(chosen) + 1) as pool:
@@ -213,7 +213,7 @@ class _Preflight:
 
     def _judge_sums(self) -> Result:
         if self._broken:
-            return Result("all-reduce", Status.SKIPPED, f"not tried: {', '.join(self._broken)}")
+            return Result("all-reduce", Status.SKIPPED, f"not tried: {', '.join(self._broken)} failed")
         if self._group.world == 1:
             return Result("all-reduce", Status.OK, "one rank")
         names, train = self._layout.name, self._config.train

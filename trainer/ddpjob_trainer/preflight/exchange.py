@@ -110,7 +110,9 @@ class Exchange:
         if self._rank == 0:
             self.publish(key, decide())
         if not (found := self._await([key], seconds)):
-            waited = f"rank {self._rank} on {node_name()} got no note '{key}' from rank 0 within {seconds:.0f} s"
+            waited = (
+                f"rank {self._rank} on {node_name()} received no message '{key}' from rank 0 within {seconds:.0f} s"
+            )
             raise PreflightError(f"{waited}; read rank 0's log")
         return found[key]
 
@@ -133,7 +135,9 @@ class Exchange:
                 return found
             if self._rank == 0 and now > notice:
                 notice = now + _NOTICE_SECONDS
-                text = f"waiting up to {deadline - now:.0f} s for the notes (NOTE/RANK) {', '.join(missing[:8])}"
+                text = (
+                    f"waiting up to {deadline - now:.0f} s for these messages (MESSAGE/RANK): {', '.join(missing[:8])}"
+                )
                 print(f"preflight: {text}", file=sys.stderr, flush=True)
             time.sleep(_POLL_SECONDS)
 
@@ -160,6 +164,6 @@ def _diagnosis(address: str, port: int) -> str:
                 f"{where} responded only after the timeout on TCP port {port}; start all ranks at about the same time"
             )
     except TimeoutError:
-        return f"{where} does not respond on TCP port {port}; allow it at both nodes"
+        return f"{where} does not respond on TCP port {port}; allow this port on both nodes"
     except OSError as error:
-        return f"{where}, TCP port {port}: {error.strerror}; check that rank 0 runs and that this is its address"
+        return f"{where}, TCP port {port}: {error.strerror}; check that rank 0 is running and that this is its address"

@@ -112,7 +112,7 @@ def master_address(context: Context) -> RankFinding:
     Raises OSError if the master address cannot be resolved on this node.
     """
     if context.group.world == 1 or meeting().file:
-        return RankFinding("not needed: one rank" if context.group.world == 1 else "a file")
+        return RankFinding("not needed, because there is only one rank" if context.group.world == 1 else "a file")
     name = meeting().address
     found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
     shown = ", ".join(found)
@@ -267,7 +267,7 @@ def limits(context: Context) -> RankFinding:
         remedy = f"raise this limit before training: ulimit -n {max(65536, needed)}, or the container runtime's default"
         return RankFinding(f"{files} open files, but {needed} may be needed", Status.WARN, remedy)
     if locked != resource.RLIM_INFINITY and _INFINIBAND.is_dir():
-        remedy = "ulimit -l unlimited (container runtime: memlock=-1), or NCCL cannot use InfiniBand"
+        remedy = "run ulimit -l unlimited (container runtime: memlock=-1); otherwise NCCL cannot use InfiniBand"
         return RankFinding(f"{gigabytes(locked)} of memory may be locked", Status.WARN, remedy)
     return RankFinding(f"{'unlimited' if files == resource.RLIM_INFINITY else files} open files")
 
@@ -289,9 +289,9 @@ class Check:
 
 
 _SOFTWARE = "install {name} {norm} there, or run the same image (spec.image) on all nodes"
-_DEVICES = "start as many ranks per node as it has devices; see CUDA_VISIBLE_DEVICES and nvidia-smi there"
+_DEVICES = "start as many ranks per node as the node has devices; see CUDA_VISIBLE_DEVICES and nvidia-smi there"
 _VISIBLE = "check that the node's devices are visible (driver, CUDA_VISIBLE_DEVICES, spec.gpusPerNode)"
-_KIND = f"{_VISIBLE}, or set train.backend=gloo for all"
+_KIND = f"{_VISIBLE}, or set train.backend=gloo for all ranks"
 _WRITABLE = f"mount it writable for uid {os.getuid()}, or set checkpoint.dir to a different folder"
 _DATA, _COPY = "mount the data there, or correct data.dir (a DDPJob: storage.data)", "copy the data there again"
 CHECKS = (
@@ -302,10 +302,10 @@ CHECKS = (
     Check("devices", device, _DEVICES, same={
         "device": (Status.FAIL, _KIND),
         "model": (Status.WARN, "use nodes of the same kind, because the slowest node sets the pace"),
-        "driver": (Status.WARN, "install the same driver"),
+        "driver": (Status.WARN, "install the same driver on all nodes"),
     }),
     Check("master address", master_address, "check MASTER_ADDR and the node's DNS", same={
-        "address": (Status.WARN, "correct behind a NAT; otherwise fix /etc/hosts or the DNS there"),
+        "address": (Status.WARN, "fix /etc/hosts or the DNS there, unless the difference is due to a NAT"),
     }),
     Check("checkpoint folder", checkpoint_folder, f"{_WRITABLE} (a DDPJob: storage.checkpoints)", per_node=True),
     Check("data folder", data_folder, _DATA, per_node=True, same=dict.fromkeys(

@@ -120,7 +120,7 @@ def connect(where: NodeAddress, seconds: float) -> Contact:
             payload = os.urandom(_PAYLOAD)
             peer.sendall(payload)
             if _exactly(answers, _PAYLOAD) != payload:
-                problem = "the data came back changed"
+                problem = "the data that came back is different"
     except TimeoutError:
         lost, other = "full packets are lost: wrong MTU, or a filter", "another program uses this address"
         problem = (

@@ -55,7 +55,7 @@ class Callbacks:
             if ":" not in name or name in self._own:
                 raise ConfigError(f"{_KEY}: {name!r}: must be package.module:name, and may be listed only once")
             make = load_function(_KEY, name)
-            with explain(_KEY, name, "a call without arguments"):
+            with explain(_KEY, name, "calling it without arguments"):
                 self._own[name] = make()
             _check_methods(name, self._own[name])
 
@@ -67,7 +67,7 @@ class Callbacks:
         for method in _OF_EVALUATIONS:
             for name in [] if every else self.having(method):
                 raise ConfigError(
-                    f"{_KEY}={name}: its {method} is never called with train.eval_every=0; set train.eval_every=1, or"
+                    f"{_KEY}={name}: with train.eval_every=0, {method} is never called; set train.eval_every=1, or"
                     " leave out the callback"
                 )
 
@@ -94,7 +94,7 @@ class Callbacks:
             return []
         own = []
         for name, result in results.items():
-            with explain(_KEY, name, "bool() of the result of on_epoch_end", TrainingError):
+            with explain(_KEY, name, "converting the result of on_epoch_end to bool", TrainingError):
                 own.append(float(bool(result)))
         wishes = group.sum(torch.tensor(own))
         return [name for name, wish in zip(results, wishes.tolist(), strict=True) if wish]

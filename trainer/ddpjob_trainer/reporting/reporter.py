@@ -297,10 +297,9 @@ class Reporter:
                 waits = machines.data[straggler.rank]
                 why = f", and it spends {waits:.0%} of the time waiting for data" if waits > 0.2 else ""
                 self._display.note(
-                    f"warning: rank {straggler.rank} lags: its own work per step takes {straggler.slowdown:.1f}"
-                    " times as"
-                    f" long as the median rank's{' with its stage' * (machines.stages > 1)}, so all others wait for"
-                    f" it{why}"
+                    f"warning: rank {straggler.rank} lags: its own work per step takes {straggler.slowdown:.1f} "
+                    f"times as long as the median rank's{' in its stage' * (machines.stages > 1)}, so all others "
+                    f"wait for it{why}"
                 )
         if self._link is not None:
             self._link.post_stragglers(_as_numbers(self._lagging))
@@ -334,8 +333,8 @@ class Reporter:
             except OSError as error:
                 where = error.filename or self._config.run_dir / FOLDER
                 self._display.note(
-                    f"warning: {where} cannot be written ({error.strerror or error}): this evaluation's files"
-                    " were not saved"
+                    f"warning: {where} cannot be written ({error.strerror or error}), so this evaluation's files "
+                    "are missing"
                 )
 
     def checkpoint(self, step: int, seconds: float) -> None:
@@ -385,7 +384,7 @@ class Reporter:
     def ended_early(self, epoch: int, names: Sequence[str]) -> None:
         """Report that the callbacks `names` end the training after epoch `epoch`."""
         self._plan = replace(self._plan, epochs=epoch)
-        self._display.note(f"train.callbacks: {', '.join(names)} ends the training after epoch {epoch}")
+        self._display.note(f"train.callbacks: {', '.join(names)} ends training after epoch {epoch}")
 
     def end(self, step: int, seconds: float) -> None:
         """Report that training is complete. This incarnation took `seconds`."""

@@ -25,7 +25,7 @@ _METRICS = {
     # Maps the name that a metric has in the sinks to (its name for Prometheus, its help text).
     "train/step": (
         "ddpjob_train_step",
-        "Optimizer steps taken by the whole training; falls back to the checkpoint's step after a restart.",
+        "Optimizer steps taken since training began; falls back to the checkpoint's step after a restart.",
     ),
     "train/epoch": ("ddpjob_train_epoch", "Current epoch, from 1."),
     "train/loss": ("ddpjob_train_loss", "Mean training loss since the last report."),

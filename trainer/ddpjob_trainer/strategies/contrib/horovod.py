@@ -32,7 +32,7 @@ class Horovod(Strategy):
         if device.type == "cuda" and not self._hvd.cuda_built():
             raise ConfigError(
                 "strategy=horovod: this Horovod was built without CUDA; rebuild it with HOROVOD_GPU_OPERATIONS=NCCL"
-                " python scripts/install_horovod.py in ddpjob's repository, or set train.backend=gloo to train"
+                " python scripts/install_horovod.py in DDPJob's repository, or set train.backend=gloo to train"
                 " on the CPU"
             )
         super().__init__(config, group, device)
@@ -122,9 +122,9 @@ def _import_horovod() -> ModuleType:
         import horovod.torch as hvd
     except ImportError as error:
         raise ConfigError(
-            f"strategy=horovod: Horovod cannot be imported ({error}). Its last release must be built for this torch:"
-            " python scripts/install_horovod.py in ddpjob's repository does it. Or use strategy=ddp, which"
-            " computes the same"
+            f"strategy=horovod: Horovod cannot be imported ({error}). Build its last release for this torch with "
+            "python scripts/install_horovod.py in DDPJob's repository, or use strategy=ddp, which computes the "
+            "same"
         ) from error
     module: ModuleType = hvd
     return module

@@ -191,8 +191,8 @@ def _join(group: Group, timeout_seconds: float) -> None:
     """
     if not dist.is_available() or not dist.rpc.is_available():
         raise ConfigError(
-            "strategy=parameter_server: this torch was built without torch.distributed.rpc; set strategy=ddp,"
-            " or use a different torch"
+            "strategy=parameter_server: this torch was built without torch.distributed.rpc; set strategy=ddp, "
+            "or install a torch that has this module"
         )
     from torch.distributed import rpc
     from torch.distributed.rendezvous import register_rendezvous_handler
