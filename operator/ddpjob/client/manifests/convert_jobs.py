@@ -14,6 +14,7 @@ from typing import Any
 from ddpjob.api.job import API_VERSION, KIND, QUEUE_LABEL
 from ddpjob.api.job_spec import Json
 from ddpjob.api.merging import mounted_at
+from ddpjob.api.schema import default_of
 from ddpjob.client.backends.backend import Mistake
 from ddpjob.client.manifests.launcher_lines import as_torchrun
 from ddpjob.client.manifests.training_runtimes import complete, named_runtime
@@ -262,6 +263,12 @@ def _pytorch_job(manifest: Mapping[str, Any]) -> Conversion:
         )
     of_workers = target.get("recovery", {}).get("maxRestarts", elastic.get("maxRestarts"))
     of_pods = 0 if policies == {"Never"} else (spec.get("runPolicy") or {}).get("backoffLimit")
+    if of_pods is None:
+        most = default_of("spec.recovery.maxRestarts") if of_workers is None else of_workers
+        notes.append(
+            "runPolicy.backoffLimit: is not set, so failed pods restarted without a limit, but a DDPJob fails after "
+            f"{most} restarts that count; to allow more, set recovery.maxRestarts"
+        )
     if limits := [limit for limit in (of_workers, of_pods) if limit is not None]:
         # A PyTorchJob limits worker failures and pod failures separately. A DDPJob has one limit
         # for both, so the larger one is used.
@@ -394,7 +401,10 @@ def _procs(made: Conversion, count: Any) -> None:
     elif not gpus and {"script", "module"} & spec.keys():
         claims = _pod_spec(spec).get("resourceClaims")
         each = "device of resourceClaims" if claims else "CPU"
-        notes.append(f"procsPerNode: set to 1, but torchrun started one process per {each}; write that number")
+        notes.append(
+            f"procsPerNode: set to 1, but torchrun started one process per {each}; set procsPerNode to the number of "
+            "processes"
+        )
 
 
 def _rendezvous(made: Conversion, settings: Iterable[tuple[str, Any]]) -> None:
@@ -505,8 +515,8 @@ def _privileges(made: Conversion, pod: Json, container: Json) -> None:
     if needs and not contexts[1].get("privileged"):
         made.notes.append(
             f"{needs[0]}; root has no capabilities here, so it can neither install packages nor write other users' "
-            "files; podTemplate.spec.containers: [{name: trainer, securityContext: {capabilities: {add: "
-            "[CHOWN, DAC_OVERRIDE, FOWNER, SETGID, SETUID]}}}] adds them"
+            "files; to add capabilities, write podTemplate.spec.containers: "
+            "[{name: trainer, securityContext: {capabilities: {add: [CHOWN, DAC_OVERRIDE, FOWNER, SETGID, SETUID]}}}]"
         )
 
 
