@@ -270,7 +270,7 @@ def test_the_command_evaluate_reports_the_metrics_of_callbacks(
         (["optim.name=:sgd"], r"optim.name=:sgd: must be package.module:name"),
         (["optim.name=torch.optim:Muonn"], r"torch.optim has no function 'Muonn'; did you mean torch.optim:Muon"),
         (["optim.name=wrong_parts:nothing"], r"the call name\(groups, lr=.*\) returned int; return a torch.optim.Opt"),
-        (["optim.name=wrong_parts:some"], r"its param_groups must contain each given parameter once"),
+        (["optim.name=wrong_parts:some"], r"param_groups must contain each given parameter once"),
         (["optim.name=wrong_parts:Counting"], r"step 8 differs after a checkpoint of step 7 is loaded"),
         (["optim.name=wrong_parts:Noisy"], r"step 8 differs .*do not draw random numbers"),
         (

@@ -283,7 +283,11 @@ def test_a_master_address_that_points_each_node_to_itself_is_reported(monkeypatc
     monkeypatch.setenv("MASTER_ADDR", "m")
     monkeypatch.setenv("MASTER_PORT", "1")
     row = merged("master address", found(HOME, "127.0.0.1", "::1"), found("other", "127.0.0.1"))
-    assert (row.status, row.culprit, row.value) == (Status.FAIL, ("rank 1 on b",), "m points each node to itself")
+    assert (row.status, row.culprit, row.value) == (
+        Status.FAIL,
+        ("rank 1 on b",),
+        "m resolves to a loopback address, so each node would connect to itself",
+    )
     assert "set MASTER_ADDR" in row.remedy
     row = merged("master address", *[found(HOME, "127.0.0.1")] * 2)
     assert row.status is Status.OK, "nodes that share a loopback interface are on one machine"
