@@ -120,8 +120,8 @@ def rerun(backend: Backend, job: str, fresh: bool) -> None:
     """Start a finished job again, with the same manifest.
 
     The job resumes from its last checkpoint. On this machine, it runs in the background, as with
-    `ddpjob submit`. On a cluster, the job is deleted and created again; its checkpoints are kept,
-    and --fresh gives it a new checkpoint folder.
+    `ddpjob submit`. On a cluster, the job is deleted and created again. Its checkpoints are kept.
+    With --fresh, the job gets a new checkpoint folder.
 
     \b
     Example: ddpjob rerun first

@@ -111,9 +111,9 @@ def top(backend: Backend, job: str | None, once: bool, interval: float) -> None:
     """Watch all jobs, or one, on a live screen.
 
     With JOB, the screen shows the job's progress, loss, samples/s, ranks, and restarts with their
-    causes, until the job ends. Without JOB, it lists all jobs, with running jobs first, and keys
-    move the cursor, find or open a job, and show finished jobs. Curves start when the screen is
-    opened; `ddpjob plot` also draws earlier steps.
+    causes, until the job ends. Without JOB, it lists all jobs, running jobs first. With keys, you
+    can move the cursor, find or open a job, and show finished jobs. Curves begin when the screen is
+    opened. To draw earlier steps too, use `ddpjob plot`.
 
     \b
     Example: ddpjob top first
@@ -296,7 +296,8 @@ def why(backend: Backend, job: str) -> int:
     type=click.IntRange(0),
     multiple=True,
     help="Only the pod that has this global rank now, and with -f the pods that take over the rank. If a pod has "
-    'several ranks, lines marked as another rank\'s are omitted (spec.torchrunArgs: ["--tee=3"] marks every line).',
+    "several ranks, lines that are marked as another rank's are omitted. To mark every line, set spec.torchrunArgs: "
+    '["--tee=3"].',
 )
 @click.option("--ended", is_flag=True, help="List the terminated pods whose logs can be printed.")
 @click.option("--coordinator", is_flag=True, help="Include the coordinator's pods.")

@@ -59,9 +59,9 @@ Differences from a cluster:
   ttlSecondsAfterFinished, cleanPodPolicy, failedPodsKept, logsKept
       not used; the log files are kept
 
-Runs are kept in $DDPJOB_RUNS or ./runs. After Ctrl-C, the nodes save a checkpoint and exit; a second
+Runs are kept in $DDPJOB_RUNS or ./runs. After Ctrl-C, the nodes save a checkpoint and exit. A second
 Ctrl-C kills them. SIGTERM, a closed terminal (without `nohup`) and a closed output pipe have the
-same effect. No process is left behind.
+same effect as Ctrl-C. No process is left behind.
 
 \b
 Exit code: 0 Complete, 1 Failed, 2 bad input (nothing was started),
@@ -265,10 +265,12 @@ def submit(place: Place, program: str, args: tuple[str, ...], **options: Any) ->
 
     A script or folder on this machine is sent with the job in a ConfigMap. A folder larger than
     1 MiB is uploaded to the checkpoints' bucket (or to --code), unless the same content is already
-    there. Hidden files, caches, outputs (runs, wandb, mlruns), files that look like secrets, and
-    files that .ddpjobignore or .gitignore lists are not sent. An absolute path that does not exist
-    here is taken as a file in the image, and any other name as a module. With --local, the job runs
-    on this machine, in the background.
+    there. These files are not sent: hidden files, caches, outputs (runs, wandb, mlruns), files that
+    look like secrets, and files that .ddpjobignore or .gitignore lists.
+
+    If an absolute path does not exist here, it is taken as a file in the image. Any other name that
+    does not exist here is taken as a module. With --local, the job runs on this machine, in the
+    background.
 
     \b
     Example: ddpjob submit job.yaml --wait

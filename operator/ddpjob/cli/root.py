@@ -27,15 +27,15 @@ Start here:
   ddpjob why JOB               explain why a job is waiting or has failed
 """
 PLACES = """\
-A command acts on jobs on this machine with --local, and on a cluster with --cluster,
--n, --context, --kubeconfig or as `kubectl ddp`. Without any of these, DDPJOB_PLACE
-decides (local or cluster). If it is not set, the command acts on this machine if
-`ddpjob run` was used here ($DDPJOB_RUNS, else ./runs, contains a job), and otherwise
-on the cluster.
+A command acts either on this machine or on a cluster. --local selects this machine.
+--cluster, -n, --context, --kubeconfig and `kubectl ddp` select a cluster. Without any
+of these, the variable DDPJOB_PLACE (local or cluster) decides. If it is not set, the
+command acts on this machine if `ddpjob run` has kept a job in $DDPJOB_RUNS (default:
+./runs), and otherwise on the cluster.
 
 Exit codes: 0 success; 1 the job failed, or a check found a fault; 2 invalid input,
-and nothing was changed (except for jobs listed earlier); 3 the cluster cannot be
-reached; 124 `wait` timed out; 130 Ctrl-C."""
+and nothing was changed except the jobs listed before the error; 3 the cluster cannot
+be reached; 124 `wait` timed out; 130 Ctrl-C."""
 
 GROUPS = {
     "Begin": ("init", "run", "submit", "convert"),

@@ -299,7 +299,8 @@ def test_objects_of_other_kinds_are_not_converted() -> None:
 def _of_four_gpus(command: list[str], **spec: Any) -> dict[str, Any]:
     container = {"name": "pytorch", "image": "a", "command": command, "resources": {"limits": {"nvidia.com/gpu": 4}}}
     replicas = {"Worker": {"replicas": 2, "template": {"spec": {"containers": [container]}}}}
-    return {"kind": "PyTorchJob", "metadata": {"name": "a"}, "spec": {"pytorchReplicaSpecs": replicas, **spec}}
+    spec = {"pytorchReplicaSpecs": replicas, "runPolicy": {"backoffLimit": 10}, **spec}
+    return {"kind": "PyTorchJob", "metadata": {"name": "a"}, "spec": spec}
 
 
 @pytest.mark.parametrize(
@@ -469,6 +470,7 @@ def test_devices_of_a_second_kind_stay_in_the_resources() -> None:
         (["OnFailure"], ["--max-restarts=0"], {"runPolicy": {"backoffLimit": 5}}, 5),
         (["OnFailure"], ["--max-restarts=2"], {"elasticPolicy": {"maxRestarts": 100}}, 2),
         (["Never", None], [], {}, None),
+        (["OnFailure"], ["--max-restarts=3"], {}, 3),
     ],
 )
 def test_a_job_restarts_as_often_as_torchrun_or_its_pods_did(
@@ -480,6 +482,9 @@ def test_a_job_restarts_as_often_as_torchrun_or_its_pods_did(
     made = convert({"kind": "PyTorchJob", "metadata": {"name": "a"}, "spec": {"pytorchReplicaSpecs": replicas, **spec}})
     assert valid(made.job).get("recovery", {}).get("maxRestarts") == restarts
     assert any("restartPolicy Never" in note for note in made.notes) == (len(policies) > 1)
+    said = [note for note in made.notes if "runPolicy.backoffLimit: is not set, so failed pods restarted" in note]
+    assert bool(said) == (policies != ["Never"] and "runPolicy" not in spec)
+    assert not said or f"a DDPJob fails after {10 if restarts is None else restarts} restarts" in said[0]
 
 
 @pytest.mark.parametrize(
@@ -668,7 +673,7 @@ def test_the_rendezvous_timeout_is_kept() -> None:
 
 def test_a_queue_and_a_priority_of_a_pod_group_are_reported() -> None:
     policy = {"schedulingPolicy": {"queue": "team-a", "priorityClass": "high", "minAvailable": 2}}
-    job = _of_four_gpus(["torchrun", "a.py"], runPolicy=policy)
+    job = _of_four_gpus(["torchrun", "a.py"], runPolicy={"backoffLimit": 10, **policy})
     gang, queue, priority = convert(deepcopy(job)).notes
     assert "see spec.scheduling" in gang and "priorityClass high: left out" in priority
     assert "queue team-a: left out" in queue and "scheduling.volcano.sh/queue-name of podTemplate" in queue

@@ -14,6 +14,7 @@ from typing import Any
 from ddpjob.api.job import API_VERSION, KIND, QUEUE_LABEL
 from ddpjob.api.job_spec import Json
 from ddpjob.api.merging import mounted_at
+from ddpjob.api.schema import default_of
 from ddpjob.client.backends.backend import Mistake
 from ddpjob.client.manifests.launcher_lines import as_torchrun
 from ddpjob.client.manifests.training_runtimes import complete, named_runtime
@@ -262,6 +263,12 @@ def _pytorch_job(manifest: Mapping[str, Any]) -> Conversion:
         )
     of_workers = target.get("recovery", {}).get("maxRestarts", elastic.get("maxRestarts"))
     of_pods = 0 if policies == {"Never"} else (spec.get("runPolicy") or {}).get("backoffLimit")
+    if of_pods is None:
+        most = default_of("spec.recovery.maxRestarts") if of_workers is None else of_workers
+        notes.append(
+            "runPolicy.backoffLimit: is not set, so failed pods restarted without a limit, but a DDPJob fails after "
+            f"{most} restarts that count; to allow more, set recovery.maxRestarts"
+        )
     if limits := [limit for limit in (of_workers, of_pods) if limit is not None]:
         # A PyTorchJob limits worker failures and pod failures separately. A DDPJob has one limit
         # for both, so the larger one is used.
