@@ -380,7 +380,7 @@ def test_a_different_program_at_the_address_is_reported() -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         where = NodeAddress("", "127.0.0.1", port=server.getsockname()[1], token="token")
-        assert "it hangs, or another program" in tried(server)
+        assert "the node hangs, or another program" in tried(server)
         threading.Thread(target=lambda: [server.accept()[0].close() for _ in range(2)], daemon=True).start()
         assert "another program uses this address" in tried(server)
     assert peers.connect(where, 2).problem == "Connection refused"
