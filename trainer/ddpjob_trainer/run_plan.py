@@ -294,7 +294,7 @@ class Division:
         remedy = f"data.batch={fitting}" if fitting else "a smaller data.micro_batches"
         pixels = f" (images of {' x '.join(map(str, self.data.shape[1:]))})" if len(self.data.shape) == 3 else ""
         raise ConfigError(
-            f"data.batch={batch}: a step of the epoch has only {min(short)} of the {size} samples, so one of its "
+            f"data.batch={batch}: the smallest step has {min(short)} of the {size} samples, so one of its "
             f"{parts} micro-batches has a single sample, but {config.model.name} needs more than one value per "
             f"channel{pixels}; set {remedy}, or use a model that normalizes each sample separately"
         )
