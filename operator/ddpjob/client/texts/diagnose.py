@@ -9,6 +9,7 @@ import platform
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ddpjob.api.job import GROUP, PLURAL, VERSION
 from ddpjob.api.job_spec import Json
@@ -223,7 +224,7 @@ def _lacking(
     api: ApiServer,
     namespace: str,
     rights: Iterable[tuple[str, str, str, tuple[str, ...]]],
-    subject: Mapping[str, str | list[str]] | None = None,
+    subject: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Return the rights that a subject lacks in a namespace. The default subject is the user."""
     lacking: list[str] = []
