@@ -444,7 +444,7 @@ async def test_a_partitioned_coordinator_is_replaced_and_the_pods_are_left_alone
     assert {p.name for p in running(s)} == pods
     assert s.training.made - steps >= 60, "the group kept training"
     assert reasons(s) == [("CoordinatorLost", False)]
-    assert "has not heard from most of its members" in s.status["restarts"]["recent"][0]["message"]
+    assert "has not heard from most of the other pods" in s.status["restarts"]["recent"][0]["message"]
     assert s.phase == "Running"
 
 

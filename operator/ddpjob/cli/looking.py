@@ -56,7 +56,7 @@ def get(place: Place, job: str | None, output: str | PathTemplate, watch: bool, 
              ddpjob get first -o jsonpath='{.status.phase}'
     """
     if everywhere and job is not None:
-        raise click.UsageError("-A lists the jobs of all namespaces; for a single job, specify its namespace with -n")
+        raise click.UsageError("-A lists the jobs in all namespaces; for a single job, specify its namespace with -n")
     backend = place.backend(everywhere=everywhere)
     backend.whole = output in ("json", "yaml") or isinstance(output, PathTemplate)
     bodies = [backend.job(job)] if job is not None else backend.jobs()

@@ -22,7 +22,7 @@ from ddpjob.client.texts.job_text import phase
 _RUN = """\
 Run the job in a manifest on this machine.
 
-The job runs as on a cluster, with the same checks, restarts, budget and status. A pod is a process
+The job runs just as on a cluster, with the same checks, restarts, budget and status. A pod is a process
 group with its own log file, and all traffic stays on 127.0.0.1.
 
 \b
@@ -381,7 +381,9 @@ def _refuse_options_of_scripts() -> None:
     for option in context.command.params:
         given = option.name and context.get_parameter_source(option.name) is ParameterSource.COMMANDLINE
         if given and option.name not in ("program", "fresh", "dry_run", "output", "waits", *PLACE_NAMES):
-            raise click.UsageError(f"{option.opts[0]}: only for a script, folder or module; change it in the manifest")
+            raise click.UsageError(
+                f"{option.opts[0]}: allowed only with a script, folder or module; change the manifest instead"
+            )
 
 
 def _bodies(program: str, args: tuple[str, ...], options: dict[str, Any], *, local: bool) -> list[list[Any]]:
@@ -396,7 +398,7 @@ def _bodies(program: str, args: tuple[str, ...], options: dict[str, Any], *, loc
         if program != "-" and not _exists(program):
             raise Mistake(f"{program}: No such file or directory")
         if args:
-            raise click.UsageError("ARGS: not allowed with a manifest; write them in its spec.args")
+            raise click.UsageError("ARGS: not allowed with a manifest; write them into the manifest's spec.args")
         _refuse_options_of_scripts()
         bodies, others = [], dict[str, None]()
         for manifest in manifests([program]):
@@ -450,10 +452,14 @@ def convert(words: tuple[str, ...], image: str, name: str, script: str, runtime:
     several = len(words) > 1 and not all(word.endswith(SUFFIXES) for word in words)
     if several or (" " in words[0] and not _exists(words[0])):
         if script or runtime:
-            raise click.UsageError("--script, --runtime: only for manifests; a command line names its script")
+            raise click.UsageError(
+                "--script, --runtime: allowed only with manifests; a command line already names the script"
+            )
         made = [convert_command(words, name, image or "IMAGE")]
     elif name:
-        raise click.UsageError("--name: only for a command line; change metadata.name in the result")
+        raise click.UsageError(
+            "--name: allowed only with a command line; change metadata.name in the converted manifest"
+        )
     else:
         found = [_convertible(word) for word in words]
         jobs, runtimes = (list(chain.from_iterable(part)) for part in zip(*found, strict=True))

@@ -123,7 +123,7 @@ class Settings:
         if not 1 <= shards <= MOST_SHARDS:
             raise SettingsError(f"{PREFIX}SHARDS is {shards}; it must be from 1 to {MOST_SHARDS}")
         if shards > 1 and not lease_namespace:
-            raise SettingsError(f"{PREFIX}SHARDS is {shards}; more than one shard needs {PREFIX}LEASE_NAMESPACE")
+            raise SettingsError(f"{PREFIX}SHARDS is {shards}; for more than one shard, set {PREFIX}LEASE_NAMESPACE")
         log_level = text("LOG_LEVEL", cls.log_level).upper()
         if log_level not in logging.getLevelNamesMapping():
             remedy = "it must be DEBUG, INFO, WARNING, ERROR or CRITICAL"
@@ -184,10 +184,10 @@ def _receivers(namespaces: Json, folder: str, link: str) -> Receivers:
     """
     for name, allowed in namespaces.items():
         if not _NAME.fullmatch(name) or not isinstance(allowed, list) or not all(isinstance(n, str) for n in allowed):
-            remedy = 'write {"NAME": ["NAMESPACE", ...]}, NAME in lower-case letters, digits and -'
+            remedy = 'write {"NAME": ["NAMESPACE", ...]}, with NAME in lower-case letters, digits and \'-\''
             raise SettingsError(f"{PREFIX}RECEIVERS has {name!r}: {allowed!r}; {remedy}")
     if namespaces and not folder:
-        raise SettingsError(f"{PREFIX}RECEIVERS_FOLDER is empty; it must be the folder with the receivers' URLs")
+        raise SettingsError(f"{PREFIX}RECEIVERS_FOLDER is empty; set it to the folder with the receivers' URLs")
     return Receivers({name: tuple(allowed) for name, allowed in namespaces.items()}, Path(folder), link)
 
 
@@ -237,8 +237,8 @@ def _signals(conditions: tuple[str, ...], taints: tuple[str, ...]) -> HealthSign
         pairs.append((kind, status))
     for key in taints:
         if "*" in key[:-1]:
-            raise SettingsError(f"{PREFIX}NODE_TAINTS has {key!r}; * is allowed only at the end of a key")
+            raise SettingsError(f"{PREFIX}NODE_TAINTS has {key!r}; write * only at the end of a key")
         if "node.kubernetes.io/".startswith(key.rstrip("*")) or key.startswith("node.kubernetes.io/"):
-            remedy = "Kubernetes' own taints, including a cordon, do not describe a node's health"
+            remedy = "remove it, because Kubernetes' own taints, including a cordon, do not describe a node's health"
             raise SettingsError(f"{PREFIX}NODE_TAINTS has {key!r}; {remedy}")
     return HealthSignals(tuple(pairs), taints)

@@ -26,7 +26,9 @@ def test_a_user_who_lacks_rights_is_not_advised_to_use_a_role_without_them() -> 
     """If watchNamespaces is set, the built-in role edit has no rights on DDPJobs."""
     (check,) = _rights(cast("ApiServer", Refusing()), "vision")
     assert check.ok is False and "you are not permitted to get ddpjobs" in check.what
-    assert "ClusterRole edit in namespace vision" in check.remedy and "with the chart's watchNamespaces" in check.remedy
+    assert (
+        "ClusterRole edit in namespace vision" in check.remedy and "the chart's watchNamespaces is set" in check.remedy
+    )
 
 
 class Deployed:
@@ -87,7 +89,7 @@ def test_a_rollout_that_is_stuck_is_reported(change: dict[str, Any], said: str) 
     ("replicas", "change", "remedy", "logs"),
     [
         (2, {"readyReplicas": 0}, "kubectl describe pods -n n -l app", True),
-        (2, {"conditions": [{"type": "ReplicaFailure", "status": "True"}]}, "correct what the message names", False),
+        (2, {"conditions": [{"type": "ReplicaFailure", "status": "True"}]}, "correct the fault that it reports", False),
         (0, {"readyReplicas": 0, "updatedReplicas": 0}, "value replicas to at least 1", False),
     ],
 )
@@ -103,7 +105,7 @@ def test_the_advice_names_logs_only_if_the_operator_has_pods(
 @pytest.mark.parametrize(("watched", "well"), [("", True), ("a, vision", True), ("a,b", False)])
 def test_a_namespace_that_no_operator_watches_is_reported(watched: str, well: bool) -> None:
     checks = list(_operators(cast("ApiServer", Deployed("o:1.2.3", watched, **WHOLE)), "vision"))
-    said = "no operator acts on the jobs of namespace vision: the operators watch a, b"
+    said = "no operator acts on the jobs in namespace vision; the operators watch only a, b"
     assert any(check.what == said and check.ok is False for check in checks) is not well
 
 

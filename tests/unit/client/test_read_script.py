@@ -120,7 +120,7 @@ def test_uses_of_the_model_that_must_bypass_the_ddp_wrapper_are_reported(tmp_pat
         (("    for number in range(3):\n", "    if True:\n"), "in different functions"),
         (("fed = DataLoader", "fed = make_loader"), ""),
         (("train(net, fed, opt)", "train(net, chain(fed, checked), opt)"), "2 DataLoaders"),
-        (("net.parameters()", "params"), "no optimizer of a single model"),
+        (("net.parameters()", "params"), "no optimizer for a single model"),
     ],
 )
 def test_an_uncertain_suggestion_is_marked_and_uses_the_general_form(

@@ -251,7 +251,7 @@ def _find_names(script: TrainingScript, tree: ast.Module) -> None:
         script.optimizer = optimizers[0]
         script.model = _model(optimizers[0].call)
     if script.optimizer is None or not script.model:
-        found = f"{len(optimizers)} optimizers" if len(optimizers) > 1 else "no optimizer of a single model"
+        found = f"{len(optimizers)} optimizers" if len(optimizers) > 1 else "no optimizer for a single model"
         script.doubts.append(f"it has {found}")
     script.loader = _training_loader(loaders, tree, training)
     if script.loader is None:
@@ -262,9 +262,9 @@ def _find_names(script: TrainingScript, tree: ast.Module) -> None:
         loops = (loop for node in after for loop in _loops(node) if _trains(loop) or _calls(loop) & training)
         script.loop = next(loops, None)
         if script.loop is None:
-            script.doubts.append("its optimizer and its loop are in different functions")
+            script.doubts.append("its optimizer and its training loop are in different functions")
         elif script.loader is not None and not _is_seen(script.loader.node, script.scope, tree):
-            script.doubts.append("its optimizer and its loader are in different functions")
+            script.doubts.append("its optimizer and its DataLoader are in different functions")
 
 
 def _trains(node: ast.AST) -> bool:

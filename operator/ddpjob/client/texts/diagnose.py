@@ -135,7 +135,7 @@ def _operators(api: ApiServer, namespace: str) -> Iterator[Diagnosis]:
         listed = ", ".join(sorted({name for names in watched for name in names}))
         yield Diagnosis(
             False,
-            f"no operator acts on the jobs of namespace {namespace}: the operators watch {listed}",
+            f"no operator acts on the jobs in namespace {namespace}; the operators watch only {listed}",
             f"add {namespace} to the chart's value watchNamespaces",
         )
 
@@ -168,7 +168,7 @@ def _rollout(deployment: Json, where: str) -> Diagnosis:
     if not wanted:
         remedy = "set the chart's value replicas to at least 1"
     elif any(condition["type"] == "ReplicaFailure" for condition in wrong):
-        remedy = "the API server refuses its new pods; correct what the message names"
+        remedy = "the API server refuses the operator's new pods; correct the fault that it reports"
     else:
         remedy = (
             f"see why pods do not start with `kubectl describe pods {pods}`, and read their logs with `kubectl logs "
@@ -199,8 +199,9 @@ def _rights(api: ApiServer, namespace: str) -> Iterator[Diagnosis]:
                 lacking.append(f"{verb} {what}" + (f" (for {use})" if use else ""))
     if lacking:
         remedy = (
-            f"ask for the ClusterRole edit in namespace {namespace}, to which the chart adds DDPJobs; with the chart's "
-            "watchNamespaces or userRoles.create=false, ask for a Role that includes them"
+            f"ask an administrator for the ClusterRole edit in namespace {namespace}, which the chart extends to "
+            "DDPJobs. If the chart's watchNamespaces is set or userRoles.create is false, ask for a Role that "
+            "includes DDPJobs"
         )
         yield Diagnosis(
             False, f"your rights in namespace {namespace}: you are not permitted to {', '.join(lacking)}", remedy

@@ -189,7 +189,7 @@ class Cache(Generic[View]):
         """
         if version < self._latest:
             log.warning(
-                "%s went back to version %s from %s; it may have been restored from a backup",
+                "%s went back to version %s from %s; the API server may have been restored from a backup",
                 self.path,
                 version,
                 self._latest,
