@@ -124,7 +124,9 @@ def master_address(context: Context) -> RankFinding:
         # ranks on that node.
         return RankFinding(value)
     remedy = "set MASTER_ADDR (or --init tcp://HOST:PORT) to rank 0's address in the nodes' common network"
-    return RankFinding(f"{name} points each node to itself", Status.FAIL, remedy)
+    return RankFinding(
+        f"{name} resolves to a loopback address, so each node would connect to itself", Status.FAIL, remedy
+    )
 
 
 def checkpoint_folder(context: Context) -> RankFinding:
@@ -175,7 +177,7 @@ def data_folder(context: Context) -> RankFinding:
     try:
         same = count(data.dir, context.config.preflight.step_seconds / 2)
     except OSError as error:
-        raise PreflightError(f"{data.dir}: {error.strerror}: {error.filename}") from error
+        raise PreflightError(f"{error.filename or data.dir} cannot be read: {error.strerror}") from error
     counted = [f"{number} {what}" for what, number in same.items()] or [
         "too many files to count in preflight.step_seconds"
     ]
