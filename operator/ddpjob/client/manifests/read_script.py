@@ -42,6 +42,7 @@ _CREATES = {
 """The framework that forms the group, and the packages that define it, by the name of a call."""
 _SPAWNS = ("spawn", "start_processes")
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_OWN_ADDRESSES = ("file:", "tcp://127.", "tcp://localhost")
 _ADDRESSES = ("os.environ['MASTER_ADDR']", "os.environ['MASTER_PORT']")
 _OPTIMIZERS = (
     *("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD"),
@@ -223,6 +224,10 @@ def _find_own_launch(tree: ast.Module) -> Iterator[str]:
             target = ast.unparse(node.targets[0])
             if target in _ADDRESSES:
                 yield f"{node.lineno}: remove the assignment of {target}, because the job sets the address"
+        elif isinstance(node, ast.keyword) and node.arg == "init_method":
+            text = ast.unparse(node.value)
+            if text.lstrip("f").strip("'\"").startswith(_OWN_ADDRESSES):
+                yield f"{node.lineno}: remove init_method={text}, because the job sets the address"
 
 
 def _without_torchrun(choice: ast.If) -> Iterator[ast.AST]:
