@@ -209,7 +209,12 @@ class Cache(Generic[View]):
     def _log_forbidden(self, error: ApiError, level: int = logging.ERROR) -> None:
         if not self._logged_forbidden:
             self._logged_forbidden = True
-            log.log(level, "%s cannot be watched: %s. Grant the operator get, list and watch on it", self.path, error)
+            log.log(
+                level,
+                "%s cannot be watched: %s. Grant the operator get, list and watch on this resource",
+                self.path,
+                error,
+            )
 
 
 class Informer(Cache[View]):
