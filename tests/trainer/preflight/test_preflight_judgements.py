@@ -225,7 +225,7 @@ def test_several_gpus_need_more_shared_memory(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_shared_memory_for_samples_of_unknown_size_is_reported_as_unknown() -> None:
     found = facts.shared_memory(context("data.name=houses.prices:read"))
-    assert "the needs of data.workers for data.name=houses.prices:read are unknown" in found.value
+    assert "the memory that data.workers need for data.name=houses.prices:read is unknown" in found.value
     assert "data.workers need 0" in facts.shared_memory(context("data.name=houses.prices:read", "data.workers=0")).value
 
 

@@ -230,7 +230,7 @@ def shared_memory(context: Context) -> RankFinding:
     # For the user's own data set, only the function in data.name knows the size of a sample.
     unknown = data.workers and ":" in data.name
     need = (
-        f"the needs of data.workers for data.name={data.name} are unknown"
+        f"the memory that data.workers need for data.name={data.name} is unknown"
         if unknown
         else (f"data.workers need {gigabytes(needed)}")
     )
@@ -242,7 +242,7 @@ def shared_memory(context: Context) -> RankFinding:
     # Docker's default size of /dev/shm is 64 MiB.
     if torch.cuda.is_available() and group.local_world > 1 and usage.free < _NCCL_BYTES:
         remedy = remedy.format("1Gi or more", "=1g")
-        return RankFinding(value, Status.WARN, f"{remedy}; NCCL uses it between a node's GPUs")
+        return RankFinding(value, Status.WARN, f"{remedy}; NCCL uses this memory between a node's GPUs")
     return RankFinding(value)
 
 
