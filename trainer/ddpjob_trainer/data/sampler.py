@@ -265,7 +265,7 @@ class Dealing:
         return mine + [replace(self._deal_whole(0, samples, state), counts=False)] * (least - len(mine))
 
     def passes(self, samples: int) -> int:
-        """Return the number of passes in which ranks that share micro-batches compute a global batch.
+        """Return how many passes ranks that share micro-batches need for a global batch.
 
         The global batch has `samples` samples. A result of 0 means that ranks take whole
         micro-batches. The result is the same on all ranks.
