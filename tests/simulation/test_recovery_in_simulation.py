@@ -152,7 +152,8 @@ async def test_the_loss_of_a_spare_does_not_restart_training() -> None:
     assert (s.status["restarts"]["total"], s.status["restarts"]["display"]) == (0, "0/10") and not reasons(s)
     (event,) = [e.message for e in s.cluster.events if e.reason == "Deleted"]
     assert (
-        event == "pod job-2-0 was deleted, or its labels were removed (a spare: nothing restarts; job-2-1 replaces it)"
+        event
+        == "pod job-2-0 was deleted, or its labels were removed (a spare, so nothing restarts; job-2-1 replaces it)"
     )
 
 
