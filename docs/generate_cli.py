@@ -70,7 +70,7 @@ def render() -> str:
         if options:
             section += "\n\n| option | |\n| --- | --- |\n" + "\n".join(options)
         if any(parameter.name == "namespace" for parameter in command.params):
-            section += "\n\nAlso takes the options in [Where](#where-cluster-or-this-machine)."
+            section += "\n\nThe options in [Where](#where-cluster-or-this-machine) also apply."
         sections.append(section)
     return "\n\n".join(sections) + "\n"
 

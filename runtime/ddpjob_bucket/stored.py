@@ -43,8 +43,10 @@ _NAME = re.compile(r"(?!\.{1,2}$)[-A-Za-z0-9_.=+@,]{1,200}")
 _MANIFEST_BYTES = 2**20
 MOST_FILES = 5000
 _PIECE = 2**20
-_REQUEST_SECONDS = 120
-"""Maximum number of seconds for a whole request, even if bytes are still being transferred."""
+_REQUEST_SECONDS = 100
+"""Maximum number of seconds for a whole request, even if bytes are still being transferred. It is
+less than the 120 s after which a rank that waits for a server counts as hung.
+"""
 _RANGE = 64 * 2**20
 """Maximum number of bytes that one request reads from a file."""
 _LARGEST_PARTS, _SMALLEST_PART = 9000, 5 * 2**20

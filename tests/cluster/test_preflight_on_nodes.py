@@ -31,7 +31,7 @@ def test_a_job_leaves_a_defective_node_and_its_links_are_checked(jobs: Jobs) -> 
     status, pods = jobs.status("checked"), jobs.pods()
     failed = [restart for restart in restarts(status) if restart["reason"] == "PreflightFailed"]
     assert failed and {(restart["counted"], restart["node"]) for restart in failed} == {(False, "n1")}
-    assert " on Kubernetes node n1 has not passed the preflight: cpu: " in failed[0]["message"]
+    assert " on Kubernetes node n1 failed the preflight: cpu: " in failed[0]["message"]
     assert "n1" in [entry["node"] for entry in status["avoidedNodes"]]
     trained = [pod["spec"]["nodeName"] for pod in pods.values() if pod["status"]["phase"] != "Failed"]
     assert trained == ["n2", "n2"], "the pod left n1, although n1 is preferred"

@@ -58,7 +58,7 @@ async def test_a_bug_in_the_operator_is_reported_by_an_event(
                 await c.reconcile()
     [event] = c.server.events
     assert (event["type"], event["reason"], event["regarding"]["name"]) == ("Warning", "ReconcileFailed", "job")
-    assert event["note"].startswith(r"KeyError: '\udc80nodes' (a bug in the operator; its log has the")
+    assert event["note"].startswith(r"KeyError: '\udc80nodes' (this is a bug in the operator; see the traceback")
     assert not caplog.records, "a repeated event is not logged as an error"
     await c.reconcile()
     assert len(c.pods()) == 3

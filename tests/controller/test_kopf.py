@@ -129,7 +129,9 @@ async def test_kopfs_watch_restarts_after_an_error_that_ends_kopf(
         server.send_error(500, "InternalError")
         add("after")
         await until(lambda: any(name == "after" for _, name in seen))
-        assert any("DDPJobs ended" in record.getMessage() for record in caplog.records), "the error did end kopf"
+        assert any("kopf stopped watching DDPJobs" in record.getMessage() for record in caplog.records), (
+            "the error did end kopf"
+        )
         server.store.delete("DDPJob", "before")
         await until(lambda: ("DELETED", "before") in seen)
         assert not following.done() and not younger[0].done(), "nothing else in the process has ended with kopf"

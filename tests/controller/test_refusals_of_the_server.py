@@ -242,7 +242,7 @@ async def test_a_refused_pod_deletion_is_shown_and_retried_with_back_off(c: Case
     suspended = (await c.job()).status.condition(ConditionType.SUSPENDED)
     assert suspended is not None
     assert suspended.message == (
-        f"3 pods not deleted yet: the API server refuses the deletion of pod job-0-0: {policy.message}; retried "
+        f"3 pods not deleted yet: the API server refuses to delete pod job-0-0: {policy.message}; retried "
         "within a minute"
     )
     assert sum(method == "DELETE" for method, _, _ in c.server.requests) <= 3 * 9
@@ -272,7 +272,7 @@ async def test_an_expired_job_that_may_not_be_deleted_is_stopped_and_gets_an_eve
     assert sum(method == "DELETE" and "/ddpjobs/" in path for method, path, _ in c.server.requests) <= 9
     [refused] = [e["note"] for e in c.server.events if e["reason"] == "DeletionRefused"]
     assert refused == (
-        "the API server refuses the deletion of DDPJob job: policy 'nodel' denied request: jobs are evidence "
+        "the API server refuses to delete DDPJob job: policy 'nodel' denied request: jobs are evidence "
         "(retried within a minute)"
     )
     assert "ReconcileFailed" not in {e["reason"] for e in c.server.events}
@@ -328,7 +328,7 @@ async def test_a_status_that_a_policy_refuses_is_not_a_defect_of_the_operator(c:
     [event] = c.server.events
     how = 403 if policy.how == 404 else policy.how  # The denial of a webhook does not mean that the job is gone.
     assert event["note"].startswith(
-        f"the API server refuses the job's status: {how}: {policy.message} (an admission policy or"
+        f"the API server refuses the job's status: {how}: {policy.message} (check the admission policies"
     )
 
 
@@ -380,7 +380,7 @@ async def test_pod_groups_whose_api_is_no_longer_served_are_refused_once(c: Case
     )
     assert await c.reconcile() == BLOCKED_POLL
     conditions = {one.type: one for one in (await c.job()).status.conditions}
-    assert "no longer serves it" in conditions["Scheduled"].message and not c.pods()
+    assert "no longer serves PodGroups" in conditions["Scheduled"].message and not c.pods()
 
 
 @in_case(serves_gangs=True, serves_queues=True)

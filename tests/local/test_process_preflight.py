@@ -22,7 +22,7 @@ def test_a_pod_that_fails_the_preflight_is_replaced_and_the_groups_links_are_che
         assert run.condition("Complete").get("status") == "True", run.everything()
         (failed,) = run.status["restarts"]["recent"]
         assert (failed["reason"], failed["counted"], failed["pod"]) == ("PreflightFailed", False, "job-1-0")
-        assert "has not passed the preflight: cpu: " in failed["message"]
+        assert "failed the preflight: cpu: " in failed["message"]
         assert failed["message"].endswith(" of 1024 rows of a matrix product are wrong")
         passed = run.condition("PreflightPassed")
         assert (passed["status"], passed["reason"]) == ("True", "LinksChecked"), run.everything()

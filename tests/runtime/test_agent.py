@@ -276,6 +276,14 @@ def test_a_failure_with_any_characters_fits_into_a_line(character: str, tmp_path
     assert protocol.MAX_LINE // 2 < len(lines[0]) <= protocol.MAX_LINE
 
 
+def test_a_failure_is_reported_without_the_bold_words_of_a_terminal(tmp_path: Path) -> None:
+    text = "UnpicklingError: two options, \x1b[1mdo those steps\x1b[0m \x1b[38;5;9monly\x1b[m if"
+    file = tmp_path / "error.json"
+    file.write_text(json.dumps({"message": {"message": text, "extraInfo": {"py_callstack": text}}}))
+    error = agent_module.read_error_file(str(file))
+    assert error.message == error.traceback == "UnpicklingError: two options, do those steps only if"
+
+
 def test_only_ranks_that_have_exited_or_are_about_to_exit_are_reported(tmp_path: Path) -> None:
     """The ranks are 10 to 14. The first lost its peers. The second raised an exception before that
     and waits for one of its threads. The third exited with 0, the fourth has caught its error, and

@@ -178,7 +178,9 @@ def test_a_member_that_finished_first_is_the_cause_of_connection_errors() -> Non
     world.ready(second)
     incident = world.report()["incidents"][0]
     assert (incident["kind"], incident["pod"], incident["exitCode"]) == ("WorkerFailed", "job-1-0", 0)
-    assert incident["message"] == "the workers of pod job-1-0 (group rank 1) ended with exit code 0 before the others"
+    assert (
+        incident["message"] == "the workers of pod job-1-0 (group rank 1) ended with exit code 0 before the other ranks"
+    )
 
 
 def test_a_rank_that_exited_with_0_is_the_cause_of_errors_on_its_own_node_too() -> None:
@@ -192,7 +194,7 @@ def test_a_rank_that_exited_with_0_is_the_cause_of_errors_on_its_own_node_too() 
     incident = world.report()["incidents"][0]
     assert incident["kind"] == "WorkerFailed"
     assert (incident["rank"], incident["localRank"], incident["exitCode"]) == (0, 0, 0)
-    assert (incident["message"], incident["consequences"]) == ("ended with exit code 0 before the others", 1)
+    assert (incident["message"], incident["consequences"]) == ("ended with exit code 0 before the other ranks", 1)
 
 
 def test_a_rank_that_exits_with_0_neither_breaks_the_round_nor_hides_an_error() -> None:

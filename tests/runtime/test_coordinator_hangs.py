@@ -242,6 +242,17 @@ def test_a_reported_activity_does_not_end_a_downtime_or_replace_the_step_counter
     assert world.report()["progress"]["step"] == 2 and world.report()["recovery"]["downSince"] is None
 
 
+def test_the_first_step_of_the_job_is_awaited_although_it_follows_a_break() -> None:
+    world, *members = formed(2)
+    world.fail(members[0])
+    world.ready(*members)
+    world.join(*members)
+    assert world.report()["recovery"]["lastSeconds"] < 5
+    world.pass_time(9)
+    world.coordinator.report_progress({"automatic": True, "step": 1})
+    assert 9 <= world.report()["recovery"]["lastSeconds"] < 14
+
+
 def test_a_reported_upload_is_shown_but_does_not_count_as_progress() -> None:
     world, *members = formed(2, hang_after=60.0)
     world.coordinator.report_progress({"step": 1})

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from coordinator_world import World
+from ddpjob_bucket.stored import _REQUEST_SECONDS
 from ddpjob_runtime.coordinator import standstill
 from ddpjob_runtime.protocol import MAX_TRACEBACK, RANK_ENDED, Hangs, RankLook, WaitKind
 
@@ -145,11 +146,17 @@ def test_deliberate_hangs_are_reported_with_their_rank_and_ended(
     assert ("the other ranks are waiting for it" in group.message) is (named is not None or len(plays) == 4)
 
 
-@pytest.mark.parametrize("file", ["socket.py", "ssl.py"])
+@pytest.mark.parametrize("file", ["python3.12/socket.py", "python3.12/ssl.py", "ddpjob_bucket/stored.py"])
 def test_a_slow_response_of_a_server_does_not_end_the_round(file: str) -> None:
-    """For example, an object store that completes a large upload before it answers."""
-    waiting = {"text": stack("read", f"/usr/lib/python3.12/{file}")}
+    """For example, an object store that completes a large upload before it answers, or that stops
+    in the middle of an object until obstore's time limit ends the request.
+    """
+    waiting = {"text": stack("read", f"/usr/lib/{file}")}
     assert Group(WAITS, between(0, 100, waiting, WORKS)).ended_after(290) is None
+
+
+def test_a_request_to_a_bucket_fails_before_the_rank_counts_as_hung() -> None:
+    assert standstill.PATIENCE[WaitKind.SERVER] > _REQUEST_SECONDS
 
 
 def between(start: float, end: float, inside: dict[str, Any], outside: dict[str, Any]) -> Played:

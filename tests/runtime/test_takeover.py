@@ -93,7 +93,7 @@ def test_a_member_that_does_not_return_breaks_the_round() -> None:
     world.ready(first, world.hello(1, attempt=1))
     assert world.round.number == 1_000_001 and world.ranks() == [0, 1]
     assert world.incidents() == [("PeerLost", None, 0)]
-    assert "node rank(s) 1 of round 7 did not reconnect" in world.report()["incidents"][0]["message"]
+    assert "group rank(s) 1 of round 7 did not reconnect" in world.report()["incidents"][0]["message"]
 
 
 def test_a_failure_ends_the_wait_for_members_early_and_is_the_cause() -> None:
@@ -119,7 +119,7 @@ def test_a_communication_error_is_blamed_on_a_member_that_does_not_return() -> N
     world.pass_time(5.1)
     assert world.round.number == 1_000_001
     assert world.incidents() == [("PeerLost", None, 1)]
-    assert "node rank(s) 1 of round 7 did not reconnect" in world.report()["incidents"][0]["message"]
+    assert "group rank(s) 1 of round 7 did not reconnect" in world.report()["incidents"][0]["message"]
 
 
 def test_a_rank_that_left_early_is_blamed_on_a_member_that_does_not_return() -> None:

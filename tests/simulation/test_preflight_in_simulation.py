@@ -33,14 +33,13 @@ async def test_a_pod_that_fails_the_preflight_moves_without_counting_as_a_failur
     failed = conditions(s)["PreflightPassed"]
     assert (failed["status"], failed["reason"]) == ("False", "PreflightFailed")
     assert failed["message"] == (
-        "pod job-1-0 on Kubernetes node n5 has not passed the preflight: "
-        "cuda:3: 12 of 1024 rows of a matrix product are wrong"
+        "pod job-1-0 on Kubernetes node n5 failed the preflight: cuda:3: 12 of 1024 rows of a matrix product are wrong"
     )
     await s.until_phase("Running")
     await s.one_pass()
     assert reasons(s) == [("PreflightFailed", False)]
     assert [(n["node"], n["reason"]) for n in s.status["avoidedNodes"]] == [
-        ("n5", "PreflightFailed on it within an hour")
+        ("n5", "PreflightFailed occurred there within an hour")
     ]
     assert s.pods["job-1-1"].node != "n5", "although the scheduler prefers that host"
     assert conditions(s)["PreflightPassed"]["reason"] == "NodesChecked"

@@ -152,7 +152,7 @@ async def test_a_resumed_job_with_a_faulty_template_requests_no_quota_and_report
     assert s.phase == "Queued" and not kueue.workloads()
     message = conditions(s)["Suspended"]["message"]
     assert message.startswith(
-        "requests no quota from queue team until spec.podTemplate is corrected: spec.podTemplate.spec"
+        "the job requests no quota from queue team until spec.podTemplate is corrected: spec.podTemplate.spec"
     )
     s.change_spec({"podTemplate": {}})
     await s.until_phase("Complete")

@@ -152,7 +152,8 @@ async def test_the_loss_of_a_spare_does_not_restart_training() -> None:
     assert (s.status["restarts"]["total"], s.status["restarts"]["display"]) == (0, "0/10") and not reasons(s)
     (event,) = [e.message for e in s.cluster.events if e.reason == "Deleted"]
     assert (
-        event == "pod job-2-0 was deleted, or its labels were removed (a spare: nothing restarts; job-2-1 replaces it)"
+        event
+        == "pod job-2-0 was deleted, or its labels were removed (a spare, so nothing restarts; job-2-1 replaces it)"
     )
 
 
@@ -444,7 +445,7 @@ async def test_a_partitioned_coordinator_is_replaced_and_the_pods_are_left_alone
     assert {p.name for p in running(s)} == pods
     assert s.training.made - steps >= 60, "the group kept training"
     assert reasons(s) == [("CoordinatorLost", False)]
-    assert "has not heard from most of its members" in s.status["restarts"]["recent"][0]["message"]
+    assert "has not heard from most of the other pods" in s.status["restarts"]["recent"][0]["message"]
     assert s.phase == "Running"
 
 

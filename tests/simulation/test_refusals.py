@@ -249,7 +249,7 @@ async def test_a_job_that_times_out_before_its_start_reports_the_refusal() -> No
     await s.until_phase("Failed")
     failed = conditions(s)["Failed"]
     assert failed["reason"] == "DeadlineExceeded"
-    assert "at the deadline, CreationRefused" in failed["message"]
+    assert "at the deadline, the condition Scheduled was False (CreationRefused): " in failed["message"]
     assert "exceeded quota: one" in failed["message"]
 
 

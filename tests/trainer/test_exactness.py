@@ -69,7 +69,7 @@ def test_ranks_without_samples_still_take_part_in_the_step(tmp_path: Path) -> No
     ("world", "keys", "remedy"),
     [
         (3, ["data.batch=2"], "set data.batch to 3 or more"),
-        (2, ["data.micro_batches=1", "ddp.ordered=true"], "set it to 2 or a multiple of 2"),
+        (2, ["data.micro_batches=1", "ddp.ordered=true"], "write a multiple of 2, up to"),
     ],
 )
 def test_more_ranks_than_samples_in_a_batch_are_refused(
@@ -84,9 +84,13 @@ def test_more_ranks_than_samples_in_a_batch_are_refused(
     [
         (
             ["train.accumulate=6"],
-            "train.accumulate=6 makes 12 micro-batches, but data.batch=8 has fewer samples; set it to 4, or",
+            "train.accumulate=6 makes 12 micro-batches, but data.batch=8 has fewer samples; set "
+            "train.accumulate to 4, or",
         ),
-        (["strategy=pipeline", "pipeline.micro_batches=9"], "pipeline.micro_batches=9 makes 9 .*; set it to 8, or"),
+        (
+            ["strategy=pipeline", "pipeline.micro_batches=9"],
+            "pipeline.micro_batches=9 makes 9 .*; set pipeline.micro_batches to 8, or",
+        ),
     ],
 )
 def test_the_error_about_too_many_micro_batches_names_the_key_that_was_set(

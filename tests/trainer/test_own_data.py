@@ -580,7 +580,7 @@ def test_ranks_with_different_data_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nowhere:data", r"data.name=nowhere:data: No module named 'nowhere'; put its folder on PYTHONPATH"),
+        ("nowhere:data", r"data.name=nowhere:data: No module named 'nowhere'; put the module's folder on PYTHONPATH"),
         ("somebodys_data:regresion", r"has no function 'regresion'; did you mean somebodys_data:regression\?"),
         ("somebodys_data:nothing", r"returned 3; return \(train, test\), or \(train, test, classes\)"),
         (

@@ -270,7 +270,7 @@ def test_the_command_evaluate_reports_the_metrics_of_callbacks(
         (["optim.name=:sgd"], r"optim.name=:sgd: must be package.module:name"),
         (["optim.name=torch.optim:Muonn"], r"torch.optim has no function 'Muonn'; did you mean torch.optim:Muon"),
         (["optim.name=wrong_parts:nothing"], r"the call name\(groups, lr=.*\) returned int; return a torch.optim.Opt"),
-        (["optim.name=wrong_parts:some"], r"its param_groups must contain each given parameter once"),
+        (["optim.name=wrong_parts:some"], r"param_groups must contain each given parameter once"),
         (["optim.name=wrong_parts:Counting"], r"step 8 differs after a checkpoint of step 7 is loaded"),
         (["optim.name=wrong_parts:Noisy"], r"step 8 differs .*do not draw random numbers"),
         (
@@ -362,7 +362,7 @@ def test_a_misspelled_name_is_refused_before_any_data_is_read(key: str, message:
         ("\nlimit = nothing\n", r"raised NameError in broken_part.py, line 2: name 'nothing' is not defined; correct"),
         ("from torch import nothing\n", r"raised ImportError in broken_part.py, line 1: cannot import name 'nothing'"),
         ("import nothing.at_all\n", r"raised ModuleNotFoundError in broken_part.py, line 1: No .* 'nothing'; correct"),
-        (None, r"optim.loss=broken_part:f: No module named 'broken_part'; put its folder on PYTHONPATH"),
+        (None, r"optim.loss=broken_part:f: No module named 'broken_part'; put the module's folder on PYTHONPATH"),
     ],
 )
 def test_a_module_that_cannot_be_imported_is_named_with_its_line(

@@ -89,7 +89,7 @@ def test_lines_are_counted_from_the_beginning_of_the_file() -> None:
         ("hello\n", "a manifest must be a mapping"),
         ("a: [b\nc: d\n", "line 2: not YAML"),
         ("a: \x00", "line 1: not YAML: the character 0x00"),
-        ("a: &x [*x]", "an alias refers to a value that contains it"),
+        ("a: &x [*x]", "an alias refers to a value that contains the alias; write the value out"),
         ("a: !secret b", "the tag !secret is not supported"),
         ("? [a]\n: b", "a field name must be a string"),
         ("a: .nan", "quote it if it is text"),

@@ -37,7 +37,9 @@ def load_function(key: str, name: str, kinds: Sequence[str] = ()) -> Callable[..
                 raise
             near = difflib.get_close_matches(where, kinds, n=1)
             hint = (
-                f"did you mean {near[0]}:{attribute}?" if near else "put its folder on PYTHONPATH (in a job: its image)"
+                f"did you mean {near[0]}:{attribute}?"
+                if near
+                else "put the module's folder on PYTHONPATH (in a job, put the module into the image)"
             )
             raise ConfigError(f"{key}={name}: {error}; {hint}") from error
     found = getattr(module, attribute, None)

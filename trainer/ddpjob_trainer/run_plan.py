@@ -247,7 +247,8 @@ class Division:
         This is checked only in a new run. Ranks that join later may be idle; their weight is zero.
         """
         keys, parts, batch, micro_batches = self.config.data, self.parts, self.config.data.batch, self.micro_batches
-        portions, pipeline = self.strategy.portions, self.config.strategy is StrategyName.PIPELINE
+        portions = self.strategy.portions
+        key = "pipeline.micro_batches" if self.config.strategy is StrategyName.PIPELINE else "train.accumulate"
         fitting = max(1, batch * portions // max(1, micro_batches))
         _refuse(
             (
@@ -257,15 +258,13 @@ class Division:
             ),
             (
                 micro_batches > batch and portions > 1 and not keys.micro_batches,
-                f"{'pipeline.micro_batches' if pipeline else 'train.accumulate'}={portions} makes"
-                f" {micro_batches} micro-batches, but data.batch={batch} has fewer samples; set it to"
-                f" {fitting}, or data.batch to"
-                f" {micro_batches} or more",
+                f"{key}={portions} makes {micro_batches} micro-batches, but data.batch={batch} has fewer "
+                f"samples; set {key} to {fitting}, or data.batch to {micro_batches} or more",
             ),
             (
                 micro_batches > batch or (0 < micro_batches < parts and not self.dealing.passes(batch)),
-                f"data.micro_batches={micro_batches} does not fit {parts} ranks and data.batch={batch}:"
-                f" set it to {parts} or a multiple of {parts}, up to {batch}",
+                f"data.micro_batches={micro_batches} does not fit {parts} ranks and data.batch={batch}; write a "
+                f"multiple of {parts}, up to {batch}",
             ),
         )
 
@@ -295,7 +294,7 @@ class Division:
         remedy = f"data.batch={fitting}" if fitting else "a smaller data.micro_batches"
         pixels = f" (images of {' x '.join(map(str, self.data.shape[1:]))})" if len(self.data.shape) == 3 else ""
         raise ConfigError(
-            f"data.batch={batch}: a step of the epoch has only {min(short)} of the {size} samples, so one of its "
+            f"data.batch={batch}: the smallest step has {min(short)} of the {size} samples, so one of its "
             f"{parts} micro-batches has a single sample, but {config.model.name} needs more than one value per "
             f"channel{pixels}; set {remedy}, or use a model that normalizes each sample separately"
         )

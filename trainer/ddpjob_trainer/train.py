@@ -571,9 +571,9 @@ class Trainer:
             self.strategy.load(snapshot)
         except (RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(
-                f"the checkpoint of step {snapshot['step']} in {self.checkpoints.path} does not fit this"
-                f" optimizer or precision ({error}); use the configuration that wrote it, or set a different"
-                " checkpoint.dir to start over"
+                f"the checkpoint of step {snapshot['step']} in {self.checkpoints.path} does not fit this "
+                f"optimizer or precision ({error}); use the configuration that it was saved with, or set a "
+                "different checkpoint.dir to start over"
             ) from error
         self.sampler.load_state_dict(snapshot["sampler"])
         self._other_data = snapshot.get("fingerprint", self._fingerprint) != self._fingerprint

@@ -119,7 +119,7 @@ def _fixed(job: DDPJob, given: JobClass) -> Iterator[str]:
                     yield f"spec.env: class {given.name} sets {variable['name']}, which a job may not set; {remedy}"
         elif path != QUEUE and not is_empty(path, mine) and mine != at(given.spec, path):
             sets = at(given.spec, path) is not None
-            what = f"class {given.name} sets it, so jobs" if sets else f"jobs of class {given.name}"
+            what = f"class {given.name} sets this field, so its jobs" if sets else f"jobs of class {given.name}"
             yield f"spec.{path}: {what} may not set it; {remedy}"
 
 

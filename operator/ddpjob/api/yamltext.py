@@ -291,7 +291,7 @@ class _Builder:
             )
         if id(node) in self._open:
             raise YamlError(
-                "an alias refers to a value that contains it; write the value out", node.start_mark.line + 1
+                "an alias refers to a value that contains the alias; write the value out", node.start_mark.line + 1
             )
         self._open.add(id(node))
         try:

@@ -20,7 +20,7 @@ from ddpjob.client.rerun_jobs import checkpoints_that_stay
 def scale(backend: Backend, job: str, nodes: int) -> None:
     """Change a job's number of nodes.
 
-    The job is kept, and its group restarts from the last checkpoint.
+    The job's group restarts from the last checkpoint with the new number of nodes.
 
     \b
     Example: ddpjob scale first 4
@@ -101,8 +101,8 @@ def resume(backend: Backend, job: str) -> None:
 def restart(backend: Backend, job: str, timeout: int) -> None:
     """Replace all pods of a job.
 
-    This suspends the job, waits until its pods have stopped, and resumes it. The restart does not
-    count against the job's budget.
+    The command suspends the job, waits until its pods have stopped, and resumes the job. This
+    restart does not count against the job's budget.
 
     \b
     Example: ddpjob restart first
@@ -120,8 +120,8 @@ def rerun(backend: Backend, job: str, fresh: bool) -> None:
     """Start a finished job again, with the same manifest.
 
     The job resumes from its last checkpoint. On this machine, it runs in the background, as with
-    `ddpjob submit`. On a cluster, the job is deleted and created again. Its checkpoints are kept.
-    With --fresh, the job gets a new checkpoint folder.
+    `ddpjob submit`. On a cluster, the job is deleted and created again, but its checkpoints are
+    kept. With --fresh, the job gets a new checkpoint folder.
 
     \b
     Example: ddpjob rerun first
@@ -138,8 +138,8 @@ def delete(backend: Backend, jobs: tuple[str, ...]) -> None:
     """Delete jobs and their pods.
 
     If one of the jobs does not exist, nothing is deleted. Checkpoints on volumes are kept, unless
-    storage.checkpoints.claimTemplate.whenDeleted is Delete. On this machine, the same applies to
-    RUNS/JOB/checkpoints and to checkpoints that --fresh has moved.
+    storage.checkpoints.claimTemplate.whenDeleted is Delete. The same rule applies to checkpoints on
+    this machine: those in RUNS/JOB/checkpoints and those that --fresh has moved.
 
     \b
     Example: ddpjob delete first second
@@ -164,9 +164,9 @@ def delete(backend: Backend, jobs: tuple[str, ...]) -> None:
 @click.argument("pod", callback=bare)
 @with_backend
 def kill(backend: Backend, pod: str) -> None:
-    """Kill a pod, to see the job recover.
+    """Kill a pod to see the job recover.
 
-    This is the same as `kubectl delete pod --force --grace-period=0`.
+    The command has the same effect as `kubectl delete pod --force --grace-period=0`.
 
     \b
     Example: ddpjob kill first-0-0

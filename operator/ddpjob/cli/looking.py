@@ -56,7 +56,7 @@ def get(place: Place, job: str | None, output: str | PathTemplate, watch: bool, 
              ddpjob get first -o jsonpath='{.status.phase}'
     """
     if everywhere and job is not None:
-        raise click.UsageError("-A lists the jobs of all namespaces; for a single job, specify its namespace with -n")
+        raise click.UsageError("-A lists the jobs in all namespaces; for a single job, specify its namespace with -n")
     backend = place.backend(everywhere=everywhere)
     backend.whole = output in ("json", "yaml") or isinstance(output, PathTemplate)
     bodies = [backend.job(job)] if job is not None else backend.jobs()
@@ -108,12 +108,12 @@ def _watch(backend: Backend, job: str | None, output: str | PathTemplate, *, eve
               help="Time between refreshes.")  # fmt: skip
 @with_backend
 def top(backend: Backend, job: str | None, once: bool, interval: float) -> None:
-    """Watch all jobs, or one, on a live screen.
+    """Watch one job or all jobs on a live screen.
 
     With JOB, the screen shows the job's progress, loss, samples/s, ranks, and restarts with their
-    causes, until the job ends. Without JOB, it lists all jobs, running jobs first. With keys, you
-    can move the cursor, find or open a job, and show finished jobs. Curves begin when the screen is
-    opened. To draw earlier steps too, use `ddpjob plot`.
+    causes, until the job ends. Without JOB, it lists all jobs, running jobs first. Keys move the
+    cursor, find or open a job, and show finished jobs. The curves only contain steps since the
+    screen was opened. To draw earlier steps too, use `ddpjob plot`.
 
     \b
     Example: ddpjob top first
@@ -140,13 +140,13 @@ def top(backend: Backend, job: str | None, once: bool, interval: float) -> None:
 def dashboard(place: Place, everywhere: bool, host: str, port: int, folder: Path | None) -> int:
     """Serve a dashboard for the browser until Ctrl-C.
 
-    It shows all jobs live, each with its restarts, curves, pods, events and logs. It is read-only
-    and uses your rights. The printed address contains a token for this session, and anyone who has
-    it can see what you can see. From another machine, use `ssh -L 8300:127.0.0.1:8300`, because the
-    connection itself is not encrypted.
+    The dashboard shows all jobs live, each with its restarts, curves, pods, events and logs. It is
+    read-only and uses your rights. The printed address contains a token for this session. Anyone
+    with this address can see what you can see. The connection is not encrypted, so open the
+    dashboard from another machine through `ssh -L 8300:127.0.0.1:8300`.
 
-    With FOLDER, it shows deleted jobs, as `ddpjob show` does. FOLDER is a checkpoint folder, or a
-    folder that contains several checkpoint folders.
+    With FOLDER, the dashboard shows deleted jobs, as `ddpjob show` does. FOLDER is a checkpoint
+    folder, or a folder that contains several checkpoint folders.
 
     \b
     Example: ddpjob dashboard
@@ -164,17 +164,17 @@ def dashboard(place: Place, everywhere: bool, host: str, port: int, folder: Path
 
 @root.command()
 @click.argument("jobs", nargs=-1, required=True, metavar="JOB...", shell_complete=complete_job, callback=bare)
-@click.option("-o", "--output", type=Path, metavar="FILE", help="Write a picture instead: .png, .svg or .pdf.")
+@click.option("-o", "--output", type=Path, metavar="FILE", help="Write an image file (.png, .svg or .pdf) instead.")
 @click.option("--by", type=click.Choice(AXES), help="Horizontal axis. Default for several jobs: step.")
 @with_backend
 def plot(backend: Backend, jobs: tuple[str, ...], output: Path | None, by: str | None) -> None:
     """Draw the curves of a job across its restarts, or of several jobs in one chart.
 
     The numbers come from run/metrics.jsonl in the checkpoint folder. The built-in trainer writes
-    this file, and so does ddpjob_report.report if it gets a `step`. The curves of a job on this
-    machine can be drawn at any time, and those of a job on a cluster only while one of its pods
-    runs. If the file is larger than 8 MiB, only its end is drawn, with a note. Writing a picture
-    requires the `trainer` extra on this machine.
+    this file, and so does ddpjob_report.report if it is called with a `step`. On this machine, the
+    curves can be drawn at any time. On a cluster, one of the job's pods must be running. If the
+    file is larger than 8 MiB, only its end is drawn, and a note says so. To write an image file,
+    install the `trainer` extra on this machine.
 
     \b
     Example: ddpjob plot first
@@ -212,9 +212,9 @@ def plot(backend: Backend, jobs: tuple[str, ...], output: Path | None, by: str |
 def show(folder: Path) -> None:
     """Show the records that a deleted job left in its checkpoint folder.
 
-    Job pods write the job's rounds, its restarts with causes and tracebacks, its last progress and
-    its result to .ddpjob-rounds.jsonl. The curves come from run/metrics.jsonl. FOLDER is the job's
-    folder in storage.checkpoints, or the folder that `ddpjob run` made for the job.
+    FOLDER is the job's folder in storage.checkpoints, or the folder that `ddpjob run` created for
+    the job. Its file .ddpjob-rounds.jsonl records the job's rounds, its restarts with causes and
+    tracebacks, its last progress and its result. The curves come from run/metrics.jsonl.
 
     \b
     Example: ddpjob show /mnt/checkpoints/first
@@ -241,8 +241,8 @@ def show(folder: Path) -> None:
 def describe(backend: Backend, job: str) -> None:
     """Show a job on one screen.
 
-    It shows what the job is doing or waiting for, and its conditions, slots, pods, restarts and
-    events.
+    The screen shows what the job is doing or waiting for. It also shows the job's conditions,
+    slots, pods, restarts and events.
 
     \b
     Example: ddpjob describe first
@@ -295,14 +295,14 @@ def why(backend: Backend, job: str) -> int:
     "rank",
     type=click.IntRange(0),
     multiple=True,
-    help="Only the pod that has this global rank now, and with -f the pods that take over the rank. If a pod has "
-    "several ranks, lines that are marked as another rank's are omitted. To mark every line, set spec.torchrunArgs: "
-    '["--tee=3"].',
+    help="Only the pod that has this global rank now. With -f, pods that take over the rank are included. If the pod "
+    "has several ranks, lines marked with a different rank are omitted. To mark every line with its rank, set "
+    'spec.torchrunArgs: ["--tee=3"].',
 )
 @click.option("--ended", is_flag=True, help="List the terminated pods whose logs can be printed.")
 @click.option("--coordinator", is_flag=True, help="Include the coordinator's pods.")
-@click.option("--previous", is_flag=True, help="Print the log of the previous container.")
-@click.option("--since", metavar="5m", help="Only lines newer than this, such as 30s, 5m or 2h.")
+@click.option("--previous", is_flag=True, help="Print the log from before the kubelet restarted the container.")
+@click.option("--since", metavar="5m", help="Only lines newer than this age, such as 30s, 5m or 2h.")
 @click.option(
     "--tail",
     type=click.IntRange(0),
@@ -321,8 +321,8 @@ def logs(
     """Print the logs of a job's pods, or of one pod.
 
     For a whole job, each line starts with its pod and the pod's current ranks, such as [1-0 rank 1]
-    or [1-0 ranks 8-15], and a progress bar is reduced to its last state. If a POD is gone, the end
-    of its log may be in storage.checkpoints (runPolicy.logsKept).
+    or [1-0 ranks 8-15]. Only the last state of a progress bar is printed. The end of a deleted
+    pod's log can be printed if the job keeps it in storage.checkpoints (runPolicy.logsKept).
 
     \b
     Example: ddpjob logs first -f
@@ -431,7 +431,7 @@ def _job_or_pod(backend: Backend, name: str) -> tuple[Json, str, EndedLogs | Non
 )
 @with_backend
 def pod(backend: Backend, job: str, rank: int, index: int | None) -> None:
-    """Print the name of the pod that has a rank.
+    """Print the name of the pod that has a given rank.
 
     \b
     Example: kubectl exec -it $(ddpjob pod first --rank 8) -c trainer -- bash
@@ -461,7 +461,7 @@ def pod(backend: Backend, job: str, rank: int, index: int | None) -> None:
 @command_of_job
 @with_backend
 def events(backend: Backend, job: str) -> None:
-    """Print a job's events, the oldest first; ! marks warnings.
+    """Print a job's events, the oldest first, with warnings marked by !.
 
     \b
     Example: ddpjob events first
@@ -482,7 +482,7 @@ def events(backend: Backend, job: str) -> None:
 def wait(place: Place, job: str, goal: str, timeout: str | None) -> int:
     """Wait until a job has ended or has reached a state.
 
-    Unlike `kubectl wait`, it also returns when the job fails.
+    Unlike `kubectl wait`, this command also returns when the job fails.
 
     \b
     Exit code: 0 the job is Complete (or in the state of --for), 1 it ended
@@ -501,7 +501,7 @@ def wait(place: Place, job: str, goal: str, timeout: str | None) -> int:
 @click.option("--index", type=click.IntRange(0), multiple=True, help="Only pods of this slot.")
 @with_backend
 def stacks(backend: Backend, job: str, index: tuple[int, ...]) -> None:
-    """Print the Python stack of every rank; training continues.
+    """Print the Python stack of every rank without stopping the training.
 
     \b
     Example: ddpjob stacks first --index 3

@@ -30,9 +30,9 @@ from ddpjob.cli import changing  # noqa: F401  isort: skip
 def doctor(place: Place) -> int:
     """Check the cluster, or this machine.
 
-    On a cluster, this checks that the client, the definition (CRD) and the operator match, and that
-    you have the rights that the commands need. If jobs are local or no cluster is configured, it
-    checks this machine: Python, torch, GPUs, /dev/shm, ports and disk.
+    On a cluster, the command checks that the client, the CRD and the operator match, and that you
+    have the rights that `ddpjob` needs. If it acts on this machine, or no cluster is configured,
+    it checks Python, torch, GPUs, /dev/shm, ports and disk.
 
     \b
     Exit code: 0 all checks passed, 1 a check failed, 3 no cluster was reached.

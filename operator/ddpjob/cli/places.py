@@ -65,10 +65,12 @@ class Place:
 
 
 _OPTIONS = (
-    click.option("-n", "--namespace", metavar="NAMESPACE", help="Namespace on the cluster; default: the context's."),
+    click.option(
+        "-n", "--namespace", metavar="NAMESPACE", help="Namespace on the cluster. Default: the context's namespace."
+    ),
     click.option("--context", metavar="CONTEXT", help="The kubeconfig context to use."),
     click.option("--kubeconfig", metavar="FILE", help="Default: $KUBECONFIG, else ~/.kube/config."),
-    click.option("--local/--cluster", "local", default=None, help="Work with jobs on this machine or on the cluster."),
+    click.option("--local/--cluster", "local", default=None, help="Act on this machine or on the cluster."),
 )
 
 

@@ -20,10 +20,10 @@ from ddpjob.client.backends.process_backend import ProcessBackend
 from ddpjob.client.texts.job_text import phase
 
 _RUN = """\
-Run the job in a manifest on this machine.
+Run a manifest's job on this machine.
 
-The job runs as on a cluster, with the same checks, restarts, budget and status. A pod is a process
-group with its own log file, and all traffic stays on 127.0.0.1.
+Checks, restarts, budget and status work as on a cluster. Each pod is a process group with its
+own log file. All traffic stays on 127.0.0.1.
 
 \b
 Differences from a cluster:
@@ -59,9 +59,9 @@ Differences from a cluster:
   ttlSecondsAfterFinished, cleanPodPolicy, failedPodsKept, logsKept
       not used; the log files are kept
 
-Runs are kept in $DDPJOB_RUNS or ./runs. After Ctrl-C, the nodes save a checkpoint and exit. A second
-Ctrl-C kills them. SIGTERM, a closed terminal (without `nohup`) and a closed output pipe have the
-same effect as Ctrl-C. No process is left behind.
+Runs are kept in $DDPJOB_RUNS (default: ./runs). After Ctrl-C, the nodes save a checkpoint and
+exit. A second Ctrl-C kills them. SIGTERM, a closed terminal (without `nohup`) and a closed
+output pipe have the same effect as Ctrl-C. No process is left behind.
 
 \b
 Exit code: 0 Complete, 1 Failed, 2 bad input (nothing was started),
@@ -79,13 +79,13 @@ Example: ddpjob run examples/digits.yaml"""
 )
 @click.option("--check", is_flag=True, help="Only read SCRIPT, and write nothing.")
 def init(script: Path | None, name: str | None, image: str, nodes: int, gpus: int, check: bool) -> int:
-    """Write a first manifest, and show what a script needs.
+    """Write a first manifest, and show what a script still needs.
 
-    Writes job.yaml, and a small script if SCRIPT (train.py) does not exist yet. Existing files are
-    kept.
+    The command writes job.yaml. If SCRIPT (default: train.py) does not exist, it also writes a
+    small script. Existing files are kept.
 
     An existing SCRIPT is read, but not executed. If it was written for one GPU, the command prints
-    the lines to add for several GPUs, with the script's own names and line numbers.
+    the lines to add for several GPUs. The output uses the names and line numbers of the script.
 
     \b
     Exit code of --check: 1 if the ranks of SCRIPT do not form a group.
@@ -125,15 +125,15 @@ def run(file: str, name: str | None, fresh: bool, data: Path | None, workdir: Pa
 @click.option(
     "-f", "--filename", "more", multiple=True, metavar="FILE", help="Same as the argument FILE; may be repeated."
 )
-@click.option("--server", is_flag=True, help="Also ask the API server, with dry runs of the job and its pods.")
+@click.option("--server", is_flag=True, help="Also check by dry runs of the job and its pods on the API server.")
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing about valid manifests.")
 @in_place
 def validate(place: Place, sources: tuple[str, ...], more: tuple[str, ...], server: bool, quiet: bool) -> int:
     """Check manifests, without a cluster.
 
-    This checks the schema, the rules, podTemplate, and what the API server would refuse in the
-    pods. Every DDPJob in files, folders and standard input (-) is checked, including Lists and
-    files with several documents. Objects of other kinds are ignored. Only --server needs a cluster.
+    The command checks the schema, the rules, podTemplate, and whether the API server would refuse
+    the pods. It checks every DDPJob in files, folders and standard input (-), also in Lists and in
+    files with several documents. It ignores objects of other kinds. Only --server needs a cluster.
 
     \b
     Exit code: 0 all are valid, 2 at least one is not.
@@ -193,7 +193,7 @@ def _complete_field(ctx: click.Context, parameter: click.Parameter, incomplete: 
 
 @root.command()
 @click.argument("field", default="", shell_complete=_complete_field)
-@click.option("--recursive", is_flag=True, help="Print names and types of all nested fields, without descriptions.")
+@click.option("--recursive", is_flag=True, help="Print only the names and types of all nested fields.")
 def explain(field: str, recursive: bool) -> None:
     """Explain a field of a DDPJob: type, limits, default, rules.
 
@@ -231,10 +231,10 @@ def schema() -> None:
 @click.option("--name", default="", help="Name of the job. Default: the script's name and four random characters.")
 @click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Pods that train.")
 @click.option("--gpus", type=click.IntRange(0), help="GPUs per node; 0 trains on the CPU.")
-@click.option("--procs", type=click.IntRange(1), help="Processes per node; default: one per GPU.")
+@click.option("--procs", type=click.IntRange(1), help="Processes per node. Default: one per GPU.")
 @click.option("--spares", type=click.IntRange(0), default=0, help="Pods on standby.")
 @click.option(
-    "--min-nodes", type=click.IntRange(1), help="Continue with at least this many nodes while others are missing."
+    "--min-nodes", type=click.IntRange(1), help="While nodes are missing, continue if at least this many are left."
 )
 @click.option("--max-nodes", type=click.IntRange(1), help="The largest number of nodes that scaling may set.")
 @click.option("--mode", type=click.Choice(["Standard", "Fast"]), help="How a group recovers.")
@@ -243,16 +243,16 @@ def schema() -> None:
 )
 @click.option("--cpu", default="", help="CPUs that each node requests, such as 8.")
 @click.option("--memory", default="", help="Memory per node, as request and limit, such as 64Gi.")
-@click.option("--checkpoints", default="", metavar="claim:NAME|s3://URL|/FOLDER", help="Where checkpoints are kept.")
+@click.option("--checkpoints", default="", metavar="claim:NAME|s3://URL|/FOLDER", help="Where to keep checkpoints.")
 @click.option("--entry", default="", metavar="SCRIPT", help="The script to start in FOLDER.")
 @click.option(
-    "--code", default="", metavar="s3://URL", help="Where a large FOLDER is uploaded. Default: the checkpoints' bucket."
+    "--code", default="", metavar="s3://URL", help="Where to upload a large FOLDER. Default: the checkpoints' bucket."
 )
 @click.option("--git", default="", metavar="URL[@REF]", help="The repository that contains the SCRIPT or MODULE.")
 @click.option(
     "--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Set any field of spec; the value is YAML."
 )
-@click.option("--fresh", is_flag=True, help="On this machine: start from scratch even if this name has checkpoints.")
+@click.option("--fresh", is_flag=True, help="On this machine, start from scratch even if the job has checkpoints.")
 @click.option("--dry-run", is_flag=True, help="Create nothing.")
 @click.option("-o", "--output", type=click.Choice(["yaml", "json", "name"]), help="Print the created objects.")
 @click.option("--wait", "waits", is_flag=True, help="Wait until the job ends, as `ddpjob wait` does.")
@@ -260,17 +260,17 @@ def schema() -> None:
 def submit(place: Place, program: str, args: tuple[str, ...], **options: Any) -> int:
     """Create a job from a manifest, a script or a folder.
 
-    A manifest describes its jobs completely, so options that describe a job are not allowed with
-    it. Objects of other kinds are listed, but not created.
+    A manifest describes its jobs completely, so it cannot be combined with options that describe a
+    job. Objects of other kinds in the manifest are listed, but not created.
 
     A script or folder on this machine is sent with the job in a ConfigMap. A folder larger than
-    1 MiB is uploaded to the checkpoints' bucket (or to --code), unless the same content is already
-    there. These files are not sent: hidden files, caches, outputs (runs, wandb, mlruns), files that
-    look like secrets, and files that .ddpjobignore or .gitignore lists.
+    1 MiB is uploaded to the checkpoints' bucket (or to the URL in --code), unless the same content
+    is already there. These files are not sent: hidden files, caches, outputs (runs, wandb, mlruns),
+    files that look like secrets, and files that .ddpjobignore or .gitignore lists.
 
-    If an absolute path does not exist here, it is taken as a file in the image. Any other name that
-    does not exist here is taken as a module. With --local, the job runs on this machine, in the
-    background.
+    An absolute path that does not exist on this machine is assumed to be a file in the image. Any
+    other name that does not exist here is assumed to be a module. With --local, the job runs on
+    this machine, in the background.
 
     \b
     Example: ddpjob submit job.yaml --wait
@@ -381,7 +381,9 @@ def _refuse_options_of_scripts() -> None:
     for option in context.command.params:
         given = option.name and context.get_parameter_source(option.name) is ParameterSource.COMMANDLINE
         if given and option.name not in ("program", "fresh", "dry_run", "output", "waits", *PLACE_NAMES):
-            raise click.UsageError(f"{option.opts[0]}: only for a script, folder or module; change it in the manifest")
+            raise click.UsageError(
+                f"{option.opts[0]}: allowed only with a script, folder or module; change the manifest instead"
+            )
 
 
 def _bodies(program: str, args: tuple[str, ...], options: dict[str, Any], *, local: bool) -> list[list[Any]]:
@@ -396,7 +398,7 @@ def _bodies(program: str, args: tuple[str, ...], options: dict[str, Any], *, loc
         if program != "-" and not _exists(program):
             raise Mistake(f"{program}: No such file or directory")
         if args:
-            raise click.UsageError("ARGS: not allowed with a manifest; write them in its spec.args")
+            raise click.UsageError("ARGS: not allowed with a manifest; write them into the manifest's spec.args")
         _refuse_options_of_scripts()
         bodies, others = [], dict[str, None]()
         for manifest in manifests([program]):
@@ -425,17 +427,18 @@ def _bodies(program: str, args: tuple[str, ...], options: dict[str, Any], *, loc
 
 @root.command(cls=BeforeArguments)
 @click.argument("words", metavar="FILE... | -- torchrun ...", nargs=-1, required=True)
-@click.option("--image", default="", help="Image to use instead of the manifest's.")
-@click.option("--name", default="", help="Name of the job; only for a command line.")
-@click.option("--script", default="", help="The script, if the image's own entry point starts it.")
+@click.option("--image", default="", help="Image to use instead of the one in the manifest.")
+@click.option("--name", default="", help="Name of the job, allowed only with a command line.")
+@click.option("--script", default="", help="The script that the image's entry point starts.")
 @click.option("--runtime", default="", metavar="FILE|cluster", help="Where to find the runtime of a TrainJob.")
 def convert(words: tuple[str, ...], image: str, name: str, script: str, runtime: str) -> int:
     """Translate Kubeflow's jobs and torchrun lines into DDPJobs.
 
-    This reads PyTorchJobs, TrainJobs with their runtimes, and command lines of torchrun,
-    accelerate, deepspeed and srun, and prints the DDPJob. Standard error lists the settings that
-    could not be converted and the problems in the result. A runtime is read from the same file,
-    from --runtime FILE or, with --runtime cluster, from the kubeconfig's cluster.
+    The command reads PyTorchJobs, TrainJobs with their runtimes, and command lines of torchrun,
+    accelerate, deepspeed and srun, and prints the resulting DDPJobs. Standard error lists
+    settings that could not be converted, and problems in the result. The runtime of a TrainJob is
+    read from the same file, from --runtime FILE or, with --runtime cluster, from the cluster of
+    your kubeconfig.
 
     \b
     Exit code: 0 the result is valid, 1 it needs changes.
@@ -450,10 +453,14 @@ def convert(words: tuple[str, ...], image: str, name: str, script: str, runtime:
     several = len(words) > 1 and not all(word.endswith(SUFFIXES) for word in words)
     if several or (" " in words[0] and not _exists(words[0])):
         if script or runtime:
-            raise click.UsageError("--script, --runtime: only for manifests; a command line names its script")
+            raise click.UsageError(
+                "--script, --runtime: allowed only with manifests; a command line already names the script"
+            )
         made = [convert_command(words, name, image or "IMAGE")]
     elif name:
-        raise click.UsageError("--name: only for a command line; change metadata.name in the result")
+        raise click.UsageError(
+            "--name: allowed only with a command line; change metadata.name in the converted manifest"
+        )
     else:
         found = [_convertible(word) for word in words]
         jobs, runtimes = (list(chain.from_iterable(part)) for part in zip(*found, strict=True))

@@ -16,7 +16,7 @@ from ddpjob.client.backends.backend import Backend, Mistake
 from ddpjob.missing_package import installed_version
 
 _ROOT = """\
-PyTorch DDP jobs on Kubernetes and on this machine, from one manifest.
+Run PyTorch DDP jobs on Kubernetes or on this machine, from the same manifest.
 
 \b
 Start here:
@@ -29,13 +29,13 @@ Start here:
 PLACES = """\
 A command acts either on this machine or on a cluster. --local selects this machine.
 --cluster, -n, --context, --kubeconfig and `kubectl ddp` select a cluster. Without any
-of these, the variable DDPJOB_PLACE (local or cluster) decides. If it is not set, the
-command acts on this machine if `ddpjob run` has kept a job in $DDPJOB_RUNS (default:
-./runs), and otherwise on the cluster.
+of these, the variable DDPJOB_PLACE (local or cluster) decides. Without the variable,
+the command acts on this machine if $DDPJOB_RUNS (default: ./runs) contains a job, and
+otherwise on the cluster.
 
-Exit codes: 0 success; 1 the job failed, or a check found a fault; 2 invalid input,
-and nothing was changed except the jobs listed before the error; 3 the cluster cannot
-be reached; 124 `wait` timed out; 130 Ctrl-C."""
+Exit codes: 0 success; 1 the job failed, or a check found a fault; 2 the input is
+invalid, and no job was changed except those listed before the error; 3 the cluster is
+unreachable; 124 `wait` timed out; 130 the command was interrupted with Ctrl-C."""
 
 GROUPS = {
     "Begin": ("init", "run", "submit", "convert"),

@@ -289,7 +289,7 @@ class Client:
             source, words = script_of(program, args if isinstance(args, Mapping) else {}, packages), ()
             program = str(getattr(program, "__name__", ""))
         elif packages:
-            raise Mistake("packages: only for a function; install the packages of a script in its image")
+            raise Mistake("packages: can be set only for a function; install a script's packages in its image")
         if isinstance(words, str | PathLike | Mapping):
             raise TypeError("args of a script must be a list of strings, such as ['--epochs', '3']")
         bodies = build(

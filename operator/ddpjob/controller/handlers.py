@@ -130,7 +130,7 @@ async def follow_jobs(settings: Settings, seen: Seen) -> None:
             try:
                 asyncio.run(once())
             except Exception as error:
-                log.warning("kopf's watch of the DDPJobs ended, and restarts in %s s: %r", RETRY, error)
+                log.warning("kopf stopped watching DDPJobs and will start again in %s s: %r", RETRY, error)
             ended.wait(RETRY)
 
     threading.Thread(target=thread, name="kopf", daemon=True).start()

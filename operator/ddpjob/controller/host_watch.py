@@ -81,8 +81,8 @@ class HostWatch(Informer[HostView]):
         if not self._logged_forbidden:
             self._logged_forbidden = True
             log.warning(
-                "nodes are not watched, so a lost node is detected only when its pods fall silent (%s). Grant"
-                " the operator get, list and watch on nodes with a ClusterRole",
+                "Kubernetes nodes are not watched, so the loss of one is detected only when its pods fall silent "
+                "(%s). Grant the operator get, list and watch on nodes with a ClusterRole",
                 error,
             )
         # Without the permission, there is no list to wait for.

@@ -331,6 +331,7 @@ _TEXTS = {
     "ddpjob_job_nodes_training": "Nodes that train as one group",
     "ddpjob_job_stalled": "1 while the next step is overdue (reason StepOverdue), else 0",
     "ddpjob_job_coordinator_unreachable": "1 while the job's coordinator does not respond to the operator, else 0",
+    "ddpjob_job_not_isolated": "1 while spec.network.isolate has no effect (condition Isolated), else 0",
     "ddpjob_job_queue_not_served":
         "1 while a job waits in a queue that the cluster does not serve (reason QueueNotServed), else 0",
     "ddpjob_job_restarts": "Restarts of a job since it began, for any cause",
@@ -483,6 +484,8 @@ def _add(families: _Families, job: DDPJob, pod_seconds: float, useful_seconds: f
     add("ddpjob_job_stalled", _is_stalled(status))
     add("ddpjob_job_coordinator_unreachable", _reason(status, ConditionType.RUNNING) == "CoordinatorUnreachable")
     add("ddpjob_job_queue_not_served", _reason(status, ConditionType.SUSPENDED) == QUEUE_NOT_SERVED)
+    isolated = status.condition(ConditionType.ISOLATED)
+    add("ddpjob_job_not_isolated", isolated is not None and not isolated.status)
     held = status.condition(ConditionType.SNAPSHOTS_HELD)
     add("ddpjob_job_snapshots_refused", bool(training and held is not None and not held.status))
     pace = status.condition(ConditionType.RANKS_KEEP_PACE)

@@ -83,7 +83,7 @@ addition, up to the same number of slow requests can run (see `Turns`). The limi
 new jobs from monopolizing the API server."""
 LONGEST_PAUSE = 60.0
 """Maximum delay in seconds before a request that the API server has refused is sent again."""
-_DELETION, _LABEL, _CHANGE = "deletion", "label", "change"
+_DELETION, _LABEL, _CHANGE = "delete", "label", "change"
 FOUND_FOR = 30.0
 """How long an object that was created or found is assumed to exist, in seconds, although no watch
 shows it.
@@ -560,7 +560,9 @@ class KubernetesCluster:
                 # The namespace is gone, so the job is gone too or will be soon.
                 raise Conflict from error
             elif error.status == 404 and manifest["kind"] in (GANG, WORKLOAD):
-                raise Refused(error.status, f"this cluster no longer serves it: {error.message}") from error
+                raise Refused(
+                    error.status, f"this cluster no longer serves {manifest['kind']}s: {error.message}"
+                ) from error
             else:
                 raise Refused(error.status, error.message) from error
         else:
@@ -615,7 +617,7 @@ class KubernetesCluster:
     async def _own_or_taken(self, job: DDPJob, manifest: Json) -> None:
         found = await self._find(kind_of(manifest), job.namespace, manifest["metadata"]["name"])
         if found is None:
-            raise NameTaken("an object with this name existed a moment ago")
+            raise NameTaken("an object with this name existed a moment ago and is now gone")
         self._made(kind_of(manifest), found)
         if manifest["kind"] == "ConfigMap":
             return  # `_share` decides whether the ConfigMap can be used.
@@ -627,7 +629,9 @@ class KubernetesCluster:
         owners = found["metadata"].get("ownerReferences", ())
         if any(o["kind"] == KIND and o["name"] == job.name for o in owners):
             if not any(o["uid"] == job.uid for o in owners):
-                raise NameTaken("it belongs to an earlier job with this name, and is still being removed")
+                raise NameTaken(
+                    "the object with this name belongs to an earlier job with the same name, and is still being removed"
+                )
             if "deletionTimestamp" in found["metadata"]:
                 raise NameTaken("an object with this name is still being removed")
             if labels.get(LABEL_MANAGED) != MANAGED_BY:
@@ -712,7 +716,7 @@ class KubernetesCluster:
             if error.status not in (404, 409):
                 raise Refused(error.status, error.message) from error
             self.caches.forget("ConfigMap", job.namespace, name)
-            raise _Collected("an object with this name existed a moment ago") from error
+            raise _Collected("an object with this name existed a moment ago and is now gone") from error
         self.caches.take("ConfigMap", patched)
 
     def _next_owners(self, job: DDPJob, found: Owned | None) -> dict[str, Json]:
@@ -757,7 +761,7 @@ class KubernetesCluster:
         pauses = self._pauses_of(job)
         before = pauses.get((uid, what))
         if before is None:
-            log.warning("%s/%s: the API server refuses the %s of %s: %s", job.namespace, job.name, what, of, error)
+            log.warning("%s/%s: the API server refuses to %s %s: %s", job.namespace, job.name, what, of, error)
         pauses[uid, what] = self._pause(job, Refused(error.status, f"{of}: {error.message}"), before)
 
     def _deletion_refused(self, job: DDPJob, pods: tuple[PodView, ...]) -> str:
@@ -792,7 +796,7 @@ class KubernetesCluster:
         options = {"propagationPolicy": "Background"}
         answer, refusal = await self._try_to_delete(job, served, f"{kind} {name}", name, uid, options)
         if refusal is not None:
-            text = f"the API server refuses the deletion of {kind} {name}: {refusal.message}"
+            text = f"the API server refuses to delete {kind} {name}: {refusal.message}"
             event = Event(True, DELETION_REFUSED, event_text(text, "retried within a minute"), once=True)
             await self.record(job, event)
         elif kind != KIND and answer is not None and answer.get("kind") == kind:
@@ -898,7 +902,7 @@ class KubernetesCluster:
         except ApiError as error:
             if event.once and error.status == HTTPStatus.CONFLICT:
                 return
-            log.warning("%s/%s: event %s was not written: %s", job.namespace, job.name, event.reason, error)
+            log.warning("%s/%s: the event %s could not be written: %s", job.namespace, job.name, event.reason, error)
 
 
 def _stays_for(job: DDPJob, owned: Owned) -> bool:
@@ -917,6 +921,6 @@ def _path(kind: str, namespace: str, name: str) -> str:
 
 
 _NOT_THE_RUNTIME = (
-    "a ConfigMap with this name exists, but the operator did not create it or it was changed; remove it, and the"
-    " operator creates it again"
+    "a ConfigMap with this name exists, but it was changed or was not created by the operator; delete it, and the "
+    "operator creates it again"
 )

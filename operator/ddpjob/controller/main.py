@@ -307,7 +307,7 @@ async def serve_probes(operator: Operator, address: str, port: int) -> AsyncIter
         return (
             web.Response(text="ok")
             if operator.ready
-            else web.Response(status=503, text="the first lists have not been read completely")
+            else web.Response(status=503, text="the operator has not yet read all objects that it watches")
         )
 
     app.add_routes([web.get("/healthz", healthz), web.get("/readyz", readyz)])

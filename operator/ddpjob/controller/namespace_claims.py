@@ -96,9 +96,9 @@ class NamespaceClaims:
             return
         if not held and (known.mine or not known.due):
             log.error(
-                "namespace %s: another operator is managing its jobs (Lease %s/%s), so this one does not. Assign the "
-                "namespace to one operator with watchNamespaces. The claim of a stopped operator expires %s s after "
-                "its last renewal",
+                "namespace %s: a different operator is managing its jobs (Lease %s/%s), so this operator does not. "
+                "Assign the namespace to one operator with watchNamespaces. The claim of a stopped operator expires "
+                "%s s after its last renewal",
                 *(name, name, CLAIM_NAME, CLAIM_SECONDS),
             )
         known.mine, known.refused, known.due = held, refused, now + (RENEW_SECONDS if held else RETRY_SECONDS)

@@ -183,7 +183,7 @@ class Notifier:
             await self._post(receiver, name, sending.body)
         except Unsent as problem:
             NOTIFICATIONS.labels("failed").inc()
-            log.warning("%s/%s: receiver %s: attempt %s: %s", *key, receiver, sending.tries, problem)
+            log.warning("%s/%s: receiver %s was not notified (attempt %s): %s", *key, receiver, sending.tries, problem)
             if sending.tries < TRIES:
                 return min(LONGEST_PAUSE, max(problem.pause, FIRST_PAUSE * 2.0 ** (sending.tries - 1)))
             NOTIFICATIONS.labels("given_up").inc()

@@ -104,7 +104,10 @@ class Shards:
             found = (await self.rest.request("GET", self.leases[0].collection))["items"]
         except ApiError as error:
             if error.status == HTTPStatus.FORBIDDEN and len(self.leases) == 1:
-                log.warning("Leases of a different number of shards cannot be listed: %s", error)
+                log.warning(
+                    "the Leases cannot be listed, so an operator with a different number of shards may be running: %s",
+                    error,
+                )
                 return False
             raise
         ours = {lease.name for lease in self.leases}

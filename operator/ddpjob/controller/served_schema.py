@@ -70,7 +70,7 @@ class ServedSchema:
                 await self.look()
                 self._unknown_since = None
             except Unavailable as error:
-                log.info("the served schema is unknown: %s", error)
+                log.info("the DDPJob schema that the API server serves is unknown: %s", error)
                 if error.status is None and not await self._rest_answers():
                     self._unknown_since = None
                 elif self._unknown_since is None:
@@ -82,7 +82,7 @@ class ServedSchema:
                 # is useful but not necessary, so the operator acts without it.
                 log.log(
                     logging.DEBUG if self.missing == () else logging.INFO,
-                    "the served schema could not be checked: %r",
+                    "the DDPJob schema that the API server serves could not be checked: %r",
                     error,
                 )
                 self._judge(self.missing or ())

@@ -100,8 +100,8 @@ def explain_superseded(view: View) -> str:
         return ""
     return (
         "a different operator has replaced the token of the job's pods, so this operator leaves the job alone."
-        " Let only one operator act in the namespace, or let both hold Leases there."
-        f" To give the job back to this operator, stop the other one and run `ddpjob restart {view.job.name}`"
+        " Let only one operator act in the namespace, or grant both access to Leases there, so that only one of them "
+        f"acts. To give the job back to this operator, stop the other operator and run `ddpjob restart {view.job.name}`"
     )
 
 

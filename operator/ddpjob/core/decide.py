@@ -194,11 +194,13 @@ def _deadline_exceeded(job: DDPJob) -> Failure:
 
     The message includes the last unmet condition, so that a job that never started shows why.
     """
-    message = f"not finished within runPolicy.activeDeadlineSeconds = {job.spec.run_policy.active_deadline_seconds}"
+    message = (
+        f"the job did not finish within runPolicy.activeDeadlineSeconds = {job.spec.run_policy.active_deadline_seconds}"
+    )
     known = (job.status.condition(kind) for kind in (ConditionType.SCHEDULED, ConditionType.RUNNING))
     missing = next((c for c in known if c is not None and not c.status), None)
     if missing is not None:
-        message += f"; at the deadline, {missing.reason}: {missing.message}"
+        message += f"; at the deadline, the condition {missing.type} was False ({missing.reason}): {missing.message}"
     return Failure("DeadlineExceeded", message)
 
 

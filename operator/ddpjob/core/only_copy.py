@@ -89,6 +89,6 @@ def explain_kept(view: View) -> str:
     if not holders or not holders <= going:
         return ""
     return (
-        f"pod {min(holders)} is kept until another pod trains, because only it holds {STATE}, although "
-        "spec.nodes or spec.spares was lowered"
+        f"spec.nodes or spec.spares was lowered, but pod {min(holders)} is kept until another pod trains, because no "
+        f"other pod holds {STATE}"
     )

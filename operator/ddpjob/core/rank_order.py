@@ -77,7 +77,7 @@ def judge_order(view: View, report: Report, group: Sequence[str]) -> tuple[bool,
             return (
                 False,
                 "LabelsMissing",
-                f"{found}; each counts as a separate place; add the label, or correct rankOrder",
+                f"{found}; each of them counts as a separate place; add the label to them, or correct spec.rankOrder",
             )
     ranked = {pod.name: None for pod in placed}
     if list(ranked) != [name for name in order_pods(view) if name in ranked]:

@@ -82,7 +82,7 @@ def _missing(job: DDPJob, claims: Iterable[ClaimView]) -> str:
     if len(names) > 1:
         what, them = f"the claims {', '.join(names)}, which do", "them"
     return (
-        f"storage names {what} not exist in namespace {job.namespace}; create {them}, and the job then starts "
+        f"spec.storage refers to {what} not exist in namespace {job.namespace}; create {them}; the job then starts "
         "automatically"
     )
 
@@ -145,7 +145,7 @@ def _taken(job: DDPJob, user: str) -> str:
     kind, volume, folder = _folder(job)
     where = f"folder {folder} of {kind} {volume}" if folder else f"the root of {kind} {volume}"
     return (
-        f"{where} is in use by job {user}; this job starts when that job has finished. To use a separate folder, "
+        f"{where} is in use by job {user}; this job starts when the other job has finished. To use a separate folder, "
         f"create this job without storage.checkpoints.subPath. To share the folder, set "
         f"storage.checkpoints.exclusive: false in both jobs"
     )
@@ -193,9 +193,9 @@ def _goes_with_job(job: DDPJob, claim: ClaimView) -> Unusable | None:
         return None
     patch = json.dumps({"metadata": {"ownerReferences": [{"$patch": "delete", "uid": job.uid}]}}, separators=(",", ":"))
     message = (
-        f"the claim {claim.name} was created with whenDeleted: Delete and would be removed with the job, although "
-        f"{FIELD} no longer sets that; to keep it, run kubectl patch pvc {claim.name} --namespace {job.namespace} "
-        f"--patch '{patch}'; the job then continues automatically"
+        f"the claim {claim.name} was created with whenDeleted: Delete and would be deleted with the job, although "
+        f"{FIELD} no longer requests this; to keep the claim, run kubectl patch pvc {claim.name} --namespace "
+        f"{job.namespace} --patch '{patch}'; the job then continues automatically"
     )
     return Unusable("ClaimTaken", message)
 
@@ -212,7 +212,7 @@ def _not_ours(job: DDPJob, world: World, claim: ClaimView) -> Unusable | None:
         why = "exists and will be deleted with its owner, such as an earlier job"
         return Unusable("ClaimTaken", f"{what} {why}; {_WAIT}")
     if claim.deleting:
-        return Unusable("ClaimTaken", f"{what} is being removed; a new one is created afterwards")
+        return Unusable("ClaimTaken", f"{what} is being removed; the operator creates a new claim afterwards")
     if claim.made_for != job.name:
         return Unusable("ClaimTaken", f"{what} exists, but was not created by a job with this name; {_USE}")
     if claim.template != world.claim_template:
@@ -231,18 +231,18 @@ def _lost(job: DDPJob, claim: ClaimView) -> Unusable | None:
     if not (job.status.trained and job.status.claim_made):
         return None
     message = (
-        f"the claim {claim.name} of {FIELD} no longer exists, and its checkpoints are lost; to train from the "
-        "beginning, delete the job and create it again; to continue from a copy, suspend the job, "
-        "remove claimTemplate, and set claimName to the copy's claim and subPath to `.`"
+        f"the claim {claim.name} of {FIELD} no longer exists, and the checkpoints in it are lost; to train from the "
+        "beginning, delete the job and create it again; to continue from a copy of the checkpoints, suspend the job, "
+        "remove claimTemplate, set claimName to the claim with the copy, and set subPath to `.`"
     )
     return Unusable("ClaimNotFound", message)
 
 
 _USE = (
-    "to use the claim as it is, remove claimTemplate, and set claimName to this claim and subPath to `.`; otherwise "
-    "remove the claim, or choose a different name for the job"
+    "to use the claim as it is, remove claimTemplate, set claimName to this claim, and set subPath to `.`; otherwise "
+    "delete the claim, or choose a different name for the job"
 )
-_WAIT = "wait until it is removed, or choose a different name for the job"
+_WAIT = "wait until the claim is removed, or choose a different name for the job"
 
 
 def _sizes(job: DDPJob) -> str:

@@ -123,7 +123,9 @@ class CoordinatorClient:
         try:
             await self.link(target).request("POST", Command(verb).path, json.dumps(body).encode())
         except UNREACHABLE as error:
-            log.info("%s", describe_error(f"the coordinator at {target.endpoint} was not notified ({verb})", error))
+            log.info(
+                "%s", describe_error(f"the coordinator at {target.endpoint} did not receive the request {verb}", error)
+            )
         except Exception as error:
             log.warning("%s", describe_error(f"the coordinator at {target.endpoint} rejects {verb}", error))
 
@@ -262,7 +264,7 @@ def read_report(body: bytes, received: datetime, pods: int = protocol.MAX_PODS) 
         placed: Report = _on_our_clock(report, received, ahead)
         return placed
     except RecursionError:
-        raise ValueError("its JSON is nested too deeply") from None
+        raise ValueError("the JSON is nested too deeply") from None
     except OverflowError as error:
         raise ValueError(f"a number or a time is out of bounds: {error}") from None
 

@@ -79,11 +79,11 @@ async def _reconcile(cluster: Cluster, key: JobKey, clock: Callable[[], datetime
 
 def _failed(defect: Exception) -> Event:
     what = escaped(f"{type(defect).__name__}: {defect}")
-    whose = "a bug in the operator; its log has the traceback"
+    whose = "this is a bug in the operator; see the traceback in its log"
     if isinstance(defect, Refused):
         what, whose = (
             f"the API server refuses the job's status: {defect}",
-            "an admission policy or a missing permission",
+            "check the admission policies and the operator's permissions",
         )
     advice = f"{whose}; the job stays as it is until a retry succeeds"
     return Event(True, "ReconcileFailed", event_text(what, advice), once=True)

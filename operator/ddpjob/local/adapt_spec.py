@@ -372,7 +372,7 @@ def _ignored(spec: JobSpec) -> Iterator[str]:
     if spec.image:
         yield f"spec.image: {spec.image} is not used, because this Python runs the job"
     if spec.class_name:
-        given = "its values (env, podTemplate, ...) are missing here, and its limits do not apply"
+        given = "the class's values (env, podTemplate, ...) are missing here, and its limits do not apply"
         yield f"spec.className: {spec.class_name} is not used, because classes belong to a cluster's operator; {given}"
     if spec.managed_elsewhere:
         yield f"spec.managedBy: {spec.managed_by} is ignored, because the job runs here"
@@ -385,7 +385,7 @@ def _ignored(spec: JobSpec) -> Iterator[str]:
     for position, source in enumerate(spec.env_from):
         kind = "secretRef" if "secretRef" in source else "configMapRef"
         name = source[kind]["name"]
-        why = "cannot be read on this machine; this shell's variables are used instead"
+        why = "cannot be read on this machine, so this shell's variables are used instead"
         yield f"spec.envFrom[{position}].{kind}: {name} {why}"
     if spec.network.interface:
         yield f"spec.network.interface: {spec.network.interface} is not used; nodes use this machine's loopback"

@@ -248,7 +248,7 @@ class Runner:
         self.cluster.stopped_by = number.name
         grace = max((pod.grace for pod in self.cluster.nodes()), default=0)
         self.cluster.suspend(True)
-        self._note(f"{number.name}: the nodes save a checkpoint and exit, within {grace} s; a second signal kills them")
+        self._note(f"{number.name}: the nodes save a checkpoint and exit within {grace} s; a second signal kills them")
 
     def _process_requests(self) -> None:
         for path, verb, subject in requests(self.folder):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 
 class Downtime:
-    """Measures the time from a break to the next step. If no steps are reported, it ends with the
-    next round instead.
+    """Measures the time from a break to the next step. Until the job's first step is reported, it
+    ends with the next round instead.
     """
 
     def __init__(self) -> None:
         self.since: float | None = None
         self.last_seconds: float | None = None
         self._steps_are_seen = False
+        self._since_before_first_step: float | None = None
 
     def begin(self, now: float) -> None:
         """Begin the downtime, unless it has begun already."""
@@ -22,13 +23,20 @@ class Downtime:
 
         If steps are reported, the downtime lasts until the next step.
         """
-        if not self._steps_are_seen:
+        if not self._steps_are_seen and self.since is not None:
+            self._since_before_first_step = self.since
             self._end(now)
 
     def step(self, now: float, running: bool) -> None:
-        """Record that a step was reported. If a round is running, the downtime ends."""
+        """Record that a step was reported. If a round is running, the downtime ends.
+
+        With the job's first step, the time since the last break replaces the time that a round has
+        ended.
+        """
         self._steps_are_seen = True
         if running:
+            self.since = self.since or self._since_before_first_step
+            self._since_before_first_step = None
             self._end(now)
 
     def forget(self) -> None:

@@ -197,7 +197,7 @@ def _judge_loss(loss: MemberLoss, consequences: int) -> Verdict:
 
 
 def _judge_early_finish(finish: Finish, consequences: int) -> Verdict:
-    ended = "ended with exit code 0 before the others"
+    ended = "ended with exit code 0 before the other ranks"
     which = "" if finish.node is None else f" (group rank {finish.node})"
     details = {
         "pod": finish.source.pod,

@@ -314,7 +314,7 @@ class Round:
     def give_up_absent(self) -> None:
         """Break the round because members did not reconnect to a new coordinator."""
         ranks = ", ".join(map(str, self.absent_ranks()))
-        why = f"node rank(s) {ranks} of round {self.number} did not reconnect to the restarted coordinator"
+        why = f"group rank(s) {ranks} of round {self.number} did not reconnect to the restarted coordinator"
         self._evidence.absent(self._loop.now(), {"message": why})
         self._break_up()
         self._end_workers(why)

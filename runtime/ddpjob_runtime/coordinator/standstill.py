@@ -74,9 +74,9 @@ wraps torch's functions.
 """
 STORE_FILES = re.compile(r"/torch/distributed/rendezvous\.py$")
 """The file in which torch connects to the store."""
-SERVER_FILES = re.compile(r"/(socket|ssl)\.py$")
-"""Python's files in which a process waits for a server, such as an object store. Launchers do not
-recognize all of these waits.
+SERVER_FILES = re.compile(r"/(socket|ssl|ddpjob_bucket/stored)\.py$")
+"""Files in which a process waits for a server, such as an object store. Launchers do not recognize
+all of these waits, for example if a server stops in the middle of a response.
 """
 DEBUGGERS = re.compile(r'File "[^"]*(/[pb]db\.py"|/pydevd|/debugpy/)')
 BACKWARD = "_engine_run_backward"

@@ -74,6 +74,10 @@ TRACKER_SECONDS = 1.0
 because a tracker continues as long as a process outside its session uses it.
 """
 _COUNTS_PER_ATTEMPT = 1000
+_ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
+"""Sequences that control a terminal. torch prints bold words, and other packages colours, in the
+messages of their errors, which are also shown where there is no terminal.
+"""
 LAST_SECONDS = 3.0
 """How many seconds workers can take to exit after SIGKILL if this launcher itself is ending.
 Processes that take longer are killed together with the container.
@@ -540,6 +544,6 @@ def read_error_file(path: str) -> ErrorFile:
         return ErrorFile(str(content), time=when)
     known = content.get("extraInfo")
     extra = known if isinstance(known, dict) else {}
-    message, trace, code = content.get("message", ""), extra.get("py_callstack", ""), extra.get("ddpjob_exit")
-    is_over = isinstance(code, int)
-    return ErrorFile(str(message), str(trace), when, bool(extra.get("ddpjob_init")), code if is_over else None)
+    message, trace = (_ESCAPES.sub("", str(t)) for t in (content.get("message", ""), extra.get("py_callstack", "")))
+    code = extra.get("ddpjob_exit")
+    return ErrorFile(message, trace, when, bool(extra.get("ddpjob_init")), code if isinstance(code, int) else None)

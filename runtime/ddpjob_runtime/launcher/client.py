@@ -204,7 +204,9 @@ class MemberClient:
 
     def report_neighbour(self, number: int, rank: int, silent: bool) -> None:
         """Report that a neighbour's host has stopped acknowledging bytes, or does so again."""
-        log(f"the host of node rank {rank} " + ("does not acknowledge bytes" if silent else "acknowledges bytes again"))
+        log(
+            f"the host of group rank {rank} " + ("does not acknowledge bytes" if silent else "acknowledges bytes again")
+        )
         self.send_now(FromMember.NEIGHBOUR, round=number, rank=rank, silent=silent)
 
     def send_now(self, verb: str, **fields: Any) -> None:

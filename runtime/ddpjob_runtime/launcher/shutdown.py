@@ -94,7 +94,7 @@ def _attempt(act: Callable[[], None]) -> None:
     try:
         act()
     except Exception:
-        log(f"while ending:\n{tracebacks.format_exc()}")
+        log(f"an error occurred while this launcher was exiting:\n{tracebacks.format_exc()}")
 
 
 def wait_for_the_end() -> NoReturn:

@@ -85,7 +85,7 @@ def test_a_checkpoint_of_a_custom_loop_is_refused(tmp_path: Path) -> None:
     snapshot = {"step": 3, "model": {}, "optimizer": {}, "sampler": ElasticSampler(10, 4).state_dict()}
     torch_file.write(tmp_path / "step-000000003.pt", snapshot, Metadata(3))
     message = (
-        r"the newest checkpoint in .* has no config: it was saved by your own training loop, .* to a different folder"
+        r"the newest checkpoint in .* has no config, because your own training loop saved it; .* to a different folder"
     )
     refused(message, f"checkpoint.dir={tmp_path}")
 

@@ -61,7 +61,7 @@ def test_a_rank_with_silent_peers_exits_before_its_pod_is_killed(
         stuck.join()
     said = capfd.readouterr().err
     assert "SIGTERM: rank 0 saves after one of the next steps, then exits" in said
-    assert "the other ranks did not respond within 6.0 s: rank 0 exits without a checkpoint" in said
+    assert "the other ranks did not respond within 6.0 s, so rank 0 exits without a checkpoint" in said
 
 
 def test_a_stop_waits_for_the_checkpoint_in_progress_and_then_saves_another(tmp_path: Path) -> None:

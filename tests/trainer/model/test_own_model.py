@@ -329,7 +329,7 @@ def test_a_forward_pass_that_draws_random_numbers_gets_fixed_micro_batches(own: 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nobodys_models:net", r"No module named 'nobodys_models'; put its folder on PYTHONPATH"),
+        ("nobodys_models:net", r"No module named 'nobodys_models'; put the module's folder on PYTHONPATH"),
         ("torchvison:resnet18", r"No module named 'torchvison'; did you mean torchvision:resnet18\?"),
         ("somebodys_models:nett", r"has no function 'nett'; did you mean somebodys_models:net\?"),
         ("somebodys_models:nothing", r"returned str; return a torch.nn.Module from function\(shape, classes\)"),

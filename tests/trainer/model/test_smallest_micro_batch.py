@@ -45,7 +45,7 @@ def test_a_single_sample_is_refused_before_the_first_step(
     """
     keys = [*RESNET, f"data.size={size}", f"data.batch={batch}", f"checkpoint.dir={tmp_path}"]
     for end in run(world, keys):
-        assert end.code == 1 and f"ConfigError: data.batch={batch}: {size} samples leave " in end.error, end
+        assert end.code == 1 and f"ConfigError: data.batch={batch}: the smallest step has " in end.error, end
         assert f"; set {remedy}, or" in end.error
 
 

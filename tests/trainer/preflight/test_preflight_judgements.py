@@ -225,7 +225,7 @@ def test_several_gpus_need_more_shared_memory(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_shared_memory_for_samples_of_unknown_size_is_reported_as_unknown() -> None:
     found = facts.shared_memory(context("data.name=houses.prices:read"))
-    assert "the needs of data.workers for data.name=houses.prices:read are unknown" in found.value
+    assert "the memory that data.workers need for data.name=houses.prices:read is unknown" in found.value
     assert "data.workers need 0" in facts.shared_memory(context("data.name=houses.prices:read", "data.workers=0")).value
 
 
@@ -283,7 +283,11 @@ def test_a_master_address_that_points_each_node_to_itself_is_reported(monkeypatc
     monkeypatch.setenv("MASTER_ADDR", "m")
     monkeypatch.setenv("MASTER_PORT", "1")
     row = merged("master address", found(HOME, "127.0.0.1", "::1"), found("other", "127.0.0.1"))
-    assert (row.status, row.culprit, row.value) == (Status.FAIL, ("rank 1 on b",), "m points each node to itself")
+    assert (row.status, row.culprit, row.value) == (
+        Status.FAIL,
+        ("rank 1 on b",),
+        "m resolves to a loopback address, so each node would connect to itself",
+    )
     assert "set MASTER_ADDR" in row.remedy
     row = merged("master address", *[found(HOME, "127.0.0.1")] * 2)
     assert row.status is Status.OK, "nodes that share a loopback interface are on one machine"
@@ -376,7 +380,7 @@ def test_a_different_program_at_the_address_is_reported() -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         where = NodeAddress("", "127.0.0.1", port=server.getsockname()[1], token="token")
-        assert "it hangs, or another program" in tried(server)
+        assert "the node hangs, or another program" in tried(server)
         threading.Thread(target=lambda: [server.accept()[0].close() for _ in range(2)], daemon=True).start()
         assert "another program uses this address" in tried(server)
     assert peers.connect(where, 2).problem == "Connection refused"

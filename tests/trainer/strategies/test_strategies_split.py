@@ -210,7 +210,7 @@ def test_the_comparison_detects_each_common_mistake(
         (
             3,
             ["strategy=pipeline", "pipeline.stages=2"],
-            "pipeline.stages=2: the number of ranks (3) must be a multiple of it; start 2 ranks or a multiple",
+            "pipeline.stages=2: must be at least 0 and divide the number of ranks (3); start a multiple of 2 ranks",
         ),
         (1, ["strategy=pipeline", "pipeline.stages=-1"], "pipeline.stages=-1"),
         (2, ["strategy=pipeline", "pipeline.micro_batches=0"], "pipeline.micro_batches=0: must be at least 1"),

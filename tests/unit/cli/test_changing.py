@@ -264,7 +264,7 @@ def test_a_name_is_refused_together_with_all_namespaces(
 ) -> None:
     """Regression: one namespace was searched, and the error said that no namespace has the job."""
     assert called(monkeypatch, OneJob("Running"), "get", "-A", "j") == 2
-    assert "-A lists the jobs of all namespaces; for a single job, specify" in capsys.readouterr().err
+    assert "-A lists the jobs in all namespaces; for a single job, specify" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [("describe", "j"), ("why", "j")])

@@ -148,7 +148,7 @@ def test_the_warning_about_lost_files_names_a_valid_remedy(capsys: pytest.Captur
 def test_a_manifest_is_not_changed_by_options(option: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     Path("job.yaml").write_text(JOB)
     assert main(["submit", "--cluster", "--dry-run", "job.yaml", *option]) == 2
-    assert f"{option[0]}: only for a script" in capsys.readouterr().err
+    assert f"{option[0]}: allowed only with a script" in capsys.readouterr().err
     assert main(["-n", "ml", "submit", "--cluster", "--dry-run", "-o", "name", "job.yaml"]) == 0
 
 
@@ -257,7 +257,7 @@ def test_options_that_convert_leaves_out_are_reported(folder: Path, capsys: pyte
     assert main(["convert", "job.sbatch"]) == 2
     assert "job.sbatch: no PyTorchJob or TrainJob found; for other kinds, conv" in capsys.readouterr().err
     assert main(["convert", "--name", "i", "torchrun.yaml"]) == 2, "the option must have an effect"
-    assert "--name: only for a command line" in capsys.readouterr().err
+    assert "--name: allowed only with a command line" in capsys.readouterr().err
     assert main(["convert", "--image", "other:1", "torchrun.yaml"]) == 0
     assert "image: other:1\n" in capsys.readouterr().out
     assert main(["convert", "--script", "b.py", "torchrun.yaml"]) == 2

@@ -123,12 +123,12 @@ REFUSED = {
     "requests": (in_spec("resources: {requests: {cpu: 4}, limits: {cpu: 2}}"), "4 is more than the limit, 2"),
     "devices without a limit": (
         in_spec("resources: {requests: {rdma/hca: 1}}"),
-        "spec.resources.requests[rdma/hca]: needs an equal limit, because it cannot be overcommitted; write it only in "
-        "spec.resources.limits",
+        "spec.resources.requests[rdma/hca]: must equal its limit, because this resource cannot be overcommitted; write "
+        "it only in spec.resources.limits",
     ),
     "huge pages below their limit": (
         in_spec("resources: {requests: {hugepages-2Mi: 1Gi}, limits: {hugepages-2Mi: 2Gi}}"),
-        "spec.resources.requests[hugepages-2Mi]: needs an equal limit",
+        "spec.resources.requests[hugepages-2Mi]: must equal its limit",
     ),
     "mem": (in_spec("resources: {requests: {mem: 4}}"), "did you mean memory?"),
     "-1": (in_spec("resources: {requests: {cpu: -1}}"), "-1 is less than 0"),

@@ -181,7 +181,7 @@ def test_the_error_about_a_large_folder_without_a_bucket_names_the_remedies(tmp_
     large(tmp_path)
     for more in ({}, {"checkpoints": "claim:c"}):
         with pytest.raises(
-            Mistake, match=r"1008 KiB.*set checkpoints \(--checkpoints\) or code \(--code\) to a bucket"
+            Mistake, match=r"1008 KiB.*set checkpoints \(--checkpoints\) or code \(--code\) to s3://BUCKET"
         ):
             build(JobRequest(program=str(tmp_path), image="a", name="j", **more), local=False)  # type: ignore[arg-type]
     with pytest.raises(Mistake, match=r"code \(--code\) is for a folder"):

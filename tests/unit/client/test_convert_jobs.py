@@ -378,7 +378,7 @@ def test_resource_claims_are_kept() -> None:
     pod["containers"][0]["resources"] = {"limits": {"cpu": 3}, "claims": [{"name": "gpu"}]}
     spec = valid(convert(job).job)
     assert spec["resources"] == {"limits": {"cpu": 3}} and spec["gpusPerNode"] == 0
-    assert any("one process per device of resourceClaims; write that number" in n for n in convert(job).notes)
+    assert any("one process per device of resourceClaims; set procsPerNode to" in n for n in convert(job).notes)
     assert spec["podTemplate"]["spec"] == {
         "resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "h100"}],
         "containers": [{"name": "trainer", "resources": {"claims": [{"name": "gpu"}]}}],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, cast
 
@@ -9,7 +10,7 @@ import pytest
 from ddpjob.cli.main import main
 from ddpjob.client.backends.api_server import ApiServer
 from ddpjob.client.texts import diagnose_machine
-from ddpjob.client.texts.diagnose import _operators, _rights
+from ddpjob.client.texts.diagnose import OPERATOR_RIGHTS, _operators, _rights
 from ddpjob.client.texts.diagnose_machine import checks_of_machine
 from ddpjob.local.local_platform import NoFreePorts
 from ddpjob.missing_package import installed_version
@@ -26,7 +27,9 @@ def test_a_user_who_lacks_rights_is_not_advised_to_use_a_role_without_them() -> 
     """If watchNamespaces is set, the built-in role edit has no rights on DDPJobs."""
     (check,) = _rights(cast("ApiServer", Refusing()), "vision")
     assert check.ok is False and "you are not permitted to get ddpjobs" in check.what
-    assert "ClusterRole edit in namespace vision" in check.remedy and "with the chart's watchNamespaces" in check.remedy
+    assert (
+        "ClusterRole edit in namespace vision" in check.remedy and "the chart's watchNamespaces is set" in check.remedy
+    )
 
 
 class Deployed:
@@ -34,6 +37,12 @@ class Deployed:
 
     def __init__(self, image: str, watched: str = "", replicas: int = 2, **status: Any) -> None:
         self.image, self.watched, self.replicas, self.status = image, watched, replicas, status
+        self.denied: tuple[str, ...] = ()
+
+    def request(self, method: str, path: str, *, body: dict[str, Any]) -> dict[str, Any]:
+        assert path.endswith("/subjectaccessreviews") and body["spec"]["user"] == "system:serviceaccount:n:default"
+        asked = body["spec"]["resourceAttributes"]
+        return {"status": {"allowed": f"{asked['verb']} {asked['resource']}" not in self.denied}}
 
     def items(self, path: str, query: dict[str, str], **_: object) -> list[dict[str, Any]]:
         labels = {"app.kubernetes.io/version": installed_version()}
@@ -83,11 +92,29 @@ def test_a_rollout_that_is_stuck_is_reported(change: dict[str, Any], said: str) 
     assert check.ok is (not said) and said in check.what
 
 
+@pytest.mark.parametrize(("watched", "denied"), [("", "create networkpolicies"), ("", "watch nodes"), ("b", "")])
+def test_rights_that_the_operator_lacks_are_reported(watched: str, denied: str) -> None:
+    """For example, because somebody has shortened its ClusterRole by hand."""
+    deployed = Deployed("o:1.2.3", watched, **WHOLE)
+    deployed.denied = (denied or "get pods",)
+    said = [check for check in _operators(cast("ApiServer", deployed), "vision") if "service account" in check.what]
+    assert [check.ok for check in said] == ([False] if denied else [])
+    assert not said or f"default is not permitted to {denied} in namespace vision" in said[0].what
+
+
+def test_doctor_checks_only_rights_that_the_chart_always_grants() -> None:
+    rules = (Path(__file__).parents[3] / "charts/ddpjob-operator/templates/_helpers.tpl").read_text()
+    for group, resource, subresource, verbs in OPERATOR_RIGHTS:
+        what = f"{resource}/{subresource}" if subresource else resource
+        found = re.search(rf"apiGroups: \[\"?{group}\"?\]\n  resources: \[{what}\]\n  verbs: \[([a-z, ]+)", rules)
+        assert found and set(verbs) == set(found[1].split(", ")), what
+
+
 @pytest.mark.parametrize(
     ("replicas", "change", "remedy", "logs"),
     [
         (2, {"readyReplicas": 0}, "kubectl describe pods -n n -l app", True),
-        (2, {"conditions": [{"type": "ReplicaFailure", "status": "True"}]}, "correct what the message names", False),
+        (2, {"conditions": [{"type": "ReplicaFailure", "status": "True"}]}, "correct the fault that it reports", False),
         (0, {"readyReplicas": 0, "updatedReplicas": 0}, "value replicas to at least 1", False),
     ],
 )
@@ -103,7 +130,7 @@ def test_the_advice_names_logs_only_if_the_operator_has_pods(
 @pytest.mark.parametrize(("watched", "well"), [("", True), ("a, vision", True), ("a,b", False)])
 def test_a_namespace_that_no_operator_watches_is_reported(watched: str, well: bool) -> None:
     checks = list(_operators(cast("ApiServer", Deployed("o:1.2.3", watched, **WHOLE)), "vision"))
-    said = "no operator acts on the jobs of namespace vision: the operators watch a, b"
+    said = "no operator acts on the jobs in namespace vision; the operators watch only a, b"
     assert any(check.what == said and check.ok is False for check in checks) is not well
 
 

@@ -122,7 +122,9 @@ def test_annotations_that_python_evaluates_must_be_available() -> None:
     cache["<cell 1>"] = (1, None, lines, "<cell 1>")  # IPython registers a notebook's cells this way.
     made: dict[str, Any] = {"Path": Path, "HERE": 1, "__name__": "cell"}
     exec(compile("".join(lines), "<cell 1>", "exec", dont_inherit=True), made)
-    with pytest.raises(Mistake, match="its decorators, defaults or annotations use HERE, Path, defined outside of it"):
+    with pytest.raises(
+        Mistake, match="its decorators, defaults or annotations use HERE, Path, defined outside the function"
+    ):
         script_of(made["train"], {})
 
 
@@ -185,14 +187,14 @@ exec(compile("def typed(): pass", "<typed>", "exec"), NO_SOURCE)
         (Trainer, "Trainer: not a function written with def"),
         (print, "print: not a function written with def"),
         (functools.partial(whole), "not a function written with def"),
-        (closure(), "inner uses kept, defined outside of it. Only the function itself"),
-        (changes_around(), "inner uses kept, defined outside of it. Only the function itself"),
-        (counts, "counts uses OUTSIDE, defined outside of it"),
-        (declares, "declares uses OUTSIDE, defined outside of it"),
-        (shows, "shows uses display, defined outside of it"),
-        (runs_a_command, "runs_a_command uses get_ipython, defined outside of it"),
+        (closure(), "inner uses kept, defined outside the function. Only the function itself"),
+        (changes_around(), "inner uses kept, defined outside the function. Only the function itself"),
+        (counts, "counts uses OUTSIDE, defined outside the function"),
+        (declares, "declares uses OUTSIDE, defined outside the function"),
+        (shows, "shows uses display, defined outside the function"),
+        (runs_a_command, "runs_a_command uses get_ipython, defined outside the function"),
         (timed, "timed: decorators are not copied to the job; pass the function without its decorator"),
-        (uses_a_global, "uses_a_global uses OUTSIDE, pytest, defined outside of it"),
+        (uses_a_global, "uses_a_global uses OUTSIDE, pytest, defined outside the function"),
         (decorated, "decorated: decorators are"),
         (marked, "its decorators, defaults or annotations use mark, defined outside"),
         (generator, "a coroutine or generator function does not run it"),

@@ -81,7 +81,7 @@ def test_a_script_that_does_not_report_repeated_steps_gets_a_single_hint() -> No
     body = job(phase="Running", restarts={**restarted(continuedFrom="unknown"), "unknownRepeats": 1})
     said = "\n".join(describe(body, [], [], NOW))
     assert said.count("unknown") == 2 and "Repeated:   unknown after 1 restart\n" in said
-    assert "ddpjob_report.Snapshots reports it" in said and "0 steps" not in said
+    assert "ddpjob_report.Snapshots reports this" in said and "0 steps" not in said
     assert "repeated (" not in said, "the script has not reported it"
     spoke = restarted(continuedFrom="storage") | {"unknownRepeats": 1}
     said = "\n".join(describe(job(phase="Running", restarts=spoke), [], [], NOW))
@@ -241,9 +241,9 @@ def test_suspended_complete_running_and_interrupted_jobs_are_described() -> None
     assert "no step.\nRun `ddpjob logs j`" in text(done), "the script may have printed that it needs GPUs"
     done["spec"]["command"] = ["bash", "run.sh"]
     assert text(done) == "j is complete.", "the job's steps are not counted"
-    apart = condition("Complete", True, "Finished", "all 2 nodes have finished, but the ranks formed no group: x")
+    apart = condition("Complete", True, "Finished", "all 2 nodes have finished, but the ranks did not form a group: x")
     said = text(job(phase="Complete", conditions=[apart], progress={"step": 9}))
-    assert said.endswith("\nThe ranks formed no group: x.")
+    assert said.endswith("\nThe ranks did not form a group: x.")
     again = {"step": 9, "stepsBefore": 7, "resumed": "unknown"}
     done = job(phase="Complete", conditions=[condition("Complete", True, "Finished")], progress=again)
     assert "It is unknown whether the script continued from a checkpoint after the last restart" in text(done)
@@ -387,5 +387,8 @@ def test_a_list_warns_of_jobs_whose_ranks_train_separately() -> None:
     apart = job(phase="Running", conditions=[condition("Running", True, "NoGroup")])
     ended = job(phase="Complete", conditions=[condition("Running", True, "NoGroup"), condition("Complete", True, "C")])
     (line,) = warnings([apart, ended, job(), job(conditions=[condition("Running", True, "GroupRuns")])])
-    assert line.startswith("warning: j: NoGroup: each rank trains") and "ddpjob why j" in line
+    assert (
+        line.startswith("warning: j: its ranks do not form a group (NoGroup), so each rank trains")
+        and "ddpjob why j" in line
+    )
     assert "init SCRIPT --check" in text(apart)

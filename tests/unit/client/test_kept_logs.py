@@ -48,7 +48,7 @@ def test_only_regular_files_of_the_jobs_own_pods_are_read(folder: Path) -> None:
     assert kept.text("j-1-0", LogOptions(tail=1)) == b"\x1b[31mtwo\n" and kept.text("j-1-0", LogOptions(tail=0)) == b""
     for name in ("j-3-0", "j-4-0", "j-5-0", "../j-1-0"):
         assert kept.read(f"{name}.0123abcd.log") == b""
-    with pytest.raises(Mistake, match="pod j-3-0 is gone, and no log of it is kept"):
+    with pytest.raises(Mistake, match="pod j-3-0 is gone, and its log was not kept"):
         kept.text("j-3-0", LogOptions())
     with pytest.raises(Mistake, match="--since: kept logs contain no timestamps"):
         kept.text("j-1-0", LogOptions(since=1))

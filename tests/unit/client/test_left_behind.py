@@ -51,7 +51,7 @@ def test_the_rounds_of_a_job_their_causes_and_its_end_are_shown(
     where = "pod first-1-0, rank 3, exit code 1, 2 consequences"
     assert rest[0] == f"2026-01-02T03:05:00Z  WorkerFailed ({where}): ValueError: bug"
     assert rest[1:4] == ["    | Traceback", "    |   line 7", "    | ValueError: bug"]
-    assert rest[4].endswith("round 2 begins with 3 nodes") and rest[5].endswith("the end: every node has finished")
+    assert rest[4].endswith("round 2 begins with 3 nodes") and rest[5].endswith("job ended: every node has finished")
     assert "now 0.125" in out
 
 
@@ -87,7 +87,7 @@ def test_a_job_without_a_recorded_end_is_not_shown_as_finished(tmp_path: Path) -
     (tmp_path / "checkpoints" / ".ddpjob-rounds.jsonl.1").write_text(LINES[1] + "\n")
     (tmp_path / "checkpoints" / ".ddpjob-rounds.jsonl").write_text(LINES[2])
     words = list(describe_left_behind(read_left_behind(tmp_path)))
-    assert "its end was not recorded" in words[1] and not any("the end:" in word for word in words)
+    assert "the end of the round was not recorded" in words[1] and not any("job ended:" in word for word in words)
     failed = line("end", 9, 2, ok=False, why="RestartBudgetSpent")
     (tmp_path / "checkpoints" / ".ddpjob-rounds.jsonl").write_text(failed)
     assert list(describe_left_behind(read_left_behind(tmp_path)))[1] == "State:     Stopped: RestartBudgetSpent"

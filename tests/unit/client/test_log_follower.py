@@ -259,7 +259,7 @@ def test_logs_of_a_pod_whose_init_container_failed_name_the_command_that_explain
     monkeypatch.setattr(Place, "backend", lambda place, **options: backend)
     assert main(["logs", "j"]) == 1
     said = capsys.readouterr().err
-    assert "pod j-0-0: its program never started; `ddpjob why j` says what failed\n" in said
+    assert "pod j-0-0: its program never started; run `ddpjob why j` to see what failed\n" in said
     assert 'pod j-1-0: container "trainer" in pod "j-1-0" is waiting to start' in said
 
 

@@ -118,7 +118,7 @@ def test_the_list_of_packages_is_bounded_and_only_for_functions() -> None:
     for wrong in ("einops", ["a"] * (MOST_PACKAGES + 1)):
         with pytest.raises(Mistake, match="must be a list of at most"):
             script_of(fit, {}, wrong)
-    with pytest.raises(Mistake, match="packages: only for a function"):
+    with pytest.raises(Mistake, match="packages: can be set only for a function"):
         Client("local").train(__file__, packages=["einops"])
 
 

@@ -120,7 +120,7 @@ def test_uses_of_the_model_that_must_bypass_the_ddp_wrapper_are_reported(tmp_pat
         (("    for number in range(3):\n", "    if True:\n"), "in different functions"),
         (("fed = DataLoader", "fed = make_loader"), ""),
         (("train(net, fed, opt)", "train(net, chain(fed, checked), opt)"), "2 DataLoaders"),
-        (("net.parameters()", "params"), "no optimizer of a single model"),
+        (("net.parameters()", "params"), "no optimizer for a single model"),
     ],
 )
 def test_an_uncertain_suggestion_is_marked_and_uses_the_general_form(
@@ -179,6 +179,14 @@ def test_lines_that_keep_the_ranks_of_different_nodes_apart_are_reported(tmp_pat
     assert "forms a group" not in said and "may form one group per node (init_process_group)" in said
     assert "line 7: mp.spawn starts processes that ignore the job's ranks" in said
     assert "line 4: remove the assignment of os.environ['MASTER_ADDR']" in said and "line 5" not in said
+
+
+@pytest.mark.parametrize("address", ["'file:///tmp/store'", "f'tcp://127.0.0.1:{port}'", "'tcp://localhost:23456'"])
+def test_an_init_method_that_other_nodes_cannot_reach_is_reported(address: str, tmp_path: Path) -> None:
+    """A file is also stale after a restart: its ranks then connect to those that have exited."""
+    said = advised(tmp_path, f"dist.init_process_group('gloo', init_method={address}, rank=rank)\n")
+    assert f"line 1: remove init_method={address}, because the job sets the address" in said
+    assert "forms a group" in advised(tmp_path, "dist.init_process_group(init_method='env://')\n")
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_workers_that_exit_before_the_others_are_reported_with_their_ranks(procs
     view = view_of(Incident(1, NOW, verdict.kind, **verdict.details))
     view = replace(view, job=replace(view.job, spec=replace(view.job.spec, procs_per_node=procs)))
     (finding,) = find_new_incidents(view).findings
-    assert finding.restart.message == f"{ranks} in pod job-1-0 ended with exit code 0 before the others"
+    assert finding.restart.message == f"{ranks} in pod job-1-0 ended with exit code 0 before the other ranks"
 
 
 @pytest.mark.parametrize(

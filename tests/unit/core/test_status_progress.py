@@ -71,7 +71,7 @@ def test_steps_are_counted_from_the_restart(resumed: str) -> None:
     assert (shown["display"], shown["stepsBefore"]) == ("step 128 since the restart", 359)
     said = {
         "yes": "",
-        "no": "started again from step 0, because its optimizer had no state from the 359 earlier steps",
+        "no": "no state from the 359 earlier steps (to make it resume: docs/own-scripts.md)",
     }
     assert said.get(resumed, "it is unknown") in began_again(shown) and bool(began_again(shown)) is (resumed != "yes")
     own = show_progress(shown, {"step": 300}, NOW + timedelta(seconds=20), at_once=False)

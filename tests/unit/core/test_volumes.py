@@ -55,8 +55,10 @@ def test_all_missing_claims_are_named_at_once() -> None:
     job = job_with(storage={"checkpoints": {"claimName": "saved"}, "data": {"claimName": "data"}})
     absent = [ClaimView(name=name, exists=False) for name in ("data", "saved")]
     both, one = (find_unusable_claim(job, World(claims=tuple(claims))) for claims in (absent, absent[:1]))
-    assert both is not None and both.message.startswith("storage names the claims data, saved, which do not exist")
-    assert "create them, and" in both.message
+    assert both is not None and both.message.startswith(
+        "spec.storage refers to the claims data, saved, which do not exist"
+    )
+    assert "create them; the job then" in both.message
     assert one is not None and "the claim data, which does not exist" in one.message
 
 
@@ -171,7 +173,7 @@ def test_a_job_can_use_its_own_claim_and_one_that_an_earlier_job_kept() -> None:
         ({"template": "another"}, "created by this job from a different claimTemplate"),
         ({"made_by": "earlier", "owners": ("earlier",)}, "an earlier job"),
         ({"owners": ("x",)}, "will be deleted with its owner"),
-        ({"owners": ("uid",)}, "to keep it, run kubectl patch pvc job-checkpoints --namespace space --patch '{"),
+        ({"owners": ("uid",)}, "to keep the claim, run kubectl patch pvc job-checkpoints --namespace space --patch '{"),
         ({"deleting": True}, "is being removed"),
     ],
 )

@@ -37,7 +37,7 @@ def test_a_missing_scheduler_is_reported_with_the_field_that_names_it() -> None:
     silent = shown(ConditionType.SCHEDULED, 30, *pods, scheduling=scheduling)
     assert silent.reason == "SchedulerSilent"
     assert silent.message == (
-        "pod job-0-0: no scheduler has reported on it since 2026-01-01T00:00:00Z; "
+        "pod job-0-0: no scheduler has reported on this pod since 2026-01-01T00:00:00Z; "
         "check that the scheduler fair-share (spec.scheduling.schedulerName) is running"
     )
     assert "resource claims" in shown(ConditionType.SCHEDULED, 30, *pods).message
@@ -69,7 +69,7 @@ def test_volumes_that_cannot_be_mounted_are_reported_with_a_place_to_look() -> N
     assert found.reason == "PodNotPrepared"
     assert found.message == (
         "0 of 2 nodes run; pod job-0-0 on Kubernetes node n0 has waited for its volumes or its network since "
-        "2026-01-01T00:00:00Z: a Secret, a folder or a driver may be missing; see `kubectl describe pod job-0-0`"
+        "2026-01-01T00:00:00Z: a Secret, a folder or a driver may be missing; run `kubectl describe pod job-0-0`"
     )
     coordinator = replace(COORDINATOR, containers={}, scheduled=later(0), prepared=False, address="")
     found = shown(ConditionType.RUNNING, 30, pod(0), pod(1), coordinator)
@@ -136,7 +136,7 @@ def test_the_conditions_of_a_pod_are_read() -> None:
     [
         (placed(1, prepared=False), "pod job-1-0 on Kubernetes node n1 has waited for its volumes or its network"),
         (unplaced(1, gated="scheduling is blocked"), "pod job-1-0: scheduling is blocked"),
-        (unplaced(1), "pod job-1-0: no scheduler has reported on it since 2026-01-01T00:00:00Z"),
+        (unplaced(1), "pod job-1-0: no scheduler has reported on this pod since 2026-01-01T00:00:00Z"),
     ],
 )
 def test_a_smaller_group_reports_why_its_missing_pod_waits(waiting: PodView, says: str) -> None:

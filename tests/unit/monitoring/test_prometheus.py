@@ -173,6 +173,8 @@ def play_faults(fleet: Fleet) -> None:
     fleet.becomes("slow", {**slow, "conditions": [*slow["conditions"], pace]})
     large = {**condition("SnapshotsHeld", "NoRoom"), "status": "False"}
     fleet.becomes("large", {**(plain := running()), "conditions": [*plain["conditions"], large]})
+    open_to_all = {**condition("Isolated", "PolicyRefused"), "status": "False"}
+    fleet.becomes("open", {**(plain := running()), "conditions": [*plain["conditions"], open_to_all]})
     fleet.becomes("stalled", running("StepOverdue"))
     fleet.becomes("deaf", running("CoordinatorUnreachable"))
     fleet.becomes("bad", {"phase": "Failed", "conditions": [condition("Failed", "RestartBudgetSpent")]})
@@ -224,7 +226,7 @@ def has_data(prometheus: Prometheus, query: str) -> bool:
 def test_queries_have_data_and_alerts_fire_for_their_faults(
     prometheus: Prometheus, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("good", "old", "slow", "loop", "stalled", "deaf", "bad", "done", "large"):
+    for name in ("good", "old", "slow", "loop", "stalled", "deaf", "bad", "done", "large", "open"):
         fleet.becomes(name, running(samplesPerSecond=100.0))
     for name in ("waits", "begins"):
         fleet.becomes(name, {})
@@ -251,6 +253,7 @@ def test_queries_have_data_and_alerts_fire_for_their_faults(
         ("DDPJobStraggler", "slow"),
         ("DDPJobSlowRank", "slow"),
         ("DDPJobCoordinatorUnreachable", "deaf"),
+        ("DDPJobNotIsolated", "open"),
         ("DDPJobQueueSlow", ""),
     }
     prometheus.wait_for("the alerts of jobs", lambda: expected <= prometheus.firing())

@@ -56,8 +56,8 @@ def check_resume(snapshot: Mapping[str, Any], wanted: Tensors, settings: Mapping
     """
     if missing := {"step", "model", "optimizer", "config"} - snapshot.keys():
         raise CheckpointError(
-            f"the newest checkpoint in {folder} has no {min(missing)}: it was saved by your own training loop,"
-            " and only that loop can resume from it; set checkpoint.dir to a different folder"
+            f"the newest checkpoint in {folder} has no {min(missing)}, because your own training loop saved it; "
+            "resume with that loop, or set checkpoint.dir to a different folder"
         )
     for key, before in (("data.seed", settings["data.seed"]), ("data.repeats", 1)):
         now = settings[key]

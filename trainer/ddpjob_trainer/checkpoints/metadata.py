@@ -44,8 +44,8 @@ class Metadata:
             raise CheckpointError("not a checkpoint of this trainer (it has no checksum)")
         if found["format"] != VERSION:
             raise CheckpointError(
-                f"in format {str(found['format'])[:20]}, but this trainer reads format {VERSION}; resume it with the"
-                " trainer that wrote it"
+                f"in format {str(found['format'])[:20]}, but this trainer reads format {VERSION}; resume with "
+                "the version of the trainer that wrote the checkpoint"
             )
         try:
             step, epoch, world, saved = (found[key] for key in ("step", "epoch", "world", "time"))

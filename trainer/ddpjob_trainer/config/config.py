@@ -155,9 +155,9 @@ def _check_synchronized(config: Config) -> None:
     for key, value in {**fixed, "ddp.ordered": config.ddp.ordered}.items():
         if value:
             raise ConfigError(
-                f"model.sync_batchnorm computes statistics over all ranks' samples, but {key} needs fixed"
-                f" micro-batches; leave out {key}, or leave out model.sync_batchnorm (statistics of"
-                " micro-batches do not depend on the number of ranks either)"
+                f"model.sync_batchnorm computes statistics over all ranks' samples, but {key} needs fixed "
+                "micro-batches; leave out one of the two (without model.sync_batchnorm, each micro-batch has "
+                "its own statistics, on any number of ranks)"
             )
 
 

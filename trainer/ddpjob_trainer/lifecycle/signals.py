@@ -158,7 +158,7 @@ class StopRequest:
                 return
         waited = f"the other ranks did not respond within {self._patience():.1f} s"
         print(
-            f"SIGTERM, and {waited}: rank {self._group.rank} exits without a checkpoint",
+            f"SIGTERM: {waited}, so rank {self._group.rank} exits without a checkpoint",
             file=sys.stderr,
             flush=True,
         )

@@ -139,11 +139,7 @@ class Loss:
         if not isinstance(scores, torch.Tensor):
             raise TrainingError(f"the model returns {type(scores).__name__}; return a tensor of scores (n, classes)")
         if self._classes and scores.shape[1:] != (self._classes,):
-            other = (
-                ", or data whose targets have the shape (1,), for which an evaluation computes only the loss"
-                if self._own
-                else ""
-            )
+            other = ", or targets of shape (1,), with which an evaluation computes only the loss" if self._own else ""
             raise TrainingError(
                 f"the model's output has the shape {tuple(scores.shape)} for {len(scores)} samples of {self._classes}"
                 f" classes; use a model whose last layer has {self._classes} outputs{other}"

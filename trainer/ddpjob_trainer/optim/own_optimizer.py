@@ -63,8 +63,8 @@ def build_own(name: str, groups: list[dict[str, Any]], lr: float, decay: float) 
         held = [weight for group in found.param_groups for weight in group["params"]]
         if sorted(map(id, held)) != sorted(map(id, wanted)) or not all("lr" in group for group in found.param_groups):
             raise ConfigError(
-                f"optim.name={name}: its param_groups must contain each given parameter once, and each group an lr,"
-                " which the schedule sets; pass the groups to torch.optim.Optimizer.__init__"
+                f"optim.name={name}: param_groups must contain each given parameter once, and each group needs "
+                "an lr, which the schedule sets; pass the groups to torch.optim.Optimizer.__init__"
             )
         return found
 
@@ -123,9 +123,9 @@ def _check_resumes(name: str, make: Make, groups: list[dict[str, Any]]) -> None:
             step(*other, number, seed=_STEPS * loaded + number)
             if not _are_same(first, other):
                 raise ConfigError(
-                    f"optim.name={name}: step {number} differs after a checkpoint of step {loaded} is loaded, so a"
-                    " restart would change the training; keep all of its state in self.state[parameter], and do not"
-                    " draw random numbers"
+                    f"optim.name={name}: step {number} differs after a checkpoint of step {loaded} is loaded, so "
+                    "a restart would change the training; keep the optimizer's whole state in "
+                    "self.state[parameter], and do not draw random numbers"
                 )
         if number in _LOADS:
             resumed[number] = resume(*first)

@@ -202,7 +202,7 @@ def shared_folder(sees: dict[int, bool], path: str, shared: bool, layout: Layout
     wrong = layout.nodes(rank for rank, found in sees.items() if found != shared)
     if not wrong:
         return Result(name, _OK, f"checkpoint.shared={str(shared).lower()}, which matches the folders")
-    remedy = "set checkpoint.shared=true: otherwise several nodes write the same files"
+    remedy = "set checkpoint.shared=true; otherwise several nodes write the same files"
     if shared:
         remedy = "mount the same volume on all nodes, or set checkpoint.shared=false (each node then writes its own)"
     return Result(name, _FAIL, f"{path} is {'not ' if shared else ''}the same folder there as on rank 0", wrong, remedy)

@@ -124,7 +124,9 @@ def master_address(context: Context) -> RankFinding:
         # ranks on that node.
         return RankFinding(value)
     remedy = "set MASTER_ADDR (or --init tcp://HOST:PORT) to rank 0's address in the nodes' common network"
-    return RankFinding(f"{name} points each node to itself", Status.FAIL, remedy)
+    return RankFinding(
+        f"{name} resolves to a loopback address, so each node would connect to itself", Status.FAIL, remedy
+    )
 
 
 def checkpoint_folder(context: Context) -> RankFinding:
@@ -175,7 +177,7 @@ def data_folder(context: Context) -> RankFinding:
     try:
         same = count(data.dir, context.config.preflight.step_seconds / 2)
     except OSError as error:
-        raise PreflightError(f"{data.dir}: {error.strerror}: {error.filename}") from error
+        raise PreflightError(f"{error.filename or data.dir} cannot be read: {error.strerror}") from error
     counted = [f"{number} {what}" for what, number in same.items()] or [
         "too many files to count in preflight.step_seconds"
     ]
@@ -228,7 +230,7 @@ def shared_memory(context: Context) -> RankFinding:
     # For the user's own data set, only the function in data.name knows the size of a sample.
     unknown = data.workers and ":" in data.name
     need = (
-        f"the needs of data.workers for data.name={data.name} are unknown"
+        f"the memory that data.workers need for data.name={data.name} is unknown"
         if unknown
         else (f"data.workers need {gigabytes(needed)}")
     )
@@ -240,7 +242,7 @@ def shared_memory(context: Context) -> RankFinding:
     # Docker's default size of /dev/shm is 64 MiB.
     if torch.cuda.is_available() and group.local_world > 1 and usage.free < _NCCL_BYTES:
         remedy = remedy.format("1Gi or more", "=1g")
-        return RankFinding(value, Status.WARN, f"{remedy}; NCCL uses it between a node's GPUs")
+        return RankFinding(value, Status.WARN, f"{remedy}; NCCL uses this memory between a node's GPUs")
     return RankFinding(value)
 
 

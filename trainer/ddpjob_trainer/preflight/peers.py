@@ -122,12 +122,14 @@ def connect(where: NodeAddress, seconds: float) -> Contact:
             if _exactly(answers, _PAYLOAD) != payload:
                 problem = "the data that came back is different"
     except TimeoutError:
-        lost, other = "full packets are lost: wrong MTU, or a filter", "another program uses this address"
+        lost, other = "full packets are lost (wrong MTU, or a filter)", "another program uses this address"
         problem = (
-            f"it connects but does not respond: it hangs, or {other}" if ahead is None else f"it connects, but {lost}"
+            f"connected, but got no response (the node hangs, or {other})"
+            if ahead is None
+            else f"connected, but {lost}"
         )
     except OSError as error:
-        problem = f"it connects, then {error.strerror or error}: another program uses this address"
+        problem = f"connected, then {error.strerror or error} (another program uses this address)"
     return Contact(problem, ahead, bound)
 
 

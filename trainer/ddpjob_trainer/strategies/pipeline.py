@@ -285,8 +285,8 @@ def _checked_stages(config: Config, group: Group) -> int:
     given, world = config.pipeline.stages, group.world
     if given < 0 or (given and world % given):
         raise ConfigError(
-            f"pipeline.stages={given}: the number of ranks ({world}) must be a multiple of it; start"
-            f" {max(given, 1)} ranks or a multiple, or set pipeline.stages=0 for one stage per rank"
+            f"pipeline.stages={given}: must be at least 0 and divide the number of ranks ({world}); start a "
+            f"multiple of {max(given, 1)} ranks, or set pipeline.stages=0 for one stage per rank"
         )
     if config.pipeline.micro_batches < 1:
         raise ConfigError(f"pipeline.micro_batches={config.pipeline.micro_batches}: must be at least 1, for example 4")

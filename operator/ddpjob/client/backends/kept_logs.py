@@ -128,7 +128,8 @@ class KeptLogs:
             raise Mistake("--since: kept logs contain no timestamps; use --tail")
         files = self._files(pod)
         if options.previous or not files:
-            raise Mistake(f"pod {pod} is gone, and no log of {'an earlier container' if files else 'it'} is kept")
+            lost = "the logs of its earlier containers were" if files else "its log was"
+            raise Mistake(f"pod {pod} is gone, and {lost} not kept")
         text = b"".join(self.read(name) for name in files)[-MAX_KEPT_LOG:]
         return text if options.tail is None else b"".join(BytesIO(text).readlines()[-options.tail or len(text) :])
 

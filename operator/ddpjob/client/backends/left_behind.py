@@ -215,14 +215,14 @@ def describe_left_behind(found: LeftBehind) -> Iterator[str]:
             yield f"{format_time(line.time)}  round {line.round} begins with {count(line.world, 'node')}"
             yield from _start(line)
     if last.world is None:
-        yield f"{format_time(last.time)}  the end: {last.why}"
+        yield f"{format_time(last.time)}  job ended: {last.why}"
 
 
 def _state(last: Line) -> str:
     if last.world is not None:
         return (
-            f"unknown: round {last.round} started, but its end was not recorded (the job was suspended, deleted or "
-            "interrupted)"
+            f"unknown: round {last.round} started, but the end of the round was not recorded (the job was suspended, "
+            "deleted or interrupted)"
         )
     return f"{'Complete' if last.ok else 'Stopped'}: {last.why}"
 

@@ -270,7 +270,8 @@ class LogFollower:
         pods = [pod for pod in every if self._wanted(pod)]
         if len(pods) > MOST_PODS:
             raise Mistake(
-                f"at most {MOST_PODS} of {len(pods)} pods can be read at once; choose pods with --index N, or one POD"
+                f"at most {MOST_PODS} of {len(pods)} pods can be read at once; choose pods with --index N, or name one "
+                "POD"
             )
         return pods
 
@@ -353,7 +354,11 @@ class LogFollower:
         except Mistake as mistake:
             # These words are from the kubelet's message.
             never_started = pod.ended and "is waiting to start" in str(mistake)
-            why = f"its program never started; `ddpjob why {self.job}` says what failed" if never_started else mistake
+            why = (
+                f"its program never started; run `ddpjob why {self.job}` to see what failed"
+                if never_started
+                else mistake
+            )
             self.notes.append(f"pod {pod.name}: {why}")
         if rest:
             self._put(pod, rest)

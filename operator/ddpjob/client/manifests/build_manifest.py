@@ -217,8 +217,8 @@ def _code_place(request: JobRequest, spec: Json, found: Found) -> CodePlace:
     if not url:
         raise Mistake(
             f"{request.program}: contains more than {MOST_BYTES // 1024} KiB, the limit of a ConfigMap; set "
-            "checkpoints (--checkpoints) or code (--code) to a bucket, s3://BUCKET/FOLDER, list files that the job "
-            f"does not need in {IGNORE_FILE}, or put the code into the image"
+            "checkpoints (--checkpoints) or code (--code) to s3://BUCKET/FOLDER, list unneeded files in "
+            f"{IGNORE_FILE}, or put the code into the image"
         )
     if not url.startswith("s3://"):
         raise Mistake(f"code (--code) {url}: write s3://BUCKET/FOLDER")
@@ -343,7 +343,7 @@ def _joined(path: str, old: Any, value: Any) -> Any:
     Raises Mistake if the new value would replace a list from another option.
     """
     if isinstance(old, list):
-        raise Mistake(f"{path} (--set): also set by another option; write the whole list in one of them")
+        raise Mistake(f"{path} (--set): another option sets this list too; write the whole list in one of the two")
     if not isinstance(old, dict) or not isinstance(value, dict):
         return value
     return old | {key: _joined(f"{path}.{key}", old.get(key), below) for key, below in value.items()}

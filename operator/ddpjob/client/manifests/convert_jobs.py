@@ -401,7 +401,10 @@ def _procs(made: Conversion, count: Any) -> None:
     elif not gpus and {"script", "module"} & spec.keys():
         claims = _pod_spec(spec).get("resourceClaims")
         each = "device of resourceClaims" if claims else "CPU"
-        notes.append(f"procsPerNode: set to 1, but torchrun started one process per {each}; write that number")
+        notes.append(
+            f"procsPerNode: set to 1, but torchrun started one process per {each}; set procsPerNode to the number of "
+            "processes"
+        )
 
 
 def _rendezvous(made: Conversion, settings: Iterable[tuple[str, Any]]) -> None:
@@ -512,8 +515,8 @@ def _privileges(made: Conversion, pod: Json, container: Json) -> None:
     if needs and not contexts[1].get("privileged"):
         made.notes.append(
             f"{needs[0]}; root has no capabilities here, so it can neither install packages nor write other users' "
-            "files; podTemplate.spec.containers: [{name: trainer, securityContext: {capabilities: {add: "
-            "[CHOWN, DAC_OVERRIDE, FOWNER, SETGID, SETUID]}}}] adds them"
+            "files; to add capabilities, write podTemplate.spec.containers: "
+            "[{name: trainer, securityContext: {capabilities: {add: [CHOWN, DAC_OVERRIDE, FOWNER, SETGID, SETUID]}}}]"
         )
 
 

@@ -119,7 +119,7 @@ def _check_source(function: Callable[..., Any], source: str) -> None:
         nodes = list(ast.walk(ast.parse(source)))
         top = symtable.symtable(source, SOURCE, "exec")
     except SyntaxError as error:
-        why = f"{error.msg}; its file may have changed since it was imported, so import it again"
+        why = f"{error.msg}; its file may have changed since the import; import it again"
         raise Mistake(f"{name}: its source cannot be read: {why}") from error
     if not any(isinstance(node, ast.FunctionDef) and node.name == name for node in nodes):
         raise Mistake(f"{name}: its source does not define a function with this name; write it with def")
@@ -135,8 +135,8 @@ def _check_source(function: Callable[..., Any], source: str) -> None:
     around = sorted({symbol.get_name() for symbol in top.get_symbols() if symbol.is_referenced()} - known)
     if around:
         raise Mistake(
-            f"{name}: its decorators, defaults or annotations use {', '.join(around)}, defined outside of it. "
-            f"{_ALONE}, so leave them out, write annotations in quotes, and pass values in args"
+            f"{name}: its decorators, defaults or annotations use {', '.join(around)}, defined outside the "
+            f"function. {_ALONE}, so leave them out, write annotations in quotes, and pass values in args"
         )
     used = {symbol.get_name() for symbol in within if symbol.is_global() and symbol.is_referenced()}
     used |= {symbol.get_name() for symbol in within if symbol.is_global()} & changed
@@ -146,8 +146,8 @@ def _check_source(function: Callable[..., Any], source: str) -> None:
 def _check_used(name: str, outside: set[str]) -> None:
     if outside:
         raise Mistake(
-            f"{name} uses {', '.join(sorted(outside))}, defined outside of it. {_ALONE}, so import or define these "
-            "names within the function, or pass their values in args"
+            f"{name} uses {', '.join(sorted(outside))}, defined outside the function. {_ALONE}, so import or "
+            "define these names within the function, or pass their values in args"
         )
 
 

@@ -208,7 +208,7 @@ def _resources(resources: Mapping[str, Any], path: str) -> Iterator[Problem]:
     for name in sorted(requests):
         whole = name.startswith("hugepages-") or ("/" in name and "kubernetes.io/" not in name)
         if whole and (name not in limits or (amount(requests[name]) or 0) < (amount(limits[name]) or 0)):
-            why = f"needs an equal limit, because it cannot be overcommitted; write it only in {path}.limits"
+            why = f"must equal its limit, because this resource cannot be overcommitted; write it only in {path}.limits"
             yield Problem(f"{path}.requests[{name}]", why)
 
 

@@ -42,6 +42,7 @@ _CREATES = {
 """The framework that forms the group, and the packages that define it, by the name of a call."""
 _SPAWNS = ("spawn", "start_processes")
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_OWN_ADDRESSES = ("file:", "tcp://127.", "tcp://localhost")
 _ADDRESSES = ("os.environ['MASTER_ADDR']", "os.environ['MASTER_PORT']")
 _OPTIMIZERS = (
     *("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD"),
@@ -223,6 +224,10 @@ def _find_own_launch(tree: ast.Module) -> Iterator[str]:
             target = ast.unparse(node.targets[0])
             if target in _ADDRESSES:
                 yield f"{node.lineno}: remove the assignment of {target}, because the job sets the address"
+        elif isinstance(node, ast.keyword) and node.arg == "init_method":
+            text = ast.unparse(node.value)
+            if text.lstrip("f").strip("'\"").startswith(_OWN_ADDRESSES):
+                yield f"{node.lineno}: remove init_method={text}, because the job sets the address"
 
 
 def _without_torchrun(choice: ast.If) -> Iterator[ast.AST]:
@@ -251,7 +256,7 @@ def _find_names(script: TrainingScript, tree: ast.Module) -> None:
         script.optimizer = optimizers[0]
         script.model = _model(optimizers[0].call)
     if script.optimizer is None or not script.model:
-        found = f"{len(optimizers)} optimizers" if len(optimizers) > 1 else "no optimizer of a single model"
+        found = f"{len(optimizers)} optimizers" if len(optimizers) > 1 else "no optimizer for a single model"
         script.doubts.append(f"it has {found}")
     script.loader = _training_loader(loaders, tree, training)
     if script.loader is None:
@@ -262,9 +267,9 @@ def _find_names(script: TrainingScript, tree: ast.Module) -> None:
         loops = (loop for node in after for loop in _loops(node) if _trains(loop) or _calls(loop) & training)
         script.loop = next(loops, None)
         if script.loop is None:
-            script.doubts.append("its optimizer and its loop are in different functions")
+            script.doubts.append("its optimizer and its training loop are in different functions")
         elif script.loader is not None and not _is_seen(script.loader.node, script.scope, tree):
-            script.doubts.append("its optimizer and its loader are in different functions")
+            script.doubts.append("its optimizer and its DataLoader are in different functions")
 
 
 def _trains(node: ast.AST) -> bool:

@@ -133,18 +133,21 @@ def advice(script: TrainingScript, path: Path) -> Iterator[str]:
         yield f"{path} {'may form one group per node' if script.alone else 'forms a group'} ({group})."
         if script.alone:
             yield from script.alone
-            yield "To start it with `command` instead: docs/own-scripts.md#other-launchers"
-        yield "To resume and to show its loss: docs/own-scripts.md"
+            yield "To start the script with `command` instead: docs/own-scripts.md#other-launchers"
+        yield "To make the script resume and report its loss: docs/own-scripts.md"
         return
     if not script.trains:
-        yield f"{path}: no training loop was found, so its ranks might not form a group."
+        yield f"{path}: no training loop was found, so the ranks might not form a group."
         yield f"If they do not, add these lines ({TUTORIAL}):"
         yield from general_form()
         return
     yield f"{path} is written for one process. In a job, each rank would train a separate model."
     lines = added_lines(script)
     if not lines:
-        yield f"It needs these lines ({TUTORIAL}). Where they belong is unclear, because {' and '.join(script.doubts)}:"
+        yield (
+            f"It needs these lines ({TUTORIAL}), but where they belong is unclear, because "
+            f"{' and '.join(script.doubts)}:"
+        )
         yield from general_form(script)
         return
     yield f"With these lines the ranks train one model ({TUTORIAL}):"

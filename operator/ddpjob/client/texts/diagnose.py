@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ddpjob.api.job import GROUP, PLURAL, VERSION
 from ddpjob.api.job_spec import Json
@@ -30,6 +31,21 @@ RIGHTS = (
     ("", "configmaps", "", ("create",)),
 )
 """The rights that the commands need, as tuples (group, resource, subresource, verbs)."""
+_CREATED = ("get", "list", "watch", "create")
+OPERATOR_RIGHTS = (
+    (GROUP, PLURAL, "", ("get", "list", "watch", "delete")),
+    (GROUP, PLURAL, "status", ("update",)),
+    ("", "pods", "", (*_CREATED, "delete", "patch")),
+    ("", "services", "", _CREATED),
+    ("", "configmaps", "", (*_CREATED, "patch")),
+    ("", "secrets", "", ("create",)),
+    ("networking.k8s.io", "networkpolicies", "", _CREATED),
+    ("policy", "poddisruptionbudgets", "", _CREATED),
+    ("", "persistentvolumeclaims", "", ("get", "create")),
+    ("coordination.k8s.io", "leases", "", ("create",)),
+    ("events.k8s.io", "events", "", ("create",)),
+)
+"""The rights that the chart gives to the operator in each namespace that it watches."""
 _NEEDED_BY = {"pods/exec": "stacks", "configmaps": "submit with code", "pods create": "validate --server"}
 
 
@@ -131,11 +147,14 @@ def _operators(api: ApiServer, namespace: str) -> Iterator[Diagnosis]:
             same, f"operator {where}: version {version}", f"this client is {installed_version()}; use the same release"
         )
     watched = [_watched(deployment) for deployment in found]
+    for deployment, names in zip(found, watched, strict=True):
+        if not names or namespace in names:
+            yield from _rights_of_operator(api, deployment, namespace)
     if found and all(names and namespace not in names for names in watched):
         listed = ", ".join(sorted({name for names in watched for name in names}))
         yield Diagnosis(
             False,
-            f"no operator acts on the jobs of namespace {namespace}: the operators watch {listed}",
+            f"no operator acts on the jobs in namespace {namespace}; the operators watch only {listed}",
             f"add {namespace} to the chart's value watchNamespaces",
         )
 
@@ -168,7 +187,7 @@ def _rollout(deployment: Json, where: str) -> Diagnosis:
     if not wanted:
         remedy = "set the chart's value replicas to at least 1"
     elif any(condition["type"] == "ReplicaFailure" for condition in wrong):
-        remedy = "the API server refuses its new pods; correct what the message names"
+        remedy = "the API server refuses the operator's new pods; correct the fault that it reports"
     else:
         remedy = (
             f"see why pods do not start with `kubectl describe pods {pods}`, and read their logs with `kubectl logs "
@@ -185,22 +204,52 @@ def _watched(deployment: Json) -> list[str]:
     return [name.strip() for name in (text or "").split(",") if name.strip()]
 
 
-def _rights(api: ApiServer, namespace: str) -> Iterator[Diagnosis]:
+def _rights_of_operator(api: ApiServer, deployment: Json, namespace: str) -> Iterator[Diagnosis]:
+    """Check the rights of an operator's service account. Only administrators may review them."""
+    meta, account = deployment["metadata"], deployment["spec"]["template"]["spec"].get("serviceAccountName", "default")
+    where, whole = meta["namespace"], "system:serviceaccounts"
+    subject = {"user": f"system:serviceaccount:{where}:{account}", "groups": [whole, f"{whole}:{where}"]}
+    nodes = () if _watched(deployment) else (("", "nodes", "", ("get", "list", "watch")),)
+    try:
+        lacking = _lacking(api, namespace, (*OPERATOR_RIGHTS, *nodes), subject)
+    except ApiRefusal:
+        return
+    if lacking:
+        text = f"operator {where}/{meta['name']}: its service account {account} is not permitted to"
+        remedy = "restore its Role or ClusterRole ddpjob-operator with `helm upgrade`"
+        yield Diagnosis(False, f"{text} {', '.join(lacking)} in namespace {namespace}", remedy)
+
+
+def _lacking(
+    api: ApiServer,
+    namespace: str,
+    rights: Iterable[tuple[str, str, str, tuple[str, ...]]],
+    subject: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """Return the rights that a subject lacks in a namespace. The default subject is the user."""
     lacking: list[str] = []
-    for group, resource, subresource, verbs in RIGHTS:
+    kind = "SelfSubjectAccessReview" if subject is None else "SubjectAccessReview"
+    for group, resource, subresource, verbs in rights:
         for verb in verbs:
             attributes = {"namespace": namespace, "group": group, "resource": resource, "verb": verb}
-            review: Json = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview"}
-            review["spec"] = {"resourceAttributes": attributes | ({"subresource": subresource} if subresource else {})}
-            answer = api.request("POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", body=review)
+            attributes |= {"subresource": subresource} if subresource else {}
+            review: Json = {"apiVersion": "authorization.k8s.io/v1", "kind": kind}
+            review["spec"] = {"resourceAttributes": attributes, **(subject or {})}
+            answer = api.request("POST", f"/apis/authorization.k8s.io/v1/{kind.lower()}s", body=review)
             if not answer.get("status", {}).get("allowed"):
                 what = f"{resource}/{subresource}" if subresource else resource
-                use = _NEEDED_BY.get(what) or _NEEDED_BY.get(f"{what} {verb}")
+                use = subject is None and (_NEEDED_BY.get(what) or _NEEDED_BY.get(f"{what} {verb}"))
                 lacking.append(f"{verb} {what}" + (f" (for {use})" if use else ""))
+    return lacking
+
+
+def _rights(api: ApiServer, namespace: str) -> Iterator[Diagnosis]:
+    lacking = _lacking(api, namespace, RIGHTS)
     if lacking:
         remedy = (
-            f"ask for the ClusterRole edit in namespace {namespace}, to which the chart adds DDPJobs; with the chart's "
-            "watchNamespaces or userRoles.create=false, ask for a Role that includes them"
+            f"ask an administrator for the ClusterRole edit in namespace {namespace}, which the chart extends to "
+            "DDPJobs. If the chart's watchNamespaces is set or userRoles.create is false, ask for a Role that "
+            "includes DDPJobs"
         )
         yield Diagnosis(
             False, f"your rights in namespace {namespace}: you are not permitted to {', '.join(lacking)}", remedy

@@ -56,7 +56,7 @@ def _torch_and_gpus() -> Iterator[Diagnosis]:
         said = asked.stderr.strip()
         version, cuda, distributed, gpus = json.loads(asked.stdout.strip().splitlines()[-1])
     except subprocess.TimeoutExpired:
-        yield Diagnosis(False, f"torch: its import took longer than {_TORCH_SECONDS:.0f} s", install)
+        yield Diagnosis(False, f"torch: importing it took longer than {_TORCH_SECONDS:.0f} s", install)
         return
     except (OSError, ValueError, IndexError):
         why = said.splitlines()[-1] if said else "it cannot be imported"
@@ -69,7 +69,7 @@ def _torch_and_gpus() -> Iterator[Diagnosis]:
     if gpus:
         yield Diagnosis(True, f"GPUs: {len(gpus)} ({', '.join(dict.fromkeys(gpus))})")
     elif listed:
-        remedy = "the driver is too old for this torch" if cuda else "install a build of torch with CUDA"
+        remedy = "update the driver, which is too old for this torch" if cuda else "install a build of torch with CUDA"
         yield Diagnosis(False, f"GPUs: nvidia-smi lists {listed}, but torch finds none", f"{remedy} (see pytorch.org)")
     else:
         yield Diagnosis(True, "GPUs: none; jobs train on the CPU (gpusPerNode: 0)")

@@ -125,7 +125,10 @@ def warnings(bodies: Sequence[Json]) -> Iterator[str]:
         running = status.condition(ConditionType.RUNNING)
         if running is not None and running.status and running.reason == NO_GROUP and not status.terminal:
             name = body["metadata"]["name"]
-            yield f"warning: {name}: {NO_GROUP}: each rank trains a separate model; see `ddpjob why {name}`"
+            yield (
+                f"warning: {name}: its ranks do not form a group ({NO_GROUP}), so each rank trains a separate model; "
+                f"run `ddpjob why {name}`"
+            )
 
 
 # --- describe ---------------------------------------------------------------------------------------------------
@@ -182,8 +185,8 @@ def describe(body: Json, pods: Sequence[PodLine], events: Sequence[Happened], no
             yield "  " + restart_line(restart, now)
         if any(restart.continued_from == UNKNOWN for restart in status.restarts.recent):
             yield (
-                "  The number of repeated steps is unknown, because the script does not report where it continued. "
-                "ddpjob_report.Snapshots reports it."
+                "  The number of repeated steps is unknown, because the script does not report which step it "
+                "continued from. ddpjob_report.Snapshots reports this."
             )
     if status.avoided_nodes:
         yield "\nAvoided Kubernetes nodes:"

@@ -242,7 +242,9 @@ async def _renew(lease: Lease, renewed: float) -> None:
         if held:
             renewed = lease.written
         elif time.monotonic() - renewed >= RENEW_SECONDS:
-            raise LeadershipLost(f"the Lease {lease.namespace}/{lease.name} could not be renewed in {RENEW_SECONDS} s")
+            raise LeadershipLost(
+                f"the Lease {lease.namespace}/{lease.name} could not be renewed within {RENEW_SECONDS} s"
+            )
 
 
 async def _try(lease: Lease, seconds: float) -> bool:
@@ -255,7 +257,12 @@ async def _try(lease: Lease, seconds: float) -> bool:
             return await lease.hold()
     except (ApiError, Unavailable, TimeoutError, KeyError) as error:
         # A KeyError means that the response is not a Lease, so it comes from a different server.
-        log.warning("the Lease %s/%s: %s", lease.namespace, lease.name, str(error) or "no response in time")
+        log.warning(
+            "the Lease %s/%s could not be taken or renewed: %s",
+            lease.namespace,
+            lease.name,
+            str(error) or "no response in time",
+        )
         return False
 
 

@@ -189,7 +189,7 @@ class Cache(Generic[View]):
         """
         if version < self._latest:
             log.warning(
-                "%s went back to version %s from %s; it may have been restored from a backup",
+                "%s went back to version %s from %s; the API server may have been restored from a backup",
                 self.path,
                 version,
                 self._latest,
@@ -209,7 +209,12 @@ class Cache(Generic[View]):
     def _log_forbidden(self, error: ApiError, level: int = logging.ERROR) -> None:
         if not self._logged_forbidden:
             self._logged_forbidden = True
-            log.log(level, "%s cannot be watched: %s. Grant the operator get, list and watch on it", self.path, error)
+            log.log(
+                level,
+                "%s cannot be watched: %s. Grant the operator get, list and watch on this resource",
+                self.path,
+                error,
+            )
 
 
 class Informer(Cache[View]):

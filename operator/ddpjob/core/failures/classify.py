@@ -330,7 +330,7 @@ def _by_launcher(pod: PodView) -> End | None:
     if main.exit_code == EXIT_UNFIT:
         where = f" on Kubernetes node {pod.host}" if pod.host else ""
         why = read_termination_message(main).message
-        return End(Cause.PREFLIGHT_FAILED, f"pod {pod.name}{where} has not passed the preflight: {why}".rstrip(": "))
+        return End(Cause.PREFLIGHT_FAILED, f"pod {pod.name}{where} failed the preflight: {why}".rstrip(": "))
     if main.exit_code == EXIT_STOPPED and pod.deleted_at is None:
         return End(Cause.DELETED, f"pod {pod.name} was stopped by the coordinator")
     return None

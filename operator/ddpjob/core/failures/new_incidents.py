@@ -146,7 +146,7 @@ def _summary(cause: Cause, incident: Incident, view: View) -> str:
     procs = view.job.spec.procs_per_node
     if incident.group_rank is not None:
         ranks = describe_ranks(incident.group_rank, procs)
-        return f"{ranks} in pod {incident.pod} ended with exit code 0 before the others"
+        return f"{ranks} in pod {incident.pod} ended with exit code 0 before the other ranks"
     if incident.rank is None and cause is not Cause.INIT_FAILURE:
         return incident.message or f"{incident.kind} in pod {incident.pod}"
     if cause is Cause.WORKER_FAILED:

@@ -191,7 +191,8 @@ def judge_failing(view: View, failures: Sequence[Restart]) -> list[Failing]:
         if why and _has_a_place(view, pod):
             where = f" on Kubernetes node {pod.host}" if pod.host else ""
             last = without_wait(failure.message).partition("\n")[0]
-            end = End(Cause.POD_UNHEALTHY, f"pod {pod.name}{where} {why} and is replaced: {last}", time=view.now)
+            message = f"pod {pod.name}{where} is being replaced, because {why}; last failure: {last}"
+            end = End(Cause.POD_UNHEALTHY, message, time=view.now)
             counted = failure.counted and not _has_counted(failure, earlier)
             found.append(Failing(number, index, replace(failure, counted=counted), end))
     return found
@@ -201,10 +202,10 @@ def _why_it_leaves(view: View, failure: Restart, within: Sequence[Restart]) -> s
     """Return why the pod must be replaced after this failure; empty if it may stay."""
     if failure.reason == Cause.PEER_LOST:
         often = _link_breaks(view, failure, within) and not _has_moved_too_often(view, within)
-        return f"has lost its connection {LINK_LOSSES} times in a row while no other pod did" if often else ""
+        return f"it has lost its connection {LINK_LOSSES} times in a row and no other pod has" if often else ""
     said = find_lost_device(view.job.spec, failure.message, trained=view.trained)
     if said:
-        return f"has lost its device ({said})"
+        return f"it has lost its device ({said})"
     if failure.everywhere and view.job.spec.nodes > 1:
         return ""  # Ranks in other pods failed in the same way, so the pod's node is not the reason.
     before = next((r for r in reversed(within) if r.reason in COUNTED and not r.consequence), None)
@@ -215,7 +216,7 @@ def _why_it_leaves(view: View, failure: Restart, within: Sequence[Restart]) -> s
     # between, so they do not count as two in a row.
     if not again or restored or len(view.status.slots) < 2 or names_program_error(failure.message):
         return ""
-    return "" if _has_moved_too_often(view, within) else "has failed twice in a row while no other pod did"
+    return "" if _has_moved_too_often(view, within) else "it has failed twice in a row and no other pod has"
 
 
 def _link_breaks(view: View, failure: Restart, within: Sequence[Restart]) -> bool:

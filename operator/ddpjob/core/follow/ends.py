@@ -203,7 +203,7 @@ def _follow_coordinator(view: View) -> tuple[View, Ended | None]:
     if is_given_up(view, pod, since):
         return view, Ended(_host_lost(view, pod, since), pod, name)
     if job.spec.fast and is_given_up(view, pod, view.world.deaf_since):
-        why = f"pod {name} has not heard from most of its members for {_seconds(view, view.world.deaf_since)} s"
+        why = f"pod {name} has not heard from most of the other pods for {_seconds(view, view.world.deaf_since)} s"
         return view, Ended(End(Cause.RENDEZVOUS_LOST, f"{why}, although their Kubernetes nodes are ready"), pod, name)
     running = container is not None and container.running
     endpoint = host_port(pod.address, job.spec.rendezvous.endpoint_port) if pod.address else ""
@@ -269,7 +269,7 @@ def _suspect_host(view: View, ended: Ended | None) -> Ended | None:
         return Ended(End(Cause.START_ERROR, f"{why}; the next coordinator starts elsewhere"), pod, pod.name)
     if ended is None or ended.end.cause is not Cause.EXIT_CODE or not _ended_soon(view, pod):
         return ended
-    why = f"{where} ended before the operator reached it; the next coordinator starts elsewhere: {ended.end.message}"
+    why = f"{where} ended before the operator reached it, so the next coordinator starts elsewhere: {ended.end.message}"
     return replace(ended, end=replace(ended.end, cause=Cause.START_ERROR, message=why))
 
 

@@ -205,7 +205,8 @@ def explain_waiting(view: View) -> tuple[str, str]:
         return QUEUE_NOT_SERVED, _NOT_SERVED.format(job.queue)
     if world.problems:
         faults = "; ".join(world.problems)
-        return QUEUE_WAITS, f"requests no quota from queue {job.queue} until spec.podTemplate is corrected: {faults}"
+        until = f"the job requests no quota from queue {job.queue} until spec.podTemplate is corrected"
+        return QUEUE_WAITS, f"{until}: {faults}"
     request = find_request(job, view.status.queue)
     if request is None:
         return QUEUE_WAITS, _STAYS

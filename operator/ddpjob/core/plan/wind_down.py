@@ -101,8 +101,8 @@ def complete(view: View, events: list[Event]) -> Decision:
         message = "all nodes have finished"
     if _trained_apart(view):
         message += (
-            ", but the ranks formed no group, so each of them trained a separate model; run `ddpjob init SCRIPT` to "
-            "see the missing lines"
+            ", but the ranks did not form a group, so each of them trained a separate model; run `ddpjob init SCRIPT` "
+            "to see the missing lines"
         )
     progress = show_progress(view.status.progress, view.reported_progress, view.now, at_once=True)
     if progress.get("resumed") == NO:

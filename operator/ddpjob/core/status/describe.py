@@ -134,7 +134,9 @@ def _isolated(view: View) -> JobStatus:
     condition = partial(with_condition, status, ConditionType.ISOLATED, now=view.now)
 
     if world.policy_refused:
-        reached = "pods of other jobs can reach this job's pods; the operator retries with the job's next pod"
+        reached = (
+            "pods of other jobs can reach this job's pods; the operator retries when it creates the job's next pod"
+        )
         return condition(False, "PolicyRefused", f"NetworkPolicy {world.policy}: {world.policy_refused}; {reached}")
     if spec.network.isolate and spec.on_host_network:
         why = "no NetworkPolicy applies to the job's pods, because podTemplate.spec.hostNetwork is set"
@@ -237,8 +239,9 @@ def _checkpoints_copied(view: View) -> JobStatus:
         return condition(
             False,
             NO_COPIES,
-            f"the program has reported no copy to {url} for more than 30 minutes. Checkpoints that exist only in its "
-            f"folder are lost with the pod; call ddpjob_report.restore_checkpoint and copy_checkpoint, or use a claim",
+            f"the program has reported no copy to {url} for more than 30 minutes. Checkpoints that exist only in the "
+            "pod's folder are lost with the pod; call ddpjob_report.restore_checkpoint and copy_checkpoint, or use a "
+            "claim",
         )
     if before is None or before.status or (behind is None and step is None):
         return status

@@ -120,12 +120,12 @@ def judge_snapshots(view: View) -> JobStatus:
     if is_number(needed) and needed > 0:
         why = f"two training states need {needed / 2**30:.1f} GiB of each pod's memory"
         remedy = "raise storage.snapshotMemory and resources.limits.memory, or set recovery.snapshots: none"
-        cost = "so a loss repeats the work since the last checkpoint"
+        cost = "so losing a pod now would repeat the work since the last checkpoint"
         return condition(False, "NoRoom", f"{why}, which is more than is available, {cost}; {remedy}")
     before = status.condition(ConditionType.SNAPSHOTS_HELD)
     if before is None or before.status or not is_number(risk):
         return status
-    return condition(True, "Held", f"a loss repeats at most {count(int(risk), 'step')}")
+    return condition(True, "Held", f"losing a pod repeats at most {count(int(risk), 'step')}")
 
 
 _SOURCES = {

@@ -123,8 +123,8 @@ def _waits_for_finished(view: View) -> tuple[str, str] | None:
         return None
     return FINISHED_EARLY, (
         f"pod {name} ended with exit code 0 at {format_time(at)}, but pod {running} is still running and reports no "
-        "step. If its ranks are waiting for ranks of the other pod, they will wait forever. Read its log, and run "
-        "`ddpjob restart` if it hangs"
+        f"step. If ranks in pod {running} are waiting for ranks in pod {name}, they will wait forever. Read the log of "
+        f"pod {running}; if the pod hangs, run `ddpjob restart`"
     )
 
 
@@ -159,7 +159,7 @@ def _secret_hint(view: View, held: Stuck) -> str:
 
 UNREACHABLE = timedelta(minutes=1)
 """How long a coordinator may be unreachable before an event reports it."""
-UNREACHABLE_LONG = "failures of workers are neither counted nor shown for now"
+UNREACHABLE_LONG = "worker failures are neither counted nor shown until it answers"
 
 
 def _unreachable(view: View) -> str:
@@ -195,8 +195,8 @@ def _group_runs(view: View, training: int) -> tuple[bool, str, str]:
         return (
             True,
             NO_GROUP,
-            f"{run}, but the ranks form no group: the script trains without torch.distributed, so each rank trains a "
-            f"separate model",
+            f"{run}, but the ranks do not form a group: the script does not use torch.distributed, so each rank trains "
+            "a separate model",
         )
     if training == wanted:
         return True, "GroupRuns", f"{_train(view, wanted)}{_finished_early(view)}{_without_count(view)}"
@@ -218,7 +218,8 @@ def _without_steps(view: View, overdue: Overdue, training: int) -> str:
     remedy = "it restarts once no rank is active" if ends else "it is left alone, because recovery.hangs is Report"
     text = (
         f"the group of {count(training, 'node')} has {_NO_STEP} {format_time(since)}"
-        f"{said}: {overdue.where}. If it hangs, {remedy}; recovery.hangAfterSeconds sets a fixed limit"
+        f"{said}: {overdue.where}. If the group hangs, {remedy}; to restart it after a fixed time, set "
+        "recovery.hangAfterSeconds"
     )
     return f"{text}\n{overdue.traceback}" if overdue.traceback else text
 
@@ -273,8 +274,8 @@ def _without_count(view: View) -> str:
     if not uncountable or view.job.spec.recovery.hang_after_seconds is None:
         return ""
     return (
-        "; this script's steps cannot be counted, so recovery.hangAfterSeconds restarts it only if every rank stands "
-        "still; call ddpjob_report.report() after each step"
+        "; this script's steps cannot be counted, so recovery.hangAfterSeconds restarts the group only if every rank "
+        "stands still; call ddpjob_report.report() after each step"
     )
 
 

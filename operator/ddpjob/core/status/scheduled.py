@@ -92,8 +92,8 @@ def judge_scheduled(view: View, alive: list[PodView], *, creating: bool) -> JobS
     if by_volcano and alive:
         group = gang_name(view.job, status.rendezvous.generation)
         message += (
-            f"; Volcano has not reported on them yet; if that lasts, check that their queue exists and is open, and "
-            f"read the events of PodGroup {group} (podgroups.scheduling.volcano.sh)"
+            "; Volcano has not reported on the unscheduled pods yet; if this persists, check that their queue exists "
+            f"and is open, and read the events of PodGroup {group} (podgroups.scheduling.volcano.sh)"
         )
     return condition(False, "Placing", message)
 
@@ -139,7 +139,7 @@ _NO_BUDGET = (
 
 def deletion_refused(world: World) -> str:
     """Describe the pod that the API server does not let the operator delete."""
-    return f"the API server refuses the deletion of {world.deletion_refused}; retried within a minute"
+    return f"the API server refuses to delete {world.deletion_refused}; retried within a minute"
 
 
 def _gang_waits(view: View, alive: list[PodView]) -> str:
@@ -218,7 +218,7 @@ def _spread_hint(view: View, pod: PodView) -> str:
     if scheduling.one_pod_per_node and "anti-affinity" in pod.unschedulable:
         wanted = "spec.nodes and spec.spares" if view.job.spec.spares else "spec.nodes"
         return (
-            f" (one pod per {scheduling.topology_key}: fewer Kubernetes nodes fit than are needed for {wanted}; "
-            "scheduling.onePodPerNode=false lets pods share one)"
+            f" (one pod per {scheduling.topology_key}: fewer Kubernetes nodes fit than are needed for {wanted}; to let "
+            "pods share one, set scheduling.onePodPerNode to false)"
         )
     return ""

@@ -50,7 +50,7 @@ def find_not_considered(pods: Iterable[PodView], scheduling: Scheduling, now: da
             else "check that the cluster's scheduler runs, and that the resource claims in podTemplate exist"
         )
         since = format_time(pod.created)
-        return SCHEDULER_SILENT, f"pod {pod.name}: no scheduler has reported on it since {since}; {remedy}"
+        return SCHEDULER_SILENT, f"pod {pod.name}: no scheduler has reported on this pod since {since}; {remedy}"
     return None
 
 
@@ -73,7 +73,7 @@ def find_not_started(pods: Iterable[PodView], now: datetime) -> tuple[str, str] 
             return NODES_MISSING, f"{where}: init container {running[-1]} has run since {since}"
         since = format_time(pod.scheduled)
         if pod.prepared is False:
-            hint = f"a Secret, a folder or a driver may be missing; see `kubectl describe pod {pod.name}`"
+            hint = f"a Secret, a folder or a driver may be missing; run `kubectl describe pod {pod.name}`"
             return NOT_PREPARED, f"{where} has waited for its volumes or its network since {since}: {hint}"
         return NODES_MISSING, f"{where} was placed at {since}, and its image is being pulled or its program is starting"
     return None

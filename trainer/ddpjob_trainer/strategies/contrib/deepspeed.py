@@ -308,7 +308,7 @@ def settings(config: Config, group: Group) -> dict[str, Any]:
     if zero.get("stage", stage) not in (stage, "auto"):
         raise ConfigError(
             f"deepspeed.config={path}: zero_optimization.stage is {zero['stage']}, but deepspeed.stage is"
-            f" {stage}; set deepspeed.stage={zero['stage']}, or remove it from the file"
+            f" {stage}; set deepspeed.stage={zero['stage']}, or remove zero_optimization.stage from the file"
         )
     ours = {
         # State a batch size of 1 per rank and no accumulation. DeepSpeed then does not divide the
