@@ -1,4 +1,6 @@
-"""Implements `Cluster` on Kubernetes: reads from the watches' caches, and writes for `apply`."""
+"""Implements `Cluster` on Kubernetes. Reads come from the caches, and only `apply`
+requests writes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Decides whether a job's claims can serve all its nodes, and whether it may use an existing claim.
+"""Decides whether a job's claims can serve all its nodes, and whether the job may use an existing
+claim.
 
 Pods that mount an unsuitable claim wait without a clear error, or train from scratch unnoticed. So
 no pod is created until every claim exists, suits the number of nodes, and holds the right data.

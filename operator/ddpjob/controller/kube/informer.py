@@ -1,4 +1,4 @@
-"""Caches collections of objects of the API server. An `Informer` fills its cache by list and watch.
+"""Caches Kubernetes objects. An `Informer` fills its cache by a list request, then by a watch.
 
 kopf watches the jobs (`job_cache.py`). The objects that the operator makes for them are followed
 here, because kopf does not report deletions that happen while its watch is interrupted, and does

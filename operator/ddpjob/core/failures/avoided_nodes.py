@@ -1,4 +1,4 @@
-"""Decides which Kubernetes nodes new pods avoid, from the restarts of the last hour.
+"""Decides, from the restarts of the last hour, which Kubernetes nodes new pods avoid.
 
 A broken host has free devices, so the scheduler would place the next pod there again. But most
 failures are the job's own fault, and each avoided host is capacity that the job cannot use. So a
