@@ -24,26 +24,28 @@ ALERTS = DOCS.parent / "charts" / "ddpjob-operator" / "monitoring" / "alerts.yam
 _HEAD = """\
 # Metrics and alerts
 
-Made from the code by `python docs/generate_metrics.py`. Do not edit this page.
-[Monitoring](monitoring.md) explains how to scrape these metrics, draw them and alert on them.
+Generated from the code by `python docs/generate_metrics.py`. Do not edit this page.
+[Monitoring](monitoring.md) explains how to scrape these metrics, and has dashboards and alerts.
 
 Every series about a job has the labels `namespace` and `job_name`. The operator, the coordinator
-and the trainer may export the same figure under the same name. To combine such series, use
+and the trainer may all export a metric under the same name. To get one value for each job, use
 `max by (namespace, job_name) (...)`.
 """
 _OPERATOR = """\
 ## The operator
 
-Each replica serves these metrics on `metrics.port` (9090). Only the replica that acts for a job
-counts its events, and its counters start at 0 whenever its process starts. Sum `rate` or `increase`
-over the replicas. At most {most} jobs have their own series. The series of a deleted job disappear.
-Replicas also export `process_...` and `python_...`, the standard metrics of a Python process.
+Each replica of the operator serves these metrics on `metrics.port` (9090). A job's events are
+counted only by the replica that acts for the job. When a replica restarts, its counters start at 0.
+To count events across replicas and restarts, sum `rate` or `increase` over the replicas.
+
+At most {most} jobs have their own series. The series of a deleted job disappear. Replicas also
+export the standard metrics of a Python process, `process_...` and `python_...`.
 """
 _COORDINATOR = """\
 ## The coordinators
 
-Each job's coordinator serves these metrics on port `rendezvous.port` + 1 (by default 29401). The
-port's name is `coordinator`.
+Each job's coordinator serves these metrics on the port `rendezvous.port` + 1 (by default 29401).
+In the pod, the port is named `coordinator`.
 """
 _TRAINER = """\
 ## The built-in trainer
@@ -53,10 +55,10 @@ If `report.prometheus_port` is set, rank 0 serves these metrics on that port.
 _ALERTS = """\
 ## Alerts
 
-`charts/ddpjob-operator/monitoring/alerts.yaml` defines these alerts. For each alert, a section of
-[troubleshooting](troubleshooting.md#alerts) says what to do. The last column names a test case in
-which the alert fires (`tests/unit/monitoring/alerts_test.yaml`). Most alerts were also triggered by
-faults on real pods ([monitoring](monitoring.md#alerts)).
+`charts/ddpjob-operator/monitoring/alerts.yaml` defines these alerts.
+[Troubleshooting](troubleshooting.md#alerts) explains what to do about each of them. The last column
+names a case in `tests/unit/monitoring/alerts_test.yaml` in which the alert fires. Most alerts have
+also been triggered by faults in real pods ([monitoring](monitoring.md#alerts)).
 """
 
 

@@ -19,11 +19,12 @@ Schema = dict[str, Any]
 _HEAD = """\
 # API reference: `{api}`, kind `{kind}`
 
-Made from `{crd}` by `python docs/generate_reference.py`. Do not edit this page.
+Generated from `{crd}` by `python docs/generate_reference.py`. Do not edit this page.
 `kubectl explain {singular}.spec` shows the same descriptions. `examples/` contains an example of each kind of job.
 
-In the column "while it runs", **No** means that the API server does not let you change the field of a running job.
-To change it, set `spec.runPolicy.suspend` to true, change the field, and set `spec.runPolicy.suspend` to false.
+In the table of `spec`, the column "while it runs" shows whether a field can be changed in a running job. To change a
+field that is marked **No**, set `spec.runPolicy.suspend` to true, change the field, and set `spec.runPolicy.suspend` to
+false.
 """
 
 

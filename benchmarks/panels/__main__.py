@@ -82,7 +82,7 @@ def table(made: dict[str, Any], server: PrometheusServer) -> str:
     """Return each alert with the fault that caused it, and the seconds between them."""
     groups = yaml.safe_load((MONITORING / "alerts.yaml").read_text())["groups"]
     acts = {act["alert"]: act for act in made["acts"] if act["alert"]}
-    lines = ["| alert | the fault of this run | seconds until its expression held |", "| --- | --- | --- |"]
+    lines = ["| alert | fault | seconds from the fault until the expression was true |", "| --- | --- | --- |"]
     for name in [rule["alert"] for group in groups for rule in group["rules"]]:
         act = acts[name]
         asked = firing(name, act["job"])

@@ -244,40 +244,41 @@ class Act:
 
 _KILLS = (60, 110, 160, 250, 325, 400, 470)
 ACTS = (
-    Act(0, "a job whose nodes have no room", no_room, "DDPJobPendingLong", "no-room"),
+    Act(0, "a job whose pods do not fit on any Kubernetes node", no_room, "DDPJobPendingLong", "no-room"),
     Act(5, "a job with `hangs: Report` whose script stops taking steps",
         lambda s: reports(s, "hangs", "--hang-after=30", recovery={"hangs": "Report"}), "DDPJobStalled", "hangs"),
     Act(15, "a job whose newest checkpoint is three hours old", lambda s: reports(s, "unsaved", "--saved-ago=10800"),
         "DDPJobCheckpointOld", "unsaved"),
     Act(20, "a job whose states do not fit into memory, half an hour after its newest checkpoint",
         lambda s: reports(s, "large", "--saved-ago=1800", "--snapshot-bytes=9e9"), "DDPJobWorkAtRisk", "large"),
-    Act(25, "a job whose steps take four times as long after two minutes",
+    Act(25, "after two minutes, each step of a job takes four times as long",
         lambda s: reports(s, "slows", "--slow-after=120"), "DDPJobStraggler", "slows"),
     Act(30, "a job without a spare, with a rank that takes twice as long",
         lambda s: reports(s, "lags", "--slow-rank", procsPerNode=2), "DDPJobSlowRank", "lags"),
-    Act(100, "a script that fails at step 5 each time, up to four fifths of its budget", crash,
+    Act(100, "a script that fails at step 5 each time has spent four fifths of its restart budget", crash,
         "DDPJobBudgetNearlySpent", "crashes"),
-    Act(100, "the same script, until its budget is used up", lambda s: None, "DDPJobFailed", "crashes"),
-    *(Act(at, "one of the job's pods force-deleted seven times" if at == _KILLS[0] else "",
+    Act(100, "a script that fails at step 5 each time has spent its restart budget", lambda s: None, "DDPJobFailed",
+        "crashes"),
+    *(Act(at, "a pod of the job is force-deleted, seven times in total" if at == _KILLS[0] else "",
           lambda s: s.kill_pod(JOB), *(("DDPJobRestartLoop", JOB) if at == _KILLS[0] else ())) for at in _KILLS),
     Act(200, "the API server refuses half of all requests (429, 5xx), and interrupts all watches every 5 s", refuse,
         "DDPJobApiErrors"),
-    Act(200, "the same interrupted watches", lambda s: None, "DDPJobWatchErrors"),
+    Act(200, "the API server interrupts all watches every 5 s", lambda s: None, "DDPJobWatchErrors"),
     Act(300, "", lambda s: s.jobs.kill(f"{JOB}-coordinator-0")),
-    Act(350, "the acting replica killed (SIGKILL)", kill_leader, "DDPJobOperatorNotActing"),
-    Act(430, "a coordinator stopped for 40 s (SIGSTOP)", stop_coordinator, "DDPJobCoordinatorUnreachable", "plain"),
-    Act(500, "the definition (CRD) of an older release applied", old_definition, "DDPJobDefinitionOutdated"),
+    Act(350, "the acting replica is killed (SIGKILL)", kill_leader, "DDPJobOperatorNotActing"),
+    Act(430, "a coordinator is stopped for 40 s (SIGSTOP)", stop_coordinator, "DDPJobCoordinatorUnreachable", "plain"),
+    Act(500, "the CRD of an older release is applied", old_definition, "DDPJobDefinitionOutdated"),
     Act(570, "a deliberate defect: reconciling one job raises an error",
         lambda s: s.create([command_job(defective.JOB, "true")]), "DDPJobReconcilesFail"),
     Act(575, "another defect: each reconcile of a job blocks the event loop for 3 s",
         lambda s: s.create([command_job(defective.BLOCKS, "sleep 3600")]), "DDPJobOperatorBlocked"),
-    Act(590, "responses of the API server take 10 s, while 100 more jobs need them", slow_answers, "DDPJobQueueSlow"),
+    Act(590, "100 jobs are created while each response of the API server takes 10 s", slow_answers, "DDPJobQueueSlow"),
 )  # fmt: skip
 END = 740
 """Number of seconds shown in the pictures."""
 LAST = (
-    Act(END, "5,001 more jobs", lambda s: s.create(resting_jobs("crowd", 5001)), "DDPJobsWithoutSeries"),
-    Act(END, "both replicas killed", Scene.kill_operators, "DDPJobOperatorDown"),
+    Act(END, "5,001 jobs are created", lambda s: s.create(resting_jobs("crowd", 5001)), "DDPJobsWithoutSeries"),
+    Act(END, "both replicas are killed", Scene.kill_operators, "DDPJobOperatorDown"),
 )
 """Events not shown in the pictures, in order."""
 SHORT_EVERY = 45

@@ -1,4 +1,4 @@
-"""The error raised if the API server does not respond to a request."""
+"""The error that is raised if the API server does not respond."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Retries requests at startup, so that a short outage of the bucket does not fail all ranks."""
+"""Retries requests at startup, so that ranks survive a short outage of the bucket."""
 
 from __future__ import annotations
 

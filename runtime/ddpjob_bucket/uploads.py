@@ -1,4 +1,4 @@
-"""Uploads checkpoints to a bucket in the background while training continues, newest first.
+"""Uploads checkpoints to a bucket, newest first, while training continues.
 
 An upload may take longer than the time between two checkpoints, and the bucket may be unreachable
 for hours. Neither of these must stop training or fill the disk. Therefore:

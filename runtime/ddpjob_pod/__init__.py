@@ -1,4 +1,5 @@
-"""Connects a process in a pod with its job: variables, posts to the coordinator, memory, signals.
+"""The connection between a process in a pod and its job: variables, requests to the coordinator,
+memory and signals.
 
 Scripts, the launcher and the built-in trainer use this package. It needs only Python 3.9 and the
 standard library, so it runs in any image, and also outside a job. A module belongs here only if at

@@ -1,4 +1,4 @@
-"""Hands figures to a background thread, so that training never waits for a network or a disk."""
+"""Passes figures to a background thread, so that training never waits for a network or a disk."""
 
 from __future__ import annotations
 

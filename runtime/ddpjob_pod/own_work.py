@@ -1,4 +1,5 @@
-"""Measures each rank's own work per step in any training loop, and finds lagging ranks.
+"""Measures, in any training loop, how long each rank itself works per step, and finds lagging
+ranks.
 
 Problem: in a group, every rank's step takes equally long, because all wait for the slowest rank. A
 stopwatch around the step shows the same time everywhere.

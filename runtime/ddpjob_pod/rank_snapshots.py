@@ -1,4 +1,4 @@
-"""Copies the training state into the node's memory after some steps, and restores it at startup.
+"""Copies the training state into the node's memory at intervals, and restores it at startup.
 
 `snapshot_store` explains why this is needed, how states are stored in slots (files in memory that
 each hold one state), and how states are ordered. This module handles tensors and ranks.

@@ -1,4 +1,4 @@
-"""Makes SIGTERM set a flag instead of ending the process. Ranks agree on the flag in other modules.
+"""Makes SIGTERM set a flag instead of ending the process. Other modules make the ranks agree on it.
 
 Python runs a signal handler in the main thread only, and not while that thread is blocked in a
 collective. A handler is enough for a script that checks the flag between its steps. The built-in

@@ -1,4 +1,4 @@
-"""Finds lagging ranks, for which all other ranks have to wait in each step.
+"""Finds lagging ranks, which make all other ranks wait in each step.
 
 A rank that is 30 % slower than the others makes the whole job 30 % slower. The step times do not
 show which rank it is, because every rank's step takes equally long. The ranks therefore compare how

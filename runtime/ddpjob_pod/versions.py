@@ -1,4 +1,4 @@
-"""The versions of this process's packages, and the model of its GPU.
+"""Finds the versions of the packages that this process uses, and the model of its GPU.
 
 Only modules that the program has already imported are inspected. So nothing is imported, and the
 list of installed packages, which may have hundreds of entries, is not needed. The GPU is named only

@@ -1,4 +1,4 @@
-"""Connects Accelerate with a DDPJob.
+"""Connects Accelerate to a DDPJob.
 
 accelerator = Accelerator(log_with=DDPJobTracker())
 accelerator.init_trackers("job")

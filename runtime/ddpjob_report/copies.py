@@ -1,4 +1,4 @@
-"""Copies a script's checkpoints to the job's bucket, and restores the newest one.
+"""Copies a script's checkpoints to the job's bucket, and restores the newest copy.
 
 All ranks must continue from the same checkpoint, an upload must not stop training, and an
 incomplete copy must not be read. So:

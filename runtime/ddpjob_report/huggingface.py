@@ -1,4 +1,4 @@
-"""Connects Hugging Face's Trainer with a DDPJob.
+"""Connects Hugging Face's Trainer to a DDPJob.
 
 folder = ddpjob_report.checkpoint_dir()
 args = TrainingArguments(output_dir=str(folder), ...)

@@ -1,4 +1,4 @@
-"""Connects Lightning with a DDPJob.
+"""Connects Lightning to a DDPJob.
 
 folder = ddpjob_report.checkpoint_dir()
 saving = ModelCheckpoint(dirpath=folder, every_n_train_steps=1000)

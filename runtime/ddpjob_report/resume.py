@@ -1,4 +1,6 @@
-"""Helps framework callbacks find the checkpoint to resume from, and select figures to report."""
+"""Finds the checkpoint from which a framework resumes, and selects the figures that its callback
+reports.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs the coordinator, the launcher or another program of the runtime, as the first argument says.
+"""Runs the program of the runtime that the first argument names, such as coordinator or launcher.
 
     python3 PATH/ddpjob_runtime coordinator|launcher|store|check ARGUMENTS
 

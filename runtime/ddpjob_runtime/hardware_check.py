@@ -1,4 +1,4 @@
-"""Checks a node, or the links between ranks, before training, as `spec.preflight` requests.
+"""Checks a node or the links between ranks before training, if `spec.preflight` requests this.
 
     python3 PATH/ddpjob_runtime check JSON
 

@@ -1,4 +1,6 @@
-"""Speeds up the import of torch for processes that need only its rendezvous and fork no workers."""
+"""Speeds up the import of torch in processes that use only its rendezvous and do not fork
+workers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Words, numbers, lines and the report with which coordinator, launchers and operator communicate.
+"""Defines the messages, the report and the constants with which coordinator, launchers and operator
+communicate.
 
 docs/protocol.md describes how they are used. This module needs only the standard library of Python
 3.9 or later, because it runs in users' images.

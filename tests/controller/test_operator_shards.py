@@ -269,9 +269,9 @@ def test_nothing_is_done_twice_when_the_replica_of_one_of_three_shards_is_killed
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"SHARDS": "0", "LEASE_NAMESPACE": "space"}, "SHARDS is 0; it must be from 1 to 10"),
-        ({"SHARDS": "3"}, "for more than one shard, set DDPJOB_OPERATOR_LEASE_NAMESPACE"),
-        ({"LOG_LEVEL": "loud"}, "LOG_LEVEL is 'LOUD'; it must be DEBUG, INFO"),
+        ({"SHARDS": "0", "LEASE_NAMESPACE": "space"}, "SHARDS=0: must be from 1 to 10"),
+        ({"SHARDS": "3"}, "more than one shard needs Leases; set DDPJOB_OPERATOR_LEASE_NAMESPACE"),
+        ({"LOG_LEVEL": "loud"}, "LOG_LEVEL='LOUD': must be DEBUG, INFO"),
     ],
 )
 def test_invalid_settings_of_shards_are_refused(given: dict[str, str], message: str) -> None:

@@ -380,7 +380,7 @@ async def test_pod_groups_whose_api_is_no_longer_served_are_refused_once(c: Case
     )
     assert await c.reconcile() == BLOCKED_POLL
     conditions = {one.type: one for one in (await c.job()).status.conditions}
-    assert "no longer serves it" in conditions["Scheduled"].message and not c.pods()
+    assert "no longer serves PodGroups" in conditions["Scheduled"].message and not c.pods()
 
 
 @in_case(serves_gangs=True, serves_queues=True)

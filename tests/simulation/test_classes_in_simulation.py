@@ -195,7 +195,7 @@ async def test_a_pod_template_is_validated_together_with_its_class(suspended: bo
     [
         ({"nodes": 3, "spares": 1}, H100, "spec.nodes: 4 including spares, but class h100 allows at most 3"),
         ({"image": "other/train:1"}, H100, "spec.image: other/train:1 is not one of the images"),
-        ({"image": "team/other:1"}, {**H100, "fixed": ["image"]}, "spec.image: class h100 sets it"),
+        ({"image": "team/other:1"}, {**H100, "fixed": ["image"]}, "spec.image: class h100 sets this field"),
         ({}, {}, "spec.image: required, but neither the job nor class h100 sets it"),
     ],
 )

@@ -39,7 +39,7 @@ async def test_a_pod_that_fails_the_preflight_moves_without_counting_as_a_failur
     await s.one_pass()
     assert reasons(s) == [("PreflightFailed", False)]
     assert [(n["node"], n["reason"]) for n in s.status["avoidedNodes"]] == [
-        ("n5", "PreflightFailed on it within an hour")
+        ("n5", "PreflightFailed occurred there within an hour")
     ]
     assert s.pods["job-1-1"].node != "n5", "although the scheduler prefers that host"
     assert conditions(s)["PreflightPassed"]["reason"] == "NodesChecked"

@@ -152,7 +152,8 @@ async def test_the_loss_of_a_spare_does_not_restart_training() -> None:
     assert (s.status["restarts"]["total"], s.status["restarts"]["display"]) == (0, "0/10") and not reasons(s)
     (event,) = [e.message for e in s.cluster.events if e.reason == "Deleted"]
     assert (
-        event == "pod job-2-0 was deleted, or its labels were removed (a spare: nothing restarts; job-2-1 replaces it)"
+        event
+        == "pod job-2-0 was deleted, or its labels were removed (a spare, so nothing restarts; job-2-1 replaces it)"
     )
 
 
@@ -221,7 +222,7 @@ async def test_a_spare_that_ends_before_the_recovery_is_seen_did_not_break_the_g
     s.delete("job-2-0")
     await s.one_pass()
     (failed,) = s.status["restarts"]["recent"]
-    assert failed["pod"] == "job-0-0" and failed["seconds"] < 1
+    assert failed["pod"] == "job-0-0" and failed["seconds"] < 3, "the reconcile was five seconds later"
     assert s.cluster.events[-1].message.endswith(f"{failed['seconds']} s after job-0-0 broke the group")
 
 

@@ -232,7 +232,7 @@ def test_only_equal_classes_have_the_same_hash() -> None:
         (
             {"image": "b"},
             {"spec": {"image": "a"}, "fixed": ["image"]},
-            "spec.image: class c sets it, so jobs may not set it",
+            "spec.image: class c sets this field, so its jobs may not set it",
         ),
         (
             {"podTemplate": {"spec": {"hostNetwork": True}}},
@@ -367,7 +367,7 @@ def test_code_added_by_submit_does_not_count_as_the_users_pod_template() -> None
 )
 def test_other_content_next_to_submitted_code_is_refused(pod: Json) -> None:
     given = {"spec": {"image": "i", "podTemplate": {"spec": {"nodeSelector": {"gpu": "a"}}}}, "fixed": ["podTemplate"]}
-    assert "spec.podTemplate: class c sets it" in problems_of(submitted(**pod), given)[0]
+    assert "spec.podTemplate: class c sets this field" in problems_of(submitted(**pod), given)[0]
     whole = taken(submitted(**pod), given).spec.pod_template["spec"]
     assert "hostPath" not in json.dumps(whole) and "hostNetwork" not in whole
     own = {"podTemplate": {"spec": {"volumes": [{"name": "code", "emptyDir": {}}]}}}

@@ -1,4 +1,5 @@
-"""The command line: `python -m ddpjob_trainer` trains, or runs a command.
+"""The entry point `python -m ddpjob_trainer`, which trains, or runs the command in its first
+argument.
 
 Usage: `[COMMAND] [--config FILE] [key=value ...]`. `commands.dispatch` lists the commands.
 """

@@ -1,4 +1,4 @@
-"""The private parts of torch that the trainer replaces or calls, each through a function here.
+"""The private APIs of torch that the trainer replaces or calls, each wrapped in a function.
 
 torch may rename them in any release. If a part is missing, a TrainingError names the part and the
 versions to install. Otherwise an AttributeError would follow or, worse, no error at all.

@@ -1,4 +1,5 @@
-"""Merges pod templates by strategic merge patch, and the values of a class into a job's spec.
+"""Merges pod templates by strategic merge patch, and merges the values of a class into a job's
+spec.
 
 Lists merge by the keys that Kubernetes' strategic merge patch uses for them, so that a template can
 add a volume or change the trainer's securityContext without repeating the rest.

@@ -1,4 +1,4 @@
-"""Suggests what a rejected field or value was meant to be, such as 16Gi for `16 GB`."""
+"""Suggests corrections for rejected fields and values, such as 16Gi for `16 GB`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Reads a DDPJob manifest as `kubectl apply` would store it, or reports why it is rejected."""
+"""Reads a DDPJob manifest as `kubectl apply` would store it, or reports why the manifest is
+rejected.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CRD file: its schema and defaults, and the API server's checks against the schema."""
+"""Loads the CRD file, sets default values, and checks manifests as the API server does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The mount through which `ddpjob submit` and `Client.train` add the user's code to podTemplate.
+"""The volume mount for the user's code, which `ddpjob submit` and `Client.train` add to
+podTemplate.
 
 Users do not write this mount, so a class that fixes podTemplate still allows it. The mount only
 adds files from a ConfigMap in the job's own namespace, at one path. A mount of a different form, or

@@ -1,4 +1,4 @@
-"""Reads YAML as kubectl does, with each field's line number, and writes YAML that kubectl can read.
+"""Reads YAML as kubectl does, records the line number of each field, and writes YAML for kubectl.
 
 PyYAML differs: it converts dates and 1:30 (strings for kubectl), reads 1e5 as a string, and
 silently drops one of two equal keys.

@@ -1,4 +1,4 @@
-"""`python -m ddpjob.cli`: the same as `ddpjob`."""
+"""Makes `python -m ddpjob.cli` run the command `ddpjob`."""
 
 import sys
 

@@ -1,4 +1,6 @@
-"""`ddpjob dashboard`: prints the address of the web pages, and serves them until Ctrl-C."""
+"""The command `ddpjob dashboard`, which serves the web pages until Ctrl-C and prints
+their address.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shows a running job as a live panel in a terminal, or as plain lines in logs and files."""
+"""Shows a running job as a live panel if the output is a terminal, and otherwise as plain lines."""
 
 from __future__ import annotations
 

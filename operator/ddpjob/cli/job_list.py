@@ -1,4 +1,4 @@
-"""The job list of `ddpjob top`, which fits a screen of any size and is navigated by keys.
+"""The job list of `ddpjob top`, which adapts to the size of the screen and is navigated with keys.
 
 Many finished jobs must not push a running job off the screen, and long names must not push the last
 columns off. Jobs with pods therefore come first, then waiting jobs, the newest first in each group.

@@ -1,4 +1,4 @@
-"""Reads keys one at a time, without Enter, if standard input is a terminal."""
+"""Reads key presses without waiting for Enter, if standard input is a terminal."""
 
 from __future__ import annotations
 

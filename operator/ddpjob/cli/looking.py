@@ -1,4 +1,4 @@
-"""Commands that show jobs and change nothing."""
+"""Commands that show jobs without changing them."""
 
 from __future__ import annotations
 

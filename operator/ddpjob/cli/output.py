@@ -1,4 +1,6 @@
-"""Formats what commands print: objects as YAML, JSON or by a kubectl template, and jobs as rows."""
+"""Formats the output of commands: objects as YAML or JSON or with a kubectl template, and jobs as
+table rows.
+"""
 
 from __future__ import annotations
 

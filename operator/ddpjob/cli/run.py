@@ -1,4 +1,6 @@
-"""`ddpjob run`: reads a manifest, runs its job on this machine, and prints the result."""
+"""The command `ddpjob run`, which runs the job of a manifest on this machine and prints
+the result.
+"""
 
 from __future__ import annotations
 

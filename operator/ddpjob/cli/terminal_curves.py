@@ -1,4 +1,5 @@
-"""Draws training curves in a terminal, or into an image file with the trainer's plotting command.
+"""Draws training curves in a terminal, or runs the trainer's plotting command to save them as an
+image.
 
 Curves of several jobs are drawn in one chart. Each has its own letter as well as its own colour, so
 that the curves are distinguishable in a file without colours.

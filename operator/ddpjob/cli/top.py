@@ -1,4 +1,6 @@
-"""`ddpjob top`: a live screen of all jobs or one job, drawn from their status and pods."""
+"""The command `ddpjob top`, a live screen that shows the status and pods of one job or of
+all jobs.
+"""
 
 from __future__ import annotations
 

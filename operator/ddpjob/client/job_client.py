@@ -1,4 +1,6 @@
-"""`Client`: manages jobs on a cluster or this machine, from Python programs and notebooks."""
+"""The class `Client`, which manages jobs in a cluster or on this machine, for Python programs and
+notebooks.
+"""
 
 from __future__ import annotations
 

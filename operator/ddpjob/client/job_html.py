@@ -1,4 +1,4 @@
-"""Shows a job in a notebook, as a small table and an SVG with the curve of its loss."""
+"""Shows a job in a notebook, as a small table with its loss curve as SVG."""
 
 from __future__ import annotations
 

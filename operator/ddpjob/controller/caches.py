@@ -1,4 +1,5 @@
-"""Caches the objects of all jobs from watches, so that a reconcile need not ask the API server.
+"""Keeps the objects of all jobs in caches that watches update, so that a reconcile sends no read
+requests.
 
 Reading everything from the API server would take about 240 requests per minute for each job.
 Instead, one `Informer` per kind (and watched namespace) keeps the data that decisions need. No

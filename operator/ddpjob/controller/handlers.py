@@ -1,4 +1,4 @@
-"""Runs kopf in a separate thread, in which kopf watches the DDPJobs.
+"""Runs kopf, which watches the DDPJobs, in a separate thread.
 
 Only this watch shows that a user has changed a job. The module uses only `kopf.on.event`, because
 timers, daemons and change handlers would add finalizers and annotations to jobs. `job_cache.py`

@@ -1,4 +1,6 @@
-"""Watches Kubernetes nodes, and reports deletions and changes of readiness, health and taints."""
+"""Watches Kubernetes nodes, and reports when one is deleted or its readiness, health or taints
+change.
+"""
 
 from __future__ import annotations
 

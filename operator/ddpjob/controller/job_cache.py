@@ -1,4 +1,4 @@
-"""Keeps the DDPJobs that kopf watches in a cache, from which reconciles read them.
+"""Caches the DDPJobs that kopf watches. Reconciles read them from this cache.
 
 kopf (`handlers.py`) reports which job has changed, and the job's new version. This module then
 reads the job from the API server, so user data never passes through kopf. A version that the

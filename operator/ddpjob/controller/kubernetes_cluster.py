@@ -1,4 +1,6 @@
-"""Implements `Cluster` on Kubernetes: reads from the watches' caches, and writes for `apply`."""
+"""Implements `Cluster` on Kubernetes. Reads come from the caches, and only `apply`
+requests writes.
+"""
 
 from __future__ import annotations
 
@@ -560,7 +562,9 @@ class KubernetesCluster:
                 # The namespace is gone, so the job is gone too or will be soon.
                 raise Conflict from error
             elif error.status == 404 and manifest["kind"] in (GANG, WORKLOAD):
-                raise Refused(error.status, f"this cluster no longer serves it: {error.message}") from error
+                raise Refused(
+                    error.status, f"this cluster no longer serves {manifest['kind']}s: {error.message}"
+                ) from error
             else:
                 raise Refused(error.status, error.message) from error
         else:

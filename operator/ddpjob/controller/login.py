@@ -1,4 +1,5 @@
-"""Signs kopf in with the service account, or else with the kubeconfig, and limits what kopf reads.
+"""Authenticates kopf by the service account or, without one, by the kubeconfig, and limits what
+kopf reads.
 
 kopf keeps all objects of a list in memory, and each changed object for a few seconds. Users choose
 how large a DDPJob and its metadata are. Therefore kopf gets only the names and versions of jobs.

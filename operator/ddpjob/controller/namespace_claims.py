@@ -1,4 +1,4 @@
-"""Claims namespaces, so that only the first of two operators acts on the jobs of a namespace.
+"""Claims namespaces, so that if two operators watch a namespace, only the first acts on its jobs.
 
 Without claims, each operator would mistake the other's key for a change to its own key, and would
 therefore restart jobs. Helm prevents most installations that would make two operators watch the

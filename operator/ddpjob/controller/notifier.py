@@ -1,4 +1,5 @@
-"""Posts notifications to receivers: webhooks that the platform team has named, with URLs in files.
+"""Posts notifications to receivers. A receiver is a webhook that the platform team names, with its
+URL in a file.
 
 A job only names a receiver, so people who create jobs cannot choose the address that the operator
 sends to. Each receiver has its own workers, so a receiver that hangs does not delay the other

@@ -92,7 +92,7 @@ class Settings:
         def number(name: str, default: int) -> int:
             value = text(name, str(default))
             if not value.isdigit():
-                raise SettingsError(f"{PREFIX}{name} is {value!r}; it must be an integer")
+                raise SettingsError(f"{PREFIX}{name}={value!r}: must be an integer")
             return int(value)
 
         def peers(name: str, kind: type, default: str) -> Any:
@@ -100,15 +100,15 @@ class Settings:
             try:
                 found = json.loads(value)
             except ValueError as error:
-                raise SettingsError(f"{PREFIX}{name} is {value!r}; it must be JSON: {error}") from error
+                raise SettingsError(f"{PREFIX}{name}={value!r}: must be JSON ({error})") from error
             if not isinstance(found, kind) and (found is not None or default != "null"):
-                raise SettingsError(f"{PREFIX}{name} is {value!r}; it must be a JSON {kind.__name__}")
+                raise SettingsError(f"{PREFIX}{name}={value!r}: must be a JSON {'list' if kind is list else 'object'}")
             return found
 
         def words(name: str) -> tuple[str, ...]:
             found = peers(name, list, "[]")
             if len(found) > MOST_SIGNALS or not all(isinstance(w, str) and w.strip("*") for w in found):
-                raise SettingsError(f"{PREFIX}{name} is {found!r}; it must be at most {MOST_SIGNALS} names")
+                raise SettingsError(f"{PREFIX}{name}={found!r}: must be a list of at most {MOST_SIGNALS} names")
             return tuple(found)
 
         # A Secret may contain bytes that are not text.
@@ -121,13 +121,15 @@ class Settings:
             )
         shards, lease_namespace = number("SHARDS", cls.shards), text("LEASE_NAMESPACE", "")
         if not 1 <= shards <= MOST_SHARDS:
-            raise SettingsError(f"{PREFIX}SHARDS is {shards}; it must be from 1 to {MOST_SHARDS}")
+            raise SettingsError(f"{PREFIX}SHARDS={shards}: must be from 1 to {MOST_SHARDS}")
         if shards > 1 and not lease_namespace:
-            raise SettingsError(f"{PREFIX}SHARDS is {shards}; for more than one shard, set {PREFIX}LEASE_NAMESPACE")
+            raise SettingsError(
+                f"{PREFIX}SHARDS={shards}: more than one shard needs Leases; set {PREFIX}LEASE_NAMESPACE"
+            )
         log_level = text("LOG_LEVEL", cls.log_level).upper()
         if log_level not in logging.getLevelNamesMapping():
-            remedy = "it must be DEBUG, INFO, WARNING, ERROR or CRITICAL"
-            raise SettingsError(f"{PREFIX}LOG_LEVEL is {log_level!r}; {remedy}")
+            remedy = "must be DEBUG, INFO, WARNING, ERROR or CRITICAL"
+            raise SettingsError(f"{PREFIX}LOG_LEVEL={log_level!r}: {remedy}")
         return cls(
             key=key,
             namespaces=tuple(n.strip() for n in text("NAMESPACES", "").split(",") if n.strip()),
@@ -170,7 +172,7 @@ def _metrics_peers(found: list[Json]) -> tuple[Json, ...]:
                 block["except"] = [network(text) for text in block["except"]]
     except (AttributeError, TypeError):
         text = "must be a list of NetworkPolicy peers, and each ipBlock an object with a cidr"
-        raise SettingsError(f"{PREFIX}METRICS_PEERS is {json.dumps(found)}; it {text}") from None
+        raise SettingsError(f"{PREFIX}METRICS_PEERS={json.dumps(found)}: {text}") from None
     return tuple(found)
 
 

@@ -1,4 +1,4 @@
-"""Converts pods, claims and Workloads of the Kubernetes API into the views that decisions need."""
+"""Converts pods, claims and Workloads from the Kubernetes API into the views that `core` reads."""
 
 from __future__ import annotations
 

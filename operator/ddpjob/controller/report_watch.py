@@ -1,4 +1,5 @@
-"""Follows all coordinators: keeps each job's last report, and wakes the job when a report has news.
+"""Follows all coordinators, keeps each job's last report, and wakes the job when its report
+changes.
 
 A reconcile reads the reports that are kept here, and never waits for a coordinator. Coordinators
 run users' images. A coordinator that hangs, sends too much or reports something wrong must

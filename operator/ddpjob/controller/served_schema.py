@@ -1,4 +1,4 @@
-"""Checks that the served CRD has the status fields that this operator writes.
+"""Checks that the CRD in the cluster has the status fields that this operator writes.
 
 The status is the operator's only memory, and the API server drops fields that the CRD does not
 describe. `helm upgrade` does not update the CRD, so the CRD may be older than the operator.

@@ -1,4 +1,5 @@
-"""Every decision about a job: pure functions over frozen values, without I/O, clock or randomness.
+"""Every decision about a job, as pure functions of frozen values. They neither do I/O nor use a
+clock or random numbers.
 
 `decide` maps a job, the observed world and the time to a `Decision`; `follow` works out what has
 happened to the group's pods. The other packages are `failures` (why pods and groups failed, and

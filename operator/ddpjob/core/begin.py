@@ -1,4 +1,5 @@
-"""Decides a job's generation and slots when the job starts, resumes, changes or gives up nodes.
+"""Decides a job's generation and slots when the job starts, is resumed or changed, or gives up
+nodes.
 
 A generation is one coordinator with its pods (`plan.slots`). The question here is whether the
 current generation still fits the job, and if not, how much of it must be replaced.

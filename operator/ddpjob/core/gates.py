@@ -1,4 +1,5 @@
-"""The gates that a job passes before it may run. A gate lets the job pass or ends the reconcile.
+"""The gates that a job must pass before it may run. A gate either lets the job pass or ends the
+reconcile.
 
 A view lets the job pass to the next gate. A decision ends the reconcile, because the job may not
 run now. `decide.GATES` defines their order, and each gate relies on the previous ones:

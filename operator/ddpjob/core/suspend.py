@@ -1,4 +1,4 @@
-"""Decides how a job loses its pods when it is suspended or waits for a class or quota.
+"""Decides how a job's pods are deleted when the job is suspended, or waits for a class or quota.
 
 Scripts must be able to save, no pod must be left running, and the job must find a new plan when it
 resumes.

@@ -1,4 +1,4 @@
-"""The view on which a reconcile decides: a job, its status, the observed objects and the time."""
+"""What a reconcile knows when it decides: a job, its status, the observed objects and the time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Decides whether a job's claims can serve all its nodes, and whether it may use an existing claim.
+"""Decides whether a job's claims can serve all its nodes, and whether the job may use an existing
+claim.
 
 Pods that mount an unsuitable claim wait without a clear error, or train from scratch unnoticed. So
 no pod is created until every claim exists, suits the number of nodes, and holds the right data.
@@ -145,7 +146,7 @@ def _taken(job: DDPJob, user: str) -> str:
     kind, volume, folder = _folder(job)
     where = f"folder {folder} of {kind} {volume}" if folder else f"the root of {kind} {volume}"
     return (
-        f"{where} is in use by job {user}; this job starts when that job has finished. To use a separate folder, "
+        f"{where} is in use by job {user}; this job starts when the other job has finished. To use a separate folder, "
         f"create this job without storage.checkpoints.subPath. To share the folder, set "
         f"storage.checkpoints.exclusive: false in both jobs"
     )
@@ -231,7 +232,7 @@ def _lost(job: DDPJob, claim: ClaimView) -> Unusable | None:
     if not (job.status.trained and job.status.claim_made):
         return None
     message = (
-        f"the claim {claim.name} of {FIELD} no longer exists, and its checkpoints are lost; to train from the "
+        f"the claim {claim.name} of {FIELD} no longer exists, and the checkpoints in it are lost; to train from the "
         "beginning, delete the job and create it again; to continue from a copy of the checkpoints, suspend the job, "
         "remove claimTemplate, set claimName to the claim with the copy, and set subPath to `.`"
     )
@@ -242,7 +243,7 @@ _USE = (
     "to use the claim as it is, remove claimTemplate, set claimName to this claim, and set subPath to `.`; otherwise "
     "delete the claim, or choose a different name for the job"
 )
-_WAIT = "wait until it is removed, or choose a different name for the job"
+_WAIT = "wait until the claim is removed, or choose a different name for the job"
 
 
 def _sizes(job: DDPJob) -> str:

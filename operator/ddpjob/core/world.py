@@ -1,4 +1,4 @@
-"""The state of one job that a reconcile observes, as frozen values.
+"""The observed state of one job, as frozen values.
 
 It includes pods, hosts, claims and the coordinator's report.
 """

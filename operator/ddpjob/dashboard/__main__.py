@@ -1,4 +1,4 @@
-"""`python -m ddpjob.dashboard`: serves the dashboard in a cluster, where the Helm chart starts it.
+"""Serves the dashboard in a cluster, where the Helm chart runs `python -m ddpjob.dashboard`.
 
 It has no rights of its own (see `viewers`).
 """

@@ -1,4 +1,6 @@
-"""Follows all jobs of a cluster or this machine in threads, and keeps the job list up to date."""
+"""Threads that follow all jobs of a cluster or of this machine, and keep the job list up
+to date.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decides who may use a dashboard that runs in a cluster, by the token of each viewer.
+"""Checks each viewer's token to decide who may use a dashboard that runs in a cluster.
 
 The dashboard has no rights of its own, and reads everything with the tokens of its viewers. The API
 server checks a token when a view is opened for it, and every few seconds after that. Data that was

@@ -1,4 +1,5 @@
-"""Performs decisions. Nothing else creates, deletes or patches anything that belongs to a job.
+"""Carries out decisions. No other module creates, deletes or patches anything that belongs to a
+job.
 
 A decision is plain data: the new status, a list of actions, and events. The operator may die
 between any two calls to the API server, and its successor knows only what is stored there. The

@@ -1,4 +1,4 @@
-"""HTTP client for jobs' coordinators, used by both implementations of `Cluster`.
+"""An HTTP client for jobs' coordinators, which both implementations of `Cluster` use.
 
 A coordinator runs the user's image, and its address may by now belong to a different pod. A peer
 must therefore prove that it knows the job's token before its response is trusted. The token itself

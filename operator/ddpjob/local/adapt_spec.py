@@ -1,4 +1,4 @@
-"""Adapts a spec to this machine, and reports warnings, and problems that prevent a run."""
+"""Adapts a spec to this machine, warns about the differences, and reports what prevents a run."""
 
 from __future__ import annotations
 

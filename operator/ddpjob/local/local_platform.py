@@ -1,4 +1,6 @@
-"""Settings for pods that run on a single machine, and a search for free ports for a coordinator."""
+"""Settings for pods that run on a single machine, and a function that finds free ports for a
+coordinator.
+"""
 
 from __future__ import annotations
 

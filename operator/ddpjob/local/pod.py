@@ -1,4 +1,6 @@
-"""A pod on this machine: one process group per container, reported as a kubelet would."""
+"""A pod on this machine. Each container is a process group, and the status looks like a
+kubelet's.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Builds the objects that isolate a job: a NetworkPolicy, and a Secret with its pods' token."""
+"""Builds the objects that isolate a job: a NetworkPolicy, and a Secret with the token for
+its pods.
+"""
 
 from __future__ import annotations
 

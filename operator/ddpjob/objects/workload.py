@@ -1,4 +1,4 @@
-"""Builds the Workload that asks Kueue for the quota of all the job's pods."""
+"""Builds the Workload that requests quota from Kueue for all pods of a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The coordinator of one job. It admits members, forms rounds, judges their breaks, and reports.
+"""The coordinator of one job. It admits members, forms rounds, finds out why they break, and
+reports.
 
 The modules that decide open no sockets and read no clock, so tests can run them step by step.
 `server` provides both. The package needs only the standard library.

@@ -1,4 +1,4 @@
-"""Decides how long a group waits before its next round if its own failures repeat without progress.
+"""Decides how long to delay a round after the job has failed repeatedly without making progress.
 
 Without back-off, a script that fails at its first step would restart several times a minute. It
 would fill the logs and use up its restarts before anybody can look. A job that trains for hours

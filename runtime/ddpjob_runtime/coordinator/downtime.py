@@ -35,7 +35,8 @@ class Downtime:
         """
         self._steps_are_seen = True
         if running:
-            self.since = self.since or self._since_before_first_step
+            if self.since is None:
+                self.since = self._since_before_first_step
             self._since_before_first_step = None
             self._end(now)
 

@@ -1,4 +1,4 @@
-"""The evidence so far about why a round broke, while reports are still arriving.
+"""Collects evidence of why a round broke, while reports are still arriving.
 
 The verdict is the first of these that is available:
 

@@ -1,4 +1,4 @@
-"""Answers HTTP requests on the port that the coordinator's members also use, one per connection.
+"""Answers HTTP requests, one per connection, on the port to which members also connect.
 
 Anyone can read the health and the metrics. All other requests (for the report, progress posts and
 changes) need the job's token.

@@ -1,5 +1,5 @@
-"""The clock and timers of the coordinator's decisions, which tests advance by hand, and a function
-that awaits with a timeout.
+"""The coordinator's clock and timers, which tests advance by hand, and a function that awaits with
+a timeout.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The sequence of rounds: a round forms, runs and breaks, the cause of the break is found, and the
-next round forms.
+"""The sequence of rounds: after a round breaks, the cause is determined and the next round forms.
 
 This module opens no sockets, and its clock is passed in. After each event, `advance` does whatever
 is due and sets an alarm for whatever will be due later.

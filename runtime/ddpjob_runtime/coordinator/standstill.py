@@ -1,4 +1,5 @@
-"""Checks in a round without steps whether any rank still works, and which one blocks the others.
+"""Checks, if a round completes no steps, whether any rank is still working and which rank blocks
+the others.
 
 A check (`Look`) asks every launcher for the stacks of its workers, and for what they have done
 since the last check (`worker_vitals`). One check proves nothing, so a `Standstill` compares each

@@ -1,4 +1,4 @@
-"""The launcher's part of `spec.preflight`: runs the checks and finds the faulty node.
+"""The launcher's part of `spec.preflight`, which runs the checks and finds the faulty node.
 
 A new pod checks its own node before it is ready. With scope Group, a new pod's first round begins
 with a link check in stages. The later stages are needed only if the first one fails:

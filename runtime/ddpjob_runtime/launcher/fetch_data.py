@@ -1,4 +1,4 @@
-"""Fetches spec.storage.data.url before workers start, once per folder. Verifies the files, and
+"""Fetches spec.storage.data.url once per folder before workers start, verifies the files, and
 resumes after an interruption.
 
     NAME                      a whole object, renamed to this name once size and checksum (if any) match

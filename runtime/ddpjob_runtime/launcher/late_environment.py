@@ -1,4 +1,5 @@
-"""Applies variables that a script sets before `import torch`, although torch is already imported.
+"""Applies the environment variables that a script sets before `import torch`, even though torch is
+already imported.
 
 In a worker that was forked with torch imported, torch is hidden until the program imports it. At
 that import, torch rereads those variables that the program has changed. If it cannot reread some of

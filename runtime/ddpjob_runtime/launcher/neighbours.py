@@ -1,4 +1,5 @@
-"""Watches the nodes before and after this one in rank order, to notice an unreachable host.
+"""Watches the nodes before and after this one in rank order, so that an unreachable host is noticed
+early.
 
 A host without power or network sends nothing, and neither does a process that is paused for a few
 seconds. All other nodes wait until it is clear which of the two has happened. The kernel of a live

@@ -1,4 +1,6 @@
-"""Detects whether the kernel has killed processes of this container at its memory limit."""
+"""Detects whether the kernel has killed processes because this container reached its
+memory limit.
+"""
 
 from __future__ import annotations
 

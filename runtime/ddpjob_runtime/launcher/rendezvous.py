@@ -1,4 +1,5 @@
-"""torchrun's rendezvous handler, with which the coordinator decides a round's members and ranks.
+"""torchrun's rendezvous handler, through which the coordinator sets the members and ranks of a
+round.
 
 To get its next group, torchrun's agent calls its handler's `next_rendezvous`. It then starts
 workers with the rank, world size and store that the handler returns. With torchrun's own handler,

@@ -1,4 +1,4 @@
-"""Ends the launcher: its only exit path, which records the reason and runs only once.
+"""The launcher's only exit path, which runs only once and records why the launcher ends.
 
 Signals, the coordinator's `stop`, a lost coordinator and errors can all end the launcher, on
 different threads and at the same time. The first caller decides the exit code, and the others

@@ -1,4 +1,4 @@
-"""The private parts of torch that the launcher replaces or uses, and a check that they exist.
+"""The private APIs of torch that the launcher uses or replaces, and a check that they exist.
 
 torchrun has no hooks for a custom agent, so the launcher replaces five of torchrun's names, always
 through this module's functions. All five have existed since torch 2.6, the oldest supported

@@ -1,4 +1,4 @@
-"""Reads from /proc what workers have done since the last check, and what they wait for.
+"""Reads from /proc what workers have done since the last check, and what they are waiting for.
 
 A worker is judged together with all processes of its session, because its data-loader processes or
 a program that it started may do its work. Activity that the kernel does not show is not counted.

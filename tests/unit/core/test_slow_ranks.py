@@ -110,7 +110,7 @@ def test_no_rank_moves_and_no_node_is_left_twice_within_an_hour() -> None:
     ago = -APART.total_seconds()
     assert "the same rank" in why(seen({2: SLOW}, **restarts((2, "n9", ago))))
     assert "the job left this Kubernetes node" in why(seen({2: SLOW}, **restarts((1, "n2", ago))))
-    left = AvoidedNode(node="n2", until=later(999), reason="SlowRank on it within an hour")
+    left = AvoidedNode(node="n2", until=later(999), reason="SlowRank occurred there within an hour")
     assert "the job left this Kubernetes node" in why(seen({2: SLOW}, avoided_nodes=(left,)))
     assert moved(seen({2: SLOW}, **restarts((2, "n2", -3600)))) == [2]
     three = restarts(*((0, f"n{number}", ago) for number in (7, 8, 9)))

@@ -1,4 +1,4 @@
-"""Keeps the scores of the folder's checkpoints and the name of the best one in DIR/best.json.
+"""Records in DIR/best.json the score of each checkpoint and the name of the best one.
 
 DIR/best.pt (or best.dcp) links to the best checkpoint.
 """

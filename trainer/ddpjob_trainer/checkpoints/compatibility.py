@@ -1,4 +1,6 @@
-"""Checks whether a checkpoint fits a model, and lists differing tensors and the keys to set."""
+"""Checks whether a checkpoint fits a model, lists the tensors that differ, and suggests keys to
+set.
+"""
 
 from __future__ import annotations
 

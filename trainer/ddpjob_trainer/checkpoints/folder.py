@@ -1,4 +1,6 @@
-"""The checkpoint folder: decides when to save, which ranks write, what to keep, where to resume."""
+"""Manages the checkpoint folder: when to save, which ranks write, what to keep, and where to
+resume.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The checkpoints of both formats in one folder, and whether each is known to be intact."""
+"""Lists the checkpoints of both formats in a folder, and records which of them are known to be
+intact.
+"""
 
 from __future__ import annotations
 

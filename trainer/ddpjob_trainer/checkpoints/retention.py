@@ -1,4 +1,4 @@
-"""Decides which checkpoints to delete: a pure function of what is in the folder."""
+"""Decides which checkpoints to delete, as a pure function of the folder's contents."""
 
 from __future__ import annotations
 

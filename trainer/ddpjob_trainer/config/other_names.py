@@ -1,4 +1,6 @@
-"""Maps names of settings in other trainers and tutorials to this trainer's keys, with remarks."""
+"""Maps the settings of other trainers and tutorials to this trainer's keys, and explains
+differences.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One table of the settings that strategies do not support, for both refusals and documentation.
+"""The settings that strategies do not support, in one table for error messages and documentation.
 
 Problem: if a strategy ignored a setting, the run would not match its configuration. Such a run must
 be refused with a message that names a strategy that supports the setting. If each strategy checked

@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100, in both of the official versions: binary and python (pickles).
+"""CIFAR-10 and CIFAR-100, in both official versions: binary and python (pickles).
 
 Formats: https://www.cs.toronto.edu/~kriz/cifar.html. Only downloads use torchvision. Reading does
 not need it, because importing torchvision takes seconds.

@@ -1,4 +1,4 @@
-"""Reads a batch of CIFAR's python version, which is a pickle, without Python's unpickler.
+"""Reads a file of CIFAR's python version, which is a pickle, without Python's unpickler.
 
 A pickle is a program for a stack machine. Python's machine lets the file import names, call them,
 set attributes (the opcode BUILD with a pair is `setattr`, even on a class) and choose the size of

@@ -1,4 +1,4 @@
-"""Reports the first unreadable images, counts all of them, and ends the run if too many occur."""
+"""Counts unreadable images, reports the first of them, and ends the run if there are too many."""
 
 from __future__ import annotations
 

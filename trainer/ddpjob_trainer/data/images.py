@@ -1,4 +1,4 @@
-"""A data set of encoded images, which are in a folder of files or in tar shards.
+"""A data set of encoded images in a folder or in tar shards.
 
 A pool of processes reads and decodes images, and the device normalizes them.
 """

@@ -1,4 +1,4 @@
-"""Data sets held on the training device as uint8 images, without worker processes.
+"""Data sets that are kept on the training device as uint8 images and need no worker processes.
 
 Whole batches are augmented on the device.
 """

@@ -1,4 +1,5 @@
-"""Lists the images in a folder of class folders once per node, and keeps the list for later starts.
+"""Lists the images below a folder of classes. This happens once per node, and later starts reuse
+the list.
 
 Listing ImageNet's 1.3 million names takes seconds on an idle disk and minutes on a network file
 system. Every rank would need that time at every start. Adding, removing or renaming a file changes

@@ -1,4 +1,5 @@
-"""Decides which samples a step takes, and on which rank. The number of ranks may change.
+"""Decides which samples each step uses, and which rank processes them. The number of ranks may
+change.
 
 Training that loses a node and continues with fewer ranks should compute the same numbers. A step's
 result must therefore not depend on the number of ranks, and ranks must not keep their own counts.

@@ -1,4 +1,4 @@
-"""Sharded tensors (DTensor), without the slow import of torch.distributed.tensor."""
+"""Handles sharded tensors (DTensor) without the slow import of torch.distributed.tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Measures how a step's time is spent: on this rank's own work, or waiting for others.
+"""Measures how much of a step this rank spends on its own work, and how much on waiting for other
+ranks.
 
 DDP's exchange overlaps with the backward pass and ends within torch's backward call. Timing that
 call would therefore show the slowest rank's time on every rank. At the end of a backward pass, the

@@ -1,1 +1,1 @@
-"""How a rank starts, stops on a signal, is fenced and ends."""
+"""Modules for fencing a rank, for stopping it on a signal, and for its exit."""

@@ -1,4 +1,4 @@
-"""Lets only the newest incarnation of a single job write to a checkpoint folder.
+"""Ensures that only one job, and only its newest incarnation, writes to a checkpoint folder.
 
 Leftover processes of older incarnations are fenced.
 """

@@ -1,4 +1,4 @@
-"""Writes a rank's Python stacks if no step begins for nearly train.timeout_seconds.
+"""Writes a rank's Python stacks when no step has begun for almost train.timeout_seconds.
 
 The stacks of all threads are written to rank-N.txt. faulthandler writes from C, even while Python
 is blocked in a collective or never releases the GIL. A thread copies the file to stderr. Without a

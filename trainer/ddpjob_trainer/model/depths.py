@@ -1,4 +1,4 @@
-"""The depth of each parameter in a model, which sets its learning rate with optim.layer_decay."""
+"""The depth of each parameter in a model, from which optim.layer_decay derives learning rates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Lets ranks share a micro-batch, with joint batch normalization and common random numbers.
+"""Lets several ranks share a micro-batch, with joint batch normalization and the same random
+numbers.
 
 `data/sampler.py` divides a micro-batch between ranks if whole micro-batches would leave ranks idle.
 The result must be the same as on a single rank. Most layers treat every sample separately and work

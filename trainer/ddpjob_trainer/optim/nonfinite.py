@@ -1,4 +1,4 @@
-"""Skips steps whose loss or gradient is not finite, on all ranks and with a warning.
+"""Skips a step on all ranks, with a warning, if its loss or gradient is not finite.
 
 Too many consecutive skipped steps end the training. If the loss is not finite on one rank, the
 summed gradient is not finite on all ranks, so every rank skips the step without any communication.

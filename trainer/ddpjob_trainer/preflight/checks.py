@@ -1,4 +1,6 @@
-"""Judges all ranks' findings on rank 0, by pure functions that name the culprit and the remedy."""
+"""Evaluates all ranks' findings on rank 0, with pure functions that name the culprit and the
+remedy.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`python -m ddpjob_trainer preflight [--json FILE] [--config FILE] [key=value ...]`: on all ranks, or alone."""
+"""`python -m ddpjob_trainer preflight [--json FILE] [--config FILE] [key=value ...]` checks all
+ranks, or a single rank alone.
+"""
 
 from __future__ import annotations
 

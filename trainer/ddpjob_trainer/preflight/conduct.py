@@ -1,4 +1,4 @@
-"""Conducts the preflight from beginning to end.
+"""Runs the preflight from beginning to end.
 
 Every rank leaves its findings in the store, and rank 0 judges between steps.
 """

@@ -1,4 +1,4 @@
-"""Notes that ranks leave for each other before they form a group.
+"""Lets ranks leave notes for each other before they form a group.
 
 Notes are JSON in the store, and waiting for a note has a deadline.
 """

@@ -1,4 +1,6 @@
-"""A preflight's results: ranks' findings, rank 0's judgements, and the output as table or JSON."""
+"""A preflight's results: the ranks' findings, rank 0's judgements, and the output as a table or
+JSON.
+"""
 
 from __future__ import annotations
 

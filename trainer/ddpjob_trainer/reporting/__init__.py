@@ -1,1 +1,1 @@
-"""The outputs of a run: the terminal, metrics.jsonl, coordinator, ledger, profiles and sinks."""
+"""The outputs of a run: terminal, metrics.jsonl, coordinator, ledger, profiles and sinks."""

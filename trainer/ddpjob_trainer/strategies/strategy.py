@@ -1,4 +1,4 @@
-"""The interface of a strategy, which is one way in which ranks share a model's training."""
+"""The interface of a strategy. A strategy defines how the ranks divide the work of training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Writes the first manifest and script for `ddpjob init`, and gives advice on a script."""
+"""The command `ddpjob init`, which writes a manifest and a script, or checks an existing script and
+gives advice.
+"""
 
 from __future__ import annotations
 

@@ -1,3 +1,3 @@
-"""Backends for jobs in clusters, for jobs on this machine, and for the records that deleted jobs
-left in their checkpoint folders.
+"""Backends for three kinds of jobs: in a cluster, on this machine, and deleted jobs whose records
+are in their checkpoint folders.
 """

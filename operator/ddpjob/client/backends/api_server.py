@@ -1,4 +1,4 @@
-"""Sends a user's requests to the API server, in plain JSON.
+"""Sends a user's requests to the API server as plain JSON.
 
 The official client handles kubeconfig, credentials and connections.
 """

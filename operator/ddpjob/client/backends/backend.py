@@ -1,4 +1,4 @@
-"""`Backend`: reads and changes jobs in a namespace of a cluster, or in this machine's runs."""
+"""The interface `Backend`, which reads and changes the jobs of a namespace or of this machine."""
 
 from __future__ import annotations
 

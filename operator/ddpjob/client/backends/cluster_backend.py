@@ -1,4 +1,4 @@
-"""Reads and changes jobs of a cluster through the API server, with the user's rights."""
+"""Reads and changes a cluster's jobs through the API server, with the user's permissions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Reads the logs that deleted pods left next to the checkpoints, from a folder, a pod or a bucket.
+"""Reads the logs that deleted pods left next to their checkpoints. The logs may be in a folder, a
+pod or a bucket.
 
 The launcher keeps the end of each log (`launcher/keep_log.py`). The job decides on the names and
 the contents of these files, so it cannot be trusted: sizes are bounded, links are not followed, and

@@ -1,4 +1,4 @@
-"""A `Backend` that reads deleted jobs from their checkpoint folders, for the dashboard."""
+"""A `Backend` for the dashboard, which finds deleted jobs in their checkpoint folders."""
 
 from __future__ import annotations
 

@@ -315,7 +315,7 @@ class ProcessBackend:
                 run.kill()  # Otherwise, the job might start after its submission has been reported as failed.
                 run.wait()
                 raise Mistake(
-                    f"`ddpjob run` was killed, because it wrote no record within {_STARTED_SECONDS:g} s; see {output}"
+                    f"`ddpjob run` was killed, because it wrote no record within {_STARTED_SECONDS:g} s; read {output}"
                 )
             time.sleep(0.1)
 

@@ -1,4 +1,4 @@
-"""Follows the logs of all of a job's pods, including replacements, as one stream of lines."""
+"""Merges the logs of a job's pods, including replacement pods, into one stream of lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builds a DDPJob from a command line, and a ConfigMap with the user's code."""
+"""Builds a DDPJob from a command line, and builds a ConfigMap that contains the user's code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packs a folder with code, and uploads it to a bucket for spec.code.
+"""Packs a folder of code into an archive, and uploads the archive to a bucket for spec.code.
 
 An archive is named by its SHA-256, and the same files make the same archive: paths are sorted,
 times and owners are 0, and modes are 644 or 755. A folder is therefore uploaded only once, however

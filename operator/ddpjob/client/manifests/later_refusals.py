@@ -1,4 +1,4 @@
-"""Finds faults in a DDPJob that its schema allows, but that make Kubernetes reject its pods later.
+"""Finds faults that the DDPJob schema allows, but that later make Kubernetes reject the job's pods.
 
 `ddpjob validate` uses this module. The operator does not: it creates the pods and shows the API
 server's own response, which a check here can only predict.

@@ -1,4 +1,4 @@
-"""Rewrites a command line for a different launcher as a torchrun line that starts the same ranks.
+"""Translates command lines of other launchers into torchrun commands that start the same ranks.
 
 `accelerate launch`, `deepspeed` and `srun` all start a script that finds its rank in RANK,
 LOCAL_RANK and WORLD_SIZE, which torchrun also sets. Only their options differ:

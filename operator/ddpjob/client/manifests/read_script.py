@@ -1,4 +1,5 @@
-"""Finds a script's main variables, and whether its ranks form a group, without running the script.
+"""Determines, without running a script, what its main variables are and whether its ranks form a
+group.
 
 A script written for one GPU also runs under torchrun, but each rank then trains its own model on
 all the data, without any error. Users must learn this before the job starts. They also need to know

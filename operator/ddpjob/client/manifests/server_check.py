@@ -1,4 +1,6 @@
-"""`ddpjob validate --server`: asks the API server whether it accepts a job and its pods."""
+"""The option `ddpjob validate --server`, which asks the API server whether it accepts a job and its
+pods.
+"""
 
 from __future__ import annotations
 

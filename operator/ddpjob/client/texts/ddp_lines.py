@@ -1,4 +1,4 @@
-"""The lines of code that make a script for one GPU train with several ranks together.
+"""The lines of code that users add to a single-GPU script so that it trains on several ranks.
 
 A script with its own training loop needs eight lines. They import `os`, form the group, select this
 rank's GPU, add the sampler, wrap the model, set the sampler's epoch, save on one rank only, and

@@ -1,4 +1,5 @@
-"""`ddpjob doctor`: checks that client, CRD and operator match and that the user's rights suffice.
+"""The command `ddpjob doctor`, which checks the versions of client, CRD and operator, and the
+user's permissions.
 
 It suggests a remedy for each failure.
 """

@@ -1,4 +1,4 @@
-"""`ddpjob doctor` without a cluster: checks whether this machine can run jobs.
+"""The part of `ddpjob doctor` that needs no cluster and checks whether this machine can run jobs.
 
 torch is queried in a separate process, because the operator's package never imports it.
 """

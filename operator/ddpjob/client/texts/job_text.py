@@ -1,4 +1,4 @@
-"""Describes a job in words: its row, its description, and the reason why it waits or failed.
+"""Describes a job in words: its table row, its details, and why it is waiting or has failed.
 
 These texts use only the job's object, pods and events.
 """

@@ -1,4 +1,4 @@
-"""Reads a job's measurements, which the trainer or `ddpjob_report` has written to metrics.jsonl.
+"""Reads the measurements that the trainer or `ddpjob_report` has written to a job's metrics.jsonl.
 
 The file cannot be trusted. A line may be incomplete, made by an attacker, or written by another
 program.

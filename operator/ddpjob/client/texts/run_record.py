@@ -1,4 +1,5 @@
-"""Reads which commit a job was submitted from, and with which GPU and package versions it trained.
+"""Reads the commit from which a job was submitted, and the GPU model and package versions that it
+used.
 
 The client writes the git commit of the folder that a job is submitted from into annotations. Rank 0
 sends its GPU and the versions of its packages with its first report, and the status keeps them.

@@ -1,4 +1,4 @@
-"""Leader election with client-go's algorithm. Only the replica that holds a Lease acts.
+"""Leader election with client-go's algorithm. Only the replica that holds the Lease acts.
 
 Two replicas must never act at the same time, and a replica that dies must be replaced soon. The
 algorithm must not rely on two machines having the same time.

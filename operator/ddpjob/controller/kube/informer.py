@@ -1,4 +1,4 @@
-"""Caches collections of objects of the API server. An `Informer` fills its cache by list and watch.
+"""Caches Kubernetes objects. An `Informer` fills its cache by a list request, then by a watch.
 
 kopf watches the jobs (`job_cache.py`). The objects that the operator makes for them are followed
 here, because kopf does not report deletions that happen while its watch is interrupted, and does
@@ -209,7 +209,12 @@ class Cache(Generic[View]):
     def _log_forbidden(self, error: ApiError, level: int = logging.ERROR) -> None:
         if not self._logged_forbidden:
             self._logged_forbidden = True
-            log.log(level, "%s cannot be watched: %s. Grant the operator get, list and watch on it", self.path, error)
+            log.log(
+                level,
+                "%s cannot be watched: %s. Grant the operator get, list and watch on this resource",
+                self.path,
+                error,
+            )
 
 
 class Informer(Cache[View]):

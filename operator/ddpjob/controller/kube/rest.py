@@ -1,4 +1,5 @@
-"""Sends JSON requests to the API server through the official asyncio client's transport and login.
+"""Sends JSON requests to the API server with the transport and credentials of the official asyncio
+client.
 
 The client's models are not used, because they are too slow.
 """

@@ -1,4 +1,4 @@
-"""A queue of keys to handle now or later, and turns that are shared fairly between groups of keys.
+"""A queue of keys to process now or later, in which groups of keys take fair turns.
 
 One process reconciles all jobs, whose keys are grouped by namespace. A pod that changes ten times a
 second must not cause ten reconciles, two workers must not reconcile the same job at once, and a

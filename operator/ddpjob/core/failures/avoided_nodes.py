@@ -1,4 +1,4 @@
-"""Decides which Kubernetes nodes new pods avoid, from the restarts of the last hour.
+"""Decides, from the restarts of the last hour, which Kubernetes nodes new pods avoid.
 
 A broken host has free devices, so the scheduler would place the next pod there again. But most
 failures are the job's own fault, and each avoided host is capacity that the job cannot use. So a
@@ -70,7 +70,7 @@ def _suspects(recent: tuple[Restart, ...], now: datetime, *, trained: bool) -> l
         losses = [r for r in lost if r.node == host]
         failures = losses + [r for r in own if r.node == host]
         if faults:
-            reason, of = faults[-1].reason + " on it within an hour", faults
+            reason, of = faults[-1].reason + " occurred there within an hour", faults
         elif len(losses) >= LOSSES:
             reason, of = f"lost {len(losses)} times within an hour", losses
         elif alone and len(failures) >= FAILURES:

@@ -1,5 +1,5 @@
-"""Decides why a job's pod ended, from the pod and its host. `policy` decides whether the cause
-counts.
+"""Decides why a pod ended, from the states of the pod and its host. `policy` decides whether that
+counts against the restart budget.
 
 Kubernetes reports the reason in many places, often in several at once: a condition of the pod, its
 reason, the state of its container, the exit code, and the last output of the program. An evicted

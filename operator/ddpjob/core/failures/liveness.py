@@ -1,4 +1,4 @@
-"""Determines since when a pod has been silent, and whether it is given up as lost.
+"""Determines how long a pod has been silent, and whether it is declared lost.
 
 A pod on a machine without power looks healthy, because Kubernetes keeps showing the last state that
 its kubelet reported. Giving up a pod too early costs a restart for a short network outage, but

@@ -1,4 +1,4 @@
-"""Decides which of several failures seen together is the cause and which are consequences.
+"""Decides which of several failures observed together is the cause, and which are its consequences.
 
 One break of the group must count once, but it is seen twice: Kubernetes shows the ends of pods
 immediately, and the coordinator reports an incident for the break about a second later. Either may

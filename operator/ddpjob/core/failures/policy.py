@@ -1,4 +1,5 @@
-"""Decides by the cause of a restart whether it counts against the budget and whether the job fails.
+"""Decides, from a restart's cause, whether the restart counts against the budget and whether the
+job fails.
 
 A restart helps after a lost node, but not if the program itself is wrong. It is impossible to know
 for certain which of the two has happened. The defaults therefore consider the cause, and whether

@@ -1,4 +1,5 @@
-"""Second stage of `follow`: attribute each ended pod and each new incident to a break of the group.
+"""The second stage of `follow`, which attributes ended pods and new incidents to a break of the
+group.
 
 Each break has one cause. All other failures in it are consequences, which never count. The rules
 are in `failures.merge_causes`. This stage turns ends and incidents into findings for these rules.

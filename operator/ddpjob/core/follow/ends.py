@@ -1,4 +1,5 @@
-"""First stage of `follow`: find the pods that ended since the last reconcile, and why they ended.
+"""The first stage of `follow`, which finds the pods that ended since the last reconcile, and the
+reasons.
 
 Each slot is compared with its pod, and the coordinator with its own pod. A pod has ended if it can
 no longer be used. It may have exited, vanished or been silent for too long, its image may be for a

@@ -1,4 +1,5 @@
-"""Third stage of `follow`: record restarts in the status, count them, and remember hosts to avoid.
+"""The third stage of `follow`, which records and counts restarts in the status, and remembers hosts
+to avoid.
 
 The status is written before any pod is replaced, so a restart is counted exactly once even if the
 operator dies in between. The attributed restarts are recorded first. Then this stage adds:

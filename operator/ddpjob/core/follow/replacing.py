@@ -1,4 +1,4 @@
-"""Last stage of `follow`: decide what replaces the pods that have ended, and when.
+"""The last stage of `follow`, which decides when and how ended pods are replaced.
 
 If possible, each lost pod is replaced alone: its slot gets the next attempt, and the other pods
 keep running. A new generation replaces the whole group instead (`_must_regroup`):

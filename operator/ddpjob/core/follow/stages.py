@@ -1,4 +1,4 @@
-"""Runs the stages that work out what has happened to the group since the last reconcile.
+"""Runs the stages that determine what has happened to the group since the last reconcile.
 
 1. `ends`: which pods have ended, and why
 2. `attribution`: which of these ends and new incidents are causes, and which are consequences

@@ -1,4 +1,5 @@
-"""Decides what actions make a job's objects match its plan, and what messages its coordinator gets.
+"""Decides which actions bring a job's objects in line with its plan, and which messages its
+coordinator gets.
 
 The plan is in the status: its slots name the pods that should exist. Each reconcile compares the
 plan with the world and returns the differences as actions. No action is remembered, so a lost or

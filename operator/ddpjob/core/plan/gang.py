@@ -1,4 +1,4 @@
-"""Decides which pods form the gang, and when the job gives up its nodes and waits as a gang again.
+"""Decides which pods form the gang, and when a job gives up its nodes to wait for a new gang.
 
 If a scheduler places pods one by one, two jobs may wait for each other forever, each with half of
 its pods. Only the scheduler can prevent this, so the operator creates a PodGroup for it.

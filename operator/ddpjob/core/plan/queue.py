@@ -1,4 +1,5 @@
-"""Decides what quota a job in a Kueue queue requests, whether it may run, and with how many nodes.
+"""Decides what quota a job in a Kueue queue requests, whether the job may run, and with how many
+nodes.
 
 Kueue grants quota through its own objects, Workloads. The owner of a Workload creates it, starts
 the pods when the Workload is admitted, stops them when it is evicted, and releases the quota. For

@@ -1,4 +1,5 @@
-"""Decides the attempts of slots in a new generation, after a loss, and when the job changes size.
+"""Decides the attempt of each slot in a new generation, after a loss, and when the job changes
+size.
 
 A slot is a numbered position in the group. `status.slots` has the current attempt of each
 slot, and the pod of slot 2 in attempt 5 is called `JOB-2-5`. The slots are the whole plan: a

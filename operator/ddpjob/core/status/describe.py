@@ -1,4 +1,4 @@
-"""Describes a job's present state in its status, from its pods and the coordinator's report.
+"""Describes a job's current state in its status, from its pods and the coordinator's report.
 
 Each condition has one function (`CONDITIONS`), which sees the conditions that were judged before
 it. Two rules apply to all of them:

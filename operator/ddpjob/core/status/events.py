@@ -50,7 +50,7 @@ def restart_events(
     broken = any(restart.round and not restart.consequence for restart in restarts)
     alike: dict[tuple[str, str], list[Restart]] = {}
     for restart in (*idle, *restarts):
-        meaning = "a spare: nothing restarts" if restart in idle else _counts(restart)
+        meaning = "a spare, so nothing restarts" if restart in idle else _counts(restart)
         alike.setdefault((restart.reason, meaning), []).append(restart)
     events = []
     for (_, meaning), several in alike.items():

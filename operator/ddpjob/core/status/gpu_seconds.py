@@ -1,4 +1,5 @@
-"""Counts a job's GPU seconds: the number of GPUs that pods hold, times the seconds of holding them.
+"""Counts a job's GPU seconds: the number of GPUs that its pods hold, multiplied by how long they
+hold them.
 
 Costs and fair shares are calculated in GPU hours, which nobody can reconstruct once pods are gone.
 The status therefore holds the sum, the number of GPUs that are held now, and since when:

@@ -1,4 +1,4 @@
-"""Counts a job's nodes that train as one group, and its ready spares."""
+"""Counts the nodes of a job that train together, and its ready spares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Phrases messages with singular or plural nouns, and shortens them to fit into events."""
+"""Chooses singular or plural nouns in messages, and shortens messages to fit into events."""
 
 from __future__ import annotations
 

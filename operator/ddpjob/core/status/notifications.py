@@ -1,4 +1,4 @@
-"""Decides when a job's receiver is notified, what it gets, and until when a notification is resent.
+"""Decides when to notify a job's receiver, what to send, and how long to retry.
 
 A notification must survive an operator that dies while sending it. The status therefore lists the
 notifications. An entry is written together with the event that it reports, and is Pending until its

@@ -1,4 +1,5 @@
-"""Counts the steps that each restart repeats, which is its main cost if checkpoints are rare.
+"""Counts the steps that are repeated after each restart. If checkpoints are rare, these steps are
+the main cost of a restart.
 
 When rank 0's worker starts, it reports three things (`protocol.START`): the step after which it
 continues, where that state came from, and the last step before the restart. The difference between

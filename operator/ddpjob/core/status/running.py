@@ -123,8 +123,8 @@ def _waits_for_finished(view: View) -> tuple[str, str] | None:
         return None
     return FINISHED_EARLY, (
         f"pod {name} ended with exit code 0 at {format_time(at)}, but pod {running} is still running and reports no "
-        "step. If its ranks are waiting for ranks in the pod that ended, they will wait forever. Read its log, and "
-        "run `ddpjob restart` if it hangs"
+        f"step. If ranks in pod {running} are waiting for ranks in pod {name}, they will wait forever. Read the log of "
+        f"pod {running}; if the pod hangs, run `ddpjob restart`"
     )
 
 
@@ -218,7 +218,8 @@ def _without_steps(view: View, overdue: Overdue, training: int) -> str:
     remedy = "it restarts once no rank is active" if ends else "it is left alone, because recovery.hangs is Report"
     text = (
         f"the group of {count(training, 'node')} has {_NO_STEP} {format_time(since)}"
-        f"{said}: {overdue.where}. If it hangs, {remedy}; recovery.hangAfterSeconds sets a fixed limit"
+        f"{said}: {overdue.where}. If the group hangs, {remedy}; to restart it after a fixed time, set "
+        "recovery.hangAfterSeconds"
     )
     return f"{text}\n{overdue.traceback}" if overdue.traceback else text
 

@@ -218,7 +218,7 @@ def _spread_hint(view: View, pod: PodView) -> str:
     if scheduling.one_pod_per_node and "anti-affinity" in pod.unschedulable:
         wanted = "spec.nodes and spec.spares" if view.job.spec.spares else "spec.nodes"
         return (
-            f" (one pod per {scheduling.topology_key}: fewer Kubernetes nodes fit than are needed for {wanted}; "
-            "scheduling.onePodPerNode=false lets pods share one)"
+            f" (one pod per {scheduling.topology_key}: fewer Kubernetes nodes fit than are needed for {wanted}; to let "
+            "pods share one, set scheduling.onePodPerNode to false)"
         )
     return ""

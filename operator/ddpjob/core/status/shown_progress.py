@@ -1,4 +1,4 @@
-"""Decides what `status.progress` shows from the training script's reports to the coordinator.
+"""Decides which of the figures that a training script reports are shown in `status.progress`.
 
 A script may report at every step, and may report anything. The status must stay small and valid,
 and each write is a request to the API server. So:

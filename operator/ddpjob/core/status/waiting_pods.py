@@ -1,4 +1,4 @@
-"""Finds what a pod is waiting for while nothing has failed.
+"""Explains why a pod is waiting, although nothing has failed.
 
 Kubernetes reports failures, but rarely why a healthy pod does not start. After LONG, the pod's
 conditions and init containers therefore show the most likely reason:

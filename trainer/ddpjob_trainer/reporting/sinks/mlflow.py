@@ -1,4 +1,4 @@
-"""MLflow: a single MLflow run for all incarnations, whose id is kept in RUN/mlflow.id."""
+"""MLflow: a single MLflow run for all incarnations. The run's id is kept in RUN/mlflow.id."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights & Biases: a single W&B run for all incarnations, whose id is kept in RUN/wandb.id."""
+"""Weights & Biases: a single W&B run for all incarnations. The run's id is kept in RUN/wandb.id."""
 
 from __future__ import annotations
 
