@@ -66,7 +66,7 @@ def _cell(text: str) -> str:
 
 def render_limits() -> str:
     """Return the rows of settings that some strategies do not support."""
-    rows = ["| setting | not supported by | which |", "| --- | --- | --- |"]
+    rows = ["| setting | not supported by | because the strategy |", "| --- | --- | --- |"]
     for limit in LIMITS:
         for why, names in groupby(limit.reasons.items(), key=lambda reason: reason[1]):
             setting = f"`{limit.key}`" if limit.is_set else limit.key

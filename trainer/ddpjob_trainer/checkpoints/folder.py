@@ -211,9 +211,9 @@ class CheckpointFolder:
 
     @property
     def state(self) -> SaverState:
-        """The state of this rank's writer.
+        """The state of this rank's checkpoint writer.
 
-        The ranks exchange these states whenever they agree on whether to stop or save.
+        The ranks exchange these states when they decide together whether to stop or save.
         """
         fatal = self._writer.fatal
         return SaverState(busy=self._writer.busy, failed=fatal is not None, fenced=isinstance(fatal, FencedError))
@@ -225,9 +225,9 @@ class CheckpointFolder:
         must include the sampler's `state_dict()` under the key "sampler". Raises CheckpointError
         for any other state, because a resume could not read it.
 
-        All ranks must call this together. It waits for any save in progress, and does nothing if
-        the state after `step` steps has already been saved. `completed` and `finish` report that
-        the save succeeded; `state` reports that it failed.
+        All ranks must call this together. The call waits for any save in progress, and does nothing
+        if the state after `step` steps has already been saved. `completed` and `finish` report a
+        successful save, and `state` reports a failed one.
         """
         if step == self._saved_step:
             return
@@ -254,12 +254,12 @@ class CheckpointFolder:
         return completed if self.writes else []
 
     def finish(self, seconds: float | None = None) -> None:
-        """Wait on every rank until every save is on disk. All ranks must call this together.
+        """Wait until every save is on disk, and then until the last checkpoint is uploaded.
 
-        Then wait up to `seconds` until the last checkpoint is uploaded to checkpoint.url. If
-        `seconds` is None, wait up to checkpoint.url_wait_seconds; if the upload is still incomplete
-        after that time and checkpoint.shared is false, raise CheckpointError. If one rank has an
-        error, CheckpointError is raised on all ranks.
+        All ranks must call this together. The upload to checkpoint.url may take up to `seconds`, or
+        up to checkpoint.url_wait_seconds if `seconds` is None. In the second case, an incomplete
+        upload raises CheckpointError if checkpoint.shared is false. An error on one rank raises
+        CheckpointError on all ranks.
         """
         began = time.monotonic()
         self._wait_for_the_disk()
@@ -327,7 +327,7 @@ class CheckpointFolder:
         return done_in_thread(self._group, "checkpoint", act, self.alive)
 
     def release(self) -> None:
-        """Give up the folder when training is complete, so that another job can continue."""
+        """Release the folder when training is complete, so that a different job can claim it."""
         if self.writes and self._config.shared:
             self._ownership.release()
 
@@ -342,14 +342,14 @@ class CheckpointFolder:
         self._writer.wait(_ERROR_SECONDS if isinstance(error, TrainerError) else _LOST_PEER_SECONDS)
 
     def failure(self, fenced: bool) -> CheckpointError:
-        """Return the error with which this rank ends if any rank can no longer save checkpoints."""
+        """Return the error to raise on this rank after any rank has failed to save a checkpoint."""
         if self._writer.failure is not None:
             return self._writer.failure
         kind = FencedError if fenced else CheckpointError
         return kind("another rank can no longer save checkpoints; see its message for the reason")
 
     def scored(self, step: int, values: dict[str, float]) -> None:
-        """Record the evaluation of the model after `step` steps; `values` has it by metric."""
+        """Record the metrics of the model after `step` steps. `values` maps names to numbers."""
         if (score := values.get(self._config.best_by.value)) is None:
             return
         self._scores = {**self._scores, step: score}
@@ -458,9 +458,9 @@ class CheckpointFolder:
         Return None if there is no checkpoint of a later step than `newer_than`.
 
         With checkpoint.format=dcp, `layout` determines for which tensors a rank receives only its
-        shard. No tensor is in a rank's memory twice. If any rank cannot read a checkpoint, the
-        checkpoint counts as broken; a warning names it, and the next older one is tried. Raises
-        CheckpointError on every rank if all checkpoints are broken.
+        shard. No rank holds two copies of a tensor in memory. A checkpoint counts as broken if any
+        rank cannot read it. A warning then names the checkpoint, and the next older one is tried.
+        Raises CheckpointError on every rank if all checkpoints are broken.
         """
         step, path = self._newest_here()
         if self._config.url:

@@ -120,8 +120,8 @@ def _signed(number: int) -> int:
 def seed_torch(seed: int, device: torch.device) -> None:
     """Seed the torch generators of the CPU and the device, from which dropout draws.
 
-    torch.manual_seed is not used, because it records a stack trace per device if CUDA is not
-    initialized. That would take 0.1 ms at every step.
+    torch.manual_seed would take 0.1 ms longer at every step, because it records a stack trace for
+    each device if CUDA is not initialized.
     """
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":

@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SamplerState:
-    """A position in the training: an epoch's first `consumed` samples have been taken."""
+    """A position in training: the first `consumed` samples of epoch `epoch` are taken."""
 
     epoch: int = 0
     consumed: int = 0
@@ -78,10 +78,10 @@ class Part:
 class Micro:
     """A micro-batch: samples that go through the model together.
 
-    `key` seeds its randomness, which is therefore the same on every rank. A rank without samples of
-    its own computes samples of other ranks, in order to take part in collectives. `counts` is then
-    False, and the results are ignored. If there are `parts`, `samples` are this rank's parts of
-    several micro-batches, one after another.
+    `key` seeds all random numbers of the micro-batch, so they are the same on every rank. A rank
+    without samples of its own computes samples of other ranks, because it must take part in
+    collectives. `counts` is then False, and the results are ignored. If `parts` is not empty,
+    `samples` contains this rank's parts of several micro-batches, one after another.
     """
 
     number: int
@@ -149,7 +149,7 @@ def _versions(order: torch.Tensor, repeats: int) -> torch.Tensor:
 
 
 def share(items: Sequence[T], part: int, parts: int) -> Sequence[T]:
-    """Divide the items into `parts` contiguous parts, and return number `part` of them.
+    """Divide the items into `parts` contiguous parts, and return the one with index `part`.
 
     The sizes of parts differ by at most one item, and earlier parts are larger. Parts numbered
     `parts` or above are empty.
@@ -217,13 +217,13 @@ class Dealing:
 
     With micro_batches 0, the global batch is divided into `accumulate` portions. The ranks process
     one portion after another together, and each rank takes one contiguous share of each portion.
-    This suits models that treat each sample separately, or whose statistics cover all ranks
-    together.
+    This suits models that treat each sample separately, and models whose statistics cover all
+    ranks.
 
-    With `equal`, all ranks get the same number of micro-batches, some of which may not count.
-    Strategies need this if their forward pass is a collective. If ranks share micro-batches, a
-    rank's share in one pass is at most `stretch` times as large as a micro-batch, so that
-    activations fit into memory.
+    With `equal`, all ranks get the same number of micro-batches, and some ranks get micro-batches
+    that do not count. A strategy needs this if its forward pass is a collective. If ranks share
+    micro-batches, a rank's share in one pass is at most `stretch` times as large as a micro-batch,
+    so that activations fit into memory.
     """
 
     rank: int = 0
@@ -249,8 +249,8 @@ class Dealing:
     def deal(self, samples: list[int], state: SamplerState) -> list[Micro]:
         """Return this rank's micro-batches of a global batch.
 
-        `samples` are the global batch that follows `state`. There is at least one micro-batch; if
-        this rank has no samples, that micro-batch does not count.
+        `samples` is the global batch that follows `state`. The result has at least one micro-batch.
+        If this rank has no samples, that micro-batch does not count.
         """
         if not self.micro_batches:
             # If there are fewer samples than portions, the last portions are empty and left out.
@@ -266,8 +266,7 @@ class Dealing:
         return mine + [replace(self._deal_whole(0, samples, state), counts=False)] * (least - len(mine))
 
     def passes(self, samples: int) -> int:
-        """Return in how many passes the ranks compute a global batch if they share its
-        micro-batches.
+        """Return how many passes ranks that share micro-batches need for a global batch.
 
         The global batch has `samples` samples. A result of 0 means that ranks take whole
         micro-batches. The result is the same on all ranks.
@@ -288,9 +287,7 @@ class Dealing:
 
     @property
     def busiest(self) -> float:
-        """How much the busiest rank computes if ranks take whole micro-batches, relative to an even
-        share.
-        """
+        """The busiest rank's work, relative to an even share, if ranks take whole micro-batches."""
         return -(-self.micro_batches // self.world) * self.world / self.micro_batches if self.micro_batches else 1.0
 
     def _deal_divided(self, number: int, passes: int, samples: list[int], state: SamplerState) -> Micro:

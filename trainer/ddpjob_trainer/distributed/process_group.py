@@ -135,10 +135,10 @@ class Group:
         return found
 
     def subgroup(self, members: list[list[int]], timeout_seconds: float) -> Group:
-        """Return the one of several disjoint groups to which this rank belongs.
+        """Create disjoint groups, and return the group to which this rank belongs.
 
-        Each item of `members` lists the ranks of one group. In its new group, a rank has a new
-        number. All ranks must call this together.
+        Each item of `members` lists the ranks of one group. In the new group, ranks are numbered
+        from 0. All ranks must call this together.
         """
         timeout, own = datetime.timedelta(seconds=timeout_seconds), Group()
         for ranks in members:

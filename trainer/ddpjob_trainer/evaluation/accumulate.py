@@ -31,14 +31,14 @@ class Evaluation:
     (natural logarithm).
     """
     accuracy: float | None
-    """Share of samples whose highest score belongs to their class (top-1); if scores are equal, the
-    first class wins. For optim.loss=bce with float targets, the share of values whose probability
-    is on the correct side of 0.5. None for a regression."""
+    """Share of samples whose highest score belongs to their class (top-1). If scores are equal, the
+    first class counts as the highest. For optim.loss=bce with float targets, this is the share of
+    values whose probability is on the correct side of 0.5. For regression, it is None."""
     top5: float | None
     """Share of samples whose class is among the five highest scores."""
     mae: float | None
-    """Mean of |predicted class - class|, with classes as numbers; tutorials report it as mean
-    absolute error. For a regression, the mean of |score - target| over all values.
+    """Mean absolute error: the mean of |predicted class - class|, with classes as numbers. For
+    regression, it is the mean of |score - target| over all values.
     """
     samples: int
     nonfinite: int = 0
@@ -51,7 +51,7 @@ class Evaluation:
     """
     curves: Curves | None = field(default=None, compare=False, repr=False)
     rmse: float | None = None
-    """Root of the mean of (score - target)^2 over all values, for a regression."""
+    """Root of the mean of (score - target)^2 over all values, for regression."""
     f1: float | None = None
     """F1 over all values together (micro average), for optim.loss=bce with float targets. It is 0
     if there are no positives.
@@ -158,7 +158,7 @@ def open_accumulator(targets: Targets, classes: int, each: Each, config: EvalCon
 
 
 class Accumulator:
-    """Adds up the results of this rank's samples if targets are class numbers.
+    """Adds up the evaluation results of this rank's samples. Targets must be class numbers.
 
     `reduce` combines the results of all ranks.
     """
@@ -184,9 +184,9 @@ class Accumulator:
             self._curves = ExactCurves(classes) if config.pr is PrKind.EXACT else BinnedCurves(classes, config.pr_bins)
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        """Add the model's scores (n, classes) and the true classes (n,) of some samples.
+        """Add the model's scores (n, classes) for n samples, and the samples' true classes (n,).
 
-        Raises TrainerError if scores and classes do not match.
+        Raises TrainerError if the shapes do not match, or a class number is out of range.
         """
         if logits.shape != (len(labels), self._classes):
             raise TrainingError(

@@ -102,17 +102,17 @@ class StopRequest:
     def over(self) -> None:
         """Record that training is over.
 
-        From now on, SIGTERM does not end this process, because it is only writing its last output.
+        After this call, SIGTERM does not end the process, which only has to write its last output.
         """
         self._agreed.set()
 
     @property
     def seconds_left(self) -> float:
-        """Number of seconds left before a pod may be killed, once the ranks have agreed to stop."""
+        """Seconds that the ranks have left after they agree to stop, before a pod may be killed."""
         return max(0.0, self._last_answer + self._patience() - 2 * self._slowest_step - time.monotonic())
 
     def is_due(self, certain: bool) -> bool:
-        """Count a step, and return whether the ranks agree after this step.
+        """Count a step, and return whether the ranks should call `agreement` after this step.
 
         The result is the same on every rank. With `certain`, it is always true.
         """

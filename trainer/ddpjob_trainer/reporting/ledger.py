@@ -27,7 +27,7 @@ FOLDER = "ledger"
 
 
 class Ledger:
-    """Writes one process's file in `run_dir`/ledger. Writes nothing if the ledger is off.
+    """Writes one process's file in `run_dir`/ledger, unless the ledger is turned off.
 
     `python -m ddpjob_trainer ledger FOLDER` checks that each epoch took each sample exactly once,
     across all restarts.
