@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class JobFailed(Mistake):
-    """A job was deleted while the client followed it, or ended without reaching `wait`'s goal.
+    """The job was deleted while the client followed it, or ended without reaching `wait`'s goal.
 
     `job` is the last known state of this job.
     """
@@ -49,10 +49,10 @@ class Progress:
     epoch: int | None = None
     epochs: int | None = None
     step: int | None = None
-    """Number of optimizer steps that are completed."""
+    """Number of completed optimizer steps."""
     steps: int | None = None
     percent: float | None = None
-    """Completed share of the whole training, from 0 to 100."""
+    """Percentage of the training that is completed, from 0 to 100."""
     loss: float | None = None
     samples_per_second: float | None = None
     """Number of samples that all ranks together process per second."""
@@ -85,7 +85,7 @@ def _number(value: Any, kind: type[_Number]) -> _Number | None:
 
 @dataclass(frozen=True)
 class Job:
-    """A snapshot of a job. It does not change later; `Client.get` returns a new one."""
+    """A snapshot of a job, which is never updated. `Client.get` returns a new snapshot."""
 
     name: str
     namespace: str
@@ -107,8 +107,7 @@ class Job:
     def read(cls, body: Json, client: Client | None = None) -> Job:
         """Return the job that is described by a DDPJob object.
 
-        Raises Mistake if the object contains values that were introduced in a newer release, so
-        that this client cannot read them.
+        Raises Mistake if the object contains values that only a newer release of the client knows.
         """
         meta = body["metadata"]
         with readable(body):
@@ -193,12 +192,12 @@ class Client:
     """Manages the jobs in a namespace of a cluster, or the jobs on this machine.
 
     The methods and their results are the same in both cases. With the backend "kubernetes", the
-    client connects to the cluster of the kubeconfig, and has the rights of the kubeconfig's user.
-    `namespace` and `context` default to those of the kubeconfig. With the backend "local", it
-    manages the jobs on this machine. Their files are in the folder $DDPJOB_RUNS or, if this
-    variable is not set, in ./runs.
+    client connects to the cluster of the kubeconfig, with the permissions of the kubeconfig's user.
+    `namespace` and `context` default to those of the kubeconfig. With the backend "local", the
+    client manages the jobs on this machine. The files of these jobs are in the folder $DDPJOB_RUNS
+    or, if this variable is not set, in ./runs.
 
-    A method that takes a job accepts its name or a Job object. Methods raise Mistake, with a
+    A method that takes a job accepts the job's name or a Job object. Methods raise Mistake, with a
     message for the user, if a request cannot be carried out. NoSuchJob, JobFailed and Unreachable
     are subclasses of Mistake.
     """
@@ -249,7 +248,7 @@ class Client:
         `args`: the arguments of a script, or the keyword arguments of a function. Keyword arguments
         are sent as JSON, so a tuple arrives as a list.
         `packages`: the Python packages that a function needs, such as ["einops>=0.8"]. Before the
-        function runs in a pod, pip installs the packages that are missing in the image. It never
+        function runs in a pod, pip installs the packages that are missing in the image. pip never
         replaces the image's torch.
         `image`: the container image, which can be any image with Python and PyTorch. The local
         backend ignores it.
@@ -267,16 +266,16 @@ class Client:
         `checkpoints`: where checkpoints are kept. This is "claim:NAME" for a
         PersistentVolumeClaim, "s3://BUCKET/FOLDER" for a bucket, or the absolute path of a folder
         that exists on every Kubernetes node.
-        `entry`: the script in the folder that is started, if `program` is a folder.
-        `code`: the s3:// folder that `program` is uploaded to, if it is a folder of more than 1
-        MiB. The default is the folder `code` in the s3:// folder of `checkpoints`.
+        `entry`: if `program` is a folder, the script in this folder to start.
+        `code`: if `program` is a folder of more than 1 MiB, the s3:// folder to upload it to. The
+        default is the folder `code` in the s3:// folder of `checkpoints`.
         `git`: "URL" or "URL@REF" of a git repository that contains the program. REF is a branch, a
         tag or a full commit hash, and is resolved to a commit when the job is created. With `git`,
-        the `program` is a path in the repository, or the name of a module.
-        `settings`: values for other fields of spec, by the paths of these fields, such as
+        `program` is a path in the repository, or the name of a module.
+        `settings`: a mapping from field paths to values for other fields of spec, such as
         {"recovery.maxRestarts": 3, "storage.sharedMemory": "8Gi"}. If another parameter sets the
-        same field, the two values are merged if both are mappings. Otherwise the value in
-        the mapping `settings` is used, except that it cannot replace a list from another parameter.
+        same field, the value in `settings` replaces that parameter's value, but two mappings are
+        merged. A list from another parameter cannot be replaced.
         """
         from ddpjob.client.manifests.manifest_sources import SUFFIXES, check_made
 
@@ -314,7 +313,7 @@ class Client:
         return self.get(self._backend.create([_read_manifest(manifest)]))
 
     def list(self) -> tuple[Job, ...]:
-        """Return all jobs, the oldest first."""
+        """Return all jobs, oldest first."""
         return tuple(Job.read(body, self) for body in self._backend.jobs())
 
     def get(self, job: str | Job) -> Job:
@@ -378,11 +377,11 @@ class Client:
 
         `rank` selects the pod that runs this global rank, and leaves out lines that are known to
         come from other ranks in the pod. `index` selects the pods of the slot with this number.
-        With `tail`, only this many lines at the end of each existing pod's log are read. With
-        `follow`, new lines are yielded until the job has ended, including all lines of pods that
-        are created in the meantime. Raises Mistake if nothing can be read, for example because no
-        pod has this `rank` or `index`. If only some pods cannot be read, a Python warning is issued
-        for each of them.
+        With `tail`, only the last `tail` lines of each existing pod's log are read. With `follow`,
+        new lines are yielded until the job has ended, including all lines of pods that are created
+        in the meantime. Raises Mistake if nothing can be read, for example because no pod has this
+        `rank` or `index`. If only some logs cannot be read, a Python warning is issued for each of
+        them.
         """
         from ddpjob.client.logs.log_follower import Chosen, LogFollower
 
@@ -451,7 +450,7 @@ class Client:
     def rerun(self, job: str | Job, *, fresh: bool = False) -> Job:
         """Run a finished job again, with the same name and spec, from its last checkpoint.
 
-        With `fresh`, the training starts from scratch, and the old checkpoints are kept.
+        With `fresh`, training starts from scratch, and the old checkpoints are kept.
         """
         from ddpjob.client.rerun_jobs import rerun
 
@@ -459,7 +458,7 @@ class Client:
         return self.get(job)
 
     def events(self, job: str | Job) -> Sequence[Happened]:
-        """Return the job's events, the oldest first. A cluster usually keeps them for an hour."""
+        """Return the job's events, oldest first. A cluster usually keeps events for an hour."""
         return self._backend.events(self.get(job).name)
 
     def why(self, job: str | Job) -> str:
@@ -518,8 +517,8 @@ class Client:
         """Delete a job and its pods.
 
         Checkpoints on volumes are kept, unless the job's
-        storage.checkpoints.claimTemplate.whenDeleted is Delete. On this machine, the same applies
-        to checkpoints in RUNS/JOB/checkpoints.
+        storage.checkpoints.claimTemplate.whenDeleted is Delete. On this machine, the same rule
+        applies to the folder RUNS/JOB/checkpoints.
         """
         self._backend.delete(_name(job))
 

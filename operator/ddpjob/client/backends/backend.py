@@ -104,7 +104,7 @@ class PodLine:
     """The word that kubectl shows in its STATUS column."""
     host: str = ""
     message: str = ""
-    """The reason why the pod is waiting, or why it has ended."""
+    """Why the pod is waiting, or why it has ended."""
     created: datetime | None = None
     containers: tuple[str, ...] = ()
     ended: bool = False
