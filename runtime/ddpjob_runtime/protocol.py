@@ -517,12 +517,10 @@ def log_line(moment: datetime, who: str, text: str) -> str:
     return f"{iso(moment)} {who}: {text}"
 
 
-OWN_LOG_LINE = re.compile(
-    r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (?:ddpjob|coordinator): (?!(?:exits with code|ends with) [1-9])"
-)
+OWN_LOG_LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (?:ddpjob|coordinator): (?!exits with code [1-9])")
 """Matches the beginning of a line that was written with `log_line`. One such line is excluded:
-`exits with code CODE` (formerly `ends with CODE`), the launcher's last line after a failure,
-because it describes only how the launcher itself ended.
+`exits with code CODE`, the launcher's last line after a failure, because it describes only how the
+launcher itself ended.
 """
 
 

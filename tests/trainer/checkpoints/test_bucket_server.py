@@ -150,7 +150,7 @@ def test_training_does_not_start_while_the_server_is_unreachable(
     line.cut = True
     assert ended(running, tmp_path) == 0
     assert final_losses(tmp_path / "run") == undisturbed
-    assert "is not in s3://bucket/runs/one after 2 s" in (tmp_path / "out.txt").read_text()
+    assert "after 2 s, the last checkpoint is still not in s3://bucket/runs/one" in (tmp_path / "out.txt").read_text()
     assert Bucket.open(URL).entries()[0].step < len(undisturbed)
     shutil.rmtree(tmp_path / "pod")
     again = start(tmp_path, f"checkpoint.url={URL}", port=line.port, server=server)

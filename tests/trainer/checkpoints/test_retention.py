@@ -262,7 +262,7 @@ def test_the_best_of_all_evaluations_is_marked_during_training(tmp_path: Path) -
             {"keep_every_epochs": 3, "every_epochs": 2},
             r"checkpoint.keep_every_epochs=3: must be a multiple of checkpoint.every_epochs=2",
         ),
-        ({"keep_best": 1, "every_epochs": 0}, r"checkpoint.keep_best: .* set checkpoint.every_epochs"),
+        ({"keep_best": 1, "every_epochs": 0}, r"checkpoint.keep_best needs checkpoints .* set checkpoint.every_epochs"),
     ],
 )
 def test_contradictory_settings_of_retention_are_refused(
