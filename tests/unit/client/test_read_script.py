@@ -194,6 +194,7 @@ def test_an_init_method_that_other_nodes_cannot_reach_is_reported(address: str, 
     [
         "if 'RANK' in os.environ:\n    rank = 1\nelif rank:\n    os.environ['MASTER_ADDR'] = '127.0.0.1'\n",
         "if 'MASTER_PORT' not in os.environ:\n    os.environ['MASTER_PORT'] = '29500'\n",
+        "if int(os.environ.get('WORLD_SIZE', 1)) == 1:\n    os.environ['RANK'] = '0'\n",
     ],
 )
 def test_an_address_that_is_set_only_without_torchrun_is_not_reported(text: str, tmp_path: Path) -> None:

@@ -223,7 +223,7 @@ def _find_own_launch(tree: ast.Module) -> Iterator[str]:
     """Yield a message about each line that starts processes, or sets or gets the ranks by itself.
 
     Such lines override or ignore what torchrun sets. They are common in scripts for a single
-    machine or for another launcher. Lines that run only without torchrun's variables are left out.
+    machine or for another launcher. Lines that depend on torchrun's variables are left out.
     """
     imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     needed = {name.partition(".")[0]: node.lineno for node in imports for name in _imported(ast.Module([node], []))}
@@ -238,9 +238,10 @@ def _find_own_launch(tree: ast.Module) -> Iterator[str]:
         for name, _, line in names:
             if name in _OF_SLURM:
                 yield f"{line}: read {_OF_SLURM[name]} instead of {name}, which only Slurm sets"
-    unlaunched = {id(each) for node in ast.walk(tree) if isinstance(node, ast.If) for each in _without_torchrun(node)}
+    choices = [node for node in ast.walk(tree) if isinstance(node, ast.If) and _knows_torchrun(node)]
+    chosen = {id(each) for node in choices for each in ast.walk(node)}
     for node in ast.walk(tree):
-        if id(node) in unlaunched:
+        if id(node) in chosen:
             continue
         if isinstance(node, ast.Call) and _LAUNCHERS.get(_last_name(node.func), "") in (k.arg for k in node.keywords):
             yield (
@@ -290,12 +291,9 @@ def _find_old_option(modules: list[tuple[str, ast.Module]]) -> Iterator[tuple[st
             yield where, f"{node.lineno}: set {default} for {node.value}, because torchrun does not pass it"
 
 
-def _without_torchrun(choice: ast.If) -> Iterator[ast.AST]:
-    """Yield the nodes of the branch that runs if one of torchrun's variables is not set."""
-    for test in ast.walk(choice.test):
-        if isinstance(test, ast.Compare) and isinstance(test.left, ast.Constant) and test.left.value in _VARIABLES:
-            branch = {ast.In: choice.orelse, ast.NotIn: choice.body}.get(type(test.ops[0]), [])
-            yield from (each for statement in branch for each in ast.walk(statement))
+def _knows_torchrun(choice: ast.If) -> bool:
+    """Return whether a condition depends on one of torchrun's variables."""
+    return any(isinstance(node, ast.Constant) and node.value in _VARIABLES for node in ast.walk(choice.test))
 
 
 def _last_name(node: ast.expr) -> str:
