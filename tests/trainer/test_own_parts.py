@@ -386,7 +386,7 @@ def test_a_checkpoint_without_a_callbacks_state_is_reported(tmp_path: Path, capf
     keys = [*TINY, f"checkpoint.dir={tmp_path}"]
     train.run(config.load(None, [*keys, "train.epochs=1"]))
     train.run(config.load(None, [*keys, "train.callbacks=own_parts:EarlyStopping"]))
-    assert "own_parts:EarlyStopping starts without a state" in capfd.readouterr().out
+    assert "own_parts:EarlyStopping starts from scratch" in capfd.readouterr().out
     train.run(config.load(None, [*keys, "train.epochs=3"]))
     assert "the checkpoint's state of own_parts:EarlyStopping is not used" in capfd.readouterr().out
 

@@ -179,7 +179,7 @@ _PATTERNS = {
     r"^/": "an absolute path, such as /data",
     r"^/[^:]*$": "an absolute path without ':', such as /data",
     _LABEL: "a name of lower-case letters, digits and '-'",
-    r"^[-._a-zA-Z][-._a-zA-Z0-9]*$": "a variable name of letters, digits, '-', '_' and '.' without a leading digit",
+    r"^[-._a-zA-Z][-._a-zA-Z0-9]*$": "letters, digits, '-', '_' and '.', but not a digit at the beginning",
     r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$": "a Python module name, such as my_package.train",
 }
 

@@ -187,7 +187,7 @@ def _path(text: str) -> Any:
 
     rest = text.removeprefix("$").removeprefix("@")
     if rest and rest[0] not in ".[":
-        raise ValueError(f"{{{text}}} is not a path; write it as {{.status.phase}}")
+        raise ValueError(f"{{{text}}} is not a path; write a path such as {{.status.phase}}")
     rest = _ESCAPED.sub(lambda name: "['" + re.sub(r"\\(.)", r"\1", name[1]) + "']", rest)
     try:
         return jsonpath.compile("$" + ("" if rest == "." else rest))

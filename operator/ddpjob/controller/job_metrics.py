@@ -56,7 +56,7 @@ _STEPS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)
 
 CREATED = Counter("ddpjob_jobs_created", "Jobs that the operator has started")
 COMPLETED = Counter("ddpjob_jobs_completed", "Jobs that have completed")
-FAILED = Counter("ddpjob_jobs_failed", "Jobs that have failed, by the condition's reason", ["reason"])
+FAILED = Counter("ddpjob_jobs_failed", "Failed jobs, by the reason of the condition Failed", ["reason"])
 RESTARTS = Counter(
     "ddpjob_restarts",
     "Restarts of jobs, by cause and by whether they count against recovery.maxRestarts (true, false)",
@@ -331,7 +331,7 @@ _TEXTS = {
     "ddpjob_job_nodes_training": "Nodes that train as one group",
     "ddpjob_job_stalled": "1 while the next step is overdue (reason StepOverdue), else 0",
     "ddpjob_job_coordinator_unreachable": "1 while the job's coordinator does not respond to the operator, else 0",
-    "ddpjob_job_not_isolated": "1 while spec.network.isolate has no effect (condition Isolated), else 0",
+    "ddpjob_job_not_isolated": "1 while spec.network.isolate has no effect (the condition Isolated is False), else 0",
     "ddpjob_job_queue_not_served":
         "1 while a job waits in a queue that the cluster does not serve (reason QueueNotServed), else 0",
     "ddpjob_job_restarts": "Restarts of a job since it began, for any cause",
@@ -349,7 +349,7 @@ _TEXTS = {
     "ddpjob_job_repeated_seconds": "Time in which a job repeated steps after restarts, as far as known",
     "ddpjob_job_unknown_repeats": "Restarts of a job with an unknown number of repeated steps",
     "ddpjob_job_snapshots_refused":
-        "1 while the training states do not fit into the pods' memory (condition SnapshotsHeld), else 0",
+        "1 while the training states do not fit into the pods' memory (the condition SnapshotsHeld is False), else 0",
     "ddpjob_job_slow_rank":
         "1 while a clearly slow rank is not moved (condition RanksKeepPace), else 0",
     "ddpjob_train_checkpoint_timestamp_seconds": "Unix time at which the newest checkpoint was on disk, as reported",

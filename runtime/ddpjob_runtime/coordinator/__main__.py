@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument(
         "--hang-after",
         type=seconds,
-        help="seconds without a step after which the group is considered hung (default: never)",
+        help="consider the group hung after this many seconds without a step (default: never)",
     )
     parser.add_argument("--hangs", type=Hangs, choices=list(Hangs), default=Hangs.END, help="spec.recovery.hangs")
     parser.add_argument(

@@ -29,8 +29,8 @@ FAMILIES = {
     "ddpjob_last_recovery_seconds": "Time from the last break to the next step, "
     "or to the next round if no step has ever been reported",
     "ddpjob_train_epoch": "Epoch that the script has reported",
-    "ddpjob_train_step": "Step that the script has reported; after a break, "
-    "it falls back to the step of the checkpoint",
+    "ddpjob_train_step": "Step that the script last reported. If training resumes from a checkpoint, "
+    "the steps are counted from there again",
     "ddpjob_train_planned_steps": "Total number of steps of the training, as reported",
     "ddpjob_train_loss": "Training loss that the script has reported",
     "ddpjob_train_samples_per_second": "Samples per second over all ranks, as reported; only while nodes train",

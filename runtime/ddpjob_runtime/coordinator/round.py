@@ -175,7 +175,7 @@ class Round:
 
     def begin(self) -> None:
         """Send `go` to all members."""
-        assert len(self.members) == self.world, "only a round that was taken over may lack members"
+        assert len(self.members) == self.world, "only a round that was taken over can lack members"
         for rank, member in self.members.items():
             member.enter(self.number, rank)
         first = self.members[0]

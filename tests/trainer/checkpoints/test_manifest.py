@@ -151,7 +151,7 @@ def test_tensors_larger_than_the_files_are_refused() -> None:
     recorded = copy.deepcopy(RECORDED)
     recorded["tensors"] = {f"{number}:a": RECORDED["tensors"]["0:a"] for number in range(9)}
     recorded["state"] = {"dict": [[number, {"tensor": f"{number}:a"}] for number in range(9)]}
-    with pytest.raises(CheckpointError, match=r"need more bytes than its files have \(224\)"):
+    with pytest.raises(CheckpointError, match=r"need more bytes than its files contain \(224\)"):
         manifest.read(manifest.write(recorded))
 
 

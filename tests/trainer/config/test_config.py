@@ -142,9 +142,9 @@ def test_a_save_interval_is_a_number_of_seconds_or_auto(given: str | None, meant
     [
         (
             "--batch_size=256",
-            "did you mean 'data.batch'? (the other key is per process, data.batch is for all ranks; multiply",
+            "did you mean 'data.batch'? (data.batch is for all ranks, not per process; multiply",
         ),
-        ("--batch-size", "did you mean 'data.batch'? (the other key is per process"),
+        ("--batch-size", "did you mean 'data.batch'? (data.batch is for all ranks, not per process"),
         ("-b", "did you mean 'data.batch'?"),
         ("--lr", "did you mean 'optim.lr'?"),
         ("--learning_rate=0.1", "did you mean 'optim.lr'?"),

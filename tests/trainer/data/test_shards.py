@@ -343,7 +343,8 @@ def test_invalid_shards_are_reported_with_the_remedy(folder: Path, tmp_path: Pat
             opened(f"data.dir={root}")
 
     fails(
-        r"s.tar: /?a has no .cls file with its class number \(1 such images\): .*ddpjob_trainer shards", {"a.jpg": jpeg}
+        r"s.tar: /?a has no .cls file with its class number \(images without one: 1\): .*ddpjob_trainer shards",
+        {"a.jpg": jpeg},
     )
     fails(r"s.tar: a.cls has b'cat' instead of a class number", {"a.jpg": jpeg, "a.cls": b"cat"})
     fails(
@@ -406,11 +407,11 @@ def test_a_shard_that_tarfile_would_read_only_partly_is_refused(shard: Path) -> 
     [
         (
             {"b.gif": b"GIF", "b.cls": b"0"},
-            r"s.tar: /?b.cls has no image with the same key \(1 such files; images are jpg, ",
+            r"s.tar: /?b.cls has no image with the same key \(files without an image: 1; images are jpg, ",
         ),
         (
             {"b.v1.jpg": b"", "b.v1.cls": b"0"},
-            r"s.tar: b.v1.cls does not belong to an image \(1 such files\), because .* first dot",
+            r"s.tar: b.v1.cls does not belong to an image \(files of this kind: 1\), because .* first dot",
         ),
     ],
 )

@@ -269,7 +269,7 @@ def test_a_path_that_loses_full_packets_is_reported(tmp_path: Path) -> None:
     """
     flown = fly(tmp_path, 3, prepare=listener_loses(1, longer_than=1200))
     remedy = "compare the MTU of the nodes' interfaces"
-    flown.assert_only("reachability", "FAIL", "node-b (in)", "full packets are lost", remedy)
+    flown.assert_only("reachability", "FAIL", "node-b (in)", "full-size packets are lost", remedy)
 
 
 def test_a_rank_that_cannot_reach_rank_0_is_reported_by_all_ranks(nodes: Network, tmp_path: Path) -> None:

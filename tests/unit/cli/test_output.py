@@ -56,7 +56,7 @@ def test_an_output_template_works_as_in_kubectl(template: str, text: str) -> Non
     [
         ("", "no path"),
         ("status.phase", "write one in braces"),
-        ("{status.phase}", "{status.phase} is not a path; write it as {.status.phase}"),
+        ("{status.phase}", "{status.phase} is not a path; write a path such as {.status.phase}"),
         ("{.status", "unmatched {"),
         ("{.status[}", "{.status[}: "),
         ("{range .items[*]}{.x}", "{range PATH} without {end}"),

@@ -73,7 +73,7 @@ REFUSED = {
     # accepted by the schema, but refused in the pods by the API server or the kubelet
     "module": (
         JOB.replace("script: b.py", "module: train.py"),
-        "is the name of a file; write script: train.py",
+        "is the name of a file; set `script: train.py` instead",
     ),
     "a line": (
         JOB.replace("script: b.py", "script: python b.py --lr 0.1"),

@@ -676,7 +676,7 @@ def test_a_queue_and_a_priority_of_a_pod_group_are_reported() -> None:
     job = _of_four_gpus(["torchrun", "a.py"], runPolicy={"backoffLimit": 10, **policy})
     gang, queue, priority = convert(deepcopy(job)).notes
     assert "see spec.scheduling" in gang and "priorityClass high: left out" in priority
-    assert "queue team-a: left out" in queue and "scheduling.volcano.sh/queue-name of podTemplate" in queue
+    assert "queue team-a: left out" in queue and "scheduling.volcano.sh/queue-name in podTemplate" in queue
     job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["priorityClassName"] = "high"
     assert not any("priorityClass" in note for note in convert(job).notes)
 

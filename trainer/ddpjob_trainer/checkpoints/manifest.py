@@ -154,7 +154,7 @@ def _manifest(recorded: dict[str, Any]) -> CheckpointManifest:
     tensors = {name: _tensor(name, found, files) for name, found in listed.items()}
     held = sum(file.size for file in files.values())
     if held < sum(math.prod(stored.shape) * stored.dtype.itemsize for stored in tensors.values()):
-        raise _corrupt(f"its tensors need more bytes than its files have ({held})")
+        raise _corrupt(f"its tensors need more bytes than its files contain ({held})")
     names: list[str] = []
     state = recorded.get("state")
     if not isinstance(decode(state, lambda _, name: names.append(name)), dict):

@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "checkpoint",
         type=Path,
-        help="a checkpoint (file or folder), the folder of all checkpoints (best or newest), or a state dict",
+        help="a checkpoint (file or folder), a folder of checkpoints (for the best or newest of them), or a state dict",
     )
     parser.add_argument(
         "values", nargs="*", metavar="key=value", help="settings to change, such as data.dir=DIR eval.pr=exact"

@@ -49,7 +49,9 @@ def main(arguments: list[str]) -> int:
         " exported by torch.export. If there is a moving average of the weights, it is written instead.",
     )
     parser.add_argument(
-        "checkpoint", type=Path, help="a checkpoint (file or folder), or the folder of all checkpoints (best or newest)"
+        "checkpoint",
+        type=Path,
+        help="a checkpoint (file or folder), or a folder of checkpoints, for the best or newest of them",
     )
     parser.add_argument("-o", "--output", type=Path, required=True, help=f"folder for {WEIGHTS} and {PROGRAM}")
     options = parser.parse_args(arguments)

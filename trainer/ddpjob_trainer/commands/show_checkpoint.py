@@ -40,7 +40,9 @@ def main(arguments: list[str]) -> int:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}; specify a checkpoint or its folder") from error
     if not found:
-        raise CheckpointError(f"{path} contains no checkpoint; specify a checkpoint, or the folder in checkpoint.dir")
+        raise CheckpointError(
+            f"{path} contains no checkpoint; specify a checkpoint, or the folder that checkpoint.dir names"
+        )
     marked = best.find_marked(path if not single else path.resolve().parent)
     rows, content = list[tuple[str, ...]](), list[str]()
     for one in found:

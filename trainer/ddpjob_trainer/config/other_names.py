@@ -4,7 +4,7 @@ differences.
 
 from __future__ import annotations
 
-_PER_PROCESS = " (the other key is per process, data.batch is for all ranks; multiply by the number of ranks)"
+_PER_PROCESS = " (data.batch is for all ranks, not per process; multiply your value by the number of ranks)"
 _RANKS = "the number of ranks is set by torchrun, --spawn N, or the job's nodes and procsPerNode"
 _OWN = "the data set determines it"
 

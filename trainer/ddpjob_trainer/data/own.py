@@ -208,8 +208,8 @@ class OwnData(DataSet):
         if tensor is None or tensor.dtype is torch.bool or tensor.is_complex() or tensor.dtype is torch.uint8:
             kind = type(value).__name__ if tensor is None else tensor.dtype
             raise ConfigError(
-                f"{self._what}: the {what} of a sample of {name} is {kind}; use a tensor or numpy array of"
-                " floats or of int64, or (for images) of uint8 with shape (channels, height, width)"
+                f"{self._what}: the {what} of a sample of {name} is {kind}; use a tensor or numpy array"
+                " with the type float or int64; images may also be uint8 (channels, height, width)"
             )
         return tensor.float() if tensor.is_floating_point() else tensor.long()
 

@@ -324,17 +324,18 @@ def _samples(file: IO[bytes], shard: str, remedy: str) -> Iterator[tuple[int, in
         _check_end(file, archive.offset, shard)
     if lost := [name for key, name in dotted.items() if key not in images]:
         raise DataError(
-            f"{shard}: {lost[0]} does not belong to an image ({len(lost)} such files), because WebDataset's KEY"
-            " ends at the first dot of a name; use names without other dots"
+            f"{shard}: {lost[0]} does not belong to an image (files of this kind: {len(lost)}), because WebDataset's"
+            " KEY ends at the first dot of a name; use names without other dots"
         )
     if alone := labels.keys() - images.keys():
         raise DataError(
-            f"{shard}: {min(alone)}.cls has no image with the same key ({len(alone)} such files; images are"
-            f" {', '.join(_IMAGES)}): {remedy}"
+            f"{shard}: {min(alone)}.cls has no image with the same key (files without an image:"
+            f" {len(alone)}; images are {', '.join(_IMAGES)}): {remedy}"
         )
     if without := images.keys() - labels.keys():
         raise DataError(
-            f"{shard}: {min(without)} has no .cls file with its class number ({len(without)} such images): {remedy}"
+            f"{shard}: {min(without)} has no .cls file with its class number (images without one:"
+            f" {len(without)}): {remedy}"
         )
     return ((*position, labels[key]) for key, position in images.items())
 

@@ -123,7 +123,7 @@ def master_address(context: Context) -> RankFinding:
         # Debian's /etc/hosts maps a node's own name to a loopback address, which is correct for the
         # ranks on that node.
         return RankFinding(value)
-    remedy = "set MASTER_ADDR (or --init tcp://HOST:PORT) to rank 0's address in the nodes' common network"
+    remedy = "set MASTER_ADDR (or --init tcp://HOST:PORT) to rank 0's address on the network that the nodes share"
     return RankFinding(
         f"{name} resolves to a loopback address, so each node would connect to itself", Status.FAIL, remedy
     )

@@ -122,7 +122,7 @@ def connect(where: NodeAddress, seconds: float) -> Contact:
             if _exactly(answers, _PAYLOAD) != payload:
                 problem = "the data that came back is different"
     except TimeoutError:
-        lost, other = "full packets are lost (wrong MTU, or a filter)", "another program uses this address"
+        lost, other = "full-size packets are lost (wrong MTU, or a filter)", "another program uses this address"
         problem = (
             f"connected, but got no response (the node hangs, or {other})"
             if ahead is None

@@ -149,7 +149,7 @@ class Callbacks:
         fresh, unused = [name for name in kept if name not in states], [name for name in states if name not in kept]
         return [
             *(
-                f"{_KEY}: {name} starts without a state, because the checkpoint does not contain its state"
+                f"{_KEY}: {name} starts from scratch, because the checkpoint does not contain its state"
                 for name in fresh
             ),
             *(f"{_KEY}: the checkpoint's state of {name} is not used" for name in unused),

@@ -539,8 +539,8 @@ def _unreadable(name: str, checkpoints: Json) -> Mistake:
     """Return the error for a job whose kept logs are on a volume that no running pod can read."""
     where = f"{checkpoints.get('mountPath') or '/checkpoints'}/{LOGS_FOLDER}"
     return Mistake(
-        f"{name}: no running pod can read {where}, which has the logs of terminated pods; in a pod that mounts the "
-        f"volume, run `cat {where}/POD.*`"
+        f"{name}: no running pod can read {where}, which contains the logs of deleted pods. Start a pod that mounts "
+        f"this volume, and run `cat {where}/POD.*` in it"
     )
 
 

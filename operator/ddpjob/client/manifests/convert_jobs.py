@@ -312,9 +312,9 @@ def _policies(made: Conversion, policy: Mapping[str, Any]) -> None:
         )
         if scheduling.get("queue"):
             made.notes.append(
-                f"runPolicy.schedulingPolicy.queue {scheduling['queue']}: left out; write Volcano's queue into the "
-                f"annotation {QUEUE_ANNOTATION} of podTemplate.metadata, or Kueue's into the label {QUEUE_LABEL} of "
-                "metadata"
+                f"runPolicy.schedulingPolicy.queue {scheduling['queue']}: left out. For a queue of Volcano, set the "
+                f"annotation {QUEUE_ANNOTATION} in podTemplate.metadata. For a queue of Kueue, set the label "
+                f"{QUEUE_LABEL} in metadata"
             )
         here = target.get("scheduling", {}).get("priorityClassName")
         if scheduling.get("priorityClass") not in (None, "", here):

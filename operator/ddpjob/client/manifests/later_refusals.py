@@ -81,7 +81,7 @@ def _spec(spec: Mapping[str, Any]) -> Iterator[Problem]:
     if "image" in spec:
         yield from _image(spec["image"], "spec.image")
     if re.search(r"\.py$", spec.get("module") or ""):
-        yield Problem("spec.module", f"{spec['module']} is the name of a file; write script: {spec['module']}")
+        yield Problem("spec.module", f"{spec['module']} is the name of a file; set `script: {spec['module']}` instead")
     yield from _one_file(spec.get("script") or "")
     for name in ("script", "module"):
         if _STARTER.fullmatch(program := spec.get(name) or ""):

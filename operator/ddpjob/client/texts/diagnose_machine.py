@@ -56,7 +56,7 @@ def _torch_and_gpus() -> Iterator[Diagnosis]:
         said = asked.stderr.strip()
         version, cuda, distributed, gpus = json.loads(asked.stdout.strip().splitlines()[-1])
     except subprocess.TimeoutExpired:
-        yield Diagnosis(False, f"torch: importing it took longer than {_TORCH_SECONDS:.0f} s", install)
+        yield Diagnosis(False, f"torch: the import took longer than {_TORCH_SECONDS:.0f} s", install)
         return
     except (OSError, ValueError, IndexError):
         why = said.splitlines()[-1] if said else "it cannot be imported"

@@ -384,7 +384,7 @@ def why(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
         ago = _since(deleted, now)
         yield (
             f"The job was deleted {ago} ago. The operator ignores it until the owner of the finalizer {held[0]} "
-            f"has removed this finalizer."
+            f"has removed it."
         )
         return
     seen = (body.get("status") or {}).get("observedGeneration")

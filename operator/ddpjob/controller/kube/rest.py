@@ -85,8 +85,8 @@ class Rest:
                 await config.load_kube_config()
             except config.ConfigException as outside:
                 raise NoCredentials(
-                    "cannot sign in to an API server; in a pod, the service account's token is required"
-                    f" ({inside}), elsewhere a kubeconfig ({outside})"
+                    "cannot sign in to an API server. In a pod, the service account's token is required"
+                    f" ({inside}). Elsewhere, a kubeconfig is required ({outside})"
                 ) from outside
         return cls.open(client.Configuration.get_default_copy(), connections)
 

@@ -120,7 +120,7 @@ def _refused(view: View, alive: list[PodView], rejected: Rejection) -> tuple[str
         of_coordinator = rejected.object.startswith(f"Pod {view.job.name}-coordinator-")
         what += f"; the values come from {'spec.rendezvous.resources' if of_coordinator else 'spec.resources'}"
     if "violates PodSecurity" in rejected.message:
-        where = "spec.podTemplate.spec.securityContext, or in that of the container that the message names"
+        where = "the securityContext of spec.podTemplate.spec or of the container that the message names"
         instead = "replace hostPath and nfs with claims, and remove hostNetwork and hostPort"
         what += f"; set the missing fields in {where}; {instead}"
     return CREATION_REFUSED, f"{what}; retried within a minute{_idle(view, alive)}"

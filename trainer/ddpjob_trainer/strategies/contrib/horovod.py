@@ -122,9 +122,9 @@ def _import_horovod() -> ModuleType:
         import horovod.torch as hvd
     except ImportError as error:
         raise ConfigError(
-            f"strategy=horovod: Horovod cannot be imported ({error}). Build its last release for this torch with "
-            "python scripts/install_horovod.py in DDPJob's repository, or use strategy=ddp, which computes the "
-            "same"
+            f"strategy=horovod: Horovod cannot be imported ({error}). Run "
+            "scripts/install_horovod.py in DDPJob's repository to build it for the installed torch, or use "
+            "strategy=ddp, which gives the same results"
         ) from error
     module: ModuleType = hvd
     return module
