@@ -98,7 +98,7 @@ def judge_running(view: View, training: int | None, running_pods: int) -> tuple[
         return (
             False,
             "BackingOff",
-            f"{present}; the next round starts at {until}, because the same failure repeats without progress",
+            f"{present}; the next round starts at {until}, because training has failed repeatedly without progress",
         )
     if spec.under_torchrun and (finished or report.state == CoordinatorState.SUCCEEDED):
         return (
