@@ -176,7 +176,7 @@ mp.spawn(main, args=(2,), nprocs=2)
 
 def test_lines_that_keep_the_ranks_of_different_nodes_apart_are_reported(tmp_path: Path) -> None:
     said = advised(tmp_path, SPAWNED)
-    assert "forms a group" not in said and "may form one group per node (init_process_group)" in said
+    assert "forms a group" not in said and "may need these changes to form one group (init_process_group)" in said
     assert "line 7: mp.spawn starts processes that ignore the job's ranks" in said
     assert "line 4: remove the assignment of os.environ['MASTER_ADDR']" in said and "line 5" not in said
 
@@ -194,10 +194,55 @@ def test_an_init_method_that_other_nodes_cannot_reach_is_reported(address: str, 
     [
         "if 'RANK' in os.environ:\n    rank = 1\nelif rank:\n    os.environ['MASTER_ADDR'] = '127.0.0.1'\n",
         "if 'MASTER_PORT' not in os.environ:\n    os.environ['MASTER_PORT'] = '29500'\n",
+        "if int(os.environ.get('WORLD_SIZE', 1)) == 1:\n    os.environ['RANK'] = '0'\n",
     ],
 )
 def test_an_address_that_is_set_only_without_torchrun_is_not_reported(text: str, tmp_path: Path) -> None:
     assert "forms a group" in advised(tmp_path, f"import os\n{text}dist.init_process_group()\n")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "launch(main, args.num_gpus, num_machines=2, machine_rank=args.machine_rank, dist_url=args.dist_url)",
+        "notebook_launcher(main, num_processes=2)",
+        "TorchTrainer(main, scaling_config=ScalingConfig(num_workers=2))",
+    ],
+)
+def test_a_script_that_starts_processes_gets_no_lines_to_add(call: str, tmp_path: Path) -> None:
+    """A second group in addition to the launcher's would not help."""
+    said = advised(tmp_path, f"def main():\n    loss.backward()\n{call}\n")
+    assert "starts processes itself" in said and f"line 3: {call.partition('(')[0]} starts processes" in said
+    assert "other-launchers" in said and "init_process_group" not in said
+
+
+@pytest.mark.parametrize("package", ["mpi4py", "horovod.torch"])
+def test_ranks_that_come_from_mpi_are_reported(package: str, tmp_path: Path) -> None:
+    said = advised(tmp_path, f"import {package}\nloss.backward()\n")
+    assert f"line 1: {package.partition('.')[0]} finds one process only" in said and "forms no group" in said
+    optional = f"try:\n    import {package}\nexcept ImportError:\n    pass\ninit_process_group()\n"
+    assert "forms a group" in advised(tmp_path, optional)
+
+
+def test_a_rank_that_only_slurm_sets_is_reported(tmp_path: Path) -> None:
+    text = "rank = os.environ['SLURM_PROCID']\nsize = os.getenv('SLURM_NTASKS')\ninit_process_group()\n"
+    said = advised(tmp_path, text)
+    assert "line 1: read RANK instead of SLURM_PROCID" in said and "line 2: read WORLD_SIZE instead of" in said
+    for known in ("if 'SLURM_PROCID' in os.environ:\n    ", "rank = os.environ.get('RANK')\n"):
+        assert "forms a group" in advised(tmp_path, known + text)
+
+
+def test_an_option_for_the_local_rank_is_reported_unless_its_variable_is_read(tmp_path: Path) -> None:
+    """torchrun does not pass it, so all ranks would use the default, such as GPU 0."""
+    text = "add_argument('--local_rank', default=-1)\ninit_process_group()\nset_device(args.local_rank)\n"
+    assert "line 1: set default=int(os.environ['LOCAL_RANK']) for --local_rank" in advised(tmp_path, text)
+    for other in (text.replace("-1", "os.getenv('LOCAL_RANK')"), text.replace("args.local_rank", "0")):
+        assert "forms a group" in advised(tmp_path, other)
+
+
+def test_ranks_that_a_script_sets_itself_are_reported(tmp_path: Path) -> None:
+    said = advised(tmp_path, "os.environ['RANK'] = '0'\nfrom transformers import Trainer\nTrainer()\n")
+    assert "line 1: remove the assignment of os.environ['RANK'], because the job sets it" in said
 
 
 def test_relative_imports_are_followed_in_the_folder_of_their_own_module(tmp_path: Path) -> None:

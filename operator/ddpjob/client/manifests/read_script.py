@@ -41,10 +41,19 @@ _CREATES = {
     "from_cfg": ("mmengine", {"mmengine"}),
 }
 """The framework that forms the group, and the packages that define it, by the name of a call."""
-_SPAWNS = ("spawn", "start_processes")
+_LAUNCHERS = {
+    "spawn": "nprocs",
+    "start_processes": "nprocs",
+    "launch": "dist_url",
+    "notebook_launcher": "num_processes",
+    "TorchTrainer": "scaling_config",
+}
+"""A keyword argument that identifies a call that starts processes, by the name of the call."""
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_OF_SLURM = {"SLURM_PROCID": "RANK", "SLURM_LOCALID": "LOCAL_RANK", "SLURM_NTASKS": "WORLD_SIZE"}
+_OF_MPI = ("mpi4py", "horovod")
 _OWN_ADDRESSES = ("file:", "tcp://127.", "tcp://localhost")
-_ADDRESSES = ("os.environ['MASTER_ADDR']", "os.environ['MASTER_PORT']")
+_SETTINGS = tuple(f"os.environ['{name}']" for name in _VARIABLES)
 _OPTIMIZERS = (
     *("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD"),
     *("LBFGS", "Adafactor", "Muon", "Lion", "Adam8bit", "AdamW8bit"),
@@ -92,6 +101,8 @@ class TrainingScript:
     alone: list[str] = field(default_factory=list)
     """Messages about lines that may keep the ranks of different nodes from forming one group. Each
     message contains the remedy."""
+    starts: bool = False
+    """Whether one of these lines starts processes."""
     trains: bool = False
     """Whether the script calls `.backward()` or creates an optimizer."""
     optimizer: Named | None = None
@@ -116,12 +127,18 @@ def read_script(path: Path) -> TrainingScript:
     content = path.read_bytes()
     tree = _parse(content, path)
     script = TrainingScript(content.decode(errors="replace"))
+    modules: list[tuple[str, ast.Module]] = []
     for where, module in [("", tree), *_neighbours(path, tree)]:
-        script.alone += (f"{where or path}, line {text}" for text in _find_own_launch(module))
+        modules.append((where, module))
+        found = list(_find_own_launch(module))
+        script.alone += (f"{where or path}, line {text}" for text in found)
+        script.starts |= any("starts processes" in text for text in found)
         if _find_group(script, module):
             script.where = where
-            return script
-    _find_names(script, tree)
+            break
+    else:
+        _find_names(script, tree)
+    script.alone += (f"{where or path}, line {text}" for where, text in _find_old_option(modules))
     return script
 
 
@@ -203,40 +220,80 @@ def _find_group(script: TrainingScript, tree: ast.Module) -> bool:
 
 
 def _find_own_launch(tree: ast.Module) -> Iterator[str]:
-    """Yield a message about each line that starts processes or sets an address by itself.
+    """Yield a message about each line that starts processes, or sets or gets the ranks by itself.
 
-    Such lines override what torchrun sets. They are common in scripts for a single machine. Lines
-    that run only without torchrun's variables are left out.
+    Such lines override or ignore what torchrun sets. They are common in scripts for a single
+    machine or for another launcher. Lines that depend on torchrun's variables are left out.
     """
-    unlaunched = {id(each) for node in ast.walk(tree) if isinstance(node, ast.If) for each in _without_torchrun(node)}
+    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    needed = {name.partition(".")[0]: node.lineno for node in imports for name in _imported(ast.Module([node], []))}
+    for package in _OF_MPI:
+        if package in needed:
+            yield (
+                f"{needed[package]}: {package} finds one process only, because torchrun does not start MPI; "
+                "take rank and world_size from torch.distributed instead"
+            )
+    names = list(_variables_read(tree))
+    if not any(name in _VARIABLES or (name.startswith("SLURM") and is_test) for name, is_test, _ in names):
+        for name, _, line in names:
+            if name in _OF_SLURM:
+                yield f"{line}: read {_OF_SLURM[name]} instead of {name}, which only Slurm sets"
+    choices = [node for node in ast.walk(tree) if isinstance(node, ast.If) and _knows_torchrun(node)]
+    chosen = {id(each) for node in choices for each in ast.walk(node)}
     for node in ast.walk(tree):
-        if id(node) in unlaunched:
+        if id(node) in chosen:
             continue
-        if (
-            isinstance(node, ast.Call)
-            and _last_name(node.func) in _SPAWNS
-            and any(k.arg == "nprocs" for k in node.keywords)
-        ):
+        if isinstance(node, ast.Call) and _LAUNCHERS.get(_last_name(node.func), "") in (k.arg for k in node.keywords):
             yield (
                 f"{node.lineno}: {ast.unparse(node.func)} starts processes that ignore the job's ranks; "
                 "take rank and world_size from RANK and WORLD_SIZE instead"
             )
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
             target = ast.unparse(node.targets[0])
-            if target in _ADDRESSES:
-                yield f"{node.lineno}: remove the assignment of {target}, because the job sets the address"
+            if target in _SETTINGS:
+                yield f"{node.lineno}: remove the assignment of {target}, because the job sets it"
         elif isinstance(node, ast.keyword) and node.arg == "init_method":
             text = ast.unparse(node.value)
             if text.lstrip("f").strip("'\"").startswith(_OWN_ADDRESSES):
                 yield f"{node.lineno}: remove init_method={text}, because the job sets the address"
 
 
-def _without_torchrun(choice: ast.If) -> Iterator[ast.AST]:
-    """Yield the nodes of the branch that runs if one of torchrun's variables is not set."""
-    for test in ast.walk(choice.test):
-        if isinstance(test, ast.Compare) and isinstance(test.left, ast.Constant) and test.left.value in _VARIABLES:
-            branch = {ast.In: choice.orelse, ast.NotIn: choice.body}.get(type(test.ops[0]), [])
-            yield from (each for statement in branch for each in ast.walk(statement))
+def _variables_read(tree: ast.Module) -> Iterator[tuple[str, bool, int]]:
+    """Yield each environment variable that a module reads, whether it only tests if the variable is
+    set, and the line.
+    """
+    for node in ast.walk(tree):
+        name: ast.AST | None = None
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
+            name = node.slice
+        elif isinstance(node, ast.Call) and _last_name(node.func) in ("get", "getenv") and node.args:
+            name = node.args[0]
+        elif isinstance(node, ast.Compare):
+            name = node.left
+        if isinstance(name, ast.Constant) and isinstance(name.value, str):
+            yield name.value, isinstance(node, ast.Compare), name.lineno
+
+
+def _find_old_option(modules: list[tuple[str, ast.Module]]) -> Iterator[tuple[str, str]]:
+    """Yield a module and a message for an option --local_rank that only torch.distributed.launch
+    and `deepspeed` pass.
+
+    With torchrun, its default would be the local rank of all ranks.
+    """
+    nodes = [(where, node) for where, module in modules for node in ast.walk(module)]
+    is_used = any(isinstance(node, ast.Attribute) and node.attr == "local_rank" for _, node in nodes)
+    texts = [(where, node) for where, node in nodes if isinstance(node, ast.Constant)]
+    if not is_used or any(node.value == "LOCAL_RANK" for _, node in texts):
+        return
+    for where, node in texts:
+        if node.value in ("--local_rank", "--local-rank"):
+            default = "default=int(os.environ['LOCAL_RANK'])"
+            yield where, f"{node.lineno}: set {default} for {node.value}, because torchrun does not pass it"
+
+
+def _knows_torchrun(choice: ast.If) -> bool:
+    """Return whether a condition depends on one of torchrun's variables."""
+    return any(isinstance(node, ast.Constant) and node.value in _VARIABLES for node in ast.walk(choice.test))
 
 
 def _last_name(node: ast.expr) -> str:

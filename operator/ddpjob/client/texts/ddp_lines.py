@@ -130,18 +130,22 @@ def advice(script: TrainingScript, path: Path) -> Iterator[str]:
         return
     if script.group:
         group = f"{script.group}{f' in {script.where}' if script.where else ''}"
-        yield f"{path} {'may form one group per node' if script.alone else 'forms a group'} ({group})."
-        if script.alone:
-            yield from script.alone
-            yield "To start the script with `command` instead: docs/own-scripts.md#other-launchers"
+        yield f"{path} {'may need these changes to form one group' if script.alone else 'forms a group'} ({group})."
+        yield from _on_own_launch(script)
         yield "To make the script resume and report its loss: docs/own-scripts.md"
+        return
+    if script.starts:
+        yield f"{path} starts processes itself. In a job, each rank would start its own, and train separately."
+        yield from _on_own_launch(script)
         return
     if not script.trains:
         yield f"{path}: no training loop was found, so the ranks might not form a group."
         yield f"If they do not, add these lines ({TUTORIAL}):"
         yield from general_form()
         return
-    yield f"{path} is written for one process. In a job, each rank would train a separate model."
+    written = "forms no group" if script.alone else "is written for one process"
+    yield f"{path} {written}. In a job, each rank would train a separate model."
+    yield from script.alone
     lines = added_lines(script)
     if not lines:
         yield (
@@ -155,8 +159,15 @@ def advice(script: TrainingScript, path: Path) -> Iterator[str]:
     yield from _remarks(script)
 
 
+def _on_own_launch(script: TrainingScript) -> Iterator[str]:
+    yield from script.alone
+    if script.starts:
+        yield "To start the script with `command` instead: docs/own-scripts.md#other-launchers"
+
+
 def _advice_on_framework(script: TrainingScript, path: Path, lines: FrameworkLines) -> Iterator[str]:
     yield lines.forms
+    yield from _on_own_launch(script)
     at = f"{script.where or path}, line {script.call.lineno}" if script.call else str(path)
     word, text = lines.arguments
     missing = (
