@@ -185,14 +185,23 @@ def test_an_uncertain_suggestion_is_marked_and_uses_the_general_form(
         ("from torch.distributed.device_mesh import init_device_mesh as m\nfrom x import init_device_mesh\n"
          "init_device_mesh('cuda', (2,))\n", "forms a group (init_device_mesh)"),
         ("from transformers import Trainer\nTrainer(model=m).train()\n", "line 2: add callbacks=[ddpjob_report.hugg"),
-        ("import lightning as L\n\nL.Trainer(max_epochs=2).fit(m)\n", 'line 3: add strategy="ddp", num_nodes='),
-        ("import lightning as L\n\nL.Trainer(num_nodes=2).fit(m)\n", "the script has num_nodes, so nothing is missing"),
+        ("import lightning as L\n\nL.Trainer(max_epochs=2).fit(m)\n", 'line 3: set strategy="ddp", num_nodes='),
+        ("import lightning as L\n\nL.Trainer(num_nodes=2).fit(m)\n", "which must be the job's number of nodes"),
+        ("import lightning as L\nL.Trainer(**cfg.trainer).fit(m)\n", "; if cfg.trainer already has them, change them"),
+        ("from pytorch_lightning import Trainer\nTrainer.from_argparse_args(o)\n", "line 2: set strategy="),
+        ("from lightning import Trainer\nt: Trainer = hydra.utils.instantiate(c)\n", "line 2: set strategy="),
+        ("from accelerate import Accelerator\nfrom trl import KTOTrainer\nKTOTrainer(m)\nAccelerator()\n", "line 3:"),
+        ("from accelerate import Accelerator\nimport transformers\nTrainer(m)\nAccelerator()\n", "line 4: add log"),
+        ("import colossalai\ncolossalai.launch_from_torch()\n", "forms a group (launch_from_torch)"),
+        ("with learn.distrib_ctx():\n    learn.fit(1)\n", "forms a group (distrib_ctx)"),
+        ("from ultralytics import YOLO\nYOLO('n.pt').train(data='coco8.yaml')\n", "line 2: in train(), set device="),
+        ("from mmengine.runner import Runner\nadd_argument('--launcher')\nRunner.from_cfg(c)\n", 'must be "pytorch"'),
         ("from transformers import Trainer\nTrainer(model=m).train()\n", "top: import ddpjob_report.huggingface"),
         ("from accelerate import Accelerator\na = Accelerator()\n", "line 2: add log_with="),
-        ("import lightning as L\nf = L.Fabric(accelerator='cpu')\n", 'line 2: add strategy="ddp", num_nodes='),
-        ("from lightning.pytorch.cli import LightningCLI\nLightningCLI(M)\n", "line 2: add trainer_defaults=dict(str"),
-        ("import ignite.distributed as idist\nwith idist.Parallel() as p:\n    p.run(f)\n", 'line 2: add backend="'),
-        ("from mmengine.runner import Runner\nRunner.from_cfg(c).train()\n", 'line 2: add launcher="pytorch"'),
+        ("import lightning as L\nf = L.Fabric(accelerator='cpu')\n", 'line 2: set strategy="ddp", num_nodes='),
+        ("from lightning.pytorch.cli import LightningCLI\nLightningCLI(M)\n", "line 2: set trainer_defaults=dict(str"),
+        ("import ignite.distributed as idist\nwith idist.Parallel() as p:\n    p.run(f)\n", 'line 2: set backend="'),
+        ("from mmengine.runner import Runner\nRunner.from_cfg(c).train()\n", 'line 2: set launcher="pytorch"'),
         ("import deepspeed\ne, *_ = deepspeed.initialize(model=m)\n", "forms a group (deepspeed.initialize)"),
         ("from composer import Trainer\nimport transformers\nTrainer(m).fit()\n", "forms a group (composer.Trainer)"),
         ("from timm import utils\nutils.init_distributed_device(args)\n", "forms a group (init_distributed_device)"),
@@ -305,7 +314,7 @@ Trainer(model=m, args=TrainingArguments(use_cpu=True), callbacks=[DDPJobCallback
 """
 ACCELERATE = """from accelerate import Accelerator
 from ddpjob_report.accelerate import DDPJobTracker, resume
-accelerator = Accelerator(cpu=True, log_with=DDPJobTracker())
+accelerator = Accelerator(cpu=args.cpu, log_with=DDPJobTracker())
 accelerator.init_trackers("job")
 accelerator.log({"loss": 1}, step=resume(accelerator))
 """
@@ -317,7 +326,7 @@ accelerator.log({"loss": 1}, step=resume(accelerator))
         (HUGGING_FACE, "use_cpu", "without GPUs: TrainingArguments(use_cpu=True)"),
         (HUGGING_FACE, "DDPJobCallback", "line 3: add callbacks=["),
         (HUGGING_FACE, "last_checkpoint", "To make it resume: docs/own-scripts.md#hugging-faces-trainer"),
-        (ACCELERATE, "cpu=True", "without GPUs: Accelerator(cpu=True)"),
+        (ACCELERATE, "cpu=", "without GPUs: Accelerator(cpu=True)"),
         (ACCELERATE, "init_trackers", "after it: accelerator.init_trackers"),
         (ACCELERATE, "accelerator.log", "after each step: accelerator.log("),
         (ACCELERATE, "resume", "To make it resume: docs/own-scripts.md#accelerate"),
@@ -334,7 +343,7 @@ def test_the_line_for_lightning_works_without_torchrun_too(tmp_path: Path, monke
     for variable in ("GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(variable, raising=False)
     said = advised(tmp_path, "import lightning as L\n\nL.Trainer(max_epochs=2).fit(m)\n")
-    arguments = said.partition("line 3: add ")[2].partition("\n")[0]
+    arguments = said.partition("line 3: set ")[2].partition("\n")[0]
     assert eval(f"dict({arguments})", {"os": os}) == {"strategy": "ddp", "num_nodes": 1, "devices": 1}
 
 

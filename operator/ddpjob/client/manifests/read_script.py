@@ -29,7 +29,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_FORMS = ("init_process_group", "init_device_mesh", "init_distributed", "init_distributed_device", "init_rpc")
+_FORMS = (
+    *("init_process_group", "init_device_mesh", "init_distributed", "init_distributed_device", "init_rpc"),
+    *("launch_from_torch", "distrib_ctx"),
+)
 _LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
 _CREATES = {
     "Accelerator": ("accelerate", {"accelerate"}),
@@ -39,6 +42,7 @@ _CREATES = {
     "Runner": ("mmengine", {"mmengine"}),
     "FlexibleRunner": ("mmengine", {"mmengine"}),
     "from_cfg": ("mmengine", {"mmengine"}),
+    "YOLO": ("ultralytics", {"ultralytics"}),
 }
 """The framework that forms the group, and the packages that define it, by the name of a call."""
 _LAUNCHERS = {
@@ -207,6 +211,7 @@ def _find_group(script: TrainingScript, tree: ast.Module) -> bool:
     modules = {name.partition(".")[0] for name in _imported(tree)}
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     frameworks = {_TRAINERS[name] for name in modules & _TRAINERS.keys()}
+    trainers = [call for call, name in _made(tree) if name.endswith("Trainer") and name not in _LAUNCHERS]
     for call in calls:
         name = _last_name(call.func)
         if name in _FORMS or ast.unparse(call.func) == "deepspeed.initialize":
@@ -217,13 +222,26 @@ def _find_group(script: TrainingScript, tree: ast.Module) -> bool:
             script.framework, script.call = framework, call
         elif name == "Trainer" and "composer" in modules:
             script.group = "composer.Trainer"
-        elif name.endswith("Trainer") and frameworks and not script.forms_group:
-            script.framework, script.call = sorted(frameworks, reverse=True)[0], call
+    is_theirs = any(name.partition(".")[0] in _TRAINERS and name.endswith("Trainer") for name in _imported(tree))
+    if trainers and frameworks and (not script.forms_group or (script.framework == "accelerate" and is_theirs)):
+        script.framework, script.call = sorted(frameworks, reverse=True)[0], trainers[0]
     if script.framework:
         return True
     if "ddpjob_trainer" in modules:
         script.group = "ddpjob_trainer"
     return bool(script.group)
+
+
+def _made(tree: ast.Module) -> Iterator[tuple[ast.Call, str]]:
+    """Yield each call, and the class of its result: its own name, the class that has the method
+    `from_argparse_args`, or the annotation of the variable that is set.
+    """
+    annotated = {id(node.value): node.annotation for node in ast.walk(tree) if isinstance(node, ast.AnnAssign)}
+    for call in ast.walk(tree):
+        if isinstance(call, ast.Call):
+            made = annotated.get(id(call), call.func)
+            is_method = isinstance(made, ast.Attribute) and made.attr == "from_argparse_args"
+            yield call, _last_name(made.value if isinstance(made, ast.Attribute) and is_method else made)
 
 
 def _find_own_launch(tree: ast.Module) -> Iterator[str]:

@@ -47,12 +47,15 @@ class FrameworkLines:
     elsewhere: tuple[tuple[str, str], ...]
     resumes: tuple[str, str]
     """A word, and the page that shows how the script can resume from a checkpoint."""
+    given: str = ""
+    """What the arguments must be, if the script already has them; empty if any value is right."""
 
 
 _LIGHTNING = (
     'strategy="ddp", num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", 1)), '
     'devices=int(os.environ.get("LOCAL_WORLD_SIZE", 1))'
 )
+_NODES = "which must be the job's number of nodes"
 _OF_FRAMEWORK = {
     "huggingface": FrameworkLines(
         "Hugging Face's Trainer forms the group itself.",
@@ -63,38 +66,50 @@ _OF_FRAMEWORK = {
     ),
     "lightning": FrameworkLines(
         "Lightning's Trainer forms the group itself if it is given the number of nodes and processes.",
-        ("num_nodes", f"add {_LIGHTNING}"),
+        ("num_nodes", f"set {_LIGHTNING}"),
         "import os",
         (),
         ("last_checkpoint", "docs/own-scripts.md#lightning"),
+        _NODES,
     ),
     "lightning-cli": FrameworkLines(
         "Lightning's Trainer forms the group itself if it is given the number of nodes and processes.",
-        ("num_nodes", f"add trainer_defaults=dict({_LIGHTNING})"),
+        ("num_nodes", f"set trainer_defaults=dict({_LIGHTNING})"),
         "import os",
         (),
         ("last_checkpoint", "docs/own-scripts.md#lightning"),
+        _NODES,
     ),
     "fabric": FrameworkLines(
         "Lightning's Fabric forms the group itself if it is given the number of nodes and processes.",
-        ("num_nodes", f"add {_LIGHTNING}"),
+        ("num_nodes", f"set {_LIGHTNING}"),
         "import os",
         ((".launch(", "after it: fabric.launch()"),),
         ("checkpoint_dir", "docs/own-scripts.md"),
+        _NODES,
     ),
     "ignite": FrameworkLines(
         "Ignite's Parallel forms the group itself if it is given a backend.",
-        ("backend", 'add backend="nccl", or backend="gloo" without GPUs'),
+        ("backend", 'set backend="nccl", or backend="gloo" without GPUs'),
         "",
         (),
         ("checkpoint_dir", "docs/own-scripts.md"),
     ),
     "mmengine": FrameworkLines(
         'MMEngine\'s Runner forms the group itself if its launcher is "pytorch".',
-        ("launcher", 'add launcher="pytorch"'),
+        ("launcher", 'set launcher="pytorch"'),
         "",
         (),
         ("checkpoint_dir", "docs/own-scripts.md"),
+        'which must be "pytorch"',
+    ),
+    "ultralytics": FrameworkLines(
+        "Ultralytics forms a group only on one node (--nodes 1), and only if it is given several devices.",
+        ("device", 'in train(), set device=list(range(int(os.environ["LOCAL_WORLD_SIZE"])))'),
+        "import os",
+        (),
+        ("resume", "docs/own-scripts.md"),
+        "which must be a list of all GPUs of the node",
     ),
     "accelerate": FrameworkLines(
         "Accelerate forms the group itself, without `accelerate launch`.",
@@ -103,7 +118,7 @@ _OF_FRAMEWORK = {
         (
             ("init_trackers", 'after it: accelerator.init_trackers("job")'),
             (".log(", 'after each step: accelerator.log({"loss": loss.item()}, step=step)'),
-            ("cpu=True", "without GPUs: Accelerator(cpu=True), otherwise each rank trains alone"),
+            ("cpu=", "without GPUs: Accelerator(cpu=True), otherwise each rank trains alone"),
         ),
         ("resume(", "docs/own-scripts.md#accelerate"),
     ),
@@ -172,9 +187,12 @@ def _advice_on_framework(script: TrainingScript, path: Path, lines: FrameworkLin
     yield from _on_own_launch(script)
     at = f"{script.where or path}, line {script.call.lineno}" if script.call else str(path)
     word, text = lines.arguments
-    missing = (
-        [] if word in script.text else [f"{at}: {text}", *([f"at the top: {lines.imports}"] if lines.imports else [])]
-    )
+    if word in script.text:
+        missing = [f"{at}: the script has {word}, {lines.given}"] if lines.given else []
+    else:
+        more = [ast.unparse(k.value) for k in script.call.keywords if k.arg is None] if script.call else []
+        missing = [f"{at}: {text}{''.join(f'; if {name} already has them, change them there' for name in more)}"]
+        missing += [f"at the top: {lines.imports}"] if lines.imports else []
     missing += [text for word, text in lines.elsewhere if word not in script.text]
     yield from missing or [f"{at}: the script has {word}, so nothing is missing"]
     word, page = lines.resumes
