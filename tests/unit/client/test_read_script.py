@@ -106,6 +106,49 @@ def test_changes_beyond_the_suggested_lines_are_reported_with_their_line(tmp_pat
     assert "learning rate of opt (line 19)" in said
 
 
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (("num_workers=2", "sampler=WeightedRandomSampler(weights, 9)"), "its DataLoader has a sampler of its own"),
+        (("num_workers=2", "batch_sampler=batches"), "its DataLoader has a sampler of its own"),
+        (("make(True, ", "load_dataset('c4', streaming=True, "), "its DataLoader may read an IterableDataset"),
+        (("DataLoader(", "Batches("), "it has no DataLoader"),
+    ],
+)
+def test_a_sampler_is_not_suggested_where_it_would_replace_another_or_fail(
+    change: tuple[str, str], said: str, tmp_path: Path
+) -> None:
+    printed = advised(tmp_path, MAIN.replace(*change))
+    assert f"because {said}" in printed and "give each rank its own part" in printed
+    assert "DistributedSampler" not in printed and "set_epoch" not in printed
+    random = MAIN.replace("num_workers=2", "sampler=RandomSampler(train_set)")
+    assert "sampler=torch.utils.data.DistributedSampler(train_set)" in advised(tmp_path, random)
+
+
+def test_a_data_loader_that_a_function_returns_is_not_denied(tmp_path: Path) -> None:
+    said = advised(tmp_path, "def feed(data):\n    return DataLoader(data)\nopt = SGD(net.parameters())\n")
+    assert "no variable is set to its DataLoader" in said and "it has no DataLoader" not in said
+
+
+def test_each_model_of_a_gan_is_wrapped_in_the_general_form(tmp_path: Path) -> None:
+    said = advised(tmp_path, "a = Adam(gen.parameters())\nb = Adam([*dis.parameters(), *dis.head.parameters()])\n")
+    assert "gen = torch.nn.parallel" in said and "dis = torch.nn.parallel" in said and "dis.head =" not in said
+
+
+def test_the_optimizers_in_the_branches_of_a_choice_count_as_one(tmp_path: Path) -> None:
+    chosen = "    if adam:\n        opt = optim.Adam(net.parameters())\n    else:\n        opt = optim.SGD"
+    text = MAIN.replace("    opt = optim.SGD", chosen)
+    after = apply_lines(text, added_lines(read(tmp_path, text)))
+    assert "    net = torch.nn.parallel.DistributedDataParallel(net)\n    for number" in after
+    assert not added_lines(read(tmp_path, MAIN.replace("    opt = optim.SGD", chosen.replace("    else:\n    ", ""))))
+
+
+def test_a_method_on_which_the_loss_may_depend_belongs_into_forward(tmp_path: Path) -> None:
+    """Through `.module`, DistributedDataParallel would not add up the gradients, without any error."""
+    said = advised(tmp_path, MAIN.replace("net(x), y)", "net.embed(x), y)"))
+    assert "line 8: write net.module.embed, if the model is wrapped there; if the loss depends on embed" in said
+
+
 def test_uses_of_the_model_that_must_bypass_the_ddp_wrapper_are_reported(tmp_path: Path) -> None:
     changed = MAIN.replace("    return net\n", "    net.decode(1)\n    torch.save(net, 'n')\n    return net\n")
     said = advised(tmp_path, changed)

@@ -58,6 +58,9 @@ _OPTIMIZERS = (
     *("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD"),
     *("LBFGS", "Adafactor", "Muon", "Lion", "Adam8bit", "AdamW8bit"),
 )
+_SAMPLERS = {"RandomSampler", "SequentialSampler", "DistributedSampler"}
+"""Samplers that a DistributedSampler can replace."""
+_ITERABLE = ("IterableDataset", "WebDataset", "WebLoader", "StreamingDataset", "streaming=True")
 _TRAINERS = {"lightning": "lightning", "pytorch_lightning": "lightning", "transformers": "huggingface"}
 _TRAINERS |= {"trl": "huggingface", "setfit": "huggingface", "sentence_transformers": "huggingface"}
 _MODULES = 50
@@ -107,7 +110,11 @@ class TrainingScript:
     """Whether the script calls `.backward()` or creates an optimizer."""
     optimizer: Named | None = None
     model: str = ""
+    models: list[str] = field(default_factory=list)
+    """The models of all optimizers."""
     loader: Named | None = None
+    is_sampled: bool = True
+    """Whether its training data can come from a DataLoader with a DistributedSampler."""
     scope: list[ast.stmt] = field(default_factory=list)
     """The statements of the function (or module) that creates the optimizer."""
     loop: ast.For | ast.While | None = None
@@ -305,24 +312,25 @@ def _last_name(node: ast.expr) -> str:
 
 
 def _find_names(script: TrainingScript, tree: ast.Module) -> None:
-    training = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and _trains(node)}
+    training = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and trains(node)}
     assigned = list(_assigned(tree))
     optimizers = [one for one in assigned if _is_optimizer(one.call)]
     loaders = [one for one in assigned if _last_name(one.call.func) == "DataLoader"]
-    script.trains = bool(optimizers) or _trains(tree)
-    if len(optimizers) == 1:
-        script.optimizer = optimizers[0]
-        script.model = _model(optimizers[0].call)
+    script.trains = bool(optimizers) or trains(tree)
+    names = {name for one in optimizers for name in _models(one.call)}
+    script.models = sorted(name for name in names if not any(name.startswith(f"{other}.") for other in names))
+    if len(optimizers) == 1 or _are_alternatives(optimizers, tree):
+        script.optimizer = max(optimizers, key=lambda one: one.line)
+        script.model = script.models[0] if len(names) == 1 else ""
     if script.optimizer is None or not script.model:
         found = f"{len(optimizers)} optimizers" if len(optimizers) > 1 else "no optimizer for a single model"
         script.doubts.append(f"it has {found}")
     script.loader = _training_loader(loaders, tree, training)
-    if script.loader is None:
-        script.doubts.append(f"it has {len(loaders)} DataLoaders" if loaders else "it has no DataLoader")
+    _check_loader(script, tree, loaders)
     if script.optimizer is not None:
         script.scope = _scope(tree, script.optimizer.node)
         after = [node for node in script.scope if node.lineno > script.optimizer.line]
-        loops = (loop for node in after for loop in _loops(node) if _trains(loop) or _calls(loop) & training)
+        loops = (loop for node in after for loop in _loops(node) if trains(loop) or _calls(loop) & training)
         script.loop = next(loops, None)
         if script.loop is None:
             script.doubts.append("its optimizer and its training loop are in different functions")
@@ -330,7 +338,44 @@ def _find_names(script: TrainingScript, tree: ast.Module) -> None:
             script.doubts.append("its optimizer and its DataLoader are in different functions")
 
 
-def _trains(node: ast.AST) -> bool:
+def _check_loader(script: TrainingScript, tree: ast.Module, loaders: list[Named]) -> None:
+    """Add a doubt if no DataLoader is certain to accept a DistributedSampler."""
+    if "DataLoader" not in _calls(tree):
+        script.is_sampled = False
+        script.doubts.append("it has no DataLoader")
+    elif any(word in script.text for word in _ITERABLE):
+        script.is_sampled = False
+        script.doubts.append("its DataLoader may read an IterableDataset, which accepts no sampler")
+    elif script.loader is None:
+        found = f"it has {len(loaders)} DataLoaders" if loaders else "no variable is set to its DataLoader"
+        script.doubts.append(found)
+    elif _own_samplers(script.loader.call, tree) - _SAMPLERS:
+        script.is_sampled = False
+        script.doubts.append("its DataLoader has a sampler of its own")
+
+
+def _own_samplers(loader: ast.Call, tree: ast.Module) -> set[str]:
+    """Return the classes of a DataLoader's sampler; "" stands for an unknown class."""
+    given = next((k.value for k in loader.keywords if k.arg in ("sampler", "batch_sampler")), None)
+    if given is None or (isinstance(given, ast.Constant) and given.value is None):
+        return set()
+    made = [one.call for one in _assigned(tree) if one.name == ast.unparse(given)]
+    return {_last_name(call.func) for call in made} or {_last_name(given.func) if isinstance(given, ast.Call) else ""}
+
+
+def _are_alternatives(found: list[Named], tree: ast.Module) -> bool:
+    """Return whether an `if` and its `else` set one variable to several optimizers of one model."""
+    return len({(one.name, ast.unparse(one.call.args[0]) if one.call.args else "") for one in found}) == 1 and any(
+        isinstance(node, ast.If)
+        and all(_contains(node, one.node) for one in found)
+        and any(_contains(other, one.node) for other in node.orelse for one in found)
+        and any(_contains(other, one.node) for other in node.body for one in found)
+        for node in ast.walk(tree)
+    )
+
+
+def trains(node: ast.AST) -> bool:
+    """Return whether a part of a script calls `.backward()`."""
     calls = (each.func for each in ast.walk(node) if isinstance(each, ast.Call))
     return any(isinstance(func, ast.Attribute) and func.attr == "backward" for func in calls)
 
@@ -353,19 +398,15 @@ def _is_optimizer(call: ast.Call) -> bool:
     return _last_name(call.func) in _OPTIMIZERS
 
 
-def _model(call: ast.Call) -> str:
-    """Return the name of the model whose parameters the optimizer gets.
-
-    The name is empty if the optimizer gets the parameters of several models, or of none.
-    """
-    names = {
+def _models(call: ast.Call) -> set[str]:
+    """Return the names of the models whose parameters the optimizer gets."""
+    return {
         ast.unparse(node.func.value)
         for argument in [*call.args[:1], *(k.value for k in call.keywords if k.arg == "params")]
         for node in ast.walk(argument)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
         and node.func.attr in ("parameters", "named_parameters")
     }  # fmt: skip
-    return names.pop() if len(names) == 1 else ""
 
 
 def _training_loader(loaders: list[Named], tree: ast.Module, training: set[str]) -> Named | None:
@@ -375,7 +416,7 @@ def _training_loader(loaders: list[Named], tree: ast.Module, training: set[str])
     walked = {
         ast.unparse(name)
         for loop in ast.walk(tree)
-        if isinstance(loop, ast.For) and _trains(loop)
+        if isinstance(loop, ast.For) and trains(loop)
         for name in ast.walk(loop.iter)
         if isinstance(name, ast.Name | ast.Attribute)
     }

@@ -20,7 +20,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpjob.client.manifests.read_script import TrainingScript
+from ddpjob.client.manifests.read_script import TrainingScript, trains
 
 TUTORIAL = "docs/one-gpu-to-two-nodes.md"
 _INIT = 'torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")'
@@ -153,6 +153,8 @@ def advice(script: TrainingScript, path: Path) -> Iterator[str]:
             f"{' and '.join(script.doubts)}:"
         )
         yield from general_form(script)
+        if script.optimizer and script.model and script.loop:
+            yield from dict.fromkeys(_behind_the_wrapper(script))
         return
     yield f"With these lines the ranks train one model ({TUTORIAL}):"
     yield from _shown(lines)
@@ -185,18 +187,23 @@ def general_form(script: TrainingScript | None = None) -> Iterator[str]:
 
     They contain the names of the script's own variables, if these are known.
     """
-    model = (script and script.model) or "model"
+    models = (script and script.models) or ["model"]
     loader, data = "loader", "data"
     if script and script.loader:
         loader, data = script.loader.name, _dataset(script.loader.call)
+        data = data if data.replace(".", "").isidentifier() else "data"
+    sampled = script is None or script.is_sampled
+    by_rank = "give each rank its own part, by torch.distributed.get_rank() and get_world_size()"
     rows = (
         ("at the top", "import os, torch"),
         ("then", _INIT),
         ("after that", _DEVICE),
-        ("training loader", f"{loader} = DataLoader({data}, ..., sampler={_SAMPLER}({data}))  # without shuffle"),
-        ("before the epochs", f"{model} = {_DDP}({model})"),
-        ("in each epoch", f"{loader}.sampler.set_epoch(epoch)"),
-        ("where it saves", f"{_FIRST} torch.save({model}.module.state_dict(), ...)"),
+        ("training loader", f"{loader} = DataLoader({data}, ..., sampler={_SAMPLER}({data}))  # without shuffle")
+        if sampled
+        else ("training data", by_rank),
+        *(("before the epochs", f"{model} = {_DDP}({model})") for model in models),
+        *([("in each epoch", f"{loader}.sampler.set_epoch(epoch)")] if sampled else []),
+        *(("where it saves", f"{_FIRST} torch.save({model}.module.state_dict(), ...)") for model in models),
         ("at the end", _END),
     )
     for where, text in rows:
@@ -327,12 +334,21 @@ def _behind_the_wrapper(script: TrainingScript) -> Iterator[str]:
     before = {line for line in lines if line < loop.lineno}
     tree = ast.parse(script.text)
     saved = {id(each) for node in ast.walk(tree) if _is_save(node) for each in ast.walk(node)}
+    training = (
+        node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While | ast.FunctionDef) and trains(node)
+    )
+    in_training = {id(each) for node in training for each in ast.walk(node)}
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or id(node) in saved:
             continue
         own = ast.unparse(node.func.value) == script.model and node.func.attr not in _OF_BOTH
-        if own and node.lineno not in before:
-            yield f"line {node.lineno}: write {script.model}.module.{node.func.attr}, if the model is wrapped there"
+        if not own or node.lineno in before:
+            continue
+        method = node.func.attr
+        text = f"line {node.lineno}: write {script.model}.module.{method}, if the model is wrapped there"
+        if id(node) in in_training and "state_dict" not in method:
+            text += f"; if the loss depends on {method}, call it in forward, because DDP adds up no gradients otherwise"
+        yield text
 
 
 def _remarks(script: TrainingScript) -> Iterator[str]:
