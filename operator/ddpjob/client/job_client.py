@@ -271,7 +271,7 @@ class Client:
         default is the folder `code` in the s3:// folder of `checkpoints`.
         `git`: "URL" or "URL@REF" of a git repository that contains the program. REF is a branch, a
         tag or a full commit hash, and is resolved to a commit when the job is created. With `git`,
-        `program` is a path in the repository, or the name of a module.
+        the `program` is a path in the repository, or the name of a module.
         `settings`: a mapping from field paths to values for other fields of spec, such as
         {"recovery.maxRestarts": 3, "storage.sharedMemory": "8Gi"}. If another parameter sets the
         same field, the value in `settings` replaces that parameter's value, but two mappings are
