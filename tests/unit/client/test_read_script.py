@@ -276,6 +276,25 @@ def test_ranks_that_come_from_mpi_are_reported(package: str, tmp_path: Path) -> 
     assert "forms a group" in advised(tmp_path, optional)
 
 
+def test_processes_that_form_a_group_are_reported_and_others_are_not(tmp_path: Path) -> None:
+    text = "def work(rank):\n    init_process_group(rank=rank)\nmp.Process(target=work, args=(1,)).start()\n"
+    assert "line 3: mp.Process starts processes that ignore" in advised(tmp_path, text)
+    assert "forms a group" in advised(tmp_path, text.replace("target=work", "target=copy_files"))
+
+
+def test_a_script_that_hides_the_other_ranks_gpus_is_reported(tmp_path: Path) -> None:
+    text = "os.environ['CUDA_VISIBLE_DEVICES'] = '0'\ninit_process_group()\n"
+    assert "line 1: remove the assignment of os.environ['CUDA_VISIBLE_DEVICES']" in advised(tmp_path, text)
+    for visible in ("", "0,1"):
+        assert "forms a group" in advised(tmp_path, text.replace("'0'", f"'{visible}'"))
+
+
+def test_an_optimizer_per_fold_is_not_said_to_be_in_another_function(tmp_path: Path) -> None:
+    epochs = "    for epoch in range(2):\n        loss.backward()\n"
+    said = advised(tmp_path, f"for fold in folds:\n    opt = SGD(net.parameters())\n{epochs}")
+    assert "its optimizer and its training loop are in different functions or loops" in said
+
+
 def test_a_rank_that_only_slurm_sets_is_reported(tmp_path: Path) -> None:
     text = "rank = os.environ['SLURM_PROCID']\nsize = os.getenv('SLURM_NTASKS')\ninit_process_group()\n"
     said = advised(tmp_path, text)

@@ -265,10 +265,11 @@ def _find_own_launch(tree: ast.Module) -> Iterator[str]:
                 yield f"{line}: read {_OF_SLURM[name]} instead of {name}, which only Slurm sets"
     choices = [node for node in ast.walk(tree) if isinstance(node, ast.If) and _knows_torchrun(node)]
     chosen = {id(each) for node in choices for each in ast.walk(node)}
+    forming = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and _calls(node) & {*_FORMS}}
     for node in ast.walk(tree):
         if id(node) in chosen:
             continue
-        if isinstance(node, ast.Call) and _LAUNCHERS.get(_last_name(node.func), "") in (k.arg for k in node.keywords):
+        if isinstance(node, ast.Call) and _starts_processes(node, forming):
             yield (
                 f"{node.lineno}: {ast.unparse(node.func)} starts processes that ignore the job's ranks; "
                 "take rank and world_size from RANK and WORLD_SIZE instead"
@@ -277,10 +278,22 @@ def _find_own_launch(tree: ast.Module) -> Iterator[str]:
             target = ast.unparse(node.targets[0])
             if target in _SETTINGS:
                 yield f"{node.lineno}: remove the assignment of {target}, because the job sets it"
+            elif target == "os.environ['CUDA_VISIBLE_DEVICES']" and str(node.value.value).isdigit():
+                yield f"{node.lineno}: remove the assignment of {target}, because each rank needs its own GPU"
         elif isinstance(node, ast.keyword) and node.arg == "init_method":
             text = ast.unparse(node.value)
             if text.lstrip("f").strip("'\"").startswith(_OWN_ADDRESSES):
                 yield f"{node.lineno}: remove init_method={text}, because the job sets the address"
+
+
+def _starts_processes(call: ast.Call, forming: set[str]) -> bool:
+    """Return whether a call starts processes that form a group, for example with one of the
+    functions `forming`.
+    """
+    name, arguments = _last_name(call.func), {k.arg: k.value for k in call.keywords}
+    if name == "Process" and "target" in arguments:
+        return _last_name(arguments["target"]) in forming
+    return _LAUNCHERS.get(name, "") in arguments
 
 
 def _variables_read(tree: ast.Module) -> Iterator[tuple[str, bool, int]]:
@@ -351,7 +364,7 @@ def _find_names(script: TrainingScript, tree: ast.Module) -> None:
         loops = (loop for node in after for loop in _loops(node) if trains(loop) or _calls(loop) & training)
         script.loop = next(loops, None)
         if script.loop is None:
-            script.doubts.append("its optimizer and its training loop are in different functions")
+            script.doubts.append("its optimizer and its training loop are in different functions or loops")
         elif script.loader is not None and not _is_seen(script.loader.node, script.scope, tree):
             script.doubts.append("its optimizer and its DataLoader are in different functions")
 

@@ -211,7 +211,7 @@ def general_form(script: TrainingScript | None = None) -> Iterator[str]:
         loader, data = script.loader.name, _dataset(script.loader.call)
         data = data if data.replace(".", "").isidentifier() else "data"
     sampled = script is None or script.is_sampled
-    by_rank = "give each rank its own part, by torch.distributed.get_rank() and get_world_size()"
+    by_rank = "give each rank its own part, by torch.distributed.get_rank(), unless its dataset does so"
     rows = (
         ("at the top", "import os, torch"),
         ("then", _INIT),
