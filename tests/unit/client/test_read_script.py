@@ -366,6 +366,26 @@ def test_the_line_for_lightning_works_without_torchrun_too(tmp_path: Path, monke
     assert eval(f"dict({arguments})", {"os": os}) == {"strategy": "ddp", "num_nodes": 1, "devices": 1}
 
 
+def test_a_package_in_the_current_folder_may_form_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in {"tools/train": "from pkg.a import b\n", "pkg/a": "import torch\ninit_process_group()\n"}.items():
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / f"{name}.py").write_text(text)
+    assert not read_script(tmp_path / "tools" / "train.py").forms_group
+    monkeypatch.chdir(tmp_path)
+    assert read_script(Path("tools/train.py")).where == "pkg/a.py"
+
+
+def test_a_function_that_forms_a_group_but_is_not_used_does_not_count(tmp_path: Path) -> None:
+    """Scripts for one GPU and for several often share their utilities."""
+    (tmp_path / "utils.py").write_text("def setup():\n    init_process_group()\n")
+    (tmp_path / "later.py").write_text("import utils\nutils.setup()\n")
+    loop = "import utils\nutils.Meter()\nloss.backward()\n"
+    assert "for one process" in advised(tmp_path, loop)
+    assert "(init_process_group in utils.py)" in advised(tmp_path, f"{loop}utils.setup()\n")
+    assert "(init_process_group in utils.py)" in advised(tmp_path, f"{loop}import later\n")
+    assert "(init_process_group in utils.py)" in advised(tmp_path, f"{loop}from utils import setup as s\ns()\n")
+
+
 def test_a_module_next_to_the_script_may_form_the_group(tmp_path: Path) -> None:
     (tmp_path / "tools").mkdir()
     (tmp_path / "tools" / "__init__.py").write_text("from tools import net\n")

@@ -190,7 +190,9 @@ def _advice_on_framework(script: TrainingScript, path: Path, lines: FrameworkLin
     if word in script.text:
         missing = [f"{at}: the script has {word}, {lines.given}"] if lines.given else []
     else:
-        more = [ast.unparse(k.value) for k in script.call.keywords if k.arg is None] if script.call else []
+        more = (
+            [ast.unparse(k.value) for k in script.call.keywords if k.arg is None] if script.call and lines.given else []
+        )
         missing = [f"{at}: {text}{''.join(f'; if {name} already has them, change them there' for name in more)}"]
         missing += [f"at the top: {lines.imports}"] if lines.imports else []
     missing += [text for word, text in lines.elsewhere if word not in script.text]
