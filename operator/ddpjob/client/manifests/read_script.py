@@ -244,7 +244,7 @@ def _find_group(script: TrainingScript, tree: ast.Module, used: set[str] | None)
 
 
 def _used(tree: ast.Module) -> set[str]:
-    """Return the names of the variables, functions and attributes that a module reads or renames."""
+    """Return the names of the functions and other objects that a module reads or renames."""
     nodes = list(ast.walk(tree))
     loads = (node for node in nodes if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load))
     read = {_last_name(node) for node in loads}
