@@ -130,6 +130,13 @@ def test_a_data_loader_that_a_function_returns_is_not_denied(tmp_path: Path) -> 
     assert "no variable is set to its DataLoader" in said and "it has no DataLoader" not in said
 
 
+def test_a_script_with_a_relative_import_must_be_a_module(tmp_path: Path) -> None:
+    script = read(tmp_path, "from .net import Net\ninit_process_group()\n")
+    for path, remedy in {"pkg/train.py": "set spec.module=pkg.train instead", "train.py": "without the dot"}.items():
+        first, *_ = advice(script, Path(path))
+        assert first.startswith(f"{path}, line 1: a relative import fails in a script; ") and remedy in first
+
+
 def test_each_model_of_a_gan_is_wrapped_in_the_general_form(tmp_path: Path) -> None:
     said = advised(tmp_path, "a = Adam(gen.parameters())\nb = Adam([*dis.parameters(), *dis.head.parameters()])\n")
     assert "gen = torch.nn.parallel" in said and "dis = torch.nn.parallel" in said and "dis.head =" not in said
@@ -185,6 +192,7 @@ def test_an_uncertain_suggestion_is_marked_and_uses_the_general_form(
         ("from torch.distributed.device_mesh import init_device_mesh as m\nfrom x import init_device_mesh\n"
          "init_device_mesh('cuda', (2,))\n", "forms a group (init_device_mesh)"),
         ("from transformers import Trainer\nTrainer(model=m).train()\n", "line 2: add callbacks=[ddpjob_report.hugg"),
+        ("from nemo import lightning as nl\nnl.Trainer(num_nodes=1).fit(m)\n", "the job's number of nodes"),
         ("import lightning as L\n\nL.Trainer(max_epochs=2).fit(m)\n", 'line 3: set strategy="ddp", num_nodes='),
         ("import lightning as L\n\nL.Trainer(num_nodes=2).fit(m)\n", "which must be the job's number of nodes"),
         ("import lightning as L\nL.Trainer(**cfg.trainer).fit(m)\n", "; if cfg.trainer already has them, change them"),

@@ -67,7 +67,8 @@ _OPTIMIZERS = (
 _SAMPLERS = {"RandomSampler", "SequentialSampler", "DistributedSampler"}
 """Samplers that a DistributedSampler can replace."""
 _ITERABLE = ("IterableDataset", "WebDataset", "WebLoader", "StreamingDataset", "streaming=True")
-_TRAINERS = {"lightning": "lightning", "pytorch_lightning": "lightning", "transformers": "huggingface"}
+_TRAINERS = {"lightning": "lightning", "pytorch_lightning": "lightning", "nemo": "lightning"}
+_TRAINERS |= {"transformers": "huggingface"}
 _TRAINERS |= {"trl": "huggingface", "setfit": "huggingface", "sentence_transformers": "huggingface"}
 _MODULES = 200
 """Maximum number of modules that are read in addition to the script."""
@@ -110,6 +111,8 @@ class TrainingScript:
     alone: list[str] = field(default_factory=list)
     """Messages about lines that may keep the ranks of different nodes from forming one group. Each
     message contains the remedy."""
+    relative: int = 0
+    """The line of the script's first relative import, which only works in a module; 0 for none."""
     starts: bool = False
     """Whether one of these lines starts processes."""
     trains: bool = False
@@ -140,6 +143,8 @@ def read_script(path: Path) -> TrainingScript:
     content = path.read_bytes()
     tree = _parse(content, path)
     script = TrainingScript(content.decode(errors="replace"))
+    relatives = (node for node in tree.body if isinstance(node, ast.ImportFrom) and node.level)
+    script.relative = next((node.lineno for node in relatives), 0)
     modules: list[tuple[str, ast.Module]] = []
     used: set[str] = set()
     for where, module in chain([("", tree)], _neighbours(path, tree)):

@@ -140,6 +140,12 @@ class AddedLine:
 
 def advice(script: TrainingScript, path: Path) -> Iterator[str]:
     """Yield advice on how to change a script so that its ranks train together."""
+    if script.relative:
+        module = ".".join(path.with_suffix("").parts)
+        remedy = "write it without the dot"
+        if "." in module and not path.is_absolute():
+            remedy = f"set spec.module={module} instead of spec.script"
+        yield f"{path}, line {script.relative}: a relative import fails in a script; {remedy}"
     if script.framework:
         yield from _advice_on_framework(script, path, _OF_FRAMEWORK[script.framework])
         return
