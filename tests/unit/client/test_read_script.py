@@ -276,6 +276,25 @@ def test_ranks_that_come_from_mpi_are_reported(package: str, tmp_path: Path) -> 
     assert "forms a group" in advised(tmp_path, optional)
 
 
+def test_processes_that_form_a_group_are_reported_and_others_are_not(tmp_path: Path) -> None:
+    text = "def work(rank):\n    init_process_group(rank=rank)\nmp.Process(target=work, args=(1,)).start()\n"
+    assert "line 3: mp.Process starts processes that ignore" in advised(tmp_path, text)
+    assert "forms a group" in advised(tmp_path, text.replace("target=work", "target=copy_files"))
+
+
+def test_a_script_that_hides_the_other_ranks_gpus_is_reported(tmp_path: Path) -> None:
+    text = "os.environ['CUDA_VISIBLE_DEVICES'] = '0'\ninit_process_group()\n"
+    assert "line 1: remove the assignment of os.environ['CUDA_VISIBLE_DEVICES']" in advised(tmp_path, text)
+    for visible in ("", "0,1"):
+        assert "forms a group" in advised(tmp_path, text.replace("'0'", f"'{visible}'"))
+
+
+def test_an_optimizer_per_fold_is_not_said_to_be_in_another_function(tmp_path: Path) -> None:
+    epochs = "    for epoch in range(2):\n        loss.backward()\n"
+    said = advised(tmp_path, f"for fold in folds:\n    opt = SGD(net.parameters())\n{epochs}")
+    assert "its optimizer and its training loop are in different functions or loops" in said
+
+
 def test_a_rank_that_only_slurm_sets_is_reported(tmp_path: Path) -> None:
     text = "rank = os.environ['SLURM_PROCID']\nsize = os.getenv('SLURM_NTASKS')\ninit_process_group()\n"
     said = advised(tmp_path, text)
@@ -345,6 +364,26 @@ def test_the_line_for_lightning_works_without_torchrun_too(tmp_path: Path, monke
     said = advised(tmp_path, "import lightning as L\n\nL.Trainer(max_epochs=2).fit(m)\n")
     arguments = said.partition("line 3: set ")[2].partition("\n")[0]
     assert eval(f"dict({arguments})", {"os": os}) == {"strategy": "ddp", "num_nodes": 1, "devices": 1}
+
+
+def test_a_package_in_the_current_folder_may_form_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in {"tools/train": "from pkg.a import b\n", "pkg/a": "import torch\ninit_process_group()\n"}.items():
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / f"{name}.py").write_text(text)
+    assert not read_script(tmp_path / "tools" / "train.py").forms_group
+    monkeypatch.chdir(tmp_path)
+    assert read_script(Path("tools/train.py")).where == "pkg/a.py"
+
+
+def test_a_function_that_forms_a_group_but_is_not_used_does_not_count(tmp_path: Path) -> None:
+    """Scripts for one GPU and for several often share their utilities."""
+    (tmp_path / "utils.py").write_text("def setup():\n    init_process_group()\n")
+    (tmp_path / "later.py").write_text("import utils\nutils.setup()\n")
+    loop = "import utils\nutils.Meter()\nloss.backward()\n"
+    assert "for one process" in advised(tmp_path, loop)
+    assert "(init_process_group in utils.py)" in advised(tmp_path, f"{loop}utils.setup()\n")
+    assert "(init_process_group in utils.py)" in advised(tmp_path, f"{loop}import later\n")
+    assert "(init_process_group in utils.py)" in advised(tmp_path, f"{loop}from utils import setup as s\ns()\n")
 
 
 def test_a_module_next_to_the_script_may_form_the_group(tmp_path: Path) -> None:
