@@ -128,6 +128,9 @@ def test_a_sampler_is_not_suggested_where_it_would_replace_another_or_fail(
 def test_a_data_loader_that_a_function_returns_is_not_denied(tmp_path: Path) -> None:
     said = advised(tmp_path, "def feed(data):\n    return DataLoader(data)\nopt = SGD(net.parameters())\n")
     assert "no variable is set to its DataLoader" in said and "it has no DataLoader" not in said
+    (tmp_path / "data.py").write_text("def feed(data):\n    return DataLoader(data)\n")
+    said = advised(tmp_path, "import data\nopt = SGD(net.parameters())\n")
+    assert "its DataLoader is in a different module" in said and "sampler=torch.utils.data.Distributed" in said
 
 
 def test_a_script_with_a_relative_import_must_be_a_module(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def read_script(path: Path) -> TrainingScript:
     else:  # A module may also be used by one that was read later.
         script.where = next((where for where, module in modules[1:] if _find_group(script, module, used)), "")
     if not script.forms_group:
-        _find_names(script, tree)
+        _find_names(script, tree, used)
     script.alone += (f"{where or path}, line {text}" for where, text in _find_old_option(modules))
     return script
 
@@ -372,7 +372,7 @@ def _last_name(node: ast.expr) -> str:
 # --- a training loop without a framework -------------------------------------------------------
 
 
-def _find_names(script: TrainingScript, tree: ast.Module) -> None:
+def _find_names(script: TrainingScript, tree: ast.Module, used: set[str]) -> None:
     training = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and trains(node)}
     assigned = list(_assigned(tree))
     optimizers = [one for one in assigned if _is_optimizer(one.call)]
@@ -387,7 +387,10 @@ def _find_names(script: TrainingScript, tree: ast.Module) -> None:
         found = f"{len(optimizers)} optimizers" if len(optimizers) > 1 else "no optimizer for a single model"
         script.doubts.append(f"it has {found}")
     script.loader = _training_loader(loaders, tree, training)
-    _check_loader(script, tree, loaders)
+    if "DataLoader" in used and "DataLoader" not in _calls(tree):
+        script.doubts.append("its DataLoader is in a different module")
+    else:
+        _check_loader(script, tree, loaders)
     if script.optimizer is not None:
         script.scope = _scope(tree, script.optimizer.node)
         after = [node for node in script.scope if node.lineno > script.optimizer.line]
