@@ -355,7 +355,7 @@ def _find_old_option(modules: list[tuple[str, ast.Module]]) -> Iterator[tuple[st
         return
     for where, node in texts:
         if node.value in ("--local_rank", "--local-rank"):
-            default = "default=int(os.environ['LOCAL_RANK'])"
+            default = "default=int(os.environ.get('LOCAL_RANK', -1))"
             yield where, f"{node.lineno}: set {default} for {node.value}, because torchrun does not pass it"
 
 
