@@ -66,7 +66,7 @@ async def test_an_agent_that_reports_most_nodes_as_unhealthy_moves_no_pod() -> N
     assert sorted(p.name for p in running(s)) == ["job-0-0", "job-1-0"] and reasons(s) == []
     shown = conditions(s)["NodesHealthy"]
     assert (shown["status"], shown["reason"]) == ("False", "TooManyUnhealthy")
-    assert "more than a quarter of the Kubernetes nodes of its kind are unhealthy" in shown["message"]
+    assert "more than a quarter of the Kubernetes nodes of the same kind are unhealthy" in shown["message"]
     for host in s.machines.hosts.values():
         s.machines.diagnose(host, False)
     await passes(s, 5)
