@@ -149,6 +149,12 @@ def no_room(scene: Scene) -> None:
     scene.jobs.apply(made)
 
 
+def on_host_network(scene: Scene) -> None:
+    made = command_job("open", "sleep 3600")
+    made["spec"]["podTemplate"]["spec"]["hostNetwork"] = True
+    scene.jobs.apply(made)
+
+
 def crash(scene: Scene) -> None:
     recovery = {"maxRestarts": 5, "backoff": {"initialSeconds": 5, "maxSeconds": 10}}
     spec: Json = {"recovery": recovery, "scheduling": {"onePodPerNode": False}}
@@ -255,6 +261,8 @@ ACTS = (
         lambda s: reports(s, "slows", "--slow-after=120"), "DDPJobStraggler", "slows"),
     Act(30, "a job without a spare, with a rank that takes twice as long",
         lambda s: reports(s, "lags", "--slow-rank", procsPerNode=2), "DDPJobSlowRank", "lags"),
+    Act(35, "a job whose pods are on the hosts' network, where no NetworkPolicy applies", on_host_network,
+        "DDPJobNotIsolated", "open"),
     Act(100, "a script that fails at step 5 each time has spent four fifths of its restart budget", crash,
         "DDPJobBudgetNearlySpent", "crashes"),
     Act(100, "a script that fails at step 5 each time has spent its restart budget", lambda s: None, "DDPJobFailed",

@@ -1,4 +1,4 @@
-"""Runs the program of the runtime that the first argument names, such as coordinator or launcher.
+"""Runs one of the runtime's programs. The first argument names it, such as coordinator or launcher.
 
     python3 PATH/ddpjob_runtime coordinator|launcher|store|check ARGUMENTS
 

@@ -1,4 +1,4 @@
-"""The module `ddpjob_report.py` in job pods, which loads the package of that name from the archive.
+"""The module `ddpjob_report.py` in job pods, which loads the real package from the archive.
 
 If a program has this file's folder in its PYTHONPATH, `import ddpjob_report` imports this module.
 The module then replaces itself with the package.

@@ -88,7 +88,7 @@ def test_a_script_continues_from_the_bucket_after_its_pod_and_disk_are_lost(serv
     assert run.wait(seconds=240) == 0, run.everything()
     begun = [int(text.split()[0]) for text in run.log("job-1-0").split("begins at step ")[1:]]
     assert begun[0] == 0 and begun[1] >= 15 and begun[1] % 5 == 0 and len(begun) == 2, begun
-    assert "is from s3://" in run.log("job-0-1") + run.log("job-1-0")
+    assert "from s3://" in run.log("job-0-1") + run.log("job-1-0")
     assert any(f"rank 0 ends with {value(STEPS)}" in run.log(pod) for pod in run.pods()), run.everything()
     assert [entry.step for entry in copies(server).entries()] == [60, 55], "copy_checkpoint's keep"
     run.assert_nothing_left()

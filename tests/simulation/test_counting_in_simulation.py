@@ -138,7 +138,7 @@ async def test_without_a_limit_a_long_evaluation_is_reported_but_not_ended() -> 
     running = conditions(s)["Running"]
     assert (running["status"], running["reason"]) == ("True", "StepOverdue")
     assert "has completed no step since 20" in running["message"]
-    assert "recovery.hangAfterSeconds sets" in running["message"]
+    assert "to restart it after a fixed time, set recovery.hangAfterSeconds" in running["message"]
     assert "rank 0 in step (train.py:7); rank 1 in step (train.py:7)" in running["message"]
     assert "rank 1:\nCurrent thread" in running["message"], "the stacks of all ranks"
     assert [e.warning for e in s.cluster.events if e.reason == "StepOverdue"] == [True], "once"

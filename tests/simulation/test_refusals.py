@@ -375,6 +375,13 @@ async def test_a_refused_network_policy_is_reported_and_the_job_runs(status: int
     assert conditions(s)["Isolated"]["status"] == "True" and len(list(s.store.all("NetworkPolicy"))) == 1
 
 
+async def test_pods_on_the_hosts_network_are_reported_as_not_isolated() -> None:
+    s = Simulation({"podTemplate": {"spec": {"hostNetwork": True}}})
+    await s.until(lambda: s.phase == "Running")
+    isolated = conditions(s)["Isolated"]
+    assert (isolated["status"], isolated["reason"]) == ("False", "HostNetwork")
+
+
 async def test_an_isolated_job_has_its_policy_before_its_pods() -> None:
     s = Unisolated({})
     s.cluster.platform = replace(s.cluster.platform, operator_peer={"podSelector": {}})

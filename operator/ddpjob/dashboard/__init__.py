@@ -1,4 +1,4 @@
-"""`ddpjob dashboard`: read-only web pages about the jobs of a cluster or of this machine.
+"""`ddpjob dashboard`: read-only web pages about the jobs on a cluster or on this machine.
 
 The pages use the words and numbers of `client`. `fleet` follows the jobs, `job_views` shapes
 objects for the pages, `gate` decides who has access, and `web_server` serves the pages. `viewers`

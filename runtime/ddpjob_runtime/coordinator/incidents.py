@@ -1,4 +1,4 @@
-"""The incidents of a generation, oldest first: one per break of the group."""
+"""The incidents in a generation, oldest first. Each time the group breaks, one is added."""
 
 from __future__ import annotations
 

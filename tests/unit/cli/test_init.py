@@ -109,6 +109,12 @@ def test_the_script_reports_if_there_is_nothing_left_to_train(folder: Path) -> N
     assert text.index("if first >= args.epochs and rank == 0:") < text.index("for epoch in range(first")
 
 
+def test_a_notebook_is_not_checked_as_a_script(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "train.ipynb").write_text('{"cells": [], "metadata": {}}')
+    assert main(["init", "train.ipynb", "--check"]) == 2
+    assert "train.ipynb: the script's name must end in .py" in capsys.readouterr().err
+
+
 def test_a_script_for_one_gpu_is_read_and_not_executed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "mine.py").write_text("import torch\nraise SystemExit(7)\nfor x in y:\n    x.backward()\n")
     assert main(["init", "mine.py", "--check"]) == 1

@@ -128,6 +128,16 @@ def test_a_sampler_is_not_suggested_where_it_would_replace_another_or_fail(
 def test_a_data_loader_that_a_function_returns_is_not_denied(tmp_path: Path) -> None:
     said = advised(tmp_path, "def feed(data):\n    return DataLoader(data)\nopt = SGD(net.parameters())\n")
     assert "no variable is set to its DataLoader" in said and "it has no DataLoader" not in said
+    (tmp_path / "data.py").write_text("def feed(data):\n    return DataLoader(data)\n")
+    said = advised(tmp_path, "import data\nopt = SGD(net.parameters())\n")
+    assert "its DataLoader is in a different module" in said and "sampler=torch.utils.data.Distributed" in said
+
+
+def test_a_script_with_a_relative_import_must_be_a_module(tmp_path: Path) -> None:
+    script = read(tmp_path, "from .net import Net\ninit_process_group()\n")
+    for path, remedy in {"pkg/train.py": "set spec.module=pkg.train instead", "train.py": "without the dot"}.items():
+        first, *_ = advice(script, Path(path))
+        assert first.startswith(f"{path}, line 1: a relative import fails in a script; ") and remedy in first
 
 
 def test_each_model_of_a_gan_is_wrapped_in_the_general_form(tmp_path: Path) -> None:
@@ -185,6 +195,7 @@ def test_an_uncertain_suggestion_is_marked_and_uses_the_general_form(
         ("from torch.distributed.device_mesh import init_device_mesh as m\nfrom x import init_device_mesh\n"
          "init_device_mesh('cuda', (2,))\n", "forms a group (init_device_mesh)"),
         ("from transformers import Trainer\nTrainer(model=m).train()\n", "line 2: add callbacks=[ddpjob_report.hugg"),
+        ("from nemo import lightning as nl\nnl.Trainer(num_nodes=1).fit(m)\n", "the job's number of nodes"),
         ("import lightning as L\n\nL.Trainer(max_epochs=2).fit(m)\n", 'line 3: set strategy="ddp", num_nodes='),
         ("import lightning as L\n\nL.Trainer(num_nodes=2).fit(m)\n", "which must be the job's number of nodes"),
         ("import lightning as L\nL.Trainer(**cfg.trainer).fit(m)\n", "; if cfg.trainer already has them, change them"),
@@ -276,6 +287,25 @@ def test_ranks_that_come_from_mpi_are_reported(package: str, tmp_path: Path) -> 
     assert "forms a group" in advised(tmp_path, optional)
 
 
+def test_processes_that_form_a_group_are_reported_and_others_are_not(tmp_path: Path) -> None:
+    text = "def work(rank):\n    init_process_group(rank=rank)\nmp.Process(target=work, args=(1,)).start()\n"
+    assert "line 3: mp.Process starts processes that ignore" in advised(tmp_path, text)
+    assert "forms a group" in advised(tmp_path, text.replace("target=work", "target=copy_files"))
+
+
+def test_a_script_that_hides_the_other_ranks_gpus_is_reported(tmp_path: Path) -> None:
+    text = "os.environ['CUDA_VISIBLE_DEVICES'] = '0'\ninit_process_group()\n"
+    assert "line 1: remove the assignment of os.environ['CUDA_VISIBLE_DEVICES']" in advised(tmp_path, text)
+    for visible in ("", "0,1"):
+        assert "forms a group" in advised(tmp_path, text.replace("'0'", f"'{visible}'"))
+
+
+def test_an_optimizer_per_fold_is_not_said_to_be_in_another_function(tmp_path: Path) -> None:
+    epochs = "    for epoch in range(2):\n        loss.backward()\n"
+    said = advised(tmp_path, f"for fold in folds:\n    opt = SGD(net.parameters())\n{epochs}")
+    assert "its optimizer and its training loop are in different functions or loops" in said
+
+
 def test_a_rank_that_only_slurm_sets_is_reported(tmp_path: Path) -> None:
     text = "rank = os.environ['SLURM_PROCID']\nsize = os.getenv('SLURM_NTASKS')\ninit_process_group()\n"
     said = advised(tmp_path, text)
@@ -287,7 +317,7 @@ def test_a_rank_that_only_slurm_sets_is_reported(tmp_path: Path) -> None:
 def test_an_option_for_the_local_rank_is_reported_unless_its_variable_is_read(tmp_path: Path) -> None:
     """torchrun does not pass it, so all ranks would use the default, such as GPU 0."""
     text = "add_argument('--local_rank', default=-1)\ninit_process_group()\nset_device(args.local_rank)\n"
-    assert "line 1: set default=int(os.environ['LOCAL_RANK']) for --local_rank" in advised(tmp_path, text)
+    assert "line 1: set default=int(os.environ.get('LOCAL_RANK', -1)) for --local_rank" in advised(tmp_path, text)
     for other in (text.replace("-1", "os.getenv('LOCAL_RANK')"), text.replace("args.local_rank", "0")):
         assert "forms a group" in advised(tmp_path, other)
 
@@ -345,6 +375,26 @@ def test_the_line_for_lightning_works_without_torchrun_too(tmp_path: Path, monke
     said = advised(tmp_path, "import lightning as L\n\nL.Trainer(max_epochs=2).fit(m)\n")
     arguments = said.partition("line 3: set ")[2].partition("\n")[0]
     assert eval(f"dict({arguments})", {"os": os}) == {"strategy": "ddp", "num_nodes": 1, "devices": 1}
+
+
+def test_a_package_in_the_current_folder_may_form_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in {"tools/train": "from pkg.a import b\n", "pkg/a": "import torch\ninit_process_group()\n"}.items():
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / f"{name}.py").write_text(text)
+    assert not read_script(tmp_path / "tools" / "train.py").forms_group
+    monkeypatch.chdir(tmp_path)
+    assert read_script(Path("tools/train.py")).where == "pkg/a.py"
+
+
+def test_a_function_that_forms_a_group_but_is_not_used_does_not_count(tmp_path: Path) -> None:
+    """Scripts for one GPU and for several often share their utilities."""
+    (tmp_path / "utils.py").write_text("def setup():\n    init_process_group()\n")
+    (tmp_path / "later.py").write_text("import utils\nutils.setup()\n")
+    loop = "import utils\nutils.Meter()\nloss.backward()\n"
+    assert "for one process" in advised(tmp_path, loop)
+    assert "(init_process_group in utils.py)" in advised(tmp_path, f"{loop}utils.setup()\n")
+    assert "(init_process_group in utils.py)" in advised(tmp_path, f"{loop}import later\n")
+    assert "(init_process_group in utils.py)" in advised(tmp_path, f"{loop}from utils import setup as s\ns()\n")
 
 
 def test_a_module_next_to_the_script_may_form_the_group(tmp_path: Path) -> None:

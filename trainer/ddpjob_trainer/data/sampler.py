@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SamplerState:
-    """A position in training: the first `consumed` samples of epoch `epoch` are taken."""
+    """A position in training: `consumed` samples of epoch `epoch` have been used."""
 
     epoch: int = 0
     consumed: int = 0

@@ -30,8 +30,7 @@ def write_starter(script: Path, *, name: str, image: str, nodes: int, gpus: int)
     If job.yaml already exists, or if the API server would refuse the job, raise Mistake and write
     nothing.
     """
-    if script.suffix != ".py":
-        raise Mistake(f"{script}: the script's name must end in .py")
+    _check_suffix(script)
     if script.is_absolute() or ".." in script.parts:
         raise Mistake(
             f"{script}: must be below this folder, because on a cluster it is relative to the image's working folder"
@@ -74,6 +73,7 @@ def check_script(script: Path) -> tuple[bool, list[str]]:
 
     The script is read but not executed. Raises Mistake if it cannot be opened.
     """
+    _check_suffix(script)
     try:
         read = read_script(script)
     except UnreadableScript as unreadable:
@@ -82,6 +82,12 @@ def check_script(script: Path) -> tuple[bool, list[str]]:
     except OSError as error:
         raise Mistake(f"{script}: {error.strerror}") from error
     return read.forms_group, list(advice(read, script))
+
+
+def _check_suffix(script: Path) -> None:
+    """Raise Mistake for a file such as a notebook, which may even be valid Python."""
+    if script.suffix != ".py":
+        raise Mistake(f"{script}: the script's name must end in .py")
 
 
 def _create(path: Path, text: str) -> None:

@@ -6,8 +6,8 @@ all the data, without any error. Users must learn this before the job starts. Th
 which lines to add, written with the names in their script.
 
 The script is parsed with `ast`, never imported or executed. Its ranks form a group if its own code,
-or a module that it imports from its own folder, calls a function in `_FORMS` or creates one of the
-objects in `_CREATES` or a Trainer. If they do not, the following is looked up:
+or a module that it imports from its own folder or the current one, calls a function in `_FORMS` or
+creates one of the objects in `_CREATES` or a Trainer. If they do not, the following is looked up:
 
 - the optimizer is the variable that gets `SGD(…)`, `Adam(…)` or another class of torch.optim;
 - the model is X in the optimizer's argument `X.parameters()`;
@@ -25,8 +25,10 @@ form of the lines instead.
 from __future__ import annotations
 
 import ast
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 _FORMS = (
@@ -65,10 +67,11 @@ _OPTIMIZERS = (
 _SAMPLERS = {"RandomSampler", "SequentialSampler", "DistributedSampler"}
 """Samplers that a DistributedSampler can replace."""
 _ITERABLE = ("IterableDataset", "WebDataset", "WebLoader", "StreamingDataset", "streaming=True")
-_TRAINERS = {"lightning": "lightning", "pytorch_lightning": "lightning", "transformers": "huggingface"}
+_TRAINERS = {"lightning": "lightning", "pytorch_lightning": "lightning", "nemo": "lightning"}
+_TRAINERS |= {"transformers": "huggingface"}
 _TRAINERS |= {"trl": "huggingface", "setfit": "huggingface", "sentence_transformers": "huggingface"}
-_MODULES = 50
-"""Maximum number of modules in the script's folder that are read in addition to the script."""
+_MODULES = 200
+"""Maximum number of modules that are read in addition to the script."""
 
 
 class UnreadableScript(ValueError):
@@ -108,6 +111,8 @@ class TrainingScript:
     alone: list[str] = field(default_factory=list)
     """Messages about lines that may keep the ranks of different nodes from forming one group. Each
     message contains the remedy."""
+    relative: int = 0
+    """The line of the script's first relative import, which only works in a module; 0 for none."""
     starts: bool = False
     """Whether one of these lines starts processes."""
     trains: bool = False
@@ -138,17 +143,23 @@ def read_script(path: Path) -> TrainingScript:
     content = path.read_bytes()
     tree = _parse(content, path)
     script = TrainingScript(content.decode(errors="replace"))
+    relatives = (node for node in tree.body if isinstance(node, ast.ImportFrom) and node.level)
+    script.relative = next((node.lineno for node in relatives), 0)
     modules: list[tuple[str, ast.Module]] = []
-    for where, module in [("", tree), *_neighbours(path, tree)]:
+    used: set[str] = set()
+    for where, module in chain([("", tree)], _neighbours(path, tree)):
         modules.append((where, module))
+        used |= _used(module)
         found = list(_find_own_launch(module))
         script.alone += (f"{where or path}, line {text}" for text in found)
         script.starts |= any("starts processes" in text for text in found)
-        if _find_group(script, module):
+        if _find_group(script, module, used if where else None):
             script.where = where
             break
-    else:
-        _find_names(script, tree)
+    else:  # A module may also be used by one that was read later.
+        script.where = next((where for where, module in modules[1:] if _find_group(script, module, used)), "")
+    if not script.forms_group:
+        _find_names(script, tree, used)
     script.alone += (f"{where or path}, line {text}" for where, text in _find_old_option(modules))
     return script
 
@@ -164,21 +175,24 @@ def _parse(content: bytes, path: Path) -> ast.Module:
 
 
 def _neighbours(path: Path, tree: ast.Module) -> Iterator[tuple[str, ast.Module]]:
-    """Yield each module that the script imports, directly or indirectly, from its own folder.
+    """Yield each module that the script imports, directly or indirectly, from its own folder or
+    from the current one, where the packages of a repository are.
 
     A module is yielded as a pair of its path in this folder and its syntax tree.
     """
     seen: set[Path] = {path}
-    waiting = [(path.parent, tree)]
+    waiting = deque([(path.parent, tree)])
     while waiting:
-        folder, tree = waiting.pop()
+        folder, tree = waiting.popleft()
         for name in _imported(tree):
             parts = name.lstrip(".")
-            base = folder if name != parts else path.parent
+            base = folder
             for _ in range(len(name) - len(parts) - 1):
                 base = base if base == path.parent else base.parent
-            base = base.joinpath(*parts.split("."))
-            file = next((f for f in (base.with_suffix(".py"), base / "__init__.py") if f.is_file()), None)
+            bases = [base] if name != parts else [path.parent, Path()]
+            found = (base.joinpath(*parts.split(".")) for base in bases)
+            files = (file for base in found for file in (base.with_suffix(".py"), base / "__init__.py"))
+            file = next((file for file in files if file.is_file()), None)
             if file is None or file in seen or len(seen) > _MODULES:
                 continue
             seen.add(file)
@@ -187,7 +201,7 @@ def _neighbours(path: Path, tree: ast.Module) -> Iterator[tuple[str, ast.Module]
             except (UnreadableScript, OSError):
                 continue
             waiting.append((file.parent, module))
-            yield str(file.relative_to(path.parent)), module
+            yield str(file.relative_to(path.parent) if file.is_relative_to(path.parent) else file), module
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:
@@ -203,10 +217,11 @@ def _imported(tree: ast.Module) -> Iterator[str]:
 # --- the group ---------------------------------------------------------------------------------
 
 
-def _find_group(script: TrainingScript, tree: ast.Module) -> bool:
+def _find_group(script: TrainingScript, tree: ast.Module, used: set[str] | None) -> bool:
     """Return whether a module (the script or one that it imports) forms a group.
 
-    If it does, set `framework` and `call`, or `group`, in `script`.
+    If it does, set `framework` and `call`, or `group`, in `script`. `used` contains the names that
+    the modules use: a function that forms a group does not count if its name is not among them.
     """
     modules = {name.partition(".")[0] for name in _imported(tree)}
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
@@ -214,7 +229,8 @@ def _find_group(script: TrainingScript, tree: ast.Module) -> bool:
     trainers = [call for call, name in _made(tree) if name.endswith("Trainer") and name not in _LAUNCHERS]
     for call in calls:
         name = _last_name(call.func)
-        if name in _FORMS or ast.unparse(call.func) == "deepspeed.initialize":
+        is_known = name in _FORMS or (name == "initialize" and ast.unparse(call.func) == "deepspeed.initialize")
+        if is_known and (used is None or _is_reached(call, tree, used)):
             script.group = name if name in _FORMS else "deepspeed.initialize"
             return True
         framework, packages = _CREATES.get(name, ("", set()))
@@ -230,6 +246,20 @@ def _find_group(script: TrainingScript, tree: ast.Module) -> bool:
     if "ddpjob_trainer" in modules:
         script.group = "ddpjob_trainer"
     return bool(script.group)
+
+
+def _used(tree: ast.Module) -> set[str]:
+    """Return the names of the functions and other objects that a module reads or renames."""
+    nodes = list(ast.walk(tree))
+    loads = (node for node in nodes if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load))
+    read = {_last_name(node) for node in loads}
+    return read | {node.name for node in nodes if isinstance(node, ast.alias) and node.asname}
+
+
+def _is_reached(call: ast.Call, tree: ast.Module, used: set[str]) -> bool:
+    """Return whether a call is not in a function, or in one that is used."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and _contains(node, call)]
+    return not functions or any(node.name in used or node.name.startswith("__") for node in functions)
 
 
 def _made(tree: ast.Module) -> Iterator[tuple[ast.Call, str]]:
@@ -265,10 +295,11 @@ def _find_own_launch(tree: ast.Module) -> Iterator[str]:
                 yield f"{line}: read {_OF_SLURM[name]} instead of {name}, which only Slurm sets"
     choices = [node for node in ast.walk(tree) if isinstance(node, ast.If) and _knows_torchrun(node)]
     chosen = {id(each) for node in choices for each in ast.walk(node)}
+    forming = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and _calls(node) & {*_FORMS}}
     for node in ast.walk(tree):
         if id(node) in chosen:
             continue
-        if isinstance(node, ast.Call) and _LAUNCHERS.get(_last_name(node.func), "") in (k.arg for k in node.keywords):
+        if isinstance(node, ast.Call) and _starts_processes(node, forming):
             yield (
                 f"{node.lineno}: {ast.unparse(node.func)} starts processes that ignore the job's ranks; "
                 "take rank and world_size from RANK and WORLD_SIZE instead"
@@ -277,10 +308,22 @@ def _find_own_launch(tree: ast.Module) -> Iterator[str]:
             target = ast.unparse(node.targets[0])
             if target in _SETTINGS:
                 yield f"{node.lineno}: remove the assignment of {target}, because the job sets it"
+            elif target == "os.environ['CUDA_VISIBLE_DEVICES']" and str(node.value.value).isdigit():
+                yield f"{node.lineno}: remove the assignment of {target}, because each rank needs its own GPU"
         elif isinstance(node, ast.keyword) and node.arg == "init_method":
             text = ast.unparse(node.value)
             if text.lstrip("f").strip("'\"").startswith(_OWN_ADDRESSES):
                 yield f"{node.lineno}: remove init_method={text}, because the job sets the address"
+
+
+def _starts_processes(call: ast.Call, forming: set[str]) -> bool:
+    """Return whether a call starts processes that form a group, for example with one of the
+    functions `forming`.
+    """
+    name, arguments = _last_name(call.func), {k.arg: k.value for k in call.keywords}
+    if name == "Process" and "target" in arguments:
+        return _last_name(arguments["target"]) in forming
+    return _LAUNCHERS.get(name, "") in arguments
 
 
 def _variables_read(tree: ast.Module) -> Iterator[tuple[str, bool, int]]:
@@ -312,7 +355,7 @@ def _find_old_option(modules: list[tuple[str, ast.Module]]) -> Iterator[tuple[st
         return
     for where, node in texts:
         if node.value in ("--local_rank", "--local-rank"):
-            default = "default=int(os.environ['LOCAL_RANK'])"
+            default = "default=int(os.environ.get('LOCAL_RANK', -1))"
             yield where, f"{node.lineno}: set {default} for {node.value}, because torchrun does not pass it"
 
 
@@ -329,7 +372,7 @@ def _last_name(node: ast.expr) -> str:
 # --- a training loop without a framework -------------------------------------------------------
 
 
-def _find_names(script: TrainingScript, tree: ast.Module) -> None:
+def _find_names(script: TrainingScript, tree: ast.Module, used: set[str]) -> None:
     training = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and trains(node)}
     assigned = list(_assigned(tree))
     optimizers = [one for one in assigned if _is_optimizer(one.call)]
@@ -344,14 +387,17 @@ def _find_names(script: TrainingScript, tree: ast.Module) -> None:
         found = f"{len(optimizers)} optimizers" if len(optimizers) > 1 else "no optimizer for a single model"
         script.doubts.append(f"it has {found}")
     script.loader = _training_loader(loaders, tree, training)
-    _check_loader(script, tree, loaders)
+    if "DataLoader" in used and "DataLoader" not in _calls(tree):
+        script.doubts.append("its DataLoader is in a different module")
+    else:
+        _check_loader(script, tree, loaders)
     if script.optimizer is not None:
         script.scope = _scope(tree, script.optimizer.node)
         after = [node for node in script.scope if node.lineno > script.optimizer.line]
         loops = (loop for node in after for loop in _loops(node) if trains(loop) or _calls(loop) & training)
         script.loop = next(loops, None)
         if script.loop is None:
-            script.doubts.append("its optimizer and its training loop are in different functions")
+            script.doubts.append("its optimizer and its training loop are in different functions or loops")
         elif script.loader is not None and not _is_seen(script.loader.node, script.scope, tree):
             script.doubts.append("its optimizer and its DataLoader are in different functions")
 
@@ -487,7 +533,7 @@ def _statements(node: ast.AST) -> list[ast.stmt]:
     return [child for child in ast.walk(node) if isinstance(child, ast.stmt) and child is not node]
 
 
-def _contains(outer: ast.stmt, inner: ast.stmt) -> bool:
+def _contains(outer: ast.AST, inner: ast.AST) -> bool:
     return any(node is inner for node in ast.walk(outer))
 
 

@@ -140,6 +140,12 @@ class AddedLine:
 
 def advice(script: TrainingScript, path: Path) -> Iterator[str]:
     """Yield advice on how to change a script so that its ranks train together."""
+    if script.relative:
+        module = ".".join(path.with_suffix("").parts)
+        remedy = "write it without the dot"
+        if "." in module and not path.is_absolute():
+            remedy = f"set spec.module={module} instead of spec.script"
+        yield f"{path}, line {script.relative}: a relative import fails in a script; {remedy}"
     if script.framework:
         yield from _advice_on_framework(script, path, _OF_FRAMEWORK[script.framework])
         return
@@ -190,7 +196,9 @@ def _advice_on_framework(script: TrainingScript, path: Path, lines: FrameworkLin
     if word in script.text:
         missing = [f"{at}: the script has {word}, {lines.given}"] if lines.given else []
     else:
-        more = [ast.unparse(k.value) for k in script.call.keywords if k.arg is None] if script.call else []
+        more = (
+            [ast.unparse(k.value) for k in script.call.keywords if k.arg is None] if script.call and lines.given else []
+        )
         missing = [f"{at}: {text}{''.join(f'; if {name} already has them, change them there' for name in more)}"]
         missing += [f"at the top: {lines.imports}"] if lines.imports else []
     missing += [text for word, text in lines.elsewhere if word not in script.text]
@@ -211,7 +219,7 @@ def general_form(script: TrainingScript | None = None) -> Iterator[str]:
         loader, data = script.loader.name, _dataset(script.loader.call)
         data = data if data.replace(".", "").isidentifier() else "data"
     sampled = script is None or script.is_sampled
-    by_rank = "give each rank its own part, by torch.distributed.get_rank() and get_world_size()"
+    by_rank = "give each rank its own part, by torch.distributed.get_rank(), unless its dataset does so"
     rows = (
         ("at the top", "import os, torch"),
         ("then", _INIT),
