@@ -413,7 +413,7 @@ async def test_a_pod_is_replaced_if_it_alone_loses_its_connection_three_times(mo
     await loses_its_connection(s, pod.name, 1)
     await s.until_phase("Running")
     assert reasons(s) == [("PeerLost", False)] * 3 + [("PodUnhealthy", False)]
-    assert "has lost its connection 3 times in a row" in s.status["restarts"]["recent"][-1]["message"]
+    assert "lost its connection 3 times in a row" in s.status["restarts"]["recent"][-1]["message"]
     assert f"job-{pod.index}-1" in s.pods and [entry["node"] for entry in s.status["avoidedNodes"]] == [pod.node]
 
 
