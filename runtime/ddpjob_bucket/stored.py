@@ -351,7 +351,7 @@ class Bucket:
                     return self._source(begun)
                 if tuple(others) > order:
                     raise BucketError(
-                        f"{self.url}: a newer attempt of this job writes to this folder, so this process exits"
+                        f"{self.url}: a newer attempt of this job is writing to this folder, so this process exits"
                     )
             whole = self.entries()
             source = [whole[0].term, whole[0].step] if whole else None
@@ -360,7 +360,7 @@ class Bucket:
                 self.term = highest + 1
                 return whole[0] if whole else None
         raise BucketError(
-            f"{self.url}/{_TERMS} keeps changing, because several jobs write there; use a different folder"
+            f"{self.url}/{_TERMS} keeps changing, because several jobs write to it; use one folder per job"
         )
 
     def _highest_term(self) -> int:
@@ -426,7 +426,7 @@ class Bucket:
         if _signature(file) != before:
             raise BucketError(
                 f"{file} changed while it was being copied to {self.url}; write each checkpoint under a"
-                " different name first, then call os.replace"
+                " temporary name, then rename it with os.replace"
             )
         return File(below, before[0], digest)
 
@@ -478,7 +478,7 @@ class Bucket:
         if f"{manifest.data}/{_VANISHED}" in there:
             self._failed.add(manifest.data)
             raise Vanished(
-                f"a part of {manifest.name} was removed by another node before it was uploaded to {self.url}"
+                f"another node removed a part of {manifest.name} before that part was uploaded to {self.url}"
             )
         return [file.path for file in manifest.files if there.get(f"{manifest.data}/{file.path}") != file.size]
 
@@ -663,7 +663,9 @@ def files_of(path: Path) -> list[Path]:
         if file.is_dir():  # A copy of the checkpoint would lack the files in the linked folder.
             raise BucketError(f"{file}: links to folders cannot be copied; replace the link with a copy of the folder")
         if not file.is_file() or not all(_NAME.fullmatch(name) for name in names):
-            raise BucketError(f"{file}: cannot be copied; use regular files, with names of letters, digits and -_.=+@,")
+            raise BucketError(
+                f"{file}: cannot be copied; use regular files, named with only letters, digits and -_.=+@,"
+            )
     return found
 
 

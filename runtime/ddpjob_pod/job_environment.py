@@ -104,7 +104,7 @@ class JobEnvironment:
         if not self.fence:
             return None
         if not (match := re.fullmatch(r"(\d+)\.(\d+)", self.fence)):
-            what = "must be GENERATION.ROUND, two whole numbers; unset it, because only the launcher sets it"
+            what = "must be GENERATION.ROUND, two whole numbers; unset it, because only the launcher should set it"
             raise VariableError(f"DDPJOB_FENCE={self.fence!r}: {what}")
         return int(match[1]), int(match[2])
 
@@ -116,7 +116,7 @@ class JobEnvironment:
         try:
             return float(self.grace_seconds) if self.grace_seconds else None
         except ValueError:
-            what = "must be a number of seconds; unset it, because only the operator sets it"
+            what = "must be a number of seconds; unset it, because only the operator should set it"
             raise VariableError(f"DDPJOB_GRACE_SECONDS={self.grace_seconds!r}: {what}") from None
 
     @property

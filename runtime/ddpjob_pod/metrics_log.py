@@ -72,7 +72,7 @@ class MetricsLog:
         except OSError as error:
             self._truncated = True
             if not self._warned:
-                text = f"warning: {self._path} cannot be written ({error.strerror}), so lines are lost"
+                text = f"warning: cannot write to {self._path} ({error.strerror}), so lines are lost"
                 print(text, file=sys.stderr, flush=True)
             self._warned = True
 

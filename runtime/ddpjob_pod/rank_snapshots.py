@@ -860,7 +860,7 @@ class RankSnapshots:
         """Wait until the background thread has finished this copy."""
         copy.done.acquire()
         if copy.error is not None:
-            raise RuntimeError(f"the ranks' states cannot be exchanged: {copy.error}") from copy.error
+            raise RuntimeError(f"cannot exchange states with the other ranks: {copy.error}") from copy.error
 
     def _agree_on(self, copy: _Copy) -> bool:
         """Determine the next interval together with all ranks.

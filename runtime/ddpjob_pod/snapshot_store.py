@@ -101,7 +101,7 @@ class NoRoom(Exception):
     """The volume cannot hold two states of a part. `needed` and `room` are in bytes."""
 
     def __init__(self, needed: int, room: int) -> None:
-        super().__init__(f"two states need {needed} bytes, but there is room for {room}")
+        super().__init__(f"two states need {needed} bytes, but only {room} bytes are free")
         self.needed, self.room = needed, room
 
 

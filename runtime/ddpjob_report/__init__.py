@@ -206,7 +206,8 @@ def copy_checkpoint(path: str | Path, step: int, *, keep: int = 3, wait: bool = 
     # were restored from earlier copies.
     if checkpoint_dir().resolve().is_relative_to(saved.resolve()):
         raise ValueError(
-            f"ddpjob_report.copy_checkpoint: path {saved} contains all checkpoints; pass one file or folder in it"
+            f"ddpjob_report.copy_checkpoint: path {saved} contains all checkpoints; pass the file or folder of one"
+            " checkpoint"
         )
     if copies is None:
         from ddpjob_report.copies import record

@@ -107,7 +107,7 @@ def _joined() -> Bucket:
     if _CopyState.bucket is not None and _CopyState.process != os.getpid():
         raise BucketError(
             f"{url()} cannot be used in a forked process, because obstore's threads are not forked; copy checkpoints in"
-            " the process that restored them, or start the other process with the start method spawn"
+            " the process that restored them, or start the other process with spawn, not fork"
         )
     if _CopyState.bucket is None:
         opened = Bucket.open(url())
@@ -232,10 +232,10 @@ def _check_parts(path: Path) -> None:
         lacking = sorted(name for name in found.names if not (index.parent / name).exists())
         if lacking:
             raise ValueError(
-                f"ddpjob_report.copy_checkpoint: path {path} lacks {lacking[0]} ({len(lacking)} of {len(found.names)}"
-                " parts). Other nodes wrote these parts to their own disks, so rank 0's copy could not be loaded."
-                " Save the full state on rank 0 (get_model_state_dict with full_state_dict=True), or use a volume that"
-                " every node sees (storage.checkpoints.claimName)"
+                f"ddpjob_report.copy_checkpoint: path {path} lacks {len(lacking)} of {len(found.names)} parts, such as"
+                f" {lacking[0]}. Other nodes wrote these parts to their own disks, so rank 0's copy could not be"
+                " loaded. Save the full state on rank 0 (get_model_state_dict with full_state_dict=True), or use a"
+                " volume that every node sees (storage.checkpoints.claimName)"
             )
 
 
@@ -366,8 +366,8 @@ def recorded(folder: Path) -> Path | None:
         path = folder / json.loads(text)["name"]
     except (ValueError, KeyError, TypeError):
         raise ValueError(
-            f"{folder / RECORD}, which names the newest checkpoint, is damaged. To continue from a checkpoint, write"
-            f' its name there, as in {{"name": "snapshot.pt"}}; to start from scratch, remove the file'
+            f"{folder / RECORD}, which names the newest checkpoint, is damaged. To start from scratch, remove the file;"
+            f' to continue from a checkpoint, write the name of the checkpoint to it: {{"name": "snapshot.pt"}}'
         ) from None
     return path if path.exists() else None
 

@@ -40,7 +40,7 @@ class CurveFile(Outbox):
             log = MetricsLog(self._folder)
         except OSError as error:
             where = self._folder / METRICS
-            sys.stderr.write(f"ddpjob_report: {where} cannot be written ({error.strerror}); no curves are kept\n")
+            sys.stderr.write(f"ddpjob_report: cannot write to {where} ({error.strerror}), so no curves are kept\n")
         else:
             self._write_lines(log)
 

@@ -37,7 +37,7 @@ def newest(paths: Iterable[Path], is_whole: Callable[[Path], bool]) -> Path | No
     if job.shares_checkpoints is False and job.has_several_nodes:
         if os.environ.get("RANK", "0") == "0":
             sys.stderr.write(
-                "ddpjob_report: no checkpoint is used, because nodes do not share their checkpoint folders; "
+                "ddpjob_report: no checkpoint is used, because the nodes do not share a checkpoint folder; "
                 "set spec.storage.checkpoints to a volume that every node sees\n"
             )
         return None

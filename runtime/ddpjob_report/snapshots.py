@@ -208,9 +208,9 @@ class Snapshots:
             return pickle.dumps(own, protocol=4)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             names = ", ".join(name for name, state in objects.items() if not _is_picklable(state))
-            what = f"state_dict() of {names} has a value that cannot be pickled ({error})"
+            what = f"state_dict() of {names} contains a value that cannot be pickled ({error})"
             raise TypeError(
-                f"ddpjob_report.Snapshots: {what}; leave it out of the state, or leave {names} out"
+                f"ddpjob_report.Snapshots: {what}; remove that value from the state, or leave {names} out"
             ) from error
 
     def _keeps_buffers_of(self, module: Any) -> bool:
@@ -231,7 +231,7 @@ class Snapshots:
         states = {**first.get("objects", {}), **own.get("objects", {}), **found.tree}
         for name, thing in self._objects.items():
             inner = bare(thing)
-            remedy = "give the same objects as before the restart, or set recovery.snapshots: none"
+            remedy = "pass the same objects as before the restart, or set recovery.snapshots: none"
             if name not in states:
                 what = f"memory contains the state of {', '.join(sorted(states))}, but not of {name}"
                 raise ValueError(f"ddpjob_report.Snapshots: {what}; {remedy}")

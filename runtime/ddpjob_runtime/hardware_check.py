@@ -102,8 +102,10 @@ def folder_problem(folder: Path, pod: str) -> str:
         finally:
             path.unlink(missing_ok=True)
     except OSError as error:
-        return f"the checkpoint folder {folder} cannot store a file of 1 MiB: {error.strerror or error}"
-    return "" if same else f"the checkpoint folder {folder} does not return the bytes that were written"
+        return f"cannot write a 1 MiB file to the checkpoint folder {folder}: {error.strerror or error}"
+    return (
+        "" if same else f"a file in the checkpoint folder {folder} does not contain the bytes that were written to it"
+    )
 
 
 def _devices(torch: Any, wanted: int, resource: str) -> tuple[list[str], str]:
@@ -132,12 +134,12 @@ def device_problem(torch: Any, device: str) -> str:
     if device.startswith("cuda"):
         free, total = torch.cuda.mem_get_info(device)
         if free < FREE_SHARE * total:
-            return f"{device}: {free >> 20} of {total >> 20} MiB are free, because another process holds the rest"
+            return f"{device}: only {free >> 20} of {total >> 20} MiB are free, because another process uses the rest"
     count = (64 if device != "cpu" else 1) << 20
     try:
         filled = torch.full((count,), 3, dtype=torch.int32, device=device)
         if int(filled.sum()) != 3 * count:
-            return f"{device}: memory does not return the numbers that were written"
+            return f"{device}: numbers read from memory differ from those written"
         numbers = torch.arange(_SIDE, device=device)
         a = ((numbers[:, None] * 7 + numbers * 3) % 7 - 3).float()
         b = ((numbers[:, None] * 5 + numbers * 11) % 5 - 2).float()
@@ -171,7 +173,7 @@ def check_links(settings: dict[str, Any]) -> dict[str, Any]:
     if backend == "nccl":
         torch.cuda.set_device(device)
     patience = timedelta(seconds=settings["seconds"])
-    _say(step=f"connection to the store at {host}:{port}")
+    _say(step=f"connecting to the store at {host}:{port}")
     store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience)
     _say(step=f"forming a group of {world} with {backend}")
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=patience)
@@ -190,7 +192,7 @@ def check_links(settings: dict[str, Any]) -> dict[str, Any]:
             shortest = min(shortest, time.monotonic() - began)
         # Do not end here. That would break the connections to other ranks, which may be healthy.
         if wrong and not problem:
-            problem = f"{wrong} of {count} sums of an all-reduce with {backend} are wrong"
+            problem = f"an all-reduce with {backend} returned {wrong} wrong sums out of {count}"
     rate = 2 * (world - 1) / world * SUM_BYTES / shortest / 1e6 if world > 1 else None
     if log is not None:
         transport = nccl_transport(log.read_text(errors="replace"))

@@ -43,8 +43,8 @@ def serve(host: str, port: int = 0, seconds: float = 300.0) -> Any:
     except OSError as error:
         why = error.strerror or error
         raise OSError(
-            f"cannot host a store on {host!r}, port {port}: {why}; POD_IP, --local-addr (of torchrun) and --host (of"
-            " the coordinator) must name an address of this machine, and the port must be free there"
+            f"cannot host a store on {host!r}, port {port}: {why}. The address must be one of this machine's, and the"
+            " port must be free; check POD_IP, torchrun's --local-addr or the coordinator's --host"
         ) from error
     # Before version 2.8, torch accepts an existing socket only for the older of its two servers.
     uses_libuv, timeout = torch.__version__ >= "2.8", timedelta(seconds=seconds)
@@ -71,7 +71,7 @@ def main() -> None:
             raise  # This node has a temporary problem. An error about a missing library has no errno.
         # The coordinator reads only the last line of the output, so the reason must be one line.
         why = " ".join(str(error).split())
-        sys.stdout.write(f"\nthe image has no usable torch, which the rendezvous store needs: {why}\n")
+        sys.stdout.write(f"\ncannot import the image's torch, which the rendezvous store needs: {why}\n")
         sys.stdout.flush()
         os._exit(protocol.EXIT_INIT_FAILURE)
 

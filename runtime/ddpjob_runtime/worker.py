@@ -335,7 +335,7 @@ def mend_baton(module: Any) -> None:
     acquire = getattr(getattr(module, "FileBaton", None), "try_acquire", None)
     if acquire is None:
         sys.stderr.write(
-            "ddpjob: this torch has no FileBaton.try_acquire; if a build was killed, remove its lock file by hand\n"
+            "ddpjob: this version of torch has no FileBaton.try_acquire; if a build is killed, remove its lock file\n"
         )
         return
 
@@ -662,7 +662,7 @@ class Reason:
                 os.ftruncate(file, 0)
                 os.pwrite(file, self.text(), 0)
         except OSError as problem:
-            sys.stderr.write(f"ddpjob: cannot write why this container terminated: {problem}\n")
+            sys.stderr.write(f"ddpjob: cannot write the termination message: {problem}\n")
         finally:
             os.close(file)
 

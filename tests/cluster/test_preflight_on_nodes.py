@@ -37,5 +37,5 @@ def test_a_job_leaves_a_defective_node_and_its_links_are_checked(jobs: Jobs) -> 
     assert trained == ["n2", "n2"], "the pod left n1, although n1 is preferred"
     passed = jobs.condition("checked", "PreflightPassed")
     assert (passed["status"], passed["reason"]) == ("True", "LinksChecked")
-    assert passed["message"].startswith("2 x 1 ranks add up correctly, ")
+    assert passed["message"].startswith("an all-reduce of 2 x 1 ranks is correct, ")
     assert passed["message"].endswith(" MB/s, by gloo over TCP on eth0")

@@ -92,7 +92,7 @@ def test_a_large_folder_is_uploaded_once_and_trains_from_the_bucket(server: Serv
     job["metadata"]["name"], job["spec"]["nodes"] = "replaced", 1
     run = machine.run(job)
     assert run.process.returncode == 1 and run.condition("Failed")["reason"] == "InitFailure", run.everything()
-    assert "not code.digest" in run.condition("Failed")["message"]
+    assert "differs from code.digest" in run.condition("Failed")["message"]
     assert not list(run.folder.glob("fetched-code/*/train.py"))
 
 

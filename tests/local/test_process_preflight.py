@@ -26,7 +26,7 @@ def test_a_pod_that_fails_the_preflight_is_replaced_and_the_groups_links_are_che
         assert failed["message"].endswith(" of 1024 rows of a matrix product are wrong")
         passed = run.condition("PreflightPassed")
         assert (passed["status"], passed["reason"]) == ("True", "LinksChecked"), run.everything()
-        assert passed["message"].startswith("2 x 1 ranks add up correctly, ")
+        assert passed["message"].startswith("an all-reduce of 2 x 1 ranks is correct, ")
         run.assert_nothing_left()
     finally:
         machine.close()

@@ -175,7 +175,7 @@ def test_members_get_their_grace_period_in_a_planned_restart() -> None:
     world.pass_time(11)
     assert world.last(members[0]) == (
         "restart",
-        {"round": 1, "why": "the group continues with 3 instead of 2 nodes", "planned": True},
+        {"round": 1, "why": "the group continues with 3 nodes instead of 2", "planned": True},
     )
     world.ready(members[1])
     world.pass_time(44)

@@ -107,7 +107,7 @@ def test_a_failing_worker_restarts_the_others_immediately() -> None:
     world.fail(first)
     assert world.last(second) == (
         "restart",
-        {"round": 1, "why": "a worker of job-0-0 failed: ValueError: bug", "planned": False},
+        {"round": 1, "why": "a worker in job-0-0 failed: ValueError: bug", "planned": False},
     )
     assert world.report()["state"] == "Restarting"
     world.pass_time(0.6)

@@ -52,7 +52,7 @@ def test_a_smaller_size_applies_immediately_and_drops_the_highest_indices() -> N
     world, *members = formed(4)
     world.coordinator.resize(2, 2)
     assert all(
-        world.last(m)[1] == {"round": 1, "why": "the group continues with 2 instead of 4 nodes", "planned": True}
+        world.last(m)[1] == {"round": 1, "why": "the group continues with 2 nodes instead of 4", "planned": True}
         for m in members
     )
     world.ready(*members[::-1])

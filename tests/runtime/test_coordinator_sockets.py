@@ -630,7 +630,7 @@ def test_an_image_without_a_usable_torch_is_reported_in_one_line(
     assert job.wait_exit("coordinator", 60) == protocol.EXIT_INIT_FAILURE
     last = job.log("coordinator").read_text().splitlines()[-1]
     assert last.endswith(
-        "the image has no usable torch, which the rendezvous store needs: libtorch.so: no such library"
+        "cannot import the image's torch, which the rendezvous store needs: libtorch.so: no such library"
     )
 
 

@@ -105,7 +105,7 @@ HOSTILE = {
 def test_a_hostile_member_is_refused_and_nothing_is_written_outside(kind: str, tmp_path: Path) -> None:
     (tmp_path / "inside").mkdir()
     (tmp_path / "inside" / "secret").write_text("s")
-    says = "neither a file nor a folder" if re.search("link|device|pipe", kind) else "cannot be a file|occurs twice"
+    says = "neither a file nor a folder" if re.search("link|device|pipe", kind) else "cannot be unpacked|occurs twice"
     with pytest.raises(BadArchive, match=says):
         unpacked(tmp_path, packed(*HOSTILE[kind]))
     assert {path.name for path in (tmp_path / "inside").iterdir()} == {"secret", "code"}
@@ -205,7 +205,7 @@ def test_a_wrong_digest_is_found_before_anything_is_unpacked(
     server: Server, settings: Callable[[bytes], CodeSettings], tmp_path: Path
 ) -> None:
     serve(server, packed(member("../up", b"x"), member("evil.py", b"x")))
-    with pytest.raises(BucketRefusal, match=r"the SHA-256 of .* is [0-9a-f]{64}, not code\.digest"):
+    with pytest.raises(BucketRefusal, match=r"the SHA-256 of .* is [0-9a-f]{64} and differs from code\.digest"):
         fetch(settings(packed(member("train.py", b"1"))))
     assert files(tmp_path / "code") == {} and len(server.requests) == 3
 

@@ -328,7 +328,7 @@ def test_a_pod_at_its_process_limit_keeps_its_workers_and_reports_the_problem(tm
     what = (
         "it is unknown whether workers can be forked safely after torch._dynamo is imported"
         if idle < 1
-        else "no worker can be forked"
+        else "cannot fork a worker"
     )
     assert done.stdout == f"{what}: [Errno 11] Resource temporarily unavailable\nNone\n", done.stderr
 
@@ -406,7 +406,7 @@ def test_harmless_modules_are_preloaded_and_missing_ones_logged(tmp_path: Path) 
 
 def test_workers_run_cold_if_the_images_python_starts_threads(tmp_path: Path) -> None:
     why, _ = why_not(tmp_path, "", sitecustomize=STARTS_THREAD)
-    assert why == "Python starts threads at startup in this image (poller), so workers cannot be forked safely"
+    assert why == "in this image, Python starts threads at startup (poller), so workers cannot be forked safely"
 
 
 def test_a_hanging_import_is_abandoned(tmp_path: Path) -> None:
@@ -418,7 +418,7 @@ def test_a_hanging_import_is_abandoned(tmp_path: Path) -> None:
     if server.pid == 0:
         os.execvp("sleep", ["sleep", "60"])
     theirs.sendall(b'{"importing": "slow"}\n')
-    assert server.why_not(0.3) == "importing slow (DDPJOB_PRELOAD) takes more than 0 s"
+    assert server.why_not(0.3) == "importing slow (DDPJOB_PRELOAD) took more than 0 s"
     with pytest.raises(ProcessLookupError):
         os.kill(server.pid, 0)
 

@@ -159,7 +159,7 @@ def test_a_failure_to_keep_the_log_has_no_other_effect(obstacle: str, tmp_path: 
     exit_code, out, err = ran(folder, "os.write(1, b'x' * 3_000_000); os._exit(3)")
     assert time.monotonic() - began < 15 * slowness()
     assert exit_code == 3 and out == b"x" * 3_000_000
-    assert err.count(b"the log of this pod cannot be kept in ") == (obstacle == "a file in the way")
+    assert err.count(b"cannot save this pod's log to ") == (obstacle == "a file in the way")
     assert folder.exists() == (obstacle != "a volume that is not mounted")
 
 

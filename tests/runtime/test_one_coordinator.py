@@ -112,7 +112,7 @@ def test_members_leave_a_replaced_coordinator_without_losing_their_round(town: T
     assert old.wait(20 * slowness()) == 0, "a member has notified the replaced coordinator"
     time.sleep(2)
     assert not any(member.must_restart(1) for member in town.members) and town.ends == []
-    assert "attempt 1, has taken over" in town.job.log("127.0.0.1-0").read_text()
+    assert "attempt 1) has taken over" in town.job.log("127.0.0.1-0").read_text()
 
 
 def test_members_partitioned_from_their_coordinator_follow_the_next_one(town: Town) -> None:

@@ -73,7 +73,7 @@ def test_one_bad_node_is_reported_at_any_position(world: int) -> None:
     for bad in range(world):
         verdict = check(world, {bad})
         assert list(verdict.culprits) == [bad], (world, bad)
-        assert f"the links of pod job-{bad}-0 on Kubernetes node host-{bad}" in verdict.failed
+        assert f"the links from pod job-{bad}-0 on Kubernetes node host-{bad}" in verdict.failed
         assert verdict.ends is None
 
 
@@ -108,9 +108,7 @@ def test_a_node_that_fails_its_own_test_explains_the_failures_of_its_links() -> 
     }
     verdict = judge(4, 2, results, least=0)
     assert verdict is not None
-    assert verdict.culprits == {
-        1: "the ranks of pod job-1-0 on Kubernetes node host-1 fail even without other nodes: no NVLink"
-    }
+    assert verdict.culprits == {1: "an all-reduce fails even within pod job-1-0 on Kubernetes node host-1: no NVLink"}
 
 
 def test_a_slow_link_fails_only_below_the_required_bandwidth() -> None:
@@ -123,9 +121,9 @@ def test_a_slow_link_fails_only_below_the_required_bandwidth() -> None:
 
     passed, failed = slow(0), slow(100)
     assert passed is not None and failed is not None
-    assert passed.passed == "4 x 1 ranks add up correctly, 50 MB/s, by gloo over TCP on eth0"
+    assert passed.passed == "an all-reduce of 4 x 1 ranks is correct, 50 MB/s, via gloo over TCP on eth0"
     assert list(failed.culprits) == [2]
-    assert "50 MB/s, less than 100" in failed.failed
+    assert "50 MB/s, less than the required 100 MB/s" in failed.failed
 
 
 def test_a_slow_group_may_train_if_each_pair_of_nodes_is_fast() -> None:
@@ -135,7 +133,7 @@ def test_a_slow_group_may_train_if_each_pair_of_nodes_is_fast() -> None:
     verdict = judge(4, 1, results, least=100)
     assert verdict is not None
     assert not verdict.failed
-    assert verdict.passed.endswith("although each pair of nodes reaches 100 MB/s")
+    assert verdict.passed.endswith("but each pair of neighbours reaches 100 MB/s")
 
 
 def test_every_node_reaches_the_same_verdict() -> None:
@@ -191,12 +189,12 @@ def test_a_folder_that_is_not_writable_is_reported(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     gone = tmp_path / "gone"
     said = hardware_check.folder_problem(gone, "job-0-0")
-    assert said == f"the checkpoint folder {gone} cannot store a file of 1 MiB: No such file or directory"
+    assert said == f"cannot write a 1 MiB file to the checkpoint folder {gone}: No such file or directory"
 
 
 # --- with real launchers
 
-WELL = "3 x 1 ranks add up correctly, "
+WELL = "an all-reduce of 3 x 1 ranks is correct, "
 
 
 @pytest.fixture
@@ -240,7 +238,7 @@ def test_the_node_whose_sums_are_wrong_is_found_among_its_peers(job: Job) -> Non
     start(job, "sum", "job-1-0")
     assert job.wait_exit("job-1-0", 300) == 80, job.all_logs()
     said = job.end("job-1-0")["message"]
-    assert said.startswith("the links of pod job-1-0 to pod job-0-0 and pod job-2-0 fail: local rank 0: 1 of "), said
+    assert said.startswith("the links from pod job-1-0 to pod job-0-0 and pod job-2-0 fail: local rank 0: 1 of "), said
     start_node(job, 1, attempt=1)
     report = job.wait_until(lambda r: r["notes"], 300)
     assert [(n["pod"], n["kind"]) for n in report["notes"]] == [("job-0-0", "Preflight")]
@@ -287,6 +285,6 @@ def test_a_node_with_a_slow_link_is_found_on_a_real_network(tmp_path: Path) -> N
             assert node.exitcode == 0, [path.read_text() for path in tmp_path.glob("*.log")]
     verdicts = [LinkVerdict.read(json.loads((tmp_path / f"{rank}.json").read_text())) for rank in range(3)]
     assert list(verdicts[0].culprits) == [1], verdicts[0]
-    assert verdicts[0].failed.startswith("the links of pod job-1-0 to pod job-0-0 and pod job-2-0 fail: ")
-    assert " MB/s, less than 8" in verdicts[0].failed
+    assert verdicts[0].failed.startswith("the links from pod job-1-0 to pod job-0-0 and pod job-2-0 fail: ")
+    assert " MB/s, less than the required 8" in verdicts[0].failed
     assert verdicts == [verdicts[0]] * 3

@@ -220,7 +220,7 @@ def test_an_adopted_round_is_watched_for_hangs() -> None:
         ([], "resume: must be an object"),
         ({"round": -1, "rank": 0, "world": 1, "state": "Running"}, "resume.round"),
         ({"round": 1, "rank": True, "world": 1, "state": "Running"}, "resume.rank"),
-        ({"round": 1, "rank": 1, "world": 1, "state": "Running"}, "resume.rank: must be below"),
+        ({"round": 1, "rank": 1, "world": 1, "state": "Running"}, "resume.rank: must be less than"),
         ({"round": 1, "rank": 0, "world": 1, "state": "Dancing"}, "resume.state"),
         ({"round": 1, "rank": 0, "world": 10**15, "state": "Running"}, "resume.world: must be at most 1124"),
     ],
@@ -242,7 +242,7 @@ def test_a_member_of_a_superseded_coordinator_is_notified_and_not_stopped() -> N
     resume = {"round": 7, "rank": 0, "world": 2, "state": "Running"}
     for said in (None, resume):
         assert world.try_hello(0, attempt=1, resume=said) is None
-        why = "this coordinator has stopped: the coordinator of generation 0, attempt 1, has taken over"
+        why = "this coordinator has stopped: a later coordinator (generation 0, attempt 1) has taken over"
         assert world.heard["job-0-1"][-1] == ("error", {"why": why})
 
 

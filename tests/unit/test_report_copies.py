@@ -425,7 +425,7 @@ def test_names_that_are_unsuitable_for_a_bucket_are_refused(bucket: Bucket, tmp_
     for name in ("a b", "ä", "x" * 201):
         odd = tmp_path / "pod" / name
         odd.write_text("1")
-        with pytest.raises(BucketError, match="cannot be copied; use regular files, with names of letters"):
+        with pytest.raises(BucketError, match="cannot be copied; use regular files, named with only letters"):
             ddpjob_report.copy_checkpoint(odd, 1)
     (tmp_path / "pod" / "nothing").mkdir()
     with pytest.raises(BucketError, match="0 files"):

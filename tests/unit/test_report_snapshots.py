@@ -402,7 +402,7 @@ class FullyShardedDataParallel(nn.Linear):  # type: ignore[misc]
         (
             lambda: Snapshots(model=line(), odd=Unsaved()).take(1),
             TypeError,
-            r"state_dict\(\) of odd has a value that cannot be pickled .*leave odd out",
+            r"state_dict\(\) of odd contains a value that cannot be pickled .*leave odd out",
         ),
         (
             lambda: Snapshots(model=line(), odd=Cyclic()).take(1),
@@ -451,7 +451,7 @@ def test_a_model_that_is_sharded_after_its_registration_is_refused(job: Callable
     [
         (
             {"net": line()},
-            "memory contains the state of model, but not of net; give the same objects as before the restart",
+            "memory contains the state of model, but not of net; pass the same objects as before the restart",
         ),
         ({"model": nn.Linear(2, 2)}, "does not fit model: .*size mismatch.*or set recovery.snapshots: none"),
     ],

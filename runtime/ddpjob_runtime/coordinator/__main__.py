@@ -44,7 +44,7 @@ async def _host_store(server: Server, host: str, port: int) -> int:
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
         )  # fmt: skip
     except OSError as error:  # The process limit has been reached, or memory is exhausted.
-        log(f"the store's process cannot be started: {error}")
+        log(f"cannot start the store's process: {error}")
         return 1
     assert child.stdout is not None
     said = bytearray()
@@ -137,10 +137,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The coordinator of one DDPJob.", allow_abbrev=False)
     parser.add_argument("--port", type=int, required=True, help="port for members and HTTP")
     parser.add_argument("--nodes", type=int, required=True, help="number of nodes in a complete group")
-    parser.add_argument("--min-nodes", type=int, help="minimum number of nodes to continue (default: --nodes)")
+    parser.add_argument("--min-nodes", type=int, help="minimum number of nodes to train with (default: --nodes)")
     parser.add_argument("--mode", type=Mode, choices=list(Mode), default=Mode.STANDARD, help="spec.recovery.mode")
     parser.add_argument("--attempt", type=int, default=0, help="number of earlier coordinators of this generation")
-    parser.add_argument("--store-port", type=int, help="also host a c10d store on this port (--mode Standard)")
+    parser.add_argument("--store-port", type=int, help="port of the c10d store (mode Standard only; default: no store)")
     parser.add_argument(
         "--hang-after",
         type=seconds,
@@ -148,10 +148,13 @@ def main() -> None:
     )
     parser.add_argument("--hangs", type=Hangs, choices=list(Hangs), default=Hangs.END, help="spec.recovery.hangs")
     parser.add_argument(
-        "--backoff", type=backoff, default=(1.0, 60.0), help="back-off of a crash loop in seconds, INITIAL:MAXIMUM"
+        "--backoff",
+        type=backoff,
+        default=(1.0, 60.0),
+        help="delays between restarts in a crash loop: INITIAL:MAXIMUM, in seconds",
     )
     parser.add_argument(
-        "--host", default="", help="address to listen on (default: all addresses; for the store, POD_IP)"
+        "--host", default="", help="address to listen on (default: all addresses, but POD_IP for the store)"
     )
     arguments = parser.parse_args()
     arguments.store_host = arguments.host or os.environ.get("POD_IP", "")

@@ -161,9 +161,9 @@ class Coordinator:
 
     def _replace(self, old: Member, pod: str) -> None:
         if old.pod == pod:
-            self.rounds.remove(old, "it reconnected without the workers of its round")
+            self.rounds.remove(old, "it reconnected without its workers")
             return
-        why = f"pod {pod} has taken over this index"
+        why = f"pod {pod} has replaced this pod"
         self.members.dismiss(old.pod, why)
         old.dismiss(why)
         self.rounds.remove(old, f"replaced by {pod}")
@@ -355,7 +355,7 @@ class Coordinator:
             return
         if not self.rounds.over:
             self.rounds.end(CoordinatorState.STOPPED)
-        self.exit(f"the coordinator of generation {generation}, attempt {attempt}, has taken over")
+        self.exit(f"a later coordinator (generation {generation}, attempt {attempt}) has taken over")
 
     def report_progress(self, report: dict[str, Any]) -> None:
         """Merge a progress report whose format has been checked. The first step after a restart

@@ -88,9 +88,9 @@ async def _read(first: bytes, reader: asyncio.StreamReader) -> tuple[str, str, d
     try:
         head = first + await reader.readuntil(b"\r\n\r\n")
     except asyncio.LimitOverrunError:
-        raise BadRequest(413, "the request's header is too long") from None
+        raise BadRequest(413, "the request headers are too long") from None
     if len(head) > MAX_HEADERS:
-        raise BadRequest(413, f"the request's header is longer than {MAX_HEADERS} bytes")
+        raise BadRequest(413, f"the request headers are longer than {MAX_HEADERS} bytes")
     lines = head.decode("latin-1").split("\r\n")
     parts = lines[0].split(" ")
     if len(parts) != 3 or not parts[2].startswith("HTTP/1."):
@@ -119,11 +119,14 @@ async def _answer(
         raise BadRequest(400, f"not a path: {error}") from None
     route = ROUTES.get(url.path)
     if route is None:
-        raise BadRequest(404, "no such path: {}; known: {}".format(url.path, ", ".join(sorted(ROUTES))))
+        raise BadRequest(404, "there is no path {}; use one of {}".format(url.path, ", ".join(sorted(ROUTES))))
     if route[0] != method:
         raise BadRequest(405, f"{url.path} accepts {route[0]}, not {method}")
     if not known and url.path in GUARDED:
-        raise BadRequest(401, "needs the job's token: send Authorization: Bearer TOKEN, or a proof made with the token")
+        raise BadRequest(
+            401,
+            "this path needs the job's token: send Authorization: Bearer TOKEN, or a proof made with the token",
+        )
     if method == "POST":
         return _change(server, route[1], body)
     if url.path == protocol.STATUS_PATH:
@@ -237,7 +240,7 @@ def _patience(coordinator: Coordinator, content: Any) -> None:
     with_hangs = isinstance(content, dict) and "hangs" in content
     _fields(content, {"backoff": list, "hangAfter": object, **({"hangs": str} if with_hangs else {})})
     if len(content["backoff"]) != 2 or not all(map(is_number, content["backoff"])):
-        raise ValueError("backoff: must be two numbers, [INITIAL, MAXIMUM] in seconds")
+        raise ValueError("backoff: must be [INITIAL, MAXIMUM], two numbers of seconds")
     if content["hangAfter"] is not None and not is_number(content["hangAfter"]):
         raise ValueError("hangAfter: must be a number of seconds or null")
     if (hangs := content.get("hangs")) not in (None, *Hangs):
@@ -269,7 +272,7 @@ def _fields(content: Any, wanted: dict[str, type]) -> None:
             raise ValueError(f"{name}: must be a {KIND_NAMES[kind]}")
     for name in content:
         if name not in wanted:
-            raise ValueError("{}: unknown field; known: {}".format(name, ", ".join(wanted)))
+            raise ValueError("{}: unknown field; the fields are {}".format(name, ", ".join(wanted)))
 
 
 ROUTES = {

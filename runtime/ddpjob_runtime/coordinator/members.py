@@ -193,7 +193,7 @@ class Members:
         why = self._dismissed.get(pod)
         old = self.by_index.get(index)
         if why is None and old is not None and old.attempt > attempt:
-            return f"index {index} belongs to {old.pod} (attempt {old.attempt})"
+            return f"pod {old.pod} (attempt {old.attempt}) has replaced this pod"
         return why
 
     def dismiss(self, pod: str, why: str) -> None:

@@ -30,15 +30,15 @@ FAMILIES = {
     "or to the next round if no step has ever been reported",
     "ddpjob_train_epoch": "Epoch that the script has reported",
     "ddpjob_train_step": "Step that the script last reported. If training resumes from a checkpoint, "
-    "the steps are counted from there again",
-    "ddpjob_train_planned_steps": "Total number of steps of the training, as reported",
+    "counting continues from the step of the checkpoint",
+    "ddpjob_train_planned_steps": "Total number of training steps, as reported",
     "ddpjob_train_loss": "Training loss that the script has reported",
     "ddpjob_train_samples_per_second": "Samples per second over all ranks, as reported; only while nodes train",
     "ddpjob_train_eta_seconds": "Time until training is done, as reported",
     "ddpjob_train_checkpoint_timestamp_seconds": "Unix time at which the newest checkpoint was on disk, as reported",
     "ddpjob_train_copy_timestamp_seconds": "Unix time at which the newest checkpoint in the bucket was saved, "
     "as reported",
-    "ddpjob_train_copy_behind_seconds": "Time during which checkpoints have existed only on their machine, "
+    "ddpjob_train_copy_behind_seconds": "How long new checkpoints have existed only on the machine that wrote them, "
     "because no copy reached the bucket",
     "ddpjob_progress_metric": "Other figures that the script reports, by name",
 }

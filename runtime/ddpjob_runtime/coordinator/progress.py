@@ -79,10 +79,10 @@ def check(body: Any) -> dict[str, Any]:
                 raise ValueError(f"{ACTIVITY}: must be a string of at most {MAX_FIGURES} characters, or null")
         elif name == START:
             if not read_start(value):
-                raise ValueError(f"{START}: must have step and source (docs/protocol.md), not {value!r:.80}")
+                raise ValueError(f"{START}: must be an object with step and source, not {value!r:.80}")
         elif name == ENVIRONMENT:
             if not isinstance(value, dict):
-                raise ValueError(f"{ENVIRONMENT}: must be an object of gpu and packages, not {value!r:.80}")
+                raise ValueError(f"{ENVIRONMENT}: must be an object with gpu and packages, not {value!r:.80}")
         elif name == STRAGGLERS:
             if not isinstance(value, list):
                 raise ValueError(f"{STRAGGLERS}: must be a list, not {value!r:.80}")
@@ -91,7 +91,7 @@ def check(body: Any) -> dict[str, Any]:
                 raise ValueError(f"{ROUND}: must be GENERATION.ROUND, as in DDPJOB_FENCE, not {value!r:.80}")
         elif name not in NUMBERS:
             known = ", ".join([*NUMBERS, "metrics", STRAGGLERS, START, ENVIRONMENT, ROUND, ACTIVITY])
-            raise ValueError(f"{name}: unknown field; known: {known}")
+            raise ValueError(f"{name}: unknown field; the fields are {known}")
         elif value is not None and not _may_be_number(value):
             raise ValueError(f"{name}: must be a number, not {value!r:.80}")
     return body
@@ -99,7 +99,7 @@ def check(body: Any) -> dict[str, Any]:
 
 def _check_metrics(metrics: Any) -> None:
     if not isinstance(metrics, dict):
-        raise ValueError("metrics: must be an object of numbers")
+        raise ValueError("metrics: must be an object whose values are numbers")
     if len(metrics) > MAX_FIGURES:
         raise ValueError(f"metrics: must have at most {MAX_FIGURES} entries, not {len(metrics)}")
     for name, value in metrics.items():

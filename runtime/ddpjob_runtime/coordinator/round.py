@@ -264,14 +264,14 @@ class Round:
         self._break_up()
         asked = self._evidence.somebody_leaves or self.ended_planned
         if asked and failure.exit_code == EXIT_STEPPED_ASIDE:
-            self._end_workers("a node leaves the group", planned=True)
+            self._end_workers("a node is leaving the group", planned=True)
         elif failure.communication or self._evidence.somebody_leaves:
             # Wait, because the cause may not have been reported yet, or other workers may still be
             # saving.
-            why = f"a worker of {member.pod} lost its peers"
+            why = f"a worker in {member.pod} lost contact with its peers"
             self._loop.later(SETTLE_SECONDS, lambda: self._end_workers(why, planned=self._evidence.saving))
         else:
-            self._end_workers(f"a worker of {member.pod} failed: {failure.message[:200]}")
+            self._end_workers(f"a worker in {member.pod} failed: {failure.message[:200]}")
 
     def leave(self, member: Member, why: str) -> None:
         """Record that the member was asked to leave, and that its workers are stopping.
@@ -324,7 +324,7 @@ class Round:
 
         `joiner` is the first of the new members if the group grows, otherwise None.
         """
-        why = f"the group continues with {world} instead of {self.world} nodes"
+        why = f"the group continues with {world} nodes instead of {self.world}"
         who = {} if joiner is None else {"pod": joiner.pod, "index": joiner.index}
         self._evidence.resized(self._loop.now(), {"message": why, **who})
         self._break_up()

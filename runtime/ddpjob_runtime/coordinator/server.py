@@ -128,7 +128,7 @@ class Strangers:
             oldest = next(other for other, address in self._open.items() if address == busiest)
             self.recognize(oldest)
             oldest.transport.abort()
-            self.complain(f"more than {MAX_STRANGERS} unknown connections: closed one from {busiest}")
+            self.complain(f"more than {MAX_STRANGERS} unauthenticated connections; closed one from {busiest}")
 
     def recognize(self, writer: asyncio.StreamWriter) -> None:
         """Stop counting this connection as a stranger's.
@@ -402,9 +402,9 @@ class Server:
             return None
         except Exception as defect:
             send(ToMember.ERROR, {"why": _unexpected(defect)})
-            self.strangers.complain(f"a hello could not be answered: {_unexpected(defect)}")
+            self.strangers.complain(f"a hello could not be processed: {_unexpected(defect)}")
             for member in [member for member in self.coordinator.members if member.send is send]:
-                self._lose(member, "its hello could not be answered")
+                self._lose(member, "its hello could not be processed")
             return None
 
     async def _listen(
@@ -415,7 +415,7 @@ class Server:
             try:
                 line = await self._hear(member, reader, writer, send)
             except ValueError:
-                return f"it sent a line of more than {protocol.MAX_LINE} bytes"
+                return f"it sent a line longer than {protocol.MAX_LINE} bytes"
             if not line.endswith(b"\n"):
                 return "its connection ended"
             member.hear(now())

@@ -217,12 +217,12 @@ def _describe_wait(look: RankLook) -> str:
     if look.wait is WaitKind.STOPPED:
         return "one of its processes is stopped (SIGSTOP)"
     if look.wait is WaitKind.STORAGE:
-        return f"it is waiting for storage in {look.call or 'the kernel'}"
+        return f"blocked on storage in {look.call or 'the kernel'}"
     if look.wait is WaitKind.SERVER:
-        return f"it is waiting for a response from {look.call}"
+        return f"waiting for a response from {look.call}"
     frame = _innermost(look.text)
     if frame is not None and STORE_FILES.search(frame["file"]):
-        return "not all ranks have reached the store at its init_method, or at MASTER_ADDR and MASTER_PORT"
+        return "not all ranks have connected to the store at init_method, or at MASTER_ADDR:MASTER_PORT"
     return ""
 
 

@@ -82,7 +82,7 @@ class Resume:
         if body.get("state") not in states:
             raise ValueError("resume.state: must be {}, {} or {}, not {!r:.80}".format(*states, body.get("state")))
         if body["rank"] >= body["world"]:
-            raise ValueError("resume.rank: must be below resume.world, {}, not {}".format(body["world"], body["rank"]))
+            raise ValueError(f"resume.rank: must be less than resume.world ({body['world']}), not {body['rank']}")
         if body["world"] > MAX_PODS:
             raise ValueError("resume.world: must be at most {}, not {}".format(MAX_PODS, body["world"]))
         return cls(body["round"], body["rank"], body["world"], MemberState(body["state"]), body.get("planned") is True)
@@ -138,7 +138,7 @@ class Takeover:
         if not current.broken and (resumed.planned or not resumed.has_workers):
             current.come_apart(member, resumed.planned)
         elif current.broken and resumed.has_workers:
-            rounds.drain(member, f"a node of round {resumed.round} is gone", current.ended_planned)
+            rounds.drain(member, f"round {resumed.round} lost a node", current.ended_planned)
         elif resumed.state == MemberState.FINISHED:
             rounds.finished(member, resumed.round)
         self.check()

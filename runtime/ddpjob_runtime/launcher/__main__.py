@@ -391,7 +391,7 @@ def warm_workers(fork_server: Any, report_cold: Callable[[str], None]) -> str:
         return ""
     import torch
 
-    return f"torch {torch.__version__} starts workers in an unsupported way; use a different version, 2.6 or later"
+    return f"torch {torch.__version__} starts workers in an unsupported way; use a different version (2.6 or later)"
 
 
 def require_torchrun() -> Any:

@@ -214,7 +214,7 @@ class CoordinatedAgent(LocalElasticAgent):
                 return False
             if passed >= GONE_SECONDS:
                 what = f"worker processes {sorted(left)} are still running {GONE_SECONDS:.0f} s after SIGKILL"
-                self._node_shutdown.exit(1, "Error", f"{what}, because a driver or a file system of this node hangs")
+                self._node_shutdown.exit(1, "Error", f"{what}, because a driver or a file system on the host hangs")
             time.sleep(min(0.1, max(POLL_SECONDS, passed / 10)))
         return True
 
@@ -486,7 +486,7 @@ def send_failure(
     of_loader = LOADER_KILLED.search(message) is not None
     out_of_memory = kernel_killed and (code == -signal.SIGKILL or of_loader)
     if out_of_memory:
-        message = "killed by the kernel: the container's memory limit ({}) is used up".format(oom.limit() or "unknown")
+        message = "killed by the kernel: the container reached its memory limit ({})".format(oom.limit() or "unknown")
         message = f"a DataLoader process was {message}" if of_loader else message
     elif not message:
         message = f"killed by signal {name.removeprefix('signal ')}" if name else f"ended with exit code {code}"
@@ -539,7 +539,7 @@ def read_error_file(path: str) -> ErrorFile:
     try:
         content = json.loads(file.read_text())["message"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return ErrorFile(f"its error file {path} is not readable: {error}", time=when)
+        return ErrorFile(f"the worker's error file {path} is not readable: {error}", time=when)
     if not isinstance(content, dict):
         return ErrorFile(str(content), time=when)
     known = content.get("extraInfo")

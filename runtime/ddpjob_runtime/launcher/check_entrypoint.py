@@ -19,7 +19,7 @@ def check_script(script: str) -> None:
     """Raise InitFailure unless `script` is a readable file, or a folder with a __main__.py."""
     path = Path(script)
     where = f"{script!r} (working directory {Path.cwd()})"
-    unreadable = f"script {where} cannot be read by user {os.getuid()}; change its permissions, or those of its folders"
+    unreadable = f"script {where} cannot be read by user {os.getuid()}; make the file and its folders readable"
     try:
         # If a parent folder is not readable, Path.exists() raises an error in some versions of
         # Python, and returns False in others.

@@ -385,7 +385,7 @@ class MemberClient:
     def _say_hello(self, stream: socket.socket) -> None:
         nonces, place = self._challenge(stream)
         if place < self._place:
-            raise ConnectionError("the coordinator there has been replaced")
+            raise ConnectionError("the coordinator at this address has been replaced")
         hello = dict(self._identity, proof=protocol.seal(self._token, "member", *nonces))
         with self.changed:
             if self._position:
@@ -420,10 +420,10 @@ class MemberClient:
         generation, attempt = answer.get("generation"), answer.get("attempt")
         parts = "coordinator", *nonces, str(generation), str(attempt)
         if not protocol.is_sealed(answer.get("proof"), self._token, *parts):
-            raise ConnectionError("the coordinator there does not know this job's token (DDPJOB_TOKEN)")
+            raise ConnectionError("the coordinator at this address does not know this job's token (DDPJOB_TOKEN)")
         # The proof does not exclude that a relay has sent strings instead of these numbers.
         if not isinstance(generation, int) or not isinstance(attempt, int):
-            raise ConnectionError("its generation or its attempt is not a number")
+            raise ConnectionError("the coordinator's generation or attempt is not a number")
         return nonces, (generation, attempt)
 
     def _look(self) -> None:
@@ -465,7 +465,7 @@ class MemberClient:
         """
         if self._outdated:
             expected = self._identity["generation"]
-            text = f"this pod belongs to generation {expected}, but the group continues as generation {found}"
+            text = f"this pod is from generation {expected}, but the group is now at generation {found}"
             self._on_end(protocol.EXIT_STOPPED, "Stopped", text)
         self._outdated = True
 
@@ -474,7 +474,7 @@ class MemberClient:
 
         The current coordinator is notified. It then exits, so that the other members leave it, too.
         """
-        log("the coordinator of generation {}, attempt {}, has taken over; connecting to it".format(*place))
+        log("a later coordinator (generation {}, attempt {}) has taken over; connecting to it".format(*place))
         self._place = place
         self.send_now(FromMember.REPLACED, generation=place[0], attempt=place[1])
         with contextlib.suppress(OSError):
@@ -567,7 +567,7 @@ class MemberClient:
         expected = self._identity.get("generation")
         found = message.get("generation")
         if expected is not None and found != expected:
-            text = f"this pod belongs to generation {expected}, but the coordinator to generation {found}"
+            text = f"this pod is from generation {expected}, but the coordinator is from generation {found}"
             if isinstance(found, int) and found < expected:
                 # That coordinator is about to end, and its name will then lead to a new
                 # coordinator.

@@ -218,7 +218,7 @@ class NodePreflight:
             store.set(key, json.dumps([host, server.port]))
         address = _await(store, key, time.monotonic() + MARGIN_SECONDS, cancelled)
         if not address:
-            return NodeResult(pod, on, "the first node of its group is silent")
+            return NodeResult(pod, on, "the first node in its test group did not respond")
         where, port = json.loads(address)
         common = {"what": "links", "world": len(group) * self._procs, "host": where, "port": port}
         common |= {"backend": known.backend, "gpus": known.gpus, "seconds": known.seconds}
@@ -295,7 +295,8 @@ class NodeResult:
         """Return why this result is not good enough; empty if it is good."""
         if self.problem:
             return self.problem
-        return f"{self.rate:.0f} MB/s, less than {least:.0f}" if self.rate and self.rate < least else ""
+        slow = self.rate and self.rate < least
+        return f"{self.rate:.0f} MB/s, less than the required {least:.0f} MB/s" if slow else ""
 
 
 @dataclass(frozen=True)
@@ -357,7 +358,7 @@ def judge(world: int, procs: int, results: Mapping[str, Mapping[int, NodeResult]
     first = min(faults)
     alone = results.get("alone", group if world == 1 else {})
     culprits = {
-        rank: f"the ranks of {result.name} fail even without other nodes: {fault}"
+        rank: f"an all-reduce fails even within {result.name}: {fault}"
         for rank, result in alone.items()
         if (fault := result.fault(least))
     }
@@ -370,19 +371,19 @@ def judge(world: int, procs: int, results: Mapping[str, Mapping[int, NodeResult]
     if len(broken) < world:
         culprits |= _middles(world, group, broken)
     left = {pair: why for pair, why in broken.items() if culprits.keys().isdisjoint(pair)}
-    what = f"an all-reduce over {world} nodes fails at {group[first].name}: {faults[first]}"
+    what = f"an all-reduce over {world} nodes fails in {group[first].name}: {faults[first]}"
     if culprits:
         return LinkVerdict(failed="; ".join(culprits[rank] for rank in sorted(culprits)), culprits=culprits)
     if left:
         (a, b), why = next(iter(left.items()))
-        more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
+        more = f" (and {len(left) - 1} more links)" if len(left) > 1 else ""
         link = f"the link between {group[a].name} and {group[b].name}{more} fails: {why}"
         return LinkVerdict(failed=f"{link}; it is unknown which of the two is at fault", ends=max(a, b))
     if world > 2 and not any(result.problem for result in group.values()):
         return LinkVerdict(
-            passed=f"{_summary(world, procs, group)}, although each pair of nodes reaches {least:.0f} MB/s"
+            passed=f"{_summary(world, procs, group)}, but each pair of neighbours reaches {least:.0f} MB/s"
         )
-    why = "; it is unknown which of the two is at fault" if world == 2 else ", although each pair of nodes passes"
+    why = "; it is unknown which of the two is at fault" if world == 2 else ", although each pair of neighbours passes"
     return LinkVerdict(failed=what + why, ends=world - 1)
 
 
@@ -399,7 +400,7 @@ def _middles(world: int, group: Mapping[int, NodeResult], broken: Mapping[Group,
         if before and after and (rank - 1) % world not in culprits:
             left, right = group[(rank - 1) % world], group[(rank + 1) % world]
             neighbours = f"{left.name} and {right.name}"
-            culprits[rank] = f"the links of {group[rank].name} to {neighbours} fail: {before}"
+            culprits[rank] = f"the links from {group[rank].name} to {neighbours} fail: {before}"
     return culprits
 
 
@@ -413,4 +414,5 @@ def _summary(world: int, procs: int, group: Mapping[int, NodeResult]) -> str:
     rates = [result.rate for result in group.values() if result.rate]
     speed = f", {min(rates):.0f} MB/s" if rates else ""
     transports = sorted({result.transport for result in group.values()})
-    return f"{world} x {procs} ranks add up correctly{speed}, by {protocol.clip('; '.join(transports), 500)}"
+    how = protocol.clip("; ".join(transports), 500)
+    return f"an all-reduce of {world} x {procs} ranks is correct{speed}, via {how}"

@@ -148,7 +148,7 @@ class CodeFetch:
                 raise Unfit(f"the disk of {self._folder} is full: {error.strerror}") from None
             if error.errno in _UNWRITABLE:
                 text = f"the container's user cannot write to {where}: {error.strerror}"
-                raise BucketRefusal(f"{text}; leave workingDir out, or set podTemplate's fsGroup") from None
+                raise BucketRefusal(f"{text}; remove workingDir, or set fsGroup in podTemplate") from None
             raise
         finally:
             if self._reported:
@@ -179,7 +179,7 @@ class CodeFetch:
             with contextlib.suppress(FileNotFoundError):
                 part.unlink()
         took = time.monotonic() - self._began
-        log(f"code: {count} files of {self._url}, {size_text(size)}, fetched in {took:.1f} s and verified")
+        log(f"code: {count} files from {self._url}, {size_text(size)}, fetched in {took:.1f} s and verified")
 
     def _download(self, part: Path) -> int:
         """Download the archive, and return its size. Retry while the bucket is unreachable."""
@@ -202,13 +202,10 @@ class CodeFetch:
             if digest == self._settings.sha256:
                 return size
             wrong += 1
-            log(f"code: the SHA-256 of {self._url} is {digest}, not code.digest (download {wrong} of {WRONG_TRIES})")
+            text = f"the SHA-256 of {self._url} is {digest} and differs from code.digest"
+            log(f"code: {text} (download {wrong} of {WRONG_TRIES})")
             if wrong == WRONG_TRIES:
-                text = (
-                    f"the SHA-256 of {self._url} is {digest}, not code.digest, because the archive was replaced or "
-                    "is damaged"
-                )
-                raise BucketRefusal(f"{text}; submit the job again")
+                raise BucketRefusal(f"{text}, because the archive was replaced or is damaged; submit the job again")
 
     def _download_once(self, reader: Reader, part: Path) -> tuple[int, str]:
         expected, pieces = reader.open_object(self._settings.name)
@@ -224,11 +221,11 @@ class CodeFetch:
                     break
                 digest.update(piece)
                 file.write(piece)
-                self._say(f"fetching code {size_text(size)} of {size_text(expected)}")
+                self._say(f"fetching the code: {size_text(size)} of {size_text(expected)}")
                 if self._cancelled():
                     raise FetchAbandoned
         if size != expected:
-            raise Away(f"{self._url} ended after {size} of {expected} bytes")
+            raise Away(f"the download of {self._url} ended after {size} of {expected} bytes")
         return size, digest.hexdigest()
 
     def _pause(self, seconds: float) -> None:
@@ -335,7 +332,7 @@ def _checked(member: tarfile.TarInfo) -> str:
         if name in ("", "."):
             return ""
     if why := why_not_a_file(name):
-        raise BadArchive(f"{shown} cannot be a file: {why}")
+        raise BadArchive(f"{shown} cannot be unpacked: {why}")
     return name
 
 
@@ -369,5 +366,5 @@ def _clashes(name: str) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in _CLASHING:
-            raise BadArchive(f"{name[:200]!r} cannot be a file: {error.strerror}") from None
+            raise BadArchive(f"{name[:200]!r} cannot be unpacked: {error.strerror}") from None
         raise

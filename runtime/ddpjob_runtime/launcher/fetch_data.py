@@ -152,11 +152,11 @@ class Fetch:
             if error.errno in _NO_ROOM:
                 raise Unfit(f"the disk of {self._folder} is full: {error.strerror}") from None
             if error.errno in _NO_LOCKS:
-                text = f"the file system of {self._folder} cannot lock files ({error.strerror})"
+                text = f"the file system of {self._folder} does not support file locks ({error.strerror})"
                 raise Unfit(f"{text}; set storage.data.cache to a folder on a disk of the Kubernetes node") from None
             if error.errno in _NOT_ALLOWED:
-                text = f"{error.filename or self._folder} cannot be written ({error.strerror})"
-                raise Unfit(f"{text}; set storage.data.cache to a folder that the pods' user may write to") from None
+                text = f"cannot write to {error.filename or self._folder} ({error.strerror})"
+                raise Unfit(f"{text}; set storage.data.cache to a folder that the pods' user can write to") from None
             raise
         finally:
             if self._reported:
@@ -211,7 +211,8 @@ class Fetch:
         if missing:
             self._clear_parts({self._part(o).name for o in missing})
             self._check_room(missing)
-            log(f"data: {len(missing)} of {len(objects)} objects of {self._url} to fetch, {self._figures()} present")
+            text = f"data: fetching {len(missing)} of {len(objects)} objects from {self._url}"
+            log(f"{text}; already present: {self._figures()}")
         self._write_record(kept)
         if missing:
             self._download_all(missing)
@@ -293,7 +294,7 @@ class Fetch:
         if needed > free:
             text = f"the disk of {self._folder} has {size_text(free)} free"
             raise Unfit(
-                f"{text}, but {size_text(needed)} of {self._url} must still be fetched; free some space, or set "
+                f"{text}, but {size_text(needed)} must still be fetched from {self._url}; free some space, or set "
                 "storage.data.cache to a folder on a larger disk"
             )
 
@@ -347,7 +348,8 @@ class Fetch:
                 self._done -= remote.size
             log(f"data: {self._url}/{remote.name}: {problem} (download {tried} of {WRONG_TRIES})")
         raise BucketRefusal(
-            f"{self._url}/{remote.name}: {problem} in {WRONG_TRIES} downloads, so the object is damaged in the bucket"
+            f"{self._url}/{remote.name} is damaged in the bucket: {problem} (after {WRONG_TRIES} downloads); upload it"
+            " again"
         )
 
     def _fill(self, reader: Reader, remote: Remote, part: Path) -> str:
@@ -382,7 +384,9 @@ class Fetch:
                             raise FetchAbandoned
                 if counted < remote.size:
                     reader.close()
-                    raise Away(f"{self._url}/{remote.name} ended after {counted} of {remote.size} bytes")
+                    raise Away(
+                        f"the download of {self._url}/{remote.name} ended after {counted} of {remote.size} bytes"
+                    )
                 file.flush()
                 os.fsync(file.fileno())
             except BaseException:
@@ -514,7 +518,8 @@ def check_names(objects: list[Remote], url: str) -> None:
             why = "it is listed twice"
         if why:
             raise BucketRefusal(
-                f"{url}: the object {remote.name[:200]!r} cannot become a file, because {why}; rename or remove it"
+                f"{url}: the object {remote.name[:200]!r} cannot be stored as a file, because {why}; rename or "
+                "remove it"
             )
         names.add(remote.name)
     for name in names:
@@ -523,7 +528,7 @@ def check_names(objects: list[Remote], url: str) -> None:
             above = above.rpartition("/")[0]
             if above in names:
                 raise BucketRefusal(
-                    f"{url}: the object {above[:200]!r} cannot become a file, because it is also "
+                    f"{url}: the object {above[:200]!r} cannot be stored as a file, because it is also "
                     f"the folder of {name[:200]!r}; rename or remove it"
                 )
 
@@ -536,11 +541,11 @@ def why_not_a_file(name: str) -> str:
         return "its name is a Windows path"
     parts = name.split("/")
     if any(part in ("", ".", "..") for part in parts):
-        return "its name has an empty part, '.' or '..'"
+        return "a part of its name is empty, '.' or '..'"
     if parts[0].startswith(OWN):
         return f"names that start with {OWN} are reserved for the runtime"
     if any(len(part.encode(errors="surrogatepass")) > 255 for part in parts):
-        return "a part of its name has more than 255 bytes"
+        return "a part of its name is longer than 255 bytes"
     return ""
 
 

@@ -122,7 +122,7 @@ class ForkServerEnded(RuntimeError):
     """
 
     def __init__(self, pid: int, out_of_memory: bool) -> None:
-        why = f"was killed by the kernel: the container's memory limit ({oom.limit() or 'unknown'}) is used up"
+        why = f"was killed by the kernel: the container reached its memory limit ({oom.limit() or 'unknown'})"
         super().__init__(f"the process that starts workers (pid {pid}) {why if out_of_memory else 'has ended'}")
         self.out_of_memory = out_of_memory
 
@@ -154,7 +154,7 @@ class ForkServer:
         self._importing, self._ready, self._refusal = "", False, ""
         if threads := _threads():
             self._refusal = (
-                f"Python starts threads at startup in this image ({threads}), so workers cannot be forked safely"
+                f"in this image, Python starts threads at startup ({threads}), so workers cannot be forked safely"
             )
 
     def why_not(self, seconds: float = PRELOAD_SECONDS) -> str:
@@ -165,7 +165,7 @@ class ForkServer:
         deadline = time.monotonic() + seconds
         while not self._ready and not self._refusal:
             if not select.select([self._socket], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                self._refusal = f"importing {self._importing} (DDPJOB_PRELOAD) takes more than {seconds:.0f} s"
+                self._refusal = f"importing {self._importing} (DDPJOB_PRELOAD) took more than {seconds:.0f} s"
                 break
             try:
                 self._hear(block=True)
@@ -207,7 +207,7 @@ class ForkServer:
                 self._hear(block=True)
             pid = self._started.pop(number)
             if isinstance(pid, str):
-                raise OSError(f"no worker can be forked: {pid}")
+                raise OSError(f"cannot fork a worker: {pid}")
             return Worker(self, pid, words)
 
     def refusal(self) -> str:

@@ -312,7 +312,7 @@ class KeptLog:
             self._failed = False
         except Exception as error:
             if not self._failed:
-                log(f"the log of this pod cannot be kept in {self._keeper.place}: {error}; training continues")
+                log(f"cannot save this pod's log to {self._keeper.place}: {error}; training continues")
             self._failed = True
 
     def _prune(self) -> None:

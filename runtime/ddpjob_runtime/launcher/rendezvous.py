@@ -102,7 +102,7 @@ class CoordinatedRendezvous(RendezvousHandler):
                 return info
             except CAME_APART as error:
                 if self._client.must_restart(self.number):
-                    log(f"round {self.number} ended before it started: {self._client.why}")
+                    log(f"round {self.number} was cancelled before it started: {self._client.why}")
                 else:
                     log(f"round {self.number} broke: {str(error)[:200]}")
 
@@ -123,7 +123,7 @@ class CoordinatedRendezvous(RendezvousHandler):
             raise RendezvousClosedError(self._client.why) from None
         # torch raises this error if rank 0, which hosts the store, is gone.
         except RuntimeError as error:
-            raise RendezvousClosedError(f"the link check has lost its store: {error}") from error
+            raise RendezvousClosedError(f"the link check lost its connection to the store: {error}") from error
         log(f"preflight: {verdict.failed or verdict.passed}")
         if not verdict.failed:
             if info.rank == 0:

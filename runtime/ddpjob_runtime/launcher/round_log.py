@@ -61,7 +61,7 @@ class RoundLog:
         try:
             self._lines.put_nowait(line)
         except queue.Full:
-            log(f"{self._path} cannot be written, so a line is lost")
+            log(f"cannot write to {self._path}, so a line is lost")
 
     def _work(self) -> None:
         while True:
@@ -71,7 +71,7 @@ class RoundLog:
             try:
                 self._append(line)
             except OSError as error:
-                log(f"cannot write {self._path}: {error.strerror}; a line is lost")
+                log(f"cannot write to {self._path}: {error.strerror}; a line is lost")
 
     def _append(self, line: bytes) -> None:
         path = self._path

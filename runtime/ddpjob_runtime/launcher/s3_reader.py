@@ -180,9 +180,7 @@ class Credentials:
         if access or secret:
             here, missing = ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY")[:: 1 if access else -1]
             text = f"AWS_{here} is set, but AWS_{missing} is missing or empty"
-            raise BucketRefusal(
-                f"{text}; set both in the Secret {self._field}.secretName, or both in env if there is no Secret"
-            )
+            raise BucketRefusal(f"{text}; set both in the Secret that {self._field}.secretName names, or both in env")
         return None
 
     def _fetch_role_keys(self, role: str, token: str) -> Keys:
@@ -208,7 +206,7 @@ def _text_of(path: str) -> str:
     try:
         return Path(path).read_text().strip()
     except OSError as error:
-        raise BucketRefusal(f"the token of the service account cannot be read: {error}") from None
+        raise BucketRefusal(f"cannot read the service account's token: {error}") from None
 
 
 def _answer(request: urllib.request.Request, what: str) -> bytes:
@@ -217,15 +215,17 @@ def _answer(request: urllib.request.Request, what: str) -> bytes:
             with urllib.request.urlopen(request, timeout=SILENCE_SECONDS) as answer:
                 body = bytes(answer.read(_ERROR_BYTES))
                 if len(body) < _ERROR_BYTES and answer.length:
-                    raise Away(f"no credentials from {what}: the response is incomplete")
+                    raise Away(f"cannot get credentials from {what}: the response is incomplete")
                 return body
         except urllib.error.HTTPError as error:
             # The connection may break while this is read.
             text = error.read(_ERROR_BYTES).decode(errors="replace")
             kind = Away if error.code >= 500 or error.code == 429 or _PASSING_OF_KEYS.search(text) else BucketRefusal
-            raise kind(f"no credentials from {what}: HTTP {error.code}: {' '.join(text.split())[:300]}") from None
+            raise kind(
+                f"cannot get credentials from {what}: HTTP {error.code}: {' '.join(text.split())[:300]}"
+            ) from None
     except (OSError, http.client.HTTPException) as error:
-        raise Away(f"no credentials from {what}: {error}") from None
+        raise Away(f"cannot get credentials from {what}: {error}") from None
 
 
 def _keys_of(found: Mapping[str, Any], token: str, what: str) -> Keys:
@@ -235,7 +235,7 @@ def _keys_of(found: Mapping[str, Any], token: str, what: str) -> Keys:
         until = datetime.datetime.fromisoformat(text).timestamp()
         return Keys(str(found["AccessKeyId"]), str(found["SecretAccessKey"]), str(found[token]), until)
     except (KeyError, ValueError, TypeError):
-        raise BucketRefusal(f"no credentials from {what}: the response does not contain any") from None
+        raise BucketRefusal(f"cannot get credentials from {what}: the response contains none") from None
 
 
 class Reader:
@@ -287,7 +287,9 @@ class Reader:
             raise Away(f"{self._place.server} closed the connection: {response.length} bytes of a listing are missing")
         found = _xml(body, self._place.server)
         if _tag(found) != "ListBucketResult":
-            raise BucketRefusal(f"{self._place.server} does not speak S3: its response is a {_tag(found)[:100]}")
+            raise BucketRefusal(
+                f"{self._place.server} does not speak S3: its response is <{_tag(found)[:100]}>, not <ListBucketResult>"
+            )
         return found
 
     def open(self, remote: Remote, offset: int) -> tuple[Mapping[str, str], Iterator[bytes]]:

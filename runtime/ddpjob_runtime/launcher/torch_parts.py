@@ -151,7 +151,7 @@ def _replace(module: str, name: str, make: Callable[[Any], Any]) -> None:
         place = getattr(place, owner, None)
     present = getattr(place, attribute, None)
     if present is None:
-        raise RuntimeError(f"this torch has no {module}.{name}; use an earlier version, 2.6 or later")
+        raise RuntimeError(f"this version of torch has no {module}.{name}; use an earlier version (2.6 or later)")
     setattr(place, attribute, make(present))
 
 
