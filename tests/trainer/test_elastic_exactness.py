@@ -301,9 +301,11 @@ def test_repeated_augmentation_is_the_same_on_any_number_of_ranks(tmp_path: Path
     for folder in (alone, walked):
         summary = verify(read([folder / "run"]))
         assert summary.epochs == {1: 1438, 2: 1438} and summary.repeats == 3
-        assert "1438 versions each exactly once, 3 (data.repeats) of each of 480 samples per epoch" in table(summary)
+        assert "1438 versions, each used exactly once: 3 (data.repeats) of each of 480 samples per epoch" in table(
+            summary
+        )
     good(3, [*REPEATED, f"checkpoint.dir={defect}"], prepare=versions_by_rank)
-    with pytest.raises(LedgerError, match=r"sample \d+ in version \d was taken twice"):
+    with pytest.raises(LedgerError, match=r"sample \d+ in version \d was used twice"):
         verify(read([defect / "run"]))
     (refused,) = run(1, [*TIED, "data.repeats=2", f"checkpoint.dir={alone}"])
     assert "was made with data.repeats=3, but data.repeats is now 2" in refused.error

@@ -630,7 +630,7 @@ def test_a_sample_with_a_different_shape_is_reported() -> None:
         ([TOKENS, "data.cutmix=1"], r"data.cutmix=1.0 needs images .* have the shape \(6,\); leave it"),
         ([TOKENS, "model.channels_last=true"], r"model.channels_last needs images"),
         ([TOKENS, "strategy=pipeline"], r"strategy=pipeline needs a model with float inputs, .*; set strategy=ddp"),
-        ([REGRESSION, "optim.loss=bce"], r"optim.loss=bce: a target is .*; use probabilities from 0 to 1"),
+        ([REGRESSION, "optim.loss=bce"], r"optim.loss=bce: a target is .*; make all targets probabilities from 0 to 1"),
     ],
 )  # fmt: skip
 def test_contradictory_options_of_custom_data_are_refused(keys: list[str], message: str, tmp_path: Path) -> None:

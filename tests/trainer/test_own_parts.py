@@ -290,7 +290,7 @@ def test_the_command_evaluate_reports_the_metrics_of_callbacks(
             ["data.batch_transform=wrong_parts:labels_from_one"],
             r"labels of 1..10; return class numbers \(n,\) from 0 to 9",
         ),
-        (["data.batch_transform=wrong_parts:ignored"], r"returned labels of -100..-100; return class numbers"),
+        (["data.batch_transform=wrong_parts:ignored"], r"returned labels from -100 to -100; return class numbers"),
         (
             ["data.batch_transform=wrong_parts:shares_of_three"],
             r"labels of shape \(200, 3\); .*class probabilities \(n, 10\)",
@@ -327,7 +327,7 @@ def test_the_command_evaluate_reports_the_metrics_of_callbacks(
             r"Impatient: with train.eval_every=0, on_epoch_end is never called; set train.eval_every=1",
         ),
         (["train.callbacks=Broken"], r"train.callbacks: 'Broken': must be package.module:name"),
-        (["data.flip=true"], r"data.flip has no effect on data.name=digits"),
+        (["data.flip=true"], r"data.flip has no effect with data.name=digits"),
         (["model.pretrained=default"], r"only models of torchvision and timm have weights by name"),
         (["model.pretrained=a", "checkpoint.load=b"], r"checkpoint.load=b replaces all weights; leave out one"),
     ],
@@ -378,7 +378,7 @@ def test_a_module_that_cannot_be_imported_is_named_with_its_line(
 def test_a_different_custom_optimizer_is_refused_at_a_resume(tmp_path: Path) -> None:
     keys = [*TINY, "optim.name=own_parts:optimizer", "train.epochs=1", f"checkpoint.dir={tmp_path}"]
     train.run(config.load(None, keys))
-    with pytest.raises(TrainerError, match=r"its optimizer is own_parts:optimizer, but now it is torch.optim:Adagrad"):
+    with pytest.raises(TrainerError, match=r"the optimizer was own_parts:optimizer, but is now torch.optim:Adagrad"):
         train.run(config.load(None, [*keys, "optim.name=torch.optim:Adagrad"]))
 
 

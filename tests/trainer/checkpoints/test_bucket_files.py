@@ -114,7 +114,9 @@ def test_a_damaged_copy_is_skipped_immediately(
     fails(monkeypatch, "fetch", Damaged("differs from the uploaded file in size or checksum"), 1)
     found = opened(two, "another", 2).newest()
     assert found is not None and found["step"] == 7
-    assert "differs from the uploaded file in size or checksum; trying the next older one" in capfd.readouterr().err
+    assert (
+        "differs from the uploaded file in size or checksum; trying the next older checkpoint" in capfd.readouterr().err
+    )
 
 
 def test_the_best_copy_in_the_bucket_is_kept_even_if_its_score_arrives_late(

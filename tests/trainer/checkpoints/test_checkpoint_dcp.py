@@ -257,7 +257,7 @@ def test_an_unreadable_checkpoint_with_correct_checksums_is_skipped(
     assert found is not None and found["step"] == 7
     said = capfd.readouterr().err
     assert f"step-000000009{module.SUFFIX} is not readable on rank 0: RuntimeError: not of this torch; trying" in said
-    assert "Repair or remove the broken checkpoint" in said
+    assert "Repair or remove the broken one" in said
     checkpoints.save(lambda: SNAPSHOT | {"step": 9}, 9)
     checkpoints.finish()
     monkeypatch.setattr(module, "read", read)

@@ -57,15 +57,15 @@ def test_differences_between_models_are_listed_by_tensor() -> None:
 def test_a_different_model_is_reported_with_its_tensors_and_the_keys_to_set(trained: Path) -> None:
     before = {path: path.read_bytes() for path in trained.glob("*.pt")}
     message = (
-        r"the checkpoint of step 8 in .* belongs to a different model: features.0.weight is \(4, 1, 3, "
+        r"the checkpoint of step 8 in .* was made with a different model: features.0.weight is \(4, 1, 3, "
         r"3\) in the checkpoint and"
-        r" \(8, 1, 3, 3\) in the model; .*; and \d+ more\. To resume, set model.width=4, as in that training;"
+        r" \(8, 1, 3, 3\) in the model; .*; and \d+ more\. To resume, use the original settings model.width=4;"
         r" to start from scratch, set checkpoint.dir to a different folder"
     )
     folder = f"checkpoint.dir={trained}"
     refused(message, folder, "model.width=8")
     refused(
-        r".* its optimizer is sgd, but now it is adamw\. To resume, set optim.name=sgd",
+        r".* the optimizer was sgd, but is now adamw\. To resume, use the original settings optim.name=sgd",
         folder,
         "optim.name=adamw",
     )
@@ -93,7 +93,7 @@ def test_a_checkpoint_of_a_custom_loop_is_refused(tmp_path: Path) -> None:
 def test_every_rank_exits_with_the_message_about_a_different_model(trained: Path) -> None:
     ends = run(2, [*ONE_EPOCH, f"checkpoint.dir={trained}", "model.width=8"])
     assert [end.code for end in ends] == [1, 1]
-    assert all("belongs to a different model" in end.error for end in ends)
+    assert all("was made with a different model" in end.error for end in ends)
 
 
 @pytest.mark.parametrize("source", ["file", "best", "folder", "plain", "wrapped", "compiled"])
@@ -200,7 +200,7 @@ def test_training_starts_from_the_average_that_was_evaluated(
     raw, mean = saved["model"][name], saved["average"]["averages"][name]
     found = weights(tmp_path / "step-000000008.pt")[name]
     assert torch.equal(found, mean if average else raw) and not torch.equal(raw, mean)
-    kind = "the moving average of the weights, which that run" if average else "the weights from"
+    kind = "the moving average of the weights (used for evaluations" if average else "the weights from"
     assert f"checkpoint.load: loaded {kind}" in capfd.readouterr().out
 
 

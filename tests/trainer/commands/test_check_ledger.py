@@ -50,9 +50,9 @@ def own_permutation(rank: int) -> None:
 @pytest.mark.parametrize(
     ("defect", "message"),
     [
-        (drop_one, "epoch 1: .* of 1438 samples were never taken"),
-        (repeat_one, "taken twice"),
-        (own_permutation, "taken twice"),
+        (drop_one, "epoch 1: .* of 1438 samples were never used"),
+        (repeat_one, "used twice"),
+        (own_permutation, "used twice"),
     ],
 )
 def test_a_broken_sampler_is_detected(defect: Callable[[int], None], message: str, tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_a_sample_counter_that_restarts_at_0_is_detected(tmp_path: Path) -> None
 
     assert [end.code for end in run(2, arguments, prepare=stop_at(4))] == [75, 75]
     good(2, arguments, prepare=forget_the_count)
-    with pytest.raises(LedgerError, match=r"sample .* was taken twice, in step 1 and in step 5"):
+    with pytest.raises(LedgerError, match=r"sample .* was used twice, in steps 1 and 5"):
         verify(read([tmp_path]))
 
 
@@ -130,7 +130,7 @@ def test_check_ledger_prints_a_table_and_reports_a_missing_ledger(
 ) -> None:
     good(1, [*TINY, "train.epochs=1", f"checkpoint.dir={tmp_path}"])
     assert main([str(tmp_path)]) == 0
-    assert "epochs: 1 whole, 1438 samples each exactly once" in capsys.readouterr().out
+    assert "epochs: 1 whole, 1438 samples, each used exactly once" in capsys.readouterr().out
     with pytest.raises(LedgerError, match=r"train with train.ledger=true"):
         main([str(tmp_path / "elsewhere")])
 
@@ -187,7 +187,7 @@ def test_steps_that_changed_no_weight_are_shown(tmp_path: Path, capsys: pytest.C
     good(2, keys)
     assert main([str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert "epochs: 1 whole, 1438 samples each exactly once" in shown
+    assert "epochs: 1 whole, 1438 samples, each used exactly once" in shown
     assert "skipped: 1 steps (3) with 200 samples left the weights unchanged" in shown
 
 

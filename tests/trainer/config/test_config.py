@@ -115,11 +115,11 @@ def test_a_large_integer_keeps_its_exact_value() -> None:
         ("data.seed=99999999999999999999", "data.seed=99999999999999999999: must fit into 64 bits"),
         ("data.name=digit", "did you mean 'digits'?"),
         ("optim.nesterov=maybe", "must be true or false, not 'maybe'"),
-        ("optim.lr", "is not key=value"),
+        ("optim.lr", "is not of the form key=value"),
         ("data.shape={a: 1}", "data.shape: must be a "),
         ("optim.lr=[", "is not YAML"),
-        ("data.batch=0x" + "f" * 5_000, "is not YAML: a number of 5,002 characters, more than 100"),
-        ("data.batch=" + "9" * 5_000, "is not YAML: a number of 5,000 characters, more than 100"),
+        ("data.batch=0x" + "f" * 5_000, "is not YAML: a number has 5,002 characters; the limit is 100"),
+        ("data.batch=" + "9" * 5_000, "is not YAML: a number has 5,000 characters; the limit is 100"),
         ('data.batch=!!int ""', "'' is not a number"),
     ],
 )
@@ -142,9 +142,9 @@ def test_a_save_interval_is_a_number_of_seconds_or_auto(given: str | None, meant
     [
         (
             "--batch_size=256",
-            "did you mean 'data.batch'? (data.batch is for all ranks, not per process; multiply",
+            "did you mean 'data.batch'? (data.batch is the total over all ranks; multiply",
         ),
-        ("--batch-size", "did you mean 'data.batch'? (data.batch is for all ranks, not per process"),
+        ("--batch-size", "did you mean 'data.batch'? (data.batch is the total over all ranks"),
         ("-b", "did you mean 'data.batch'?"),
         ("--lr", "did you mean 'optim.lr'?"),
         ("--learning_rate=0.1", "did you mean 'optim.lr'?"),

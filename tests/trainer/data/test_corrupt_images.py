@@ -101,7 +101,7 @@ def test_the_ledger_shows_unreadable_images(folder: Path, tmp_path: Path) -> Non
     good(2, arguments(folder, "train.ledger=true", f"checkpoint.dir={tmp_path / 'c'}"))
     summary = verify(read([tmp_path / "c"]))
     assert summary.unreadable == 2 * len(CORRUPT)
-    assert "unreadable: 8 images had weight zero" in table(summary)
+    assert "unreadable: 8 images were given weight zero" in table(summary)
 
 
 def no_scaling(rank: int) -> None:
@@ -189,7 +189,10 @@ def test_only_a_few_of_many_unreadable_files_are_reported(folder: Path, capsys: 
     data = open_data(config.load(None, arguments(folder)).data)
     assert sum(batch.unreadable for batch in data.train_batches([list(range(24))], 0)) == 24
     reported = capsys.readouterr().err
-    assert reported.count("cannot be read (") == 5 and "later unreadable images are counted but not named" in reported
+    assert (
+        reported.count("cannot be read (") == 5
+        and "from now on, unreadable images are counted but not listed" in reported
+    )
 
 
 def test_a_file_that_no_longer_exists_counts_as_unreadable(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -184,7 +184,7 @@ def test_without_dali_the_error_names_the_package_to_install(folder: Path, monke
         raise ImportError(f"No module named {name!r}")
 
     monkeypatch.setattr(dali.importlib, "import_module", fails)
-    with pytest.raises(ConfigError, match=r"data.decoder=dali: .*pip install nvidia-dali-cuda120"):
+    with pytest.raises(ConfigError, match=r"data.decoder=dali: .*install nvidia-dali-cuda120"):
         opened(folder, "data.decoder=dali")
 
 

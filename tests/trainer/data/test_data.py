@@ -218,10 +218,16 @@ def test_reflected_borders_and_alternating_flips_match_airbench() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["data.name=digits", "data.flip=alternating"], r"data.flip has no effect on data.name=digits; leave it out"),
-        (["data.name=shapes", "data.flip=true"], r"data.flip has no effect on data.name=shapes; leave it out"),
-        (["data.name=synthetic", "data.padding=reflect"], r"data.padding has no effect on data.name=synthetic; leave"),
-        (["data.shift=2", "data.augment=false"], r"data.shift has no effect on data.name=digits with data.augment=fa"),
+        (["data.name=digits", "data.flip=alternating"], r"data.flip has no effect with data.name=digits; leave it out"),
+        (["data.name=shapes", "data.flip=true"], r"data.flip has no effect with data.name=shapes; leave it out"),
+        (
+            ["data.name=synthetic", "data.padding=reflect"],
+            r"data.padding has no effect with data.name=synthetic; leave",
+        ),
+        (
+            ["data.shift=2", "data.augment=false"],
+            r"data.shift has no effect with data.name=digits with data.augment=fa",
+        ),
         (["data.shift=8"], r"data.shift=8: must be from 0 to 7 pixels"),
         (["data.shift=-1"], r"data.shift=-1: must be from 0 to 7 pixels"),
     ],

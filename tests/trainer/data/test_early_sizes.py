@@ -94,12 +94,12 @@ def test_growing_images_train_the_same_on_any_number_of_ranks_and_after_restarts
     ("keys", "message"),
     [
         (["data.early_sizes=12"], r"data.early_sizes=12: each size must be SIDE:EPOCHS; write, for example, 128:6"),
-        (["data.early_sizes=12:2,16:2"], "sides and epochs must rise"),
-        (["data.early_sizes=16:1,12:2"], "sides and epochs must rise"),
+        (["data.early_sizes=12:2,16:2"], "sides and epochs must increase"),
+        (["data.early_sizes=16:1,12:2"], "sides and epochs must increase"),
         (["data.early_sizes=24:1"], "all sides must be below data.image_size=24"),
-        (["data.early_sizes=0:1"], "sides and epochs must rise"),
+        (["data.early_sizes=0:1"], "sides and epochs must increase"),
         (["data.early_sizes=8:1,9:2,10:3,11:4"], "must be at most 3 sizes"),
-        (["data.early_sizes=8:1", "data.name=digits"], "data.early_sizes has no effect on data.name=digits"),
+        (["data.early_sizes=8:1", "data.name=digits"], "data.early_sizes has no effect with data.name=digits"),
     ],
 )
 def test_wrong_sizes_are_refused(folder: Path, keys: list[str], message: str) -> None:

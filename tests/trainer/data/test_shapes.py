@@ -75,11 +75,11 @@ def test_the_mirror_image_of_a_shape_has_the_same_class(name: str) -> None:
         (["data.size=0"], r"data.size=0: must be at least 1"),
         (
             ["data.trivialaugment=true"],
-            r"data.trivialaugment does not apply to shapes, which are only shifted and flipped",
+            r"data.trivialaugment has no effect with data.name=shapes, whose images are only shifted and flipped",
         ),
         (
             ["data.randaugment_ops=2"],
-            r"data.randaugment_ops does not apply to shapes, which are only shifted and flipped",
+            r"data.randaugment_ops has no effect with data.name=shapes, whose images are only shifted and flipped",
         ),
     ],
 )

@@ -453,7 +453,7 @@ def test_the_command_gives_the_same_results_on_three_ranks(
 
 def test_the_command_reports_mistakes_in_its_arguments(trained: Path, tmp_path: Path) -> None:
     path = str(trained / "step-000000016.pt")
-    with pytest.raises(CheckpointError, match=r"belongs to a different model: .*Set model\.\*"):
+    with pytest.raises(CheckpointError, match=r"was made with a different model: .*Set model\.\*"):
         evaluate_checkpoint.main([path, "model.width=8"])
     with pytest.raises(CheckpointError, match=r"cannot be read \(No such file or directory\); choose a readable"):
         evaluate_checkpoint.main([str(tmp_path / "none.pt")])

@@ -258,7 +258,7 @@ def test_a_node_whose_firewall_opens_only_the_stores_port_is_reported(nodes: Net
     nodes.run(2, "ip rule add pref 20 to 10.77.0.0/24 ipproto tcp blackhole")
     flown = fly(tmp_path, 3, place=nodes, env=lambda _: {"MASTER_PORT": "29450"})
     value = "4 of 6 directed pairs fail; node-a -> node-c (10.77.0.3, port "
-    remedy = "open TCP ports 1024-65535 both ways on eth0 at node-c"
+    remedy = "open TCP ports 1024-65535 in both directions on eth0 at node-c"
     flown.assert_only("reachability", "FAIL", "node-c (in and out)", value, remedy)
     assert (flown.results["clocks"]["status"], flown.results["clocks"]["culprit"]) == ("SKIPPED", ["node-c"])
 
@@ -276,7 +276,7 @@ def test_a_rank_that_cannot_reach_rank_0_is_reported_by_all_ranks(nodes: Network
     nodes.run(0, "ip route add blackhole 10.77.0.3/32")
     flown = fly(tmp_path, 3, "preflight.join_seconds=4", place=nodes)
     assert flown.codes == [1, 1, 1]
-    assert "rank 2 on node-c cannot reach rank 0 at 10.77.0.1:" in flown.said[2]
+    assert "rank 2 on node-c could not reach rank 0 at 10.77.0.1:" in flown.said[2]
     assert "does not respond on TCP port" in flown.said[2]
     assert flown.results["ranks"]["culprit"] == ["rank 2: never joined"]
     assert flown.results["reachability"]["status"] == "OK", "the other connections were tested anyway"
@@ -302,7 +302,7 @@ def test_an_interface_that_does_not_exist_is_reported(nodes: Network, tmp_path: 
     assert flown.results["own address"]["culprit"] == ["node-b"]
     assert (
         "interface eth7" in flown.results["own address"]["value"]
-        and "this machine has lo, eth0" in flown.results["own address"]["value"]
+        and "interfaces of this machine: lo, eth0" in flown.results["own address"]["value"]
     )
 
 

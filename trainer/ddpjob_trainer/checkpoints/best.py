@@ -68,8 +68,8 @@ def mark_best(folder: Path, metric: Metric, scores: dict[int, float], best: Path
     if link.is_dir() and not link.is_symlink():
         temporary.unlink()
         print(
-            f"warning: {link} is a folder instead of a link, so it was not updated and may not be the best "
-            "checkpoint; delete it",
+            f"warning: {link} is a folder instead of a link, so it was not updated and may not be the "
+            "best checkpoint; delete this folder",
             file=sys.stderr,
             flush=True,
         )

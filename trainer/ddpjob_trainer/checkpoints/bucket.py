@@ -196,7 +196,7 @@ class Copies:
             except FetchError:
                 raise
             except CheckpointError as error:
-                _warn(f"warning: {error}; trying the next older one")
+                _warn(f"warning: {error}; trying the next older checkpoint")
             else:
                 print(f"checkpoint {offered.manifest.name} was fetched from {self._bucket.url}", flush=True)
                 self._there, self._fetched = entry.step, entry
@@ -230,7 +230,7 @@ class Copies:
         """Print a warning that includes `problem`, and do not fetch this checkpoint again."""
         self._unreadable.add(offered.entry)
         name = f"{self._bucket.url}/{offered.entry.key}"
-        _warn(f"warning: checkpoint {offered.manifest.name} ({name}) is {problem}; trying the next older one")
+        _warn(f"warning: checkpoint {offered.manifest.name} ({name}) is {problem}; trying the next older checkpoint")
 
     def pass_over(self, step: int) -> None:
         """Do not download this step's checkpoint again, because its file is unreadable."""
@@ -286,7 +286,7 @@ class Copies:
         self._scores = scores
         if not self._uploads.wait(0.0) or self._uploads.lost:
             newest = self._uploads.newest
-            there = "no checkpoint of this process has arrived" if newest is None else f"latest: step {newest}"
+            there = "no checkpoint of this process has been uploaded" if newest is None else f"latest: step {newest}"
             _warn(f"warning: after {waited:.0f} s, the last checkpoint is still not in {self._bucket.url} ({there})")
             return False
         try:

@@ -72,13 +72,14 @@ def check_resume(snapshot: Mapping[str, Any], wanted: Tensors, settings: Mapping
     changed = changed_keys(snapshot["config"], settings)
     found = list_differences(snapshot["model"], wanted)
     if not found and snapshot["config"]["optim.name"] != settings["optim.name"]:
-        found = [f"its optimizer is {snapshot['config']['optim.name']}, but now it is {settings['optim.name']}"]
+        found = [f"the optimizer was {snapshot['config']['optim.name']}, but is now {settings['optim.name']}"]
     if not found:
         return
-    remedy = f"set {' '.join(changed)}, as in that training" if changed else "use the configuration of that training"
+    remedy = f"use the original settings {' '.join(changed)}" if changed else "use the original configuration"
     raise CheckpointError(
-        f"the checkpoint of step {snapshot['step']} in {folder} belongs to a different model: {summarize(found)}."
-        f" To resume, {remedy}; to start from scratch, set checkpoint.dir to a different folder"
+        f"the checkpoint of step {snapshot['step']} in {folder} was made with a different model: "
+        f"{summarize(found)}. To resume, {remedy}; to start from scratch, set checkpoint.dir to a "
+        "different folder"
     )
 
 
@@ -154,7 +155,7 @@ def _take_fitting(path: Path, keep: tuple[str, ...], model: Tensors, average: bo
             f"{', '.join([*model][:2])}, ..., {', '.join([*model][-2:])}"
         )
     if has_average(content):
-        kind = "the moving average of the weights, which that run's evaluations used" if average else "the weights"
+        kind = "the moving average of the weights (used for evaluations during training)" if average else "the weights"
         other = "false to load the weights themselves" if average else "true to load their moving average"
         print(f"checkpoint.load: loaded {kind} from {path} (set checkpoint.load_average={other})", flush=True)
     weights = {
@@ -170,9 +171,9 @@ def _take_fitting(path: Path, keep: tuple[str, ...], model: Tensors, average: bo
     if wrong := list_differences(weights, wanted):
         names = ",".join(dict.fromkeys(text.split()[0] for text in wrong))
         raise CheckpointError(
-            f"checkpoint.load: the weights in {path} do not fit the model: {summarize(wrong)}. Set model.* to "
-            f"that training's values, or set checkpoint.load_except={names[:200]} to keep the initial values of "
-            "these tensors"
+            f"checkpoint.load: the weights in {path} do not fit the model: {summarize(wrong)}. Set "
+            "model.* to the values used in that training, or set "
+            f"checkpoint.load_except={names[:200]} to keep the initial values of these tensors"
         )
     check_finite("checkpoint.load", path, weights)
     return weights

@@ -58,8 +58,8 @@ class CheckpointIndex:
         """Print a warning that a checkpoint is broken, and remember not to resume from it."""
         self._known[path] = Entry(step, path, whole=False)
         text = (
-            f"warning: checkpoint {path} is {problem}; trying the next older one. Repair or remove the broken "
-            "checkpoint"
+            f"warning: checkpoint {path} is {problem}; trying the next older checkpoint. Repair or "
+            "remove the broken one"
         )
         print(text, file=sys.stderr, flush=True)
 
@@ -126,6 +126,6 @@ def prepare_folder(path: Path, keys: str) -> None:
             probe.flush()
     except OSError as error:
         raise CheckpointError(
-            f"folder {path} cannot be written ({error.strerror}); mount it writable for uid {os.getuid()}, or"
-            f" set {keys} to a different folder"
+            f"folder {path} cannot be written ({error.strerror}); make it writable for uid "
+            f"{os.getuid()}, or set {keys} to a different folder"
         ) from error

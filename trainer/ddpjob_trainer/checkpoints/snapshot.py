@@ -55,8 +55,8 @@ def check(snapshot: Any) -> None:
     """
     if not isinstance(snapshot, dict) or not isinstance(snapshot.get("sampler"), dict):
         raise CheckpointError(
-            "the state to save must be a dict with the sampler's position; add sampler.state_dict() to it under "
-            "the key 'sampler'"
+            "the state to save must be a dict that contains the sampler's position; add "
+            "sampler.state_dict() under the key 'sampler'"
         )
     try:
         _check(snapshot, "")

@@ -271,14 +271,14 @@ def _check_epoch(epoch: int, steps: list[tuple[int, list[int]]], size: int, repe
                 )
             if sample in taken_at:
                 raise LedgerError(
-                    f"epoch {epoch}: {shown(sample)} was taken twice, in step {taken_at[sample]} and in step {step}"
+                    f"epoch {epoch}: {shown(sample)} was used twice, in steps {taken_at[sample]} and {step}"
                 )
             taken_at[sample] = step
     versions_of: dict[int, int] = defaultdict(int)
     for number in taken_at:
         versions_of[number % size] += 1
     if (several := sum(count < repeats for count in versions_of.values())) > 1 and len(taken_at) == size:
-        raise LedgerError(f"epoch {epoch}: {several} samples were not taken in all of their {repeats} versions")
+        raise LedgerError(f"epoch {epoch}: {several} samples were not used in all {repeats} versions")
     return len(taken_at)
 
 
@@ -291,7 +291,7 @@ def _check_complete(last: Incarnation, taken: dict[int, int], size: int) -> None
     expected = range(1, last.epochs + 1) if last.end is not None else range(1, max(taken, default=0) + 1)
     for epoch in expected:
         if taken.get(epoch, 0) != size and epoch != current:
-            raise LedgerError(f"epoch {epoch}: {size - taken.get(epoch, 0)} of {size} samples were never taken")
+            raise LedgerError(f"epoch {epoch}: {size - taken.get(epoch, 0)} of {size} samples were never used")
 
 
 def table(summary: LedgerSummary) -> str:
@@ -306,11 +306,11 @@ def table(summary: LedgerSummary) -> str:
         )
         furthest = max(furthest, incarnation.last)
     whole = sum(count == summary.size for count in summary.epochs.values())
-    each = f"{summary.size} samples each exactly once"
+    each = f"{summary.size} samples, each used exactly once"
     if (repeats := summary.repeats) > 1:
         each = (
-            f"{summary.size} versions each exactly once, {repeats} (data.repeats) of each of"
-            f" {-(-summary.size // repeats)} samples per epoch"
+            f"{summary.size} versions, each used exactly once: {repeats} (data.repeats) of each of "
+            f"{-(-summary.size // repeats)} samples per epoch"
         )
     lines.append(f"epochs: {whole} whole, {each}")
     if partial := {epoch: count for epoch, count in summary.epochs.items() if count != summary.size}:
@@ -325,7 +325,7 @@ def table(summary: LedgerSummary) -> str:
             " weights unchanged, because the loss or a gradient was not finite"
         )
     if summary.unreadable:
-        lines.append(f"unreadable: {summary.unreadable} images had weight zero")
+        lines.append(f"unreadable: {summary.unreadable} images were given weight zero")
     return "\n".join(lines)
 
 

@@ -35,17 +35,17 @@ COMMANDS = {
     "evaluate": (
         "ddpjob_trainer.commands.evaluate_checkpoint",
         "CHECKPOINT [key=value ...]",
-        "test a checkpoint, also under torchrun",
+        "evaluate a checkpoint on its test set, alone or under torchrun",
     ),
     "export": (
         "ddpjob_trainer.commands.export_model",
         "CHECKPOINT -o FOLDER",
-        "write the model for other programs: safetensors and torch.export",
+        "export the model for other programs (safetensors and torch.export)",
     ),
     "plot": (
         "ddpjob_trainer.commands.plot_runs",
         "RUN [RUN ...]",
-        "draw loss, accuracy, speed and ranks of one run, or of several runs in one picture",
+        "draw loss, accuracy, speed and ranks of one run, or of several runs in one plot",
     ),
     "shards": ("ddpjob_trainer.commands.pack_shards", "FOLDER OUT", "pack an image folder into tar shards"),
 }

@@ -58,8 +58,9 @@ def main(arguments: list[str]) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="python -m ddpjob_trainer evaluate",
-        description="Evaluate a checkpoint on its test set, in float32, with the configuration of its training."
-        " If there is a moving average of the weights, it is evaluated instead, as in training.",
+        description="Evaluate a checkpoint on its test set, in float32, with the configuration that it was "
+        "trained with. If there is a moving average of the weights, it is evaluated instead, as in "
+        "training.",
     )
     parser.add_argument(
         "checkpoint",
@@ -133,8 +134,8 @@ def _evaluate(
     model = build_model(settings.model, data.shape, data.classes, settings.data.seed)
     if wrong := compatibility.list_differences(weights, model.state_dict()):
         raise CheckpointError(
-            f"{path} belongs to a different model: {'; '.join(wrong[:3])}. Set model.* and data.* to the values"
-            " used in training"
+            f"{path} was made with a different model: {'; '.join(wrong[:3])}. Set model.* and data.* "
+            "to the values used in training"
         )
     model.load_state_dict(dict(weights))
     network: nn.Module = model.to(device).eval()

@@ -45,8 +45,9 @@ def main(arguments: list[str]) -> int:
     """Run the command, and return the exit code. Raises TrainerError."""
     parser = argparse.ArgumentParser(
         prog="python -m ddpjob_trainer export",
-        description="Write a checkpoint's model for other programs: its weights as safetensors, and a program"
-        " exported by torch.export. If there is a moving average of the weights, it is written instead.",
+        description="Export a checkpoint's model for other programs: write its weights as safetensors, and a "
+        "program made by torch.export. If there is a moving average of the weights, it is exported "
+        "instead.",
     )
     parser.add_argument(
         "checkpoint",

@@ -48,8 +48,8 @@ def without_local_rank(arguments: Sequence[str]) -> list[str]:
         if number is not None:
             if not number.isdigit():
                 raise ConfigError(
-                    f"{name}={number}: must be a rank number; leave out this option, because "
-                    "torch.distributed.launch adds it"
+                    f"{name}={number}: must be a rank number; leave this option out, because "
+                    "torch.distributed.launch sets it"
                 )
             os.environ.setdefault("LOCAL_RANK", number)
     return others

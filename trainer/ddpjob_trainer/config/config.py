@@ -134,9 +134,10 @@ def load(config_file: str | None, arguments: list[str], base: Mapping[str, Any] 
         )
     if config.checkpoint.keep_best and saved > 0 and evaluated % saved:
         raise ConfigError(
-            f"checkpoint.keep_best: with train.eval_every={evaluated} and checkpoint.every_epochs={saved}, some "
-            "evaluated epochs have no checkpoint, so the best may be lost; set checkpoint.every_epochs=1, or "
-            f"set train.eval_every to a multiple of {saved}"
+            f"checkpoint.keep_best: with train.eval_every={evaluated} and "
+            f"checkpoint.every_epochs={saved}, some evaluated epochs are not saved, so the best one "
+            "may be lost; set checkpoint.every_epochs=1, or set train.eval_every to a multiple of "
+            f"{saved}"
         )
     if config.model.pretrained and config.checkpoint.load is not None:
         raise ConfigError(
@@ -155,9 +156,9 @@ def _check_synchronized(config: Config) -> None:
     for key, value in {**fixed, "ddp.ordered": config.ddp.ordered}.items():
         if value:
             raise ConfigError(
-                f"model.sync_batchnorm computes statistics over all ranks' samples, but {key} needs fixed "
-                "micro-batches; leave out one of the two (without model.sync_batchnorm, each micro-batch has "
-                "its own statistics, on any number of ranks)"
+                f"model.sync_batchnorm computes statistics over all ranks' samples, but {key} needs "
+                "fixed micro-batches; leave out one of these keys (without model.sync_batchnorm, "
+                "each micro-batch has its own statistics, whatever the number of ranks)"
             )
 
 
@@ -175,7 +176,6 @@ def _find(name: str) -> Path:
     if name not in shipped():
         names = ", ".join(shipped())
         raise ConfigError(
-            f"--config {name}: no such file, and the package has no configuration of that name; use a path or one of"
-            f" {names}"
+            f"--config {name}: there is no such file or built-in configuration; use a path or one of {names}"
         )
     return _SHIPPED / f"{name}.yaml"

@@ -110,7 +110,7 @@ def _as_written(kind: type[_Whole] | type[_Number], read: Callable[..., Any]) ->
             sign = "-" if text.startswith("-") else ""
             node.value = sign + (text.lstrip("+-0_") or "0")
         if len(text) > _MOST_DIGITS:  # Python refuses to parse or print very long numbers.
-            reason = f"a number of {len(text):,} characters, more than {_MOST_DIGITS}"
+            reason = f"a number has {len(text):,} characters; the limit is {_MOST_DIGITS}"
             raise yaml.constructor.ConstructorError(None, None, reason, node.start_mark)
         try:
             number = kind(read(loader, node))
@@ -167,9 +167,12 @@ def read_arguments(arguments: Iterable[str]) -> dict[str, Any]:
         if not equals:
             what = other_names.remark(argument) if argument.startswith("-") else None
             raise ConfigError(
-                f"argument {argument!r} is not key=value{what}"
+                f"argument {argument!r} is not of the form key=value{what}"
                 if what
-                else f"argument {argument!r} is not key=value, such as optim.lr=0.1 (--help lists the keys)"
+                else (
+                    f"argument {argument!r} is not of the form key=value; write, for example, "
+                    "optim.lr=0.1 (--help lists the keys)"
+                )
             )
         key = key.removeprefix("--")
         if text.startswith("*"):  # YAML would read a pattern such as *.bias as an alias.

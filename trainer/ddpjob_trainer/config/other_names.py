@@ -4,7 +4,7 @@ differences.
 
 from __future__ import annotations
 
-_PER_PROCESS = " (data.batch is for all ranks, not per process; multiply your value by the number of ranks)"
+_PER_PROCESS = " (data.batch is the total over all ranks; multiply a value per process by the number of ranks)"
 _RANKS = "the number of ranks is set by torchrun, --spawn N, or the job's nodes and procsPerNode"
 _OWN = "the data set determines it"
 
@@ -63,10 +63,10 @@ KEYS = {
     "save_total_limit checkpoint_hist": "checkpoint.keep",
     "image_size img_size train_crop_size input_size": "data.image_size",
     "auto_augment aa randaugment": "data.randaugment_ops"
-    " (usually 2; data.randaugment_magnitude is from 0 to 30, so timm's m9, of 10, is 27)",
+    " (usually 2; data.randaugment_magnitude goes up to 30, so write 27 for timm's m9, which is 9 of 10)",
     "mixup_alpha": "data.mixup",
     "random_erase reprob random_erasing": "data.erase (a probability, such as 0.1)",
-    "aug_repeats ra_reps ra_sampler repeated_aug": "data.repeats (versions of a sample, such as 3)",
+    "aug_repeats ra_reps ra_sampler repeated_aug": "data.repeats (augmented versions of each sample, such as 3)",
     "ta_wide trivial_augment": "data.trivialaugment",
     "val_crop_size test_input_size": "data.test_image_size",
     "crop_pct": "data.test_crop",
@@ -83,7 +83,7 @@ ADVICE = {
     # Maps names that other trainers use, separated by spaces, to advice on what to do instead of
     # setting a key.
     "resume continue auto_resume": "that is the default: a run continues from the newest checkpoint in checkpoint.dir"
-    " (checkpoint.load=FILE starts from the weights of a file)",
+    " (to start from the weights in a file instead, set checkpoint.load=FILE)",
     "world_size n nproc nproc_per_node nprocs num_processes gpus num_gpus devices n_gpu": _RANKS,
     "nodes nnodes num_nodes num_machines": _RANKS,
     "rank node_rank machine_rank": "set by torchrun (RANK), or by --spawn N --nodes K --node-rank R",

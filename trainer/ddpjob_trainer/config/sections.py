@@ -701,13 +701,13 @@ class CheckpointConfig:
             )
         if self.keep_every_epochs and (self.every_epochs == 0 or self.keep_every_epochs % self.every_epochs):
             raise ConfigError(
-                f"checkpoint.keep_every_epochs={self.keep_every_epochs}: must be a multiple of"
-                f" checkpoint.every_epochs={self.every_epochs}, which determines the epochs with a checkpoint"
+                f"checkpoint.keep_every_epochs={self.keep_every_epochs}: must be a multiple of "
+                f"checkpoint.every_epochs={self.every_epochs}, which selects the epochs to save"
             )
         if self.keep_best and self.every_epochs == 0:
             raise ConfigError(
-                "checkpoint.keep_best needs checkpoints at the end of an epoch, where evaluations take place; "
-                "set checkpoint.every_epochs to 1 or more"
+                "checkpoint.keep_best needs checkpoints at the end of epochs, because evaluations "
+                "run there; set checkpoint.every_epochs to 1 or more"
             )
 
     def _at_least(self, key: str, least: int) -> None:

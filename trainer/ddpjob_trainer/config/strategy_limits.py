@@ -65,7 +65,7 @@ LIMITS = (
         "model.sync_batchnorm",
         {
             _PIPELINE: "computes different layers and micro-batches on each rank",
-            _SERVER: "has a rank without samples, the server",
+            _SERVER: "uses one rank as a server, which gets no samples",
         },
     ),
     Limit(
@@ -108,6 +108,6 @@ def check(config: object, strategy: StrategyName) -> None:
         if limit.is_set(value):
             others = "ddp" if _FSDP in limit.reasons else "ddp or fsdp"
             raise ConfigError(
-                f"{limit.key}: strategy={strategy.value} {limit.reasons[strategy]}; leave it out, or set"
-                f" strategy={others}"
+                f"{limit.key}: strategy={strategy.value} {limit.reasons[strategy]}; leave out "
+                f"{limit.key}, or set strategy={others}"
             )

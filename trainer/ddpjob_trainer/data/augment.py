@@ -261,8 +261,8 @@ def build_erasers(config: DataConfig, shape: tuple[int, ...]) -> list[Eraser]:
     for key in ("erase", "cutout"):
         if getattr(config, key) and len(shape) != 3:
             raise ConfigError(
-                f"data.{key}={getattr(config, key)} needs images (channels, height, width), but the inputs of"
-                f" data.name={config.name} have the shape {shape}; leave it out"
+                f"data.{key}={getattr(config, key)} needs images (channels, height, width), but the "
+                f"inputs of data.name={config.name} have the shape {shape}; leave out data.{key}"
             )
     cutout: list[Eraser] = [Cutout(config.cutout, config.seed)] if config.cutout else []
     return [*cutout, RandomErasing(config.erase, config.seed)] if config.erase else cutout

@@ -74,8 +74,12 @@ class BatchTransform:
         if classes and not wrong and not shares and labels.device.type == "cpu":
             wrong = not 0 <= int(labels.min()) <= int(labels.max()) < classes
         if wrong:
-            found = f"shape {tuple(labels.shape)}" if shares or labels.ndim > 1 else f"{labels.min()}..{labels.max()}"
+            found = (
+                f"of shape {tuple(labels.shape)}"
+                if shares or labels.ndim > 1
+                else f"from {labels.min()} to {labels.max()}"
+            )
             raise TrainingError(
-                f"data.batch_transform={self._name} returned labels of {found}; return class numbers (n,) from 0 to"
-                f" {classes - 1}, or class probabilities (n, {classes})"
+                f"data.batch_transform={self._name} returned labels {found}; return class numbers "
+                f"(n,) from 0 to {classes - 1}, or class probabilities (n, {classes})"
             )

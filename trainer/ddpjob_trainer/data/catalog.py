@@ -22,25 +22,24 @@ def open_data(config: DataConfig, device: torch.device | None = None) -> DataSet
     """
     if config.batch < 1:
         raise ConfigError(
-            f"data.batch={config.batch}: must be at least 1, the number of samples per step over all ranks"
+            f"data.batch={config.batch}: must be at least 1; it is the number of samples in a step, over all ranks"
         )
     if config.micro_batches < 0:
         raise ConfigError(f"data.micro_batches={config.micro_batches}: must be at least 0; 0 is the default")
     if not 1 <= config.repeats <= config.batch:
         raise ConfigError(
-            f"data.repeats={config.repeats}: must be from 1 to data.batch={config.batch}; 3 or 4 is usual, and"
-            " 1 takes each sample once"
+            f"data.repeats={config.repeats}: must be from 1 to data.batch={config.batch}; 3 or 4 is "
+            "usual, and 1 means one version of each sample"
         )
     if config.repeats > 1 and not (config.augment or config.erase or config.cutout):
         raise ConfigError(
-            f"data.repeats={config.repeats} has no effect with data.augment=false, because all versions of a"
-            " sample are the same; set"
-            " data.augment=true, or leave it out"
+            f"data.repeats={config.repeats} has no effect with data.augment=false, because all "
+            "versions of a sample are the same; set data.augment=true, or leave out data.repeats"
         )
     if config.stretch and not 1 <= config.stretch < math.inf:
         raise ConfigError(
-            f"data.stretch={config.stretch}: must be a finite number of at least 1; with 1.25, a rank may"
-            " process 1.25 micro-batches at once"
+            f"data.stretch={config.stretch}: must be a finite number of at least 1; 1.25, for "
+            "example, lets a rank process 1.25 micro-batches at once"
         )
     for key, alpha in (("mixup", config.mixup), ("cutmix", config.cutmix)):
         if not (math.isfinite(alpha) and alpha >= 0):
@@ -49,15 +48,16 @@ def open_data(config: DataConfig, device: torch.device | None = None) -> DataSet
             )
     if config.early_sizes and not config.size_key:
         raise ConfigError(
-            f"data.early_sizes has no effect on data.name={config.name}; it is for imagefolder and shards"
+            f"data.early_sizes has no effect with data.name={config.name}; use it only with imagefolder or shards"
         )
     _check_shift_and_flip(config)
     try:
         return _open(config, device or torch.device("cpu"))
     except OSError as error:
         raise DataError(
-            f"{error.filename or config.dir} cannot be read ({error.strerror or error}); make all of data.dir"
-            f" readable for uid {os.geteuid()}, and check that its volume responds"
+            f"{error.filename or config.dir} cannot be read ({error.strerror or error}); make "
+            f"everything in data.dir readable for uid {os.geteuid()}, and check that the volume "
+            "responds"
         ) from error
 
 
@@ -70,7 +70,7 @@ def _check_shift_and_flip(config: DataConfig) -> None:
     for key, is_used in used.items():
         if getattr(config, key) not in (0, (), Padding.ZEROS) and not is_used:
             off = " with data.augment=false" * (not config.augment) or " without data.shift" * own
-            raise ConfigError(f"data.{key} has no effect on data.name={config.name}{off}; leave it out")
+            raise ConfigError(f"data.{key} has no effect with data.name={config.name}{off}; leave it out")
 
 
 def _open(config: DataConfig, device: torch.device) -> DataSet:

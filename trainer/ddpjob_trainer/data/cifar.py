@@ -86,8 +86,9 @@ def open_cifar(config: DataConfig, device: torch.device) -> MemoryData:
         found = _find(config.dir, layout)
     if found is None:
         remedy = (
-            f"unpack the official archive there, so that it contains {layout.python_folder}/{layout.train[0]} or"
-            f" {layout.binary_folder}/{layout.binary_train[0]}, or set data.download=true"
+            "unpack the official archive there, so that the folder contains "
+            f"{layout.python_folder}/{layout.train[0]} or "
+            f"{layout.binary_folder}/{layout.binary_train[0]}, or set data.download=true"
         )
         folder = existing_folder(config, remedy)
         raise DataError(f"data folder {folder} does not contain {config.name} (data.dir): {remedy}")
@@ -156,13 +157,14 @@ def _read_pickles(folder: Path, names: tuple[str, ...], layout: _Layout) -> Part
             part, part_labels = read_batch(_content(path), "data", layout.label_key)
         except ValueError as error:
             raise DataError(
-                f"{path} is not a valid CIFAR batch ({error}); unpack the archive again, or use its binary"
-                " version, which does not contain pickles"
+                f"{path} is not a valid CIFAR batch ({error}); unpack the archive again, or use the "
+                "data set's binary version, which does not contain pickles"
             ) from error
         if part.dtype != np.uint8 or part.ndim != 2 or part.shape[1] != _PIXELS or part_labels.shape != (len(part),):
             raise DataError(
-                f"{path} contains {part.dtype} of shape {part.shape} with {part_labels.size} labels, not uint8"
-                f" (n, {_PIXELS}) with n labels; unpack the archive again"
+                f"{path} contains {part.dtype} of shape {part.shape} with {part_labels.size} labels, "
+                f"but must contain uint8 of shape (n, {_PIXELS}) with n labels; unpack the archive "
+                "again"
             )
         if not len(part):
             raise DataError(f"{path} has no records; unpack the archive again")

@@ -84,7 +84,7 @@ class _Array:
         if not isinstance(dtype, _Dtype) or order not in ("C", "F"):
             raise ValueError("an array has no dtype or an unknown order")
         if not isinstance(content, (str, bytes, bytearray)) or len(content) != _bytes_of(shape, dtype):
-            raise ValueError("an array's content does not have the length given by its shape")
+            raise ValueError("the length of an array's content does not match its shape")
         self.shape, self.dtype, self.order, self.content = shape, dtype, order, content
         return self
 

@@ -28,7 +28,7 @@ class Warnings:
                 flush=True,
             )
         if len(self._names) == _NAMED:
-            print("warning: later unreadable images are counted but not named", file=sys.stderr, flush=True)
+            print("warning: from now on, unreadable images are counted but not listed", file=sys.stderr, flush=True)
 
 
 class CorruptCount:

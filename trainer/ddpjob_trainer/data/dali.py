@@ -58,8 +58,8 @@ class DaliDecoder:
             self._dali = importlib.import_module("nvidia.dali")
         except ImportError as error:
             raise ConfigError(
-                f"data.decoder=dali: NVIDIA DALI cannot be imported ({error}); pip install nvidia-dali-cuda120 or"
-                " nvidia-dali-cuda130, or set data.decoder=auto"
+                f"data.decoder=dali: NVIDIA DALI cannot be imported ({error}); install "
+                "nvidia-dali-cuda120 or nvidia-dali-cuda130 with pip, or set data.decoder=auto"
             ) from error
         self._readers = ThreadPoolExecutor(self._threads, thread_name_prefix="read")
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="dali")

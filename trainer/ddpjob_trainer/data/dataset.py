@@ -197,6 +197,6 @@ def check_probabilities(targets: torch.Tensor) -> None:
     low, high = (float(targets.min()), float(targets.max())) if len(targets) else (0.0, 1.0)
     if low < 0 or high > 1:
         raise ConfigError(
-            f"optim.loss=bce: a target is {low if low < 0 else high:g}; use probabilities from 0 to 1, or set"
-            " optim.loss=mse"
+            f"optim.loss=bce: a target is {low if low < 0 else high:g}; make all targets "
+            "probabilities from 0 to 1, or set optim.loss=mse"
         )

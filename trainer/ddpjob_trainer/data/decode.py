@@ -112,13 +112,13 @@ def size_of(content: bytes) -> tuple[int, int]:
 def check_pixels(height: int, width: int) -> None:
     """Raise UnreadableImage for an image of more than MOST_PIXELS pixels."""
     if height * width > MOST_PIXELS:
-        raise UnreadableImage(f"{width} x {height} pixels are more than {MOST_PIXELS:,}; scale it down")
+        raise UnreadableImage(f"it has {width} x {height} pixels, more than {MOST_PIXELS:,}; scale it down")
 
 
 def _check_scans(content: bytes) -> None:
     scans = content.count(b"\xff\xda") if content[:3] == _JPEG else 0
     if scans > _MOST_SCANS:
-        raise UnreadableImage(f"it has {scans} scans, more than {_MOST_SCANS}; save it again")
+        raise UnreadableImage(f"it has {scans} scans, more than {_MOST_SCANS}; save it as a baseline JPEG")
 
 
 def _resize(pixels: torch.Tensor, height: int, width: int) -> torch.Tensor:

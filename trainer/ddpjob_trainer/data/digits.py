@@ -27,7 +27,7 @@ def open_digits(config: DataConfig, device: torch.device) -> MemoryData:
     if config.randaugment_ops or config.trivialaugment:
         key = "trivialaugment" if config.trivialaugment else "randaugment_ops"
         name = "TrivialAugment" if config.trivialaugment else "RandAugment"
-        raise ConfigError(f"data.{key}: {name} needs colour images, but digits are grey; leave it out")
+        raise ConfigError(f"data.{key}: {name} needs colour images, but digits are grey; leave out data.{key}")
     images, labels = read_digits()
     test = _test_mask(labels.numpy())
     train_images = images[~test].to(device)
@@ -54,7 +54,7 @@ def read_digits() -> tuple[torch.Tensor, torch.Tensor]:
     path = Path(spec.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
     if not path.is_file():
         raise DataError(
-            f"{path} is missing from the installed scikit-learn: pip install --force-reinstall scikit-learn"
+            f"{path} is missing from the installed scikit-learn; run pip install --force-reinstall scikit-learn"
         )
     with gzip.open(path, "rt") as lines:
         table = np.loadtxt(lines, delimiter=",")

@@ -236,11 +236,11 @@ def _sizes(config: DataConfig) -> list[tuple[int, float]]:
     for (side, epochs), (larger, later) in pairwise([(0, 0.0), *whole]):
         if side >= larger or epochs >= later:
             raise ConfigError(
-                f"{text}: sides and epochs must rise, and all sides must be below data.image_size={config.image_size};"
-                " write, for example, 128:6,160:12"
+                f"{text}: sides and epochs must increase, and all sides must be below "
+                f"data.image_size={config.image_size}; write, for example, 128:6,160:12"
             )
     if len(sizes) > _MOST_EARLY_SIZES:
-        raise ConfigError(f"{text}: must be at most {_MOST_EARLY_SIZES} sizes, because each is compiled separately")
+        raise ConfigError(f"{text}: must have at most {_MOST_EARLY_SIZES} sizes, because each is compiled separately")
     return whole
 
 
@@ -261,8 +261,8 @@ def _refuse_machine(error: OSError, name: str) -> None:
     """
     if error.errno in _FILES:
         raise DataError(
-            f"image {name} cannot be read ({error.strerror}); raise the limit on open files (ulimit -n, or the"
-            " container's)"
+            f"image {name} cannot be read ({error.strerror}); raise the limit on open files (ulimit "
+            "-n, or the limit of the container)"
         )
     if error.errno in _MACHINE:
         raise DataError(

@@ -177,7 +177,7 @@ def read_arrays(file: IO[bytes]) -> dict[str, npt.NDArray[Any]]:
         parts = archive.infolist()
         plain = all(part.compress_type == zipfile.ZIP_STORED and not part.flag_bits & _ENCRYPTED for part in parts)
         if not plain or len(parts) > _MOST_ARRAYS:
-            raise ValueError("its arrays are compressed or encrypted, or it has too many")
+            raise ValueError("it has too many arrays, or they are compressed or encrypted")
         return {part.filename.removesuffix(".npy"): _array(archive.read(part)) for part in parts}
 
 

@@ -62,7 +62,8 @@ class OwnData(DataSet):
         if config.randaugment_ops or config.trivialaugment:
             key = "trivialaugment" if config.trivialaugment else "randaugment_ops"
             raise ConfigError(
-                f"data.{key} has no effect on data.name={config.name}, which augments its own samples; leave it out"
+                f"data.{key} has no effect on data.name={config.name}, which augments its own "
+                f"samples; leave out data.{key}"
             )
         self._config, self._device, self._what = config, device, f"data.name={config.name}"
         train, test, names = self._call_function()
@@ -157,8 +158,8 @@ class OwnData(DataSet):
 
     def _no_class(self, name: str, number: int) -> DataError:
         return DataError(
-            f"{self._what}: the target of {name}[{number}] is outside 0..{self.classes - 1}; correct it, or the"
-            " number of classes"
+            f"{self._what}: the target of {name}[{number}] is outside 0..{self.classes - 1}; correct "
+            "this target or the number of classes"
         )
 
     def _normalization(self) -> Normalize | None:
@@ -170,8 +171,8 @@ class OwnData(DataSet):
         for key in ("shift", "flip", "mean", "std"):
             if getattr(config, key) and not self._pixels:
                 raise ConfigError(
-                    f"data.{key} needs uint8 images, but {what} are {self._first[0].dtype}; return uint8 from the"
-                    f" function, or leave it out"
+                    f"data.{key} needs uint8 images, but {what} are {self._first[0].dtype}; return "
+                    f"uint8 from the function, or leave out data.{key}"
                 )
         if not self._pixels:
             return None
@@ -208,8 +209,8 @@ class OwnData(DataSet):
         if tensor is None or tensor.dtype is torch.bool or tensor.is_complex() or tensor.dtype is torch.uint8:
             kind = type(value).__name__ if tensor is None else tensor.dtype
             raise ConfigError(
-                f"{self._what}: the {what} of a sample of {name} is {kind}; use a tensor or numpy array"
-                " with the type float or int64; images may also be uint8 (channels, height, width)"
+                f"{self._what}: the {what} of a sample of {name} is {kind}; use a float or int64 "
+                "tensor or numpy array, or, for images, uint8 (channels, height, width)"
             )
         return tensor.float() if tensor.is_floating_point() else tensor.long()
 
@@ -248,9 +249,9 @@ class OwnData(DataSet):
         for what, first, own in zip(_PARTS, self._first, sample, strict=True):
             if own.shape != first.shape or own.dtype != first.dtype:
                 raise DataError(
-                    f"{self._what}: the {what} of {name}[{number}] is {own.dtype} of shape {tuple(own.shape)},"
-                    f" but that of train[0] is {first.dtype} of shape {tuple(first.shape)}; pad or crop samples"
-                    " to the same shape"
+                    f"{self._what}: the {what} of {name}[{number}] is {own.dtype} of shape "
+                    f"{tuple(own.shape)}, but the {what} of train[0] is {first.dtype} of shape "
+                    f"{tuple(first.shape)}; pad or crop samples to the same shape"
                 )
 
     def _read(self, request: Request) -> Samples:

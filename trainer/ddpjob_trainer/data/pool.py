@@ -139,7 +139,7 @@ class _Reader(Dataset[C]):
 
     def __getitem__(self, request: Request) -> C:
         read = self._read()
-        assert read is not None, "the pool's owner is in use while its pool runs"
+        assert read is not None, "the pool is running, but its owner has been deleted"
         try:
             return read(request)
         # The loader would take StopIteration for the end of the data.

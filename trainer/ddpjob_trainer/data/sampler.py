@@ -239,7 +239,8 @@ class Dealing:
         # A parameter server has rank `world`, because it does not take any samples.
         if not 0 <= self.rank <= self.world or self.world < 1:
             raise ConfigError(
-                f"Dealing: rank {self.rank} is not in a world of {self.world}; pass Dealing(group.rank, group.world)"
+                f"Dealing: rank={self.rank} is out of range for world={self.world}; pass "
+                "Dealing(group.rank, group.world)"
             )
         if self.micro_batches < 0:
             raise ConfigError(f"Dealing: micro_batches={self.micro_batches}: must be at least 0")

@@ -77,7 +77,8 @@ def open_shapes(config: DataConfig, device: torch.device) -> MemoryData:
     if config.randaugment_ops or config.trivialaugment:
         key = "trivialaugment" if config.trivialaugment else "randaugment_ops"
         raise ConfigError(
-            f"data.{key} does not apply to shapes, which are only shifted and flipped; leave it out, or try data.cutout"
+            f"data.{key} has no effect with data.name=shapes, whose images are only shifted and "
+            "flipped; leave it out, or try data.cutout"
         )
     train, test = draw(np.arange(config.size)), draw(np.arange(TEST_SIZE) + _TEST)
     images = torch.from_numpy(train[0]).to(device)

@@ -82,8 +82,8 @@ def file_system(url: str) -> Any:
         return fsspec.filesystem(protocol)
     except (ImportError, ValueError) as error:
         package = _REMOTE.get(protocol)
-        remedy = f"pip install {package}" if package else "use a path, or an s3://, gs:// or https:// address"
-        raise DataError(f"data.url: {url} cannot be opened ({error}): {remedy}") from error
+        remedy = f"run pip install {package}" if package else "use a path, or an s3://, gs:// or https:// address"
+        raise DataError(f"data.url: {url} cannot be opened ({error}); {remedy}") from error
 
 
 @contextmanager
@@ -100,8 +100,8 @@ def translate_errors(url: str) -> Iterator[None]:
         if "://" not in url:
             raise
         raise DataError(
-            f"{url} cannot be read ({type(error).__name__}: {error}); check that data.url is correct and"
-            " reachable, and that its credentials are set"
+            f"{url} cannot be read ({type(error).__name__}: {error}); check that data.url is correct "
+            "and reachable, and that credentials for it are set"
         ) from error
 
 
@@ -212,7 +212,7 @@ def _load(file: IO[bytes], url: str) -> Index:
         _check(index)
     except (zipfile.BadZipFile, KeyError, ValueError, TypeError, EOFError, NotImplementedError) as error:
         raise DataError(
-            f"the index of {url} is damaged ({error}); remove {getattr(file, 'name', FILE)}, and it will be rebuilt"
+            f"the index of {url} is damaged ({error}); remove {getattr(file, 'name', FILE)} to have the index rebuilt"
         ) from error
     return index
 
@@ -220,13 +220,13 @@ def _load(file: IO[bytes], url: str) -> Index:
 def _check(index: Index) -> None:
     """Raise ValueError if an index is inconsistent or points outside its shards."""
     if any("/" in name[len(index.url) + 1 :] for name in index.shards):
-        raise ValueError("a shard's name has a slash")
+        raise ValueError("a shard's name contains a slash")
     rows = (index.shard, index.offsets, index.sizes, index.labels)
     tables = (index.lengths, index.stamps)
     if {row.shape for row in rows} != {(len(index.labels),)} or {row.shape for row in tables} != {(len(index.shards),)}:
         raise ValueError("its columns differ in length")
     if index.stamps.dtype.kind != "U" or (index.lengths < 0).any():
-        raise ValueError("its shards have no stamps or no lengths")
+        raise ValueError("it lacks the stamps or the lengths of its shards")
     if len(index.labels) and (index.shard.min() < 0 or index.shard.max() >= len(index.shards)):
         raise ValueError("an image is not in any shard")
     ends = index.lengths[index.shard]
@@ -324,8 +324,8 @@ def _samples(file: IO[bytes], shard: str, remedy: str) -> Iterator[tuple[int, in
         _check_end(file, archive.offset, shard)
     if lost := [name for key, name in dotted.items() if key not in images]:
         raise DataError(
-            f"{shard}: {lost[0]} does not belong to an image (files of this kind: {len(lost)}), because WebDataset's"
-            " KEY ends at the first dot of a name; use names without other dots"
+            f"{shard}: {lost[0]} has no image with the same key (such files: {len(lost)}), because a "
+            "WebDataset key ends at the first dot; use names without other dots"
         )
     if alone := labels.keys() - images.keys():
         raise DataError(
@@ -334,8 +334,8 @@ def _samples(file: IO[bytes], shard: str, remedy: str) -> Iterator[tuple[int, in
         )
     if without := images.keys() - labels.keys():
         raise DataError(
-            f"{shard}: {min(without)} has no .cls file with its class number (images without one:"
-            f" {len(without)}): {remedy}"
+            f"{shard}: {min(without)} has no .cls file with its class number (images without a .cls "
+            f"file: {len(without)}): {remedy}"
         )
     return ((*position, labels[key]) for key, position in images.items())
 
@@ -362,7 +362,7 @@ def _label(content: bytes, where: str) -> int:
         label = int(content)
     except ValueError:
         raise DataError(
-            f"{where} has {content[:20]!r} instead of a class number; write an integer of at least 0"
+            f"{where} contains {content[:20]!r} instead of a class number; write an integer of at least 0"
         ) from None
     if abs(label) > MOST_LABEL:
         raise DataError(f"{where} has class {label}, more than {MOST_LABEL:,}; number the classes from 0")

@@ -120,9 +120,9 @@ def open_shards(config: DataConfig, device: torch.device) -> ImageData:
         if len(odd):
             where = ShardedImages(index).name(int(odd[0]))
             raise DataError(
-                f"{root}/{part} has label {index.labels[odd[0]]}, outside 0..{classes - 1} ({len(odd)} images,"
-                f" the first {where}); list all classes in {root}/{CLASSES}, one per line, or rebuild the"
-                " shards"
+                f"{root}/{part} has label {index.labels[odd[0]]}, outside 0..{classes - 1} (in "
+                f"{len(odd)} images, first {where}); list all classes in {root}/{CLASSES}, one per "
+                "line, or rebuild the shards"
             )
     return ImageData(config, device, ShardedImages(train), ShardedImages(test), classes, names)
 

@@ -31,7 +31,7 @@ class SyntheticData(DataSet):
         if config.randaugment_ops or config.trivialaugment:
             key, name = ("trivialaugment", "Trivial") if config.trivialaugment else ("randaugment_ops", "Rand")
             raise ConfigError(
-                f"data.{key}: {name}Augment needs uint8 images, but synthetic images are float; leave it out"
+                f"data.{key}: {name}Augment needs uint8 images, but synthetic images are float; leave out data.{key}"
             )
         self.shape = (config.shape[0], config.shape[1], config.shape[2])
         self.classes = config.classes

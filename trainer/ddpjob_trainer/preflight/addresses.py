@@ -66,7 +66,8 @@ def _address_of(name: str) -> str:
     if name not in (there := interfaces()):
         known = ", ".join(there)
         raise OSError(
-            f"interface {name} (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) has no address; this machine has {known}"
+            f"interface {name} (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) has no address; interfaces of "
+            f"this machine: {known}"
         )
     return there[name][0]
 

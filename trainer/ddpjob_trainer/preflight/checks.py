@@ -143,7 +143,7 @@ def reachability(contacts: dict[int, dict[int, Contact]], listeners: dict[int, N
     how = {
         "in": f"allow incoming {ports} on {{interface}} at {{node}} from the other nodes",
         "out": f"allow outgoing {ports} at {{node}}",
-        "in and out": f"open {ports} both ways on {{interface}} at {{node}}",
+        "in and out": f"open {ports} in both directions on {{interface}} at {{node}}",
     }
     remedies = [
         how[direction].format(node=name[node], interface=listeners[node].interface or listeners[node].address)
@@ -222,7 +222,7 @@ def all_reduce(sums: dict[int, Sum], stages: dict[int, str], layout: Layout, bac
     if wrong := [rank for rank, found in sums.items() if found.problem]:
         problem, fault = (
             sums[wrong[0]].problem,
-            "check the network, the driver and the devices there, one of which has corrupted the sum",
+            "check the network, the driver and the devices there, because one of them corrupted the sum",
         )
         remedy = fault if "wrong" in problem else f"{log}; check GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
         return Result(name, _FAIL, f"{problem} ({backend})", layout.ranks(wrong), remedy)
@@ -230,7 +230,7 @@ def all_reduce(sums: dict[int, Sum], stages: dict[int, str], layout: Layout, bac
     value = f"correct on {len(sums)} ranks ({backend}); {slowest.bandwidth:.2f} GB/s bus"
     value += f" ({gigabytes(slowest.bytes)}), {slowest.latency:.2f} ms"
     if len(layout.leaders) == 1:
-        return Result(name, _OK, f"{value}; one node: no network")
+        return Result(name, _OK, f"{value}; one node, so no network was used")
     if slowest.bandwidth < least:
         names = "GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, NCCL_IB_HCA"
         remedy = f"less than preflight.bandwidth_gbs={least:g}: check that the fast network is used ({names})"

@@ -86,7 +86,7 @@ class Exchange:
         except (PreflightError, RendezvousError):
             if where.file or (group.rank == 0 and not where.agents):
                 raise
-            failed = f"rank {self._rank} on {node_name()} cannot reach rank 0 at {where} in {join_seconds:.0f} s"
+            failed = f"rank {self._rank} on {node_name()} could not reach rank 0 at {where} within {join_seconds:.0f} s"
             raise PreflightError(f"{failed}: {_diagnosis(where.address, where.port)}") from None
         self.store = dist.PrefixStore("preflight", store)  # type: ignore[attr-defined]
 
