@@ -20,6 +20,6 @@ def write_between(path: Path, name: str, text: str) -> None:
     begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
     document = path.read_text()
     if begin not in document or end not in document:
-        raise ValueError(f"{path} has no marks {begin.strip()} and {end}; add them at the table's place")
+        raise ValueError(f"{path} has no marks {begin.strip()} and {end}; add them where the table belongs")
     head, _, rest = document.partition(begin)
     path.write_text(head + begin + text + "\n" + end + rest.partition(end)[2])

@@ -316,7 +316,7 @@ def table(count: int, share: float, runs: list[Figures], loads: list[float]) -> 
 def main() -> int:
     """Return 0, or 2 if too few files may be open."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--members", type=int, default=1024, help="number of members of a round (default 1024)")
+    made.add_argument("--members", type=int, default=1024, help="number of members in a round (default 1024)")
     made.add_argument("--runs", type=int, default=3, help="number of runs (default 3)")
     made.add_argument(
         "--share",
@@ -330,7 +330,7 @@ def main() -> int:
     wanted = options.members + 2 * protocol.MAX_SPARES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < wanted:
-        print(f"only {hard} files may be open (ulimit -n), but {wanted} are needed", file=sys.stderr)
+        print(f"ulimit -n allows only {hard} open files, but {wanted} are needed", file=sys.stderr)
         return 2
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
     tables = []

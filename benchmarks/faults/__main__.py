@@ -57,7 +57,9 @@ def once(stage: Scene, fault: Fault, seconds: float | None = None) -> float:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--runs", type=int, default=3, help="runs of each fault (default 3)")
-    made.add_argument("--only", default="", help="faults whose names contain one of these words, separated by commas")
+    made.add_argument(
+        "--only", default="", help="run only faults whose names contain one of these comma-separated words"
+    )
     add_table_option(made, "faults")
     return made
 

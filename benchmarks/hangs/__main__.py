@@ -89,11 +89,9 @@ def plant(kind: str, patience: float) -> Outcome:
 def main() -> int:
     """Plant the kinds, print a row for each, and return 1 if one of them is not ok."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", help=f"some of {', '.join(KINDS)} (default: all)")
+    parser.add_argument("--kinds", help=f"comma-separated list of {', '.join(KINDS)} (default: all)")
     parser.add_argument("--together", type=int, default=3, help="number of groups that run at the same time")
-    parser.add_argument(
-        "--patience", type=float, default=240.0, help="seconds after which a hang is considered not found"
-    )
+    parser.add_argument("--patience", type=float, default=240.0, help="count a hang as missed after this many seconds")
     parser.add_argument("--csv", type=Path)
     parser.add_argument(
         "--calm", type=float, metavar="MINUTES", help="look for false alarms for this many minutes instead"
@@ -105,7 +103,7 @@ def main() -> int:
             return 1 if any(list(pool.map(partial(calm.watch, minutes=options.calm), kinds))) else 0
     kinds = options.kinds.split(",") if options.kinds else KINDS
     if unknown := set(kinds) - set(KINDS):
-        parser.error(f"--kinds: unknown: {', '.join(sorted(unknown))}; known: {', '.join(KINDS)}")
+        parser.error(f"--kinds: unknown: {', '.join(sorted(unknown))}; choose from {', '.join(KINDS)}")
     outcomes = []
     with ThreadPoolExecutor(options.together) as pool:
         for outcome in pool.map(partial(plant, patience=options.patience), kinds):

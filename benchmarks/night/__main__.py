@@ -69,7 +69,7 @@ def control_plane() -> Iterator[Cluster]:
     slots = (Cluster(replace(first.settings, slot=slot)) for slot in range(first.settings.slot, 16))
     cluster = next((free for free in slots if free.state() is None), first)
     if cluster.state() is not None:
-        raise SystemExit("a cluster is running in every slot; end one with `python -m testcluster down`")
+        raise SystemExit("a cluster is running in every slot; stop one with `python -m testcluster down`")
     prerequisites.require(cluster.settings)
     cluster.up(nodes=0, keep=False)
     try:
@@ -117,7 +117,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seed", type=int, default=1, help="seed of jobs and faults (default 1)")
     made.add_argument("--jobs", type=int, default=50, help="number of jobs (default 50)")
     made.add_argument("--minutes", type=float, default=6.0, help="minutes within which the jobs arrive (default 6)")
-    made.add_argument("--defect", choices=DEFECTS, help="a deliberate defect, which the checks must find")
+    made.add_argument("--defect", choices=DEFECTS, help="plant this defect, which the checks must find")
     made.add_argument("--chart", type=Path, metavar="FILE", help="draw the night to this file")
     made.add_argument("--log", type=Path, metavar="FILE", help="write the operator's log to this file (default: none)")
     add_table_option(made, "night")

@@ -101,8 +101,8 @@ def main(arguments: list[str]) -> int:
     """Measure and print the tables. Return 0, even without a GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--states", type=read_numbers, default=[100e6, 500e6], metavar="BYTES,...")
-    parser.add_argument("--step", type=float, default=0.05, help="seconds of a step (default 0.05)")
-    parser.add_argument("--seconds", type=float, default=6.0, help="seconds of a turn (default 6)")
+    parser.add_argument("--step", type=float, default=0.05, help="seconds per step (default 0.05)")
+    parser.add_argument("--seconds", type=float, default=6.0, help="seconds per turn (default 6)")
     parser.add_argument(
         "--limit", type=float, default=LIMIT_SECONDS, help="seconds for the whole benchmark (default 300)"
     )

@@ -17,14 +17,20 @@ def add_options(parser: argparse.ArgumentParser, cases: Sequence[Case]) -> None:
     """Add the options common to all backends."""
     parser.add_argument("--runs", type=int, default=20, help="number of rounds (default 20)")
     parser.add_argument(
-        "--slow-every", type=int, default=4, metavar="N", help="slow cases run in two of each N rounds (default 4)"
+        "--slow-every",
+        type=int,
+        default=4,
+        metavar="N",
+        help="run slow cases in only two of every N rounds (default 4)",
     )
-    parser.add_argument("--cases", default="", help=f"some of {', '.join(case.name for case in cases)} (default all)")
+    parser.add_argument(
+        "--cases", default="", help=f"comma-separated list of {', '.join(case.name for case in cases)} (default all)"
+    )
     parser.add_argument(
         "--patience",
         type=float,
         default=60.0,
-        help="seconds after which a group is considered not recovered (default 60)",
+        help="count a group as not recovered after this many seconds (default 60)",
     )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write every measurement to this file")
     add_table_option(parser, "MARK")

@@ -123,7 +123,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--windows", type=int, default=40, help="turns per group (default 40)")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write every measurement to this file")
     parser.add_argument("--snapshots", action="store_true", help="measure copies into memory instead; see copies.py")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of --snapshots (default 5)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds with --snapshots (default 5)")
     parser.add_argument("--seconds", type=float, default=20.0, help="seconds per turn with --snapshots (default 20)")
     parser.add_argument("--states", type=read_numbers, default=[80e3, 100e6, 500e6], metavar="BYTES,...")
     parser.add_argument("--steps", type=read_numbers, default=[0.05, 0.5], metavar="SECONDS,...")

@@ -136,16 +136,19 @@ def parser() -> argparse.ArgumentParser:
         "--rounds", type=int, default=3, help="rounds of bursts, alternating with the bare client (default 3)"
     )
     made.add_argument(
-        "--rest", type=float, default=60.0, help="seconds for which jobs at rest are measured (default 60)"
+        "--rest", type=float, default=60.0, help="measure jobs at rest for this many seconds (default 60)"
     )
-    made.add_argument("--settle", type=float, default=15.0, help="seconds to wait before that (default 15)")
+    made.add_argument("--settle", type=float, default=15.0, help="seconds to wait before --rest begins (default 15)")
     made.add_argument("--ended", type=int, default=300, help="number of finished jobs to add (default 300)")
     made.add_argument("--storm", type=int, default=1000, help="number of pods that die at once (default 1000)")
     made.add_argument("--hostile", type=int, default=150, help="number of hostile coordinators (default 150)")
     made.add_argument("--csv", type=Path, metavar="FILE", help="write the figures to this file")
     made.add_argument("--chart", type=Path, metavar="FILE", help="draw the figures to this file")
     made.add_argument(
-        "--timeline", type=Path, metavar="FILE", help="write when each pod of the storm was lost and replaced, as CSV"
+        "--timeline",
+        type=Path,
+        metavar="FILE",
+        help="write a CSV file of when each pod of the storm was lost and replaced",
     )
     add_table_option(made, "scale")
     return made

@@ -161,7 +161,7 @@ class Parts:
         began = time.monotonic()
         while not check():
             if not self.operator.process.running():
-                raise BenchmarkError(f"the operator has ended before {what}")
+                raise BenchmarkError(f"the operator exited before {what}")
             if time.monotonic() - began > TIMEOUT:
                 raise BenchmarkError(f"timed out after {TIMEOUT:.0f} s: {what}")
             await asyncio.sleep(LOOK)

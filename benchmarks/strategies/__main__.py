@@ -35,12 +35,12 @@ def main() -> int:
     parser.add_argument(
         "--ranks", type=int, default=accelerators() or 2, help="number of ranks (default: one per GPU, or 2)"
     )
-    parser.add_argument("--strategies", default=",".join(names), help=f"some of {', '.join(names)} (default: all)")
     parser.add_argument(
-        "--epochs", type=int, default=3, help="epochs of a run, of which the first is not measured (default 3)"
+        "--strategies", default=",".join(names), help=f"comma-separated list of {', '.join(names)} (default: all)"
     )
+    parser.add_argument("--epochs", type=int, default=3, help="epochs per run; the first is not measured (default 3)")
     parser.add_argument(
-        "--timeout", type=float, default=1800.0, help="seconds after which a run is considered failed (default 1800)"
+        "--timeout", type=float, default=1800.0, help="count a run as failed after this many seconds (default 1800)"
     )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write every measurement to this file")
     parser.add_argument("--chart", type=Path, metavar="FILE.png", help="write the chart to this file")

@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--jobs",
         default="",
-        help=f"some of {', '.join(kind.name for kind in KINDS)}; with --snapshots of "
+        help=f"comma-separated list of {', '.join(kind.name for kind in KINDS)}; with --snapshots of "
         f"{', '.join(kind.name for kind in KINDS_OF_SNAPSHOTS)} (default all)",
     )
     made.add_argument(

@@ -33,7 +33,7 @@ def main() -> int:
     )
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each case (default 5)")
     names = [case.name for case in (*pipelines.CASES, *bookkeeping.CASES)]
-    parser.add_argument("--cases", default="", help=f"some of {', '.join(names)} (default: all)")
+    parser.add_argument("--cases", default="", help=f"comma-separated list of {', '.join(names)} (default: all)")
     parser.add_argument(
         "--workers",
         type=int,
@@ -46,13 +46,13 @@ def main() -> int:
         "--elasticity",
         type=Path,
         metavar="FILE",
-        help="write the tables of elasticity between its marks in a document",
+        help="write the elasticity tables between their marks in a document",
     )
     parser.add_argument(
         "--bookkeeping",
         type=Path,
         metavar="FILE",
-        help="write the table of bookkeeping between its marks in a document",
+        help="write the bookkeeping table between its marks in a document",
     )
     gpu.add_options(parser)
     given = parser.parse_args()

@@ -185,7 +185,7 @@ def measure(rows: Iterable[Row], budget: float) -> Iterator[tuple[Row, Figures]]
     with tempfile.TemporaryDirectory(prefix="gpu-benchmark-") as logs:
         for row in rows:
             left = max(0.0, end - time.monotonic())
-            late = f"takes about {row.seconds:.0f} s, and {left:.0f} s are left" if left < row.seconds else ""
+            late = f"takes about {row.seconds:.0f} s, but only {left:.0f} s are left" if left < row.seconds else ""
             skipped = {"not_run": row.why_not or late} if row.why_not or late else None
             yield row, row.figures or skipped or run(row, min(left, 3 * row.seconds), Path(logs))
 

@@ -31,8 +31,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--workers", type=int, required=True)
     parser.add_argument("--warm", type=int, required=True, help="steps before the clock starts")
-    parser.add_argument("--steps", type=int, required=True, help="number of steps with the warm-up")
-    parser.add_argument("--recorded", type=int, default=0, help="additional steps, for the device's busy share")
+    parser.add_argument("--steps", type=int, required=True, help="number of steps, including the warm-up")
+    parser.add_argument("--recorded", type=int, default=0, help="additional steps that measure the device's busy share")
     parser.add_argument(
         "--compile", default="false", metavar="MODE", help="compile the model with this mode of torch.compile"
     )

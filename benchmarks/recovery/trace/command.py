@@ -28,8 +28,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3, help="number of rounds (default 3)")
-    parser.add_argument("--systems", type=_names(SYSTEMS), default=list(SYSTEMS), help=f"some of {', '.join(SYSTEMS)}")
-    parser.add_argument("--kinds", type=_names(Kind), default=list(Kind), help=f"some of {', '.join(Kind)}")
+    parser.add_argument(
+        "--systems", type=_names(SYSTEMS), default=list(SYSTEMS), help=f"comma-separated list of {', '.join(SYSTEMS)}"
+    )
+    parser.add_argument(
+        "--kinds", type=_names(Kind), default=list(Kind), help=f"comma-separated list of {', '.join(Kind)}"
+    )
     parser.add_argument("--states", type=report.read_numbers, default=[80e3, 100e6, 500e6], metavar="BYTES,...")
     parser.add_argument("--steps", type=report.read_numbers, default=[0.05], metavar="SECONDS,...")
     parser.add_argument("--count", type=int, default=8, help="number of failures in a run (default 8)")
@@ -39,7 +43,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--patience",
         type=float,
         default=60.0,
-        help="seconds without a step after which everything is restarted (default 60)",
+        help="restart everything after this many seconds without a step (default 60)",
     )
     parser.add_argument("--seed", type=int, default=1, help="round N uses the trace for seed + N - 1 (default 1)")
     parser.add_argument(

@@ -24,7 +24,7 @@ def find_python() -> Path:
     if not _imports_torchft(python):
         _install(FOLDER, python)
         if not _imports_torchft(python):
-            raise NotInstalled(f"torchft was installed in {FOLDER}, but cannot be imported there")
+            raise NotInstalled(f"torchft was installed in {FOLDER}, but cannot be imported from there")
     return python
 
 
