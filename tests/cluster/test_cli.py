@@ -185,7 +185,7 @@ def test_doctor_reports_the_crd_and_the_operator(cluster: Cluster, cli: Cli) -> 
     code, out, _ = cli("doctor")
     assert code in (0, 1)
     assert "ok    definition ddpjobs.ddpjob.io is the same as this client's" in out
-    assert "everything that the commands need" in out and "operator" in out
+    assert "sufficient for all commands" in out and "operator" in out
 
 
 def test_an_unreachable_cluster_is_reported_in_one_clear_line(

@@ -121,7 +121,7 @@ def test_the_built_in_trainer_takes_the_bucket_from_the_manifest(
     entries = copies(server).entries()
     assert len(entries) == 2 and entries[0].step == len(final_losses(tmp_path / "b"))
     refused = machine.command("run", "digits.yaml", "--fresh")
-    assert refused.returncode == 2 and "would still resume from its copies in s3://" in refused.stderr
+    assert refused.returncode == 2 and "would still resume from copies of its checkpoints in s3://" in refused.stderr
 
 
 def test_no_job_starts_without_credentials_for_its_bucket(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

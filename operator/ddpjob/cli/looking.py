@@ -185,7 +185,9 @@ def plot(backend: Backend, jobs: tuple[str, ...], output: Path | None, by: str |
 
     names = list(dict.fromkeys(jobs))
     if len(names) > MOST_JOBS:
-        raise click.UsageError(f"{len(names)} jobs: at most {MOST_JOBS} can be told apart; leave some out")
+        raise click.UsageError(
+            f"{len(names)} jobs: at most {MOST_JOBS} can be drawn in different colors; specify fewer jobs"
+        )
     if output is not None:
         check_picture(output)
     for job in names:
@@ -301,7 +303,7 @@ def why(backend: Backend, job: str) -> int:
 )
 @click.option("--ended", is_flag=True, help="List the terminated pods whose logs can be printed.")
 @click.option("--coordinator", is_flag=True, help="Include the coordinator's pods.")
-@click.option("--previous", is_flag=True, help="Print the log from before the kubelet restarted the container.")
+@click.option("--previous", is_flag=True, help="Print the log from before the container's last restart by the kubelet.")
 @click.option("--since", metavar="5m", help="Only lines newer than this age, such as 30s, 5m or 2h.")
 @click.option(
     "--tail",
@@ -422,12 +424,16 @@ def _job_or_pod(backend: Backend, name: str) -> tuple[Json, str, EndedLogs | Non
 
 @command_of_job
 @click.option(
-    "--rank", type=click.IntRange(0), default=0, show_default=True, help="Print the pod that has this rank now."
+    "--rank",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Print the name of the pod that has this rank now.",
 )
 @click.option(
     "--index",
     type=click.IntRange(0),
-    help="Print the newest pod of this slot. Use this for jobs with a command, which have no ranks.",
+    help="Print the name of the newest pod of this slot. Use this for jobs with a command, which have no ranks.",
 )
 @with_backend
 def pod(backend: Backend, job: str, rank: int, index: int | None) -> None:
@@ -471,7 +477,7 @@ def events(backend: Backend, job: str) -> None:
     for event in found:
         print_painted(job_text.event_line(event, utc_now()), "yellow" if event.warning else "")
     if not found:
-        print_note(f"no events for {job}; a cluster keeps them for an hour")
+        print_note(f"no events for {job}; a cluster keeps events for an hour")
 
 
 @command_of_job

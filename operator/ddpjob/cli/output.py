@@ -115,7 +115,7 @@ class PathTemplate:
     def __init__(self, template: str) -> None:
         parts = list(_PART.finditer(template))
         if stray := next((part[3] for part in parts if part[3]), ""):
-            raise ValueError(f"unmatched {stray} in {template!r}; write a path as {{.status.phase}}")
+            raise ValueError(f"unmatched {stray} in {template!r}; write a path such as {{.status.phase}}")
         if not any(part[1] is not None for part in parts):
             raise ValueError(f"there is no path in {template!r}; write one in braces, as in {{.status.phase}}")
         self._steps = self._read(iter(parts), within=False)

@@ -125,7 +125,7 @@ def run(file: str, name: str | None, fresh: bool, data: Path | None, workdir: Pa
 @click.option(
     "-f", "--filename", "more", multiple=True, metavar="FILE", help="Same as the argument FILE; may be repeated."
 )
-@click.option("--server", is_flag=True, help="Also check by dry runs of the job and its pods on the API server.")
+@click.option("--server", is_flag=True, help="Also have the API server check the job and its pods in dry runs.")
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing about valid manifests.")
 @in_place
 def validate(place: Place, sources: tuple[str, ...], more: tuple[str, ...], server: bool, quiet: bool) -> int:
@@ -236,13 +236,13 @@ def schema() -> None:
 @click.option(
     "--min-nodes", type=click.IntRange(1), help="While nodes are missing, continue if at least this many are left."
 )
-@click.option("--max-nodes", type=click.IntRange(1), help="The largest number of nodes that scaling may set.")
+@click.option("--max-nodes", type=click.IntRange(1), help="The largest number of nodes that the job can be scaled to.")
 @click.option("--mode", type=click.Choice(["Standard", "Fast"]), help="How a group recovers.")
 @click.option(
     "--env", "-e", multiple=True, metavar="NAME=VALUE", help="Environment variable of the workers; may be repeated."
 )
 @click.option("--cpu", default="", help="CPUs that each node requests, such as 8.")
-@click.option("--memory", default="", help="Memory per node, as request and limit, such as 64Gi.")
+@click.option("--memory", default="", help="Memory per node (request and limit), such as 64Gi.")
 @click.option("--checkpoints", default="", metavar="claim:NAME|s3://URL|/FOLDER", help="Where to keep checkpoints.")
 @click.option("--entry", default="", metavar="SCRIPT", help="The script to start in FOLDER.")
 @click.option(
@@ -506,7 +506,7 @@ def _runtimes(where: str, jobs: list[Any]) -> list[Any]:
     if where != "cluster":
         found = [item for item in _items(where) if isinstance(item, dict) and item.get("kind") in KINDS]
         if not found:
-            raise Mistake(f"--runtime {where}: no {' or '.join(KINDS)} found; specify a file with the runtime")
+            raise Mistake(f"--runtime {where}: no {' or '.join(KINDS)} found; specify a file that contains the runtime")
         return found
     backend = Place(None, None, None, local=False).cluster()
     paths = dict.fromkeys(path for job in jobs for path in runtime_paths(job, backend.namespace))

@@ -88,9 +88,9 @@ def _claim(job: Ready, holding: ExitStack, *, fresh: bool) -> tuple[RunFolder, t
         storage = DDPJob.read(job.body).spec.storage
         if fresh and storage.url:
             raise BadInput(
-                f"--fresh: the job would still resume from its copies in {storage.url} "
-                "(spec.storage.checkpoints.url); choose a different metadata.name, or remove the job's folder there and"
-                f" {shortest(job.folder.checkpoints)} on this machine"
+                f"--fresh: the job would still resume from copies of its checkpoints in {storage.url} "
+                "(spec.storage.checkpoints.url); choose a different metadata.name, or remove the job's folder there "
+                f"and {shortest(job.folder.checkpoints)} on this machine"
             )
         # Reserve the ports before existing checkpoints are moved aside, because no run can start
         # without ports.

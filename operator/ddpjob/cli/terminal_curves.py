@@ -27,7 +27,7 @@ BLOCKS = " ▁▂▃▄▅▆▇█"
 WIDTH, HEIGHT = 72, 8
 _LOG_FROM = 20
 """Ratio of the largest to the smallest loss above which a chart has a logarithmic scale."""
-CUT = f"the beginning is not shown because only the last {METRICS_BYTES >> 20} MiB of {METRICS} are read"
+CUT = f"the beginning is not shown, because only the last {METRICS_BYTES >> 20} MiB of {METRICS} are read"
 
 
 MOST_JOBS = 8
@@ -135,7 +135,7 @@ def overlay(texts: Sequence[tuple[str, str]], by: str) -> Iterator[str]:
             raise Mistake(f"{job}: its metrics contain no step yet; wait until it has trained some steps")
         where = series.positions(by)
         if not where[0]:
-            raise Mistake(f"--by {by}: the metrics of {job} have no {by}; use --by step")
+            raise Mistake(f"--by {by}: the metrics of {job} do not contain {by}; use --by step")
         positions.append(where)
     right = max(max(place.values()) for where in positions for place in where if place)
     for number, (job, series) in enumerate(runs):
@@ -212,7 +212,7 @@ def check_picture(output: Path) -> None:
         raise Mistake(f"--output {output}: must end in {', '.join(PICTURES)}")
     if importlib.util.find_spec("ddpjob_trainer") is None or importlib.util.find_spec("matplotlib") is None:
         needed = INSTALL.format(extra="trainer")
-        raise Mistake(f"a picture needs the built-in trainer: {needed}; without --output the curves are printed")
+        raise Mistake(f"--output requires the built-in trainer: {needed}; without --output, the curves are printed")
 
 
 def draw(texts: Sequence[tuple[str, str]], output: Path, by: str | None = None) -> None:

@@ -286,13 +286,15 @@ class Client:
             from ddpjob.client.manifests.function_source import script_of
 
             if not isinstance(args, Mapping) and len(args):
-                raise TypeError("args of a function must be a mapping of its keyword arguments, such as {'epochs': 3}")
+                raise TypeError(
+                    "args: for a function, must be a mapping of its keyword arguments, such as {'epochs': 3}"
+                )
             source, words = script_of(program, args if isinstance(args, Mapping) else {}, packages), ()
             program = str(getattr(program, "__name__", ""))
         elif packages:
-            raise Mistake("packages: can be set only for a function; install a script's packages in its image")
+            raise Mistake("packages: allowed only for a function; for a script, install the packages in the image")
         if isinstance(words, str | PathLike | Mapping):
-            raise TypeError("args of a script must be a list of strings, such as ['--epochs', '3']")
+            raise TypeError("args: for a script, must be a list of strings, such as ['--epochs', '3']")
         bodies = build(
             JobRequest(
                 program=str(program), source=source, args=words, image=image, name=name, nodes=nodes, gpus=gpus,
@@ -407,7 +409,9 @@ class Client:
         try:
             pandas = importlib.import_module("pandas")
         except ImportError as error:
-            raise Mistake("frame() needs pandas: pip install pandas; metrics() returns the same rows") from error
+            raise Mistake(
+                "frame() requires pandas; run `pip install pandas`, or call metrics(), which returns the same rows"
+            ) from error
         return pandas.DataFrame(self.metrics(job)).set_index("step")
 
     def plot(self, job: str | Job, metric: str = "loss", *, output: str | PathLike[str] | None = None) -> MetricCurve:
@@ -551,7 +555,9 @@ def _read_manifest(manifest: str | Path | Mapping[str, Any]) -> Json:
     from ddpjob.client.manifests.manifest_sources import SUFFIXES, check_made, read_job
 
     if not isinstance(manifest, Mapping) and not str(manifest).endswith(SUFFIXES):
-        raise Mistake(f"{manifest}: a manifest's name must end in {', '.join(SUFFIXES)}; pass a script to train()")
+        raise Mistake(
+            f"{manifest}: a manifest's name must end in {', '.join(SUFFIXES)}; for a script, use train() instead"
+        )
     read = manifest if isinstance(manifest, Mapping) else read_job(manifest)
     body = {key: value for key, value in read.items() if key != "status"}
     if isinstance(manifest, Mapping):

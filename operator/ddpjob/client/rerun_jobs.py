@@ -117,7 +117,7 @@ def checkpoints_that_stay(body: Json) -> str:
     if claim := volume.get("claimName"):
         return f"the checkpoints in the claim {claim}"
     if volume.get("hostPath"):
-        return f"the checkpoints in {volume['hostPath']} of the Kubernetes nodes"
+        return f"the checkpoints in {volume['hostPath']} on the Kubernetes nodes"
     stays = template and template.get("whenDeleted") != WhenDeleted.DELETE
     return "the checkpoints in its claim" if stays else ""
 

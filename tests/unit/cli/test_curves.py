@@ -111,7 +111,7 @@ def test_plot_reads_the_metrics_of_a_job_on_this_machine(
     assert "scripts that call ddpjob_report.report(step=...)" in capsys.readouterr().err
     (job_folder("j").checkpoints / METRICS).write_bytes(b"x" * METRICS_BYTES + "\n".join(LINES).encode() + b"\xff")
     assert main(["--local", "plot", "j"]) == 0
-    note = "the beginning is not shown because only the last 8 MiB of run/metrics.jsonl are read"
+    note = "the beginning is not shown, because only the last 8 MiB of run/metrics.jsonl are read"
     assert capsys.readouterr().out.startswith(f"j: at least 2 restarts; {note}\nloss\n")
     monkeypatch.setattr("ddpjob.cli.terminal_curves.draw", lambda texts, output, by: None)
     assert main(["--local", "plot", "j", "-o", "j.png"]) == 0
@@ -304,7 +304,7 @@ def test_plot_draws_several_jobs_in_one_chart(runs: Path, capsys: pytest.Capture
     assert main(["--local", "plot", "one", "two", "-o", "x.jpg"]) == 2
     assert "must end in .png, .svg, .pdf" in capsys.readouterr().err
     assert main(["--local", "plot", *(f"j{number}" for number in range(9))]) == 2
-    assert "9 jobs: at most 8 can be told apart" in capsys.readouterr().err
+    assert "9 jobs: at most 8 can be drawn in different colors" in capsys.readouterr().err
     run_of("bare", timed("start", 0, 100.0), timed("step", 1, 101.0, loss=1.0))
     assert main(["--local", "plot", "one", "bare", "--by", "epoch"]) == 2
     assert "--by epoch: the metrics of bare have no epoch; use --by step" in capsys.readouterr().err

@@ -75,7 +75,7 @@ def test_a_misspelt_script_name_is_reported(folder: Path, capsys: pytest.Capture
     """Otherwise the job would run the example script instead of the user's."""
     (folder / "mnist.py").write_text("print(1)\n")
     assert main(["init", "mnst.py"]) == 0
-    assert "mnst.py did not exist. If you meant mnist.py, write it as spec.script" in capsys.readouterr().out
+    assert "mnst.py did not exist. If you meant mnist.py, set spec.script to it" in capsys.readouterr().out
     (folder / "job.yaml").unlink()
     assert main(["init", "train.py"]) == 0
     assert "did not exist" not in capsys.readouterr().out

@@ -277,7 +277,7 @@ def test_notes_on_a_job_with_a_generated_name_begin_with_its_prefix(
 def test_convert_without_an_image_reports_only_the_missing_image(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", "--", "torchrun", "--nnodes=2", "train.py"]) == 1
     [note] = capsys.readouterr().err.splitlines()
-    missing = "a command line does not contain one; specify an image with Python, PyTorch and the script"
+    missing = "a command line does not name an image; specify one that contains Python, PyTorch and the script"
     assert note == f"# converted: spec.image: {missing}"
 
 

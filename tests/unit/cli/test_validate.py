@@ -147,7 +147,7 @@ REFUSED = {
     "claim": (in_spec("storage: {checkpoints: {claimName: My_Claim}}"), "did you mean my-claim?"),
     "a way back": (
         in_spec("storage: {data: {hostPath: /data/../other}}"),
-        "spec.storage.data.hostPath: /data/../other contains '..', which is not allowed in pods; write the folder",
+        "spec.storage.data.hostPath: /data/../other contains '..', which Kubernetes does not allow; write the path",
     ),
     "a volume's way back": (
         JOB + TEMPLATE % "volumes: [{name: a, hostPath: {path: /data/..}}]",
@@ -155,7 +155,7 @@ REFUSED = {
     ),
     "one node's claim": (
         making_claim("accessModes: [ReadWriteOnce]"),
-        "claimTemplate.spec.accessModes: a claim with ReadWriteOnce serves one Kubernetes node, but the job has 2 pods",
+        "claimTemplate.spec.accessModes: a claim with ReadWriteOnce can be mounted on only one Kubernetes node",
     ),
     "a claim's class": (
         making_claim("accessModes: [ReadWriteMany], storageClassName: My_NFS"),
@@ -284,7 +284,7 @@ def test_files_that_a_run_has_written_into_the_folder_are_not_validated(
 
 def test_a_folder_without_manifests_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, _, err = checked(capsys, str(tmp_path))
-    assert code == 2 and "no DDPJob found in its 0 files" in err
+    assert code == 2 and "no DDPJob found in its manifest files" in err
     code, _, err = checked(capsys, "https://example.com/job.yaml")
     assert code == 2 and "curl -fsSL https://example.com/job.yaml | ddpjob" in err
     code, _, err = checked(capsys)

@@ -177,8 +177,8 @@ def test_a_command_line_in_a_single_argument_is_split() -> None:
 @pytest.mark.parametrize(
     ("line", "signs"),
     [
-        ("torchrun a.py 2>&1 | tee log", ">& |: a script or module starts without a shell"),
-        ('torchrun a.py --lr $LR --out "$OUT" && date', "$LR $OUT &&: a script or module starts without a shell"),
+        ("torchrun a.py 2>&1 | tee log", ">& |: scripts and modules are started without a shell"),
+        ('torchrun a.py --lr $LR --out "$OUT" && date', "$LR $OUT &&: scripts and modules are started without a shell"),
         ("torchrun a.py --re='^a$|b' --text \"it's; fine\" --cost 5$ a\\;b", ""),
     ],
 )
@@ -447,7 +447,7 @@ def test_a_generate_name_field_is_kept() -> None:
     job = _of_four_gpus(["torchrun", "a.py"]) | {"metadata": {"generateName": "tune-", "namespace": "ml"}}
     made = convert(job)
     assert made.job["metadata"] == {"generateName": "tune-", "namespace": "ml"}
-    assert valid(made.job) and any("kubectl apply needs a name" in note for note in made.notes)
+    assert valid(made.job) and any("`kubectl apply` requires metadata.name" in note for note in made.notes)
 
 
 def test_devices_of_a_second_kind_stay_in_the_resources() -> None:
@@ -482,7 +482,7 @@ def test_a_job_restarts_as_often_as_torchrun_or_its_pods_did(
     made = convert({"kind": "PyTorchJob", "metadata": {"name": "a"}, "spec": {"pytorchReplicaSpecs": replicas, **spec}})
     assert valid(made.job).get("recovery", {}).get("maxRestarts") == restarts
     assert any("restartPolicy Never" in note for note in made.notes) == (len(policies) > 1)
-    said = [note for note in made.notes if "runPolicy.backoffLimit: is not set, so failed pods restarted" in note]
+    said = [note for note in made.notes if "runPolicy.backoffLimit: not set, so failed pods were restarted" in note]
     assert bool(said) == (policies != ["Never"] and "runPolicy" not in spec)
     assert not said or f"a DDPJob fails after {10 if restarts is None else restarts} restarts" in said[0]
 
@@ -574,7 +574,7 @@ def test_a_shared_memory_volume_that_other_containers_mount_is_kept() -> None:
     spec = valid(made.job)
     assert spec["storage"] == {"sharedMemory": "16Gi"}
     assert [volume["name"] for volume in spec["podTemplate"]["spec"]["volumes"]] == ["shm", "data"]
-    assert any("the volume shm is also mounted elsewhere" in note for note in made.notes)
+    assert any("the volume shm stays mounted in its other places" in note for note in made.notes)
 
 
 def test_selectors_by_the_other_operators_labels_are_reported() -> None:
@@ -597,8 +597,8 @@ def test_a_command_copied_over_several_lines_is_a_single_command() -> None:
 @pytest.mark.parametrize(
     ("line", "sign"),
     [
-        ("torchrun a.py\npython b.py", "a line break: a script or module starts without a shell"),
-        ("torchrun a.py # all", "#: a script or module starts without a shell"),
+        ("torchrun a.py\npython b.py", "a line break: scripts and modules are started without a shell"),
+        ("torchrun a.py # all", "#: scripts and modules are started without a shell"),
     ],
 )
 def test_shell_text_after_a_command_line_is_reported(line: str, sign: str) -> None:
@@ -634,7 +634,7 @@ def test_plain_python_stays_one_process_even_if_torchrun_would_start_more(given:
     """Regression: `auto`, Kubeflow's own default, turned one process into four."""
     made = convert(_of_four_gpus(["python", "a.py"], **given))
     assert valid(made.job)["procsPerNode"] == 1
-    assert [note[:29] for note in made.notes] == ["procsPerNode: 1, as before; r"]
+    assert [note[:31] for note in made.notes] == ["procsPerNode: set to 1, as befo"]
 
 
 def test_a_process_count_that_plain_python_ignored_is_reported() -> None:

@@ -114,7 +114,7 @@ def test_doctor_checks_only_rights_that_the_chart_always_grants() -> None:
     ("replicas", "change", "remedy", "logs"),
     [
         (2, {"readyReplicas": 0}, "kubectl describe pods -n n -l app", True),
-        (2, {"conditions": [{"type": "ReplicaFailure", "status": "True"}]}, "correct the fault that it reports", False),
+        (2, {"conditions": [{"type": "ReplicaFailure", "status": "True"}]}, "correct the error that it reports", False),
         (0, {"readyReplicas": 0, "updatedReplicas": 0}, "value replicas to at least 1", False),
     ],
 )

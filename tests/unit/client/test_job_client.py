@@ -169,7 +169,7 @@ def test_mistakes_in_a_job_are_reported_before_anything_is_created(
             {"args": {"epochs": 1}, "entry": "train.py"},
             r"entry .* is for a script in a folder, but fit is not a folder",
         ),
-        ("m", {"env": {"A": "1"}, "settings": {"env": []}}, r"env \(--set\): another option sets this list too"),
+        ("m", {"env": {"A": "1"}, "settings": {"env": []}}, r"env \(--set\): another option also sets this list"),
         ("m", {"args": [object()]}, r"args\[0\]: <object .* must be a string"),
         ("m", {"settings": {"storage": {"data": {1: "a"}}}}, r"settings .*storage\.data: \{1: 'a'\} must be a string"),
         (Path("job.yaml"), {}, r"job\.yaml: a manifest, not a script; pass it to submit\(\)"),

@@ -252,7 +252,7 @@ def test_suspended_complete_running_and_interrupted_jobs_are_described() -> None
     for moment, quiet in {"11:59:31": False, "11:58:00": True}.items():
         running["status"]["progress"] = {"display": "step 7", "updatedAt": f"2026-01-01T{moment}Z"}
         assert text(running).startswith("j trains on 2 nodes and 1 spare. step 7")
-        assert ("This has not changed for 2m00s.\nRun `ddpjob stacks j` to see" in text(running)) == quiet
+        assert ("Its progress has not changed for 2m00s.\nRun `ddpjob stacks j` to see" in text(running)) == quiet
     running["status"]["progress"] = {**again, "resumed": "no"}
     assert "After the last restart the script seems to have started again from step 0, because" in text(running)
     assert "run it again, for example with `ddpjob rerun j`" in text(job(phase="Interrupted")), "a job of this machine"

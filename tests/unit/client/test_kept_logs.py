@@ -114,7 +114,7 @@ def test_the_kept_log_of_a_pod_that_is_gone_is_printed(
     backend = OfCluster(folder, {"claimName": "c", "mountPath": "/c"})
     assert called(backend, monkeypatch, "logs", "j", "--ended") == 0
     out = capsys.readouterr().out
-    assert out.splitlines()[0] == "j-0-9  Gone  the last 5 bytes of its log are kept" and "j-1-0  Gone" in out
+    assert out.splitlines()[0] == "j-0-9  Gone  only the last 5 bytes of its log are kept" and "j-1-0  Gone" in out
     assert backend.asked == ["j-0-11"], "all pods see the same volume"
     assert called(backend, monkeypatch, "logs", "j-1-0", "-f") == 0
     assert capsys.readouterr().out == "old\none\n\x1b[31mtwo\n"

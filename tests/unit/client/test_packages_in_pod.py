@@ -110,7 +110,7 @@ def test_requirements_with_names_and_versions_are_accepted(good: str) -> None:
     ],
 )
 def test_other_requirements_are_refused_before_the_job_is_created(wrong: object) -> None:
-    with pytest.raises(Mistake, match=r"packages: .* is not a package name"):
+    with pytest.raises(Mistake, match=r"packages: .* is not a valid requirement"):
         script_of(fit, {}, [wrong])  # type: ignore[list-item]
 
 
@@ -118,7 +118,7 @@ def test_the_list_of_packages_is_bounded_and_only_for_functions() -> None:
     for wrong in ("einops", ["a"] * (MOST_PACKAGES + 1)):
         with pytest.raises(Mistake, match="must be a list of at most"):
             script_of(fit, {}, wrong)
-    with pytest.raises(Mistake, match="packages: can be set only for a function"):
+    with pytest.raises(Mistake, match="packages: allowed only for a function"):
         Client("local").train(__file__, packages=["einops"])
 
 

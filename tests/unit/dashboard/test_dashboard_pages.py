@@ -782,7 +782,7 @@ def test_a_line_without_an_end_is_truncated() -> None:
         follower = LogFollower(backend, backend.job("j"), options)
         lines = [line.text for line in follower.lines()]
         assert len(lines) == 2 and len(lines[0]) == most and lines[1] == b"next"
-        assert follower.notes == [f"pod j-0-0: lines longer than {most:,} bytes were cut off"]
+        assert follower.notes == [f"pod j-0-0: lines longer than {most:,} bytes were truncated"]
 
 
 def test_a_host_that_is_not_an_address_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,8 @@ def write_starter(script: Path, *, name: str, image: str, nodes: int, gpus: int)
     _check_suffix(script)
     if script.is_absolute() or ".." in script.parts:
         raise Mistake(
-            f"{script}: must be below this folder, because on a cluster it is relative to the image's working folder"
+            f"{script}: must be in the current folder or below, because on a cluster the path is relative to the "
+            "image's working folder"
         )
     values = {"name": name, "image": image, "script": script.as_posix()}
     text = Template(_file(_MANIFEST.name)).substitute(
@@ -65,7 +66,7 @@ def write_starter(script: Path, *, name: str, image: str, nodes: int, gpus: int)
         yield ""
         yield from check_script(script)[1]
     elif near := difflib.get_close_matches(script.name, others, n=1, cutoff=0.8):
-        yield f"{script} did not exist. If you meant {near[0]}, write it as spec.script in {_MANIFEST}."
+        yield f"{script} did not exist. If you meant {near[0]}, set spec.script to it in {_MANIFEST}."
 
 
 def check_script(script: Path) -> tuple[bool, list[str]]:

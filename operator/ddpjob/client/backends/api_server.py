@@ -350,7 +350,7 @@ class BearerServer(ApiServer):
         text: bytes = response.read(most + 1, decode_content=True)
         if len(text) > most:
             response.close()
-            raise AnswerTooLarge(f"{path}: the response has more than {most} bytes; read it with kubectl")
+            raise AnswerTooLarge(f"{path}: the response is larger than {most} bytes; read it with kubectl")
         return text
 
 
@@ -371,7 +371,7 @@ def _tls_context(ca: str) -> ssl.SSLContext:
     try:
         context = ssl.create_default_context(cafile=ca)
     except OSError as error:
-        raise NoAnswer(f"the CA certificates of the API server in {ca} cannot be read: {error}") from error
+        raise NoAnswer(f"the API server's CA certificates cannot be read from {ca}: {error}") from error
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT
     return context
 

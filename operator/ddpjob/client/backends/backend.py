@@ -24,7 +24,9 @@ whenever it has been silent for this many seconds. Only then, or after a line, i
 
 METRICS = "run/metrics.jsonl"
 """File with the training metrics, in the job's checkpoint folder."""
-METRICS_WRITERS = "only the built-in trainer and scripts that call ddpjob_report.report(step=...) write it"
+METRICS_WRITERS = (
+    "metrics are written only by the built-in trainer and by scripts that call ddpjob_report.report(step=...)"
+)
 METRICS_BYTES = 8 << 20
 
 

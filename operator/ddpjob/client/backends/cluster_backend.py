@@ -410,7 +410,8 @@ class ClusterBackend:
         for asked, pod in enumerate(pods):
             if time.monotonic() > end:
                 raise Mistake(
-                    f"{name}: {METRICS} was not found in {asked} pods within {_METRICS_SECONDS:.0f} s; try again"
+                    f"{name}: {METRICS} was not found within {_METRICS_SECONDS:.0f} s (pods searched: {asked}); try "
+                    "again"
                 )
             if found := self.run_in(pod, _METRICS_PROBE).partition(_METRICS_MARK)[2]:
                 return found
@@ -503,7 +504,7 @@ class ClusterBackend:
         body = self.api.existing(self.path("pods", pod))
         if body is None or LABEL_JOB not in body["metadata"].get("labels", {}):
             raise Mistake(
-                f"there is no job pod {pod} in {self.where}; run `ddpjob describe JOB` to list the pods of a job"
+                f"no job has a pod {pod} in {self.where}; run `ddpjob describe JOB` to list the pods of a job"
             )
         options = {"apiVersion": "v1", "kind": "DeleteOptions", "gracePeriodSeconds": 0,
                    "preconditions": {"uid": body["metadata"]["uid"]}}  # fmt: skip
@@ -566,8 +567,8 @@ def _output(sock: Any, pod: str) -> str:
                 size += len(frame.data)
             if size > MOST_OUTPUT:
                 raise Mistake(
-                    f"pod {pod}: its python3 printed more than {MOST_OUTPUT >> 20} MiB, so reading stopped; check "
-                    f"which program python3 is in the job's image"
+                    f"pod {pod}: python3 printed more than {MOST_OUTPUT >> 20} MiB; check that `python3` starts Python "
+                    "in the job's image"
                 )
     except (WebSocketConnectionClosedException, WebSocketTimeoutException):
         pass  # Return the output that has arrived.

@@ -100,7 +100,7 @@ class KeptLogs:
             size = sum(self.sizes[each] for each in self._files(pod))
             index, attempt = int(numbers[1]), int(numbers[2])
             found[index, attempt] = PodLine(
-                pod, "node", index, GONE, message=f"the last {size:,} bytes of its log are kept", ended=True
+                pod, "node", index, GONE, message=f"only the last {size:,} bytes of its log are kept", ended=True
             )
         return [found[key] for key in sorted(found)]
 
@@ -126,7 +126,7 @@ class KeptLogs:
         support.
         """
         if options.since is not None:
-            raise Mistake("--since: kept logs contain no timestamps; use --tail")
+            raise Mistake("--since: kept logs contain no timestamps; use --tail instead")
         files = self._files(pod)
         if options.previous or not files:
             lost = "the logs of its earlier containers were" if files else "its log was"
@@ -194,7 +194,7 @@ def in_bucket(checkpoints: Json, folder: str, job: str, uid: str) -> KeptLogs:
     url = f"{str(checkpoints['url']).rstrip('/')}/{folder}"
 
     def explain(error: BucketError) -> Mistake:
-        remedy = "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL of this shell"
+        remedy = "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL in this shell"
         return Mistake(f"logs of terminated pods cannot be read: {error}; {remedy}")
 
     try:
@@ -203,7 +203,7 @@ def in_bucket(checkpoints: Json, folder: str, job: str, uid: str) -> KeptLogs:
         )
         listed = bucket.sizes(LOGS_FOLDER).items()
     except LibraryMissing:
-        raise Mistake(f"logs in {url} need the package obstore: {INSTALL.format(extra='s3')}") from None
+        raise Mistake(f"reading the logs in {url} requires the package obstore: {INSTALL.format(extra='s3')}") from None
     except BucketError as error:
         raise explain(error) from None
 

@@ -87,7 +87,9 @@ class LeftBehind:
 def read_left_behind(folder: Path) -> LeftBehind:
     """Read a checkpoint folder or a folder of `ddpjob run`. Raises Mistake."""
     if not folder.is_dir():
-        raise Mistake(f"{folder}: no such folder on this machine; specify the folder with the job's checkpoints")
+        raise Mistake(
+            f"{folder}: no such folder on this machine; specify the folder that contains the job's checkpoints"
+        )
     place = _place(folder)
     text = _end_of(place / f"{ROUNDS_FILE}.1") + _end_of(place / ROUNDS_FILE)
     metrics = _end_of(place / METRICS)
@@ -104,8 +106,8 @@ def read_left_behind(folder: Path) -> LeftBehind:
             unread += 1
     if not found and not metrics:
         raise Mistake(
-            f"{folder}: contains neither {ROUNDS_FILE} nor {METRICS}; job pods write them into the folder of "
-            "spec.storage.checkpoints"
+            f"{folder}: contains neither {ROUNDS_FILE} nor {METRICS}; job pods write both into the folder that "
+            "spec.storage.checkpoints names"
         )
     identity = found[-1][0] if found else (folder.resolve().name, "", "")
     lines = tuple(line for job, line in found if job == identity)
@@ -159,7 +161,7 @@ def _read(row: Any) -> tuple[tuple[str, str, str], Line]:
     start = read_start(row.get(START)) if row["event"] == START else {}
     time, incidents = known_time(row.get("time")), [] if start else row.get("incidents")
     if time is None or not isinstance(incidents, list) or bool(start) != (row["event"] == START):
-        raise ValueError("time, incidents or start are missing")
+        raise ValueError("time, incidents or start is missing")
     number, world = _whole(row, "round"), _whole(row, "world") if row["event"] == "round" else None
     name, namespace, uid, generation, why = (
         clip(row.get(key) or "", MAX_TEXT) for key in ("job", "namespace", "uid", "generation", "why")
@@ -202,7 +204,7 @@ def describe_left_behind(found: LeftBehind) -> Iterator[str]:
     breaks = sum(len(line.incidents) for line in lines)
     yield f"Rounds:    {sum(line.world is not None for line in lines)}, with {count(breaks, 'break')}"
     if found.others:
-        yield f"Earlier:   {count(found.others, 'other job')} in this folder, not shown"
+        yield f"Earlier:   {count(found.others, 'other job')} in this folder (not shown)"
     if found.unread:
         yield f"Not read:  {count(found.unread, 'line')}"
     yield ""

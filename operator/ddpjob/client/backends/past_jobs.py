@@ -35,7 +35,7 @@ _MOST_RESTARTS = 200
 _MOST_ROUNDS = 200
 _LOOK_SECONDS = 2.0
 _NAME = re.compile(r"[a-z0-9][-a-z0-9.]{0,252}")
-_READ_ONLY = "jobs that are shown from their checkpoint folders cannot be changed"
+_READ_ONLY = "a job that is shown from its checkpoint folder cannot be changed"
 
 
 class PastJobs:
@@ -85,7 +85,7 @@ class PastJobs:
                 name = f"{name or 'job'}.{len(found)}"[-253:]
             found[namespace, name] = folder, left
         if len(folders) > _MOST_FOLDERS:
-            notes.append(f"the newest {_MOST_FOLDERS} of {len(folders)} folders are shown")
+            notes.append(f"only the newest {_MOST_FOLDERS} of {len(folders)} folders are shown")
         self.notes, self._found, self._known = notes, found, kept
         bodies = [_as_job(name, left) for (_, name), (_, left) in found.items()]
         return sorted(bodies, key=lambda body: str(body["metadata"].get("creationTimestamp")))

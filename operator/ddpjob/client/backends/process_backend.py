@@ -198,7 +198,7 @@ class ProcessBackend:
                 "--previous: pods on this machine are replaced, not restarted; give the name of an earlier pod instead"
             )
         if options.since is not None:
-            raise Mistake("--since: logs on this machine contain no timestamps; use --tail")
+            raise Mistake("--since: logs on this machine contain no timestamps; use --tail instead")
         folder, record = self.job_of_pod(pod.name)
         path = folder.run(record["local"]["run"]).pods / f"{pod.name}.log"
         if not path.is_file():
@@ -264,7 +264,9 @@ class ProcessBackend:
             self._ask(folder, "suspend" if spec["runPolicy"]["suspend"] else "resume", name)
         else:
             changed = ", ".join(spec)
-            raise Mistake(f"{changed}: cannot be changed for a job on this machine; change the manifest and rerun it")
+            raise Mistake(
+                f"{changed}: cannot be changed for a job on this machine; change it in the manifest, and rerun the job"
+            )
 
     @_report_disk_errors
     def create(self, manifests: list[Json], *, fresh: bool = False) -> str:
@@ -315,7 +317,8 @@ class ProcessBackend:
                 run.kill()  # Otherwise, the job might start after its submission has been reported as failed.
                 run.wait()
                 raise Mistake(
-                    f"`ddpjob run` was killed, because it wrote no record within {_STARTED_SECONDS:g} s; read {output}"
+                    f"`ddpjob run` was killed, because it recorded no job within {_STARTED_SECONDS:g} s; see its "
+                    f"output in {output}"
                 )
             time.sleep(0.1)
 
@@ -393,7 +396,7 @@ class ProcessBackend:
                 _end(folder, pid, [0.0, 5.0] if now else [float(grace) + STOP_MARGIN, 5.0])
             except PermissionError as error:
                 whose = f"belongs to another user or runs elsewhere (process {pid})"
-                raise Mistake(f"job {name} {whose}; stop it there") from error
+                raise Mistake(f"job {name} {whose}; stop it as that user, or where it runs") from error
         left = processes.end_all({UID_VARIABLE: record["metadata"]["uid"]})
         if left:
             raise Mistake(f"processes that could not be killed: {', '.join(map(str, left))}")

@@ -363,7 +363,7 @@ class LogFollower:
         if rest:
             self._put(pod, rest)
         if cut:
-            self.notes.append(f"pod {pod.name}: lines longer than {limit:,} bytes were cut off")
+            self.notes.append(f"pod {pod.name}: lines longer than {limit:,} bytes were truncated")
 
     def _put(self, pod: PodLine, line: bytes | None) -> None:
         while not self.options.stopped:

@@ -221,7 +221,7 @@ def _code_place(request: JobRequest, spec: Json, found: Found) -> CodePlace:
             f"{IGNORE_FILE}, or put the code into the image"
         )
     if not url.startswith("s3://"):
-        raise Mistake(f"code (--code) {url}: write s3://BUCKET/FOLDER")
+        raise Mistake(f"code (--code) {url}: must have the form s3://BUCKET/FOLDER")
     own = spec.get("code") or {}
     endpoint, region = (str(own.get(name) or checkpoints.get(name) or "") for name in ("endpoint", "region"))
     return CodePlace(url, endpoint, region)
@@ -242,7 +242,9 @@ def _limited(files: Iterable[_File], source: str) -> dict[str, bytes]:
         size += length + len(name)
         if size > MOST_BYTES:
             most = f"more than {MOST_BYTES // 1024} KiB, the limit of a ConfigMap"
-            raise Mistake(f"{source}: contains {most}; put the code into the image, or on a volume of podTemplate")
+            raise Mistake(
+                f"{source}: contains {most}; put the code into the image, or on a volume that podTemplate mounts"
+            )
         found[name] = read()
     return found
 
@@ -305,8 +307,8 @@ def _volume(text: str) -> Json:
     if kind == "s3":
         return {"url": text}
     raise Mistake(
-        f"checkpoints (--checkpoints) {text}: write claim:NAME, s3://BUCKET/FOLDER, or the absolute path of a folder "
-        f"on every Kubernetes node"
+        f"checkpoints (--checkpoints) {text}: must be claim:NAME, s3://BUCKET/FOLDER, or an absolute path on the "
+        "Kubernetes nodes"
     )
 
 
@@ -316,7 +318,7 @@ def read_settings(texts: Iterable[str]) -> dict[str, Any]:
     for setting in texts:
         path, equals, text = setting.partition("=")
         if not equals or not path:
-            raise Mistake(f"--set {shown(setting)}: write FIELD=VALUE, such as --set storage.sharedMemory=8Gi")
+            raise Mistake(f"--set {shown(setting)}: must have the form FIELD=VALUE, such as storage.sharedMemory=8Gi")
         try:
             found = [document.value for document in read_documents(text)]
         except YamlError as error:
@@ -328,7 +330,7 @@ def read_settings(texts: Iterable[str]) -> dict[str, Any]:
 def _set(spec: Json, path: str, value: Any) -> None:
     parts = path.removeprefix("spec.").split(".")
     if not all(parts):
-        raise Mistake(f"{path} (--set): write a field below spec, such as storage.sharedMemory")
+        raise Mistake(f"{path} (--set): must name a field of spec, such as storage.sharedMemory")
     here: Any = spec
     for part in parts[:-1]:
         here = here.setdefault(part, {})
@@ -343,7 +345,9 @@ def _joined(path: str, old: Any, value: Any) -> Any:
     Raises Mistake if the new value would replace a list from another option.
     """
     if isinstance(old, list):
-        raise Mistake(f"{path} (--set): another option sets this list too; write the whole list in one of the two")
+        raise Mistake(
+            f"{path} (--set): another option also sets this list; set the whole list with only one of the two"
+        )
     if not isinstance(old, dict) or not isinstance(value, dict):
         return value
     return old | {key: _joined(f"{path}.{key}", old.get(key), below) for key, below in value.items()}
@@ -357,7 +361,7 @@ def _plain(where: str, value: Any) -> Any:
     match value:
         case int() if not -(2**63) <= value < 2**63:
             # Python refuses to convert very large numbers to text.
-            raise Mistake(f"{where}: a number of more than 64 bits; write a smaller number, or a string")
+            raise Mistake(f"{where}: the number does not fit into 64 bits; write a smaller number, or a string")
         case None | str() | bool() | int() | float():
             return value
         case os.PathLike():

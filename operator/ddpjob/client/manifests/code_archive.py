@@ -264,19 +264,23 @@ def pack(found: Found, source: str, to: Path) -> Packed:
     if they are too large.
     """
     if len(found.files) > MOST_CODE_FILES:
-        raise Mistake(f"{source}: {len(found.files)} files; at most {MOST_CODE_FILES} can be sent; {_remedy(found)}")
+        raise Mistake(
+            f"{source}: contains {len(found.files)} files, but at most {MOST_CODE_FILES} can be sent; {_remedy(found)}"
+        )
     try:
         total = sum(path.stat().st_size for path in found.files.values())
         if total > MOST_UNPACKED_BYTES:
             raise Mistake(
-                f"{source}: {_size(total)}; at most {_size(MOST_UNPACKED_BYTES)} can be sent; {_remedy(found)}"
+                f"{source}: contains {_size(total)}, but at most {_size(MOST_UNPACKED_BYTES)} can be sent; "
+                f"{_remedy(found)}"
             )
         with to.open("wb") as file:
             _write_archive(found.files, file)
         size = to.stat().st_size
         if size > MOST_CODE_BYTES:
             raise Mistake(
-                f"{source}: {_size(size)} compressed; at most {_size(MOST_CODE_BYTES)} can be sent; {_remedy(found)}"
+                f"{source}: is {_size(size)} after compression, but at most {_size(MOST_CODE_BYTES)} can be sent; "
+                f"{_remedy(found)}"
             )
         with to.open("rb") as file:
             digest = hashlib.sha256()
@@ -311,7 +315,7 @@ def _remedy(found: Found) -> str:
         sizes[top] = sizes.get(top, 0) + path.stat().st_size
     largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
     shown = ", ".join(f"{name} {_size(sizes[name])}" for name in largest)
-    return f"list files that the job does not need in {IGNORE_FILE} (largest: {shown}), or move data to storage.data"
+    return f"list unneeded files in {IGNORE_FILE} (largest: {shown}), or move data to storage.data"
 
 
 def _size(size: float) -> str:
@@ -365,9 +369,11 @@ def _upload(packed: Packed, place: CodePlace, say: Callable[[str], None]) -> Non
         bucket.put_file(packed.name, packed.path, _watch(packed.size, say))
         say(f"code: {_size(packed.size)} uploaded to {place.url} in {time.monotonic() - began:.1f} s")
     except LibraryMissing:
-        raise Mistake(f"an upload to {place.url} needs the package obstore: {INSTALL.format(extra='s3')}") from None
+        raise Mistake(f"uploading to {place.url} requires the package obstore: {INSTALL.format(extra='s3')}") from None
     except BucketError as error:
-        remedy = "check the bucket name, and AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL here"
+        remedy = (
+            "check the bucket name, and AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL in this shell"
+        )
         raise Mistake(f"the code cannot be uploaded: {error}; {remedy}") from None
 
 

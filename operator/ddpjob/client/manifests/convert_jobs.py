@@ -132,7 +132,7 @@ def _complete(made: Conversion, script: str, image: str) -> None:
         made.notes = [note for note in made.notes if not note.startswith("spec.image: ")]
     if known := {"script", "module", "command"} & spec.keys():
         if script:
-            raise Mistake(f"--script {script}: the manifest already starts {spec[known.pop()]}; leave --script out")
+            raise Mistake(f"--script {script}: the manifest already starts {spec[known.pop()]}; remove --script")
         return
     if script:
         spec["script"] = script
@@ -170,14 +170,15 @@ def convert_command(words: Sequence[str], name: str = "", image: str = "IMAGE") 
     made.job["spec"]["image"] = image
     if image == "IMAGE":
         made.notes.append(
-            "spec.image: a command line does not contain one; specify an image with Python, PyTorch and the script"
+            "spec.image: a command line does not name an image; specify one that contains Python, PyTorch and the "
+            "script"
         )
     text = words[0].replace("\\\n", " ").strip()
     line = list(words) if len(words) > 1 else _shell_words(text)
     if len(words) == 1 and (signs := _signs_of_shell(text)) and not _reads_only_theirs(text):
         made.notes.append(
-            f"{' '.join(signs)}: a script or module starts without a shell, so these words became arguments; leave "
-            'them out, or write command: [bash, -c, "..."]'
+            f"{' '.join(signs)}: scripts and modules are started without a shell, so these words became arguments; "
+            'remove them, or write command: [bash, -c, "..."]'
         )
     while line and (variable := _VARIABLE.fullmatch(line[0])):
         if variable[1] == "CUDA_VISIBLE_DEVICES":
@@ -203,7 +204,9 @@ def _empty(metadata: Mapping[str, Any]) -> Conversion:
     key = "generateName" if metadata.get("generateName") and not metadata.get("name") else "name"
     meta = {key: str(metadata.get(key) or "converted"), **{key: value for key, value in kept.items() if value}}
     notes = (
-        [] if key == "name" else ["generateName: kubectl apply needs a name; `ddpjob submit` and kubectl create do not"]
+        []
+        if key == "name"
+        else ["generateName: `kubectl apply` requires metadata.name; `ddpjob submit` and `kubectl create` do not"]
     )
     return Conversion({"apiVersion": API_VERSION, "kind": KIND, "metadata": meta, "spec": {"image": ""}}, notes)
 
@@ -266,8 +269,8 @@ def _pytorch_job(manifest: Mapping[str, Any]) -> Conversion:
     if of_pods is None:
         most = default_of("spec.recovery.maxRestarts") if of_workers is None else of_workers
         notes.append(
-            "runPolicy.backoffLimit: is not set, so failed pods restarted without a limit, but a DDPJob fails after "
-            f"{most} restarts that count; to allow more, set recovery.maxRestarts"
+            "runPolicy.backoffLimit: not set, so failed pods were restarted without a limit, but a DDPJob fails after "
+            f"{most} counted restarts; to allow more, set recovery.maxRestarts"
         )
     if limits := [limit for limit in (of_workers, of_pods) if limit is not None]:
         # A PyTorchJob limits worker failures and pod failures separately. A DDPJob has one limit
@@ -312,15 +315,15 @@ def _policies(made: Conversion, policy: Mapping[str, Any]) -> None:
         )
         if scheduling.get("queue"):
             made.notes.append(
-                f"runPolicy.schedulingPolicy.queue {scheduling['queue']}: left out. For a queue of Volcano, set the "
-                f"annotation {QUEUE_ANNOTATION} in podTemplate.metadata. For a queue of Kueue, set the label "
+                f"runPolicy.schedulingPolicy.queue {scheduling['queue']}: left out. For a Volcano queue, set the "
+                f"annotation {QUEUE_ANNOTATION} in podTemplate.metadata. For a Kueue queue, set the label "
                 f"{QUEUE_LABEL} in metadata"
             )
         here = target.get("scheduling", {}).get("priorityClassName")
         if scheduling.get("priorityClass") not in (None, "", here):
             made.notes.append(
-                f"runPolicy.schedulingPolicy.priorityClass {scheduling['priorityClass']}: left out; write "
-                f"scheduling.priorityClassName, which also applies to the pods"
+                f"runPolicy.schedulingPolicy.priorityClass {scheduling['priorityClass']}: left out; set "
+                "scheduling.priorityClassName, which also applies to the pods"
             )
     if policy.get("managedBy"):
         made.notes.append("runPolicy.managedBy: left out, because it has no counterpart")
@@ -395,7 +398,7 @@ def _procs(made: Conversion, count: Any) -> None:
     elif made.plain:
         if gpus > 1:
             spec["procsPerNode"] = 1
-            notes.append("procsPerNode: 1, as before; remove it for one process per GPU")
+            notes.append("procsPerNode: set to 1, as before; for one process per GPU, remove this field")
     elif text == "cpu":
         notes.append("nprocPerNode cpu: set procsPerNode to the number of processes")
     elif not gpus and {"script", "module"} & spec.keys():
@@ -457,7 +460,9 @@ def _pod(made: Conversion, template: Mapping[str, Any], name: str) -> None:
     if scheduling:
         target["scheduling"] = scheduling
     if pod.pop("nodeName", None):
-        notes.append("nodeName: left out, because pods could not leave a lost Kubernetes node; use nodeSelector")
+        notes.append(
+            "nodeName: left out, because pods could not move away from a lost Kubernetes node; use nodeSelector"
+        )
     if pod.get("serviceAccountName") and "automountServiceAccountToken" not in pod:
         notes.append(
             "serviceAccountName: pods get no token of this account by default; if a program in them calls the API "
@@ -474,13 +479,13 @@ def _pod(made: Conversion, template: Mapping[str, Any], name: str) -> None:
         target["podTemplate"] = wanted
     if theirs := _their_labels(wanted):
         notes.append(
-            f"podTemplate: pods of a DDPJob do not have the label {', '.join(theirs)}, so a selector with it matches "
-            f"no pods; use their label {LABEL_JOB}, whose value is the job's name"
+            f"podTemplate: pods of a DDPJob do not have the label {', '.join(theirs)}, so a selector that uses this "
+            f"label matches no pods; select pods by {LABEL_JOB}, whose value is the job's name"
         )
     if theirs := _their_labels(target.get("env")):
         notes.append(
-            f"env: pods of a DDPJob do not have the label {', '.join(theirs)}, so the variable is empty; read RANK or "
-            f"GROUP_RANK (the number of the node), which torchrun sets, in the script"
+            f"env: pods of a DDPJob do not have the label {', '.join(theirs)}, so the variable is empty; in the "
+            "script, read RANK or GROUP_RANK (the number of the node), which torchrun sets"
         )
 
 
@@ -559,7 +564,7 @@ def _references(made: Conversion) -> None:
         if unset := _unset(spec, values):
             made.notes.append(
                 f"{name}: the values use {', '.join(unset)}, but torchrun sets these variables only when a worker "
-                f"starts; read the rank and the group's address from the environment in the script"
+                "starts; in the script, read the rank and the group's address from the environment"
             )
 
 
@@ -604,8 +609,8 @@ def _shared_memory(made: Conversion, pod: Json, container: Json, sidecars: Seque
     others = (container, *sidecars, *(pod.get("initContainers") or ()))
     if any(m.get("name") == shm.get("name") for other in others for m in other.get("volumeMounts") or ()):
         made.notes.append(
-            f"the volume {shm.get('name')} is also mounted elsewhere and stays there; the trainer's /dev/shm is a "
-            f"separate volume here, spec.storage.sharedMemory"
+            f"the volume {shm.get('name')} stays mounted in its other places; the trainer's /dev/shm is now a separate "
+            "volume (spec.storage.sharedMemory)"
         )
     else:
         pod["volumes"] = [v for v in pod.get("volumes") or () if v is not volume]
@@ -617,8 +622,8 @@ def _shared_memory(made: Conversion, pod: Json, container: Json, sidecars: Seque
         made.job["spec"].setdefault("storage", {})["sharedMemory"] = size
     else:
         made.notes.append(
-            "the volume at /dev/shm has no sizeLimit; here /dev/shm has 1Gi, and a data loader that needs more is "
-            "killed by SIGBUS; set spec.storage.sharedMemory to the size"
+            "the volume at /dev/shm has no sizeLimit, but in a DDPJob /dev/shm has 1Gi by default. SIGBUS kills a "
+            "data loader that needs more; to raise the limit, set spec.storage.sharedMemory"
         )
 
 
@@ -682,8 +687,8 @@ def _entry_point(made: Conversion, command: list[str], args: list[str]) -> None:
             f"entry point does more than start the command, put the entry point first"
         )
     made.notes.append(
-        "command: runs unchanged, so it must start torchrun itself (torchrun reads the PET_ variables); with script or "
-        "module the operator sees each rank's failure"
+        "command: runs unchanged, so it must start torchrun itself (torchrun reads the PET_ variables); the operator "
+        "sees the failure of each rank only with script or module"
     )
     if unset := _unset(spec, words):
         made.notes.append(
@@ -803,14 +808,14 @@ def _torchrun(made: Conversion, launcher: list[str], words: list[str]) -> None:
     elif nproc in ("auto", "gpu", "xpu"):
         made.notes.append(
             f"--nproc-per-node={nproc}: the number of processes comes from gpusPerNode, which is "
-            f"{spec.get('gpusPerNode', 1)}; correct it if necessary"
+            f"{spec.get('gpusPerNode', 1)}; correct gpusPerNode if necessary"
         )
     elif nproc == "cpu":
         spec["gpusPerNode"] = 0
         made.notes.append("--nproc-per-node=cpu: set procsPerNode to the number of processes")
     elif nproc is not None:
         made.notes.append(
-            f"--nproc-per-node={nproc}: not a number; set procsPerNode, or leave it out for one process per GPU"
+            f"--nproc-per-node={nproc}: not a number; set procsPerNode, unless each GPU should have one process"
         )
 
 

@@ -67,8 +67,8 @@ def _installation(packages: Sequence[str]) -> str:
     for wrong in packages:
         if not isinstance(wrong, str) or len(wrong) > MOST_OF_A_REQUIREMENT or not _REQUIREMENT.fullmatch(wrong):
             raise Mistake(
-                f"packages: {str(wrong)[:MOST_OF_A_REQUIREMENT]!r} is not a package name, optionally with versions; "
-                "write requirements such as 'einops', 'timm[x]>=1.0,<2'. For other sources, build an image"
+                f"packages: {str(wrong)[:MOST_OF_A_REQUIREMENT]!r} is not a valid requirement; write a package name, "
+                "optionally with versions, such as 'timm[x]>=1.0,<2'. For other sources, build an image"
             )
     if not packages:
         return ""
@@ -97,11 +97,11 @@ def _checked_name(function: Callable[..., Any]) -> str:
         raise Mistake("a lambda has no source of its own; write a function with def")
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
         raise Mistake(
-            f"{name}: calling a coroutine or generator function does not run it; write a function that runs it"
+            f"{name}: calling a coroutine or generator function does not run it; pass a plain function that runs it"
         )
     if inspect.isasyncgenfunction(function):
         raise Mistake(
-            f"{name}: calling an asynchronous generator function does not run it; write a function that runs it"
+            f"{name}: calling an asynchronous generator function does not run it; pass a plain function that runs it"
         )
     return function.__name__
 
@@ -119,10 +119,10 @@ def _check_source(function: Callable[..., Any], source: str) -> None:
         nodes = list(ast.walk(ast.parse(source)))
         top = symtable.symtable(source, SOURCE, "exec")
     except SyntaxError as error:
-        why = f"{error.msg}; its file may have changed since the import; import it again"
+        why = f"{error.msg}; the file may have changed since it was imported; import it again"
         raise Mistake(f"{name}: its source cannot be read: {why}") from error
     if not any(isinstance(node, ast.FunctionDef) and node.name == name for node in nodes):
-        raise Mistake(f"{name}: its source does not define a function with this name; write it with def")
+        raise Mistake(f"{name}: its source does not define a function with this name; define the function with def")
     within = [symbol for table in _below(top) for symbol in table.get_symbols()]
     known = {*vars(builtins), "__file__", "__name__", name} - _OF_NOTEBOOKS
     changed = _changed(nodes)
@@ -174,7 +174,7 @@ def _arguments(function: Callable[..., Any], args: Mapping[str, Any]) -> str:
     try:
         inspect.signature(function).bind(**args)
     except TypeError as error:
-        raise Mistake(f"{name}: {error}; args are its keyword arguments, such as {{'epochs': 3}}") from error
+        raise Mistake(f"{name}: {error}; args must be its keyword arguments, such as {{'epochs': 3}}") from error
     for key, value in args.items():
         try:
             json.dumps(value)

@@ -116,7 +116,7 @@ def _one_file(script: str) -> Iterator[Problem]:
         yield Problem(
             "spec.script",
             f"{script} is a shell script, and torchrun starts only Python scripts; specify the Python script that it "
-            f"starts, or write command: {command} instead of script",
+            f"starts, or set `command: {command}` instead of script",
         )
     if script.endswith(".ipynb"):
         remedy = f"run `jupyter nbconvert --to script {PurePosixPath(script).name}` to convert it"
@@ -127,8 +127,8 @@ def _one_file(script: str) -> Iterator[Problem]:
             words = shlex.split(found[2] or "")
         except ValueError:
             words = (found[2] or "").split()
-        args = f" and args: {json.dumps(words)}" if words else ""
-        yield Problem("spec.script", f"{script!r} contains more than a file name; write script: {found[1]}{args}")
+        args = f" and `args: {json.dumps(words)}`" if words else ""
+        yield Problem("spec.script", f"{script!r} contains more than a file name; set `script: {found[1]}`{args}")
 
 
 def _few_bytes(value: Any, path: str) -> Iterator[Problem]:
@@ -152,8 +152,11 @@ def _claim_template(spec: Mapping[str, Any]) -> Iterator[Problem]:
     pods = spec.get("nodes", 1) + spec.get("spares", 0)
     one_per_node = (spec.get("scheduling") or {}).get("onePodPerNode", True)
     if not can_serve_all(claim["accessModes"], pods, one_per_node=one_per_node):
-        what = f"a claim with {', '.join(claim['accessModes'])} serves one Kubernetes node, but the job has {pods} pods"
-        yield Problem(f"{path}.spec.accessModes", f"{what}; write [ReadWriteMany], or nodes: 1")
+        what = (
+            f"a claim with {', '.join(claim['accessModes'])} can be mounted on only one Kubernetes node, but the job "
+            f"has {pods} pods"
+        )
+        yield Problem(f"{path}.spec.accessModes", f"{what}; set accessModes to [ReadWriteMany], or nodes to 1")
     for name in ("storageClassName", "volumeName", "volumeAttributesClassName"):
         yield from _name(claim.get(name) or None, f"{path}.spec.{name}")
     for kind in ("requests", "limits"):
@@ -186,7 +189,7 @@ def _name(name: Any, path: str) -> Iterator[Problem]:
 
 def _host_path(path: Any, at: str) -> Iterator[Problem]:
     if ".." in str(path or "").split("/"):
-        yield Problem(at, f"{path} contains '..', which is not allowed in pods; write the folder itself")
+        yield Problem(at, f"{path} contains '..', which Kubernetes does not allow; write the path without '..'")
 
 
 def _resources(resources: Mapping[str, Any], path: str) -> Iterator[Problem]:
@@ -195,7 +198,11 @@ def _resources(resources: Mapping[str, Any], path: str) -> Iterator[Problem]:
             at = f"{path}.{kind}.{name}" if "/" not in name and "." not in name else f"{path}.{kind}[{name}]"
             if name not in _OWN_RESOURCES and "/" not in name and not name.startswith("hugepages-"):
                 meant = _WORDS.get(name.lower())
-                hint = f"did you mean {meant}?" if meant else "write cpu, memory, or a name with its domain"
+                hint = (
+                    f"did you mean {meant}?"
+                    if meant
+                    else "write cpu, memory, or a name with a domain, such as nvidia.com/gpu"
+                )
                 yield Problem(at, f"is not the name of a resource; {hint}")
             yield from _quantity(value, at)
             if name in ("memory", "ephemeral-storage"):
@@ -259,7 +266,9 @@ def _toleration(toleration: Json, path: str) -> Iterator[Problem]:
             hint = f"; did you mean {near}?" if near else ""
             yield Problem(f"{path}.{field}", f"{value!r} is not one of {', '.join(known)}{hint}")
     if toleration.get("operator") == "Exists" and toleration.get("value"):
-        yield Problem(f"{path}.value", "must be absent with operator Exists; remove it, or write operator: Equal")
+        yield Problem(
+            f"{path}.value", "not allowed with the operator Exists; remove the value, or set `operator: Equal`"
+        )
     if not toleration.get("key") and toleration.get("operator", "Equal") != "Exists":
         yield Problem(f"{path}.key", "missing; without a key the operator must be Exists")
 
@@ -294,7 +303,7 @@ def _mounts(container: Json, volumes: set[str], path: str, *, whole: bool) -> It
             others = ", ".join(sorted(v for v in volumes if v and v not in _OWN_VOLUMES)) or "none"
             yield Problem(f"{at}.name", f"there is no volume {name}; volumes of podTemplate: {others}")
         if not place:
-            yield Problem(f"{at}.mountPath", "missing; write the folder in the container")
+            yield Problem(f"{at}.mountPath", "missing; set it to a folder in the container")
         elif place in places:
             yield Problem(f"{at}.mountPath", f"something is already mounted at {place}; choose a different folder")
         places.add(place or "")

@@ -156,7 +156,7 @@ def _deepspeed(words: Sequence[str]) -> LauncherLine | None:
         )
     if options.take("hostfile", "H") is not None and not nodes:
         line.notes.append(
-            "deepspeed --hostfile: left out, because the file is not read; set nodes to the number of its hosts"
+            "deepspeed --hostfile: left out, because the file is not read; set nodes to the number of hosts in the file"
         )
     options.drop("master_addr", "master_port", "node_rank", "no_ssh", "no_ssh_check", "force_multi", "save_pid")
     line.notes += [f"deepspeed --{name}: left out" for name in options.given]

@@ -87,7 +87,9 @@ def _read(source: str) -> Iterator[Manifest | BadInput]:
                     jobs += 1
                     yield BadInput(str(error))
         if not jobs:
-            yield BadInput(f"{source}: no DDPJob found in its {len(files)} files that end in {', '.join(SUFFIXES)}")
+            yield BadInput(
+                f"{source}: no DDPJob found in its manifest files ({', '.join(SUFFIXES)}; files read: {len(files)})"
+            )
     else:
         yield from read_manifests(Path(source))
 

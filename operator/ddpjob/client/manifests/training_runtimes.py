@@ -112,7 +112,8 @@ def complete(manifest: Mapping[str, Any], runtime: Mapping[str, Any]) -> Complet
         made.notes.append("mlPolicy.torch.elasticPolicy of the runtime: set spec.elastic instead")
     if other := [name for name in policy if name not in ("numNodes", "torch")]:
         made.notes.append(
-            f"mlPolicy.{other[0]} of the runtime: only torch can be converted; the command alone decides what runs"
+            f"mlPolicy.{other[0]} of the runtime: left out, because only torch can be converted; what the job "
+            "runs depends only on the command"
         )
     _gang(made, theirs.get("podGroupPolicy") or {})
     _report_jobs(made, theirs.get("template") or {}, node, jobs)
@@ -134,8 +135,8 @@ def _report_jobs(made: CompletedTrainJob, whole: Mapping[str, Any], node: Json, 
     metadata = whole.get("metadata") or {}
     if keys := [*(metadata.get("labels") or ()), *(metadata.get("annotations") or ())]:
         made.notes.append(
-            f"template.metadata of the runtime: {', '.join(keys)} belonged to the JobSet; write a label for Kueue in "
-            "metadata, and the ones that pods need in podTemplate.metadata"
+            f"template.metadata of the runtime: {', '.join(keys)} belonged to the JobSet; copy the label for Kueue to "
+            "metadata, and what the pods need to podTemplate.metadata"
         )
     others = [name for name, job in jobs.items() if job is not node and not _initializes(job)]
     if others:
@@ -222,7 +223,7 @@ def _gang(made: CompletedTrainJob, policy: Mapping[str, Any]) -> None:
         made.scheduling["schedulerName"] = "volcano"
         if (policy["volcano"] or {}).get("networkTopology"):
             made.notes.append(
-                "podGroupPolicy.volcano.networkTopology of the runtime: left out; see scheduling.sameTopology"
+                "podGroupPolicy.volcano.networkTopology of the runtime: left out; use scheduling.sameTopology"
             )
     elif "coscheduling" in policy:
         made.notes.append(

@@ -145,7 +145,9 @@ def _operators(api: ApiServer, namespace: str) -> Iterator[Diagnosis]:
         version = tag[1] if tag else (meta.get("labels") or {}).get("app.kubernetes.io/version") or f"of image {image}"
         same = version == installed_version()
         yield Diagnosis(
-            same, f"operator {where}: version {version}", f"this client is {installed_version()}; use the same release"
+            same,
+            f"operator {where}: version {version}",
+            f"use the same release for the operator and the client (this client: {installed_version()})",
         )
     watched = [_watched(deployment) for deployment in found]
     for deployment, names in zip(found, watched, strict=True):
@@ -188,11 +190,11 @@ def _rollout(deployment: Json, where: str) -> Diagnosis:
     if not wanted:
         remedy = "set the chart's value replicas to at least 1"
     elif any(condition["type"] == "ReplicaFailure" for condition in wrong):
-        remedy = "the API server refuses the operator's new pods; correct the fault that it reports"
+        remedy = "the API server refuses the operator's new pods; correct the error that it reports"
     else:
         remedy = (
-            f"see why pods do not start with `kubectl describe pods {pods}`, and read their logs with `kubectl logs "
-            f"--prefix --tail=20 {pods}`; if a rollout is in progress, check again in a minute"
+            f"run `kubectl describe pods {pods}` to see why pods do not start, and `kubectl logs --prefix --tail=20 "
+            f"{pods}` to read their logs; if a rollout is in progress, check again in a minute"
         )
     return Diagnosis(whole, text, remedy)
 
@@ -256,4 +258,4 @@ def _rights(api: ApiServer, namespace: str) -> Iterator[Diagnosis]:
             False, f"your rights in namespace {namespace}: you are not permitted to {', '.join(lacking)}", remedy
         )
     else:
-        yield Diagnosis(True, f"your rights in namespace {namespace}: everything that the commands need")
+        yield Diagnosis(True, f"your rights in namespace {namespace}: sufficient for all commands")

@@ -433,7 +433,7 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
         yield from missing_pod(status, name, pods)
         changed = known_time(status.progress.get("updatedAt"))
         if changed is not None and (now - changed).total_seconds() >= QUIET_SECONDS:
-            yield f"This has not changed for {_since(changed, now)}."
+            yield f"Its progress has not changed for {_since(changed, now)}."
             yield f"Run `ddpjob stacks {name}` to see where each rank is."
         if status.restarts.recent:
             yield f"Last restart: {restart_line(status.restarts.recent[-1], now)}"
