@@ -153,7 +153,9 @@ def test_the_largest_folders_are_named_before_anything_is_read_if_a_limit_is_hit
 ) -> None:
     write(tmp_path, {"train.py": "", "data/a": "", "small/b": "x"})
     os.truncate(tmp_path / "data" / "a", 2**40)
-    with pytest.raises(Mistake, match=r"1024\.0 GiB, but at most 8\.0 GiB can be sent; .*largest: data 1024\.0 GiB, small"):
+    with pytest.raises(
+        Mistake, match=r"1024\.0 GiB, but at most 8\.0 GiB can be sent; .*largest: data 1024\.0 GiB, small"
+    ):
         pack(find_files(tmp_path), "p", tmp_path / "x")
     monkeypatch.setattr(code_archive, "MOST_CODE_FILES", 2)
     with pytest.raises(Mistake, match="3 files, but at most 2 can be sent"):
