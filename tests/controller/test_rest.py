@@ -257,7 +257,7 @@ def test_without_credentials_the_operator_exits_with_one_line_that_names_them(tm
     assert ended.returncode == 2 and "Traceback" not in ended.stderr
     said = ended.stderr.splitlines()[-1]
     assert said.startswith("ddpjob-operator: cannot sign in")
-    assert "Service token file does not exist." in said and "kubeconfig (" in said
+    assert "Service token file does not exist." in said and "a kubeconfig is required (" in said
 
 
 def test_events_that_arrive_together_do_not_block_the_event_loop() -> None:

@@ -497,4 +497,4 @@ def test_a_rank_that_cannot_start_reports_the_reason(tmp_path: Path) -> None:
 
 def test_a_torch_whose_extension_lock_differs_is_left_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
     worker.mend_baton(SimpleNamespace())
-    assert "this torch has no FileBaton.try_acquire" in capsys.readouterr().err
+    assert "this version of torch has no FileBaton.try_acquire" in capsys.readouterr().err
