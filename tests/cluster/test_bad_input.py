@@ -149,4 +149,4 @@ def test_a_volume_attached_to_another_node_is_reported_until_it_is_released(jobs
 
 def test_too_few_machines_for_one_pod_per_machine_are_reported_by_a_condition(jobs: Jobs) -> None:
     jobs.apply(steps_job("crowd", 5, nodes=5, recovery=FAST))
-    jobs.wait_unschedulable("crowd", "scheduling.onePodPerNode=false")
+    jobs.wait_unschedulable("crowd", "set scheduling.onePodPerNode to false")

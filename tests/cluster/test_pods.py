@@ -35,10 +35,10 @@ def test_a_pod_that_has_lost_its_device_is_replaced_immediately(jobs: Jobs, gpus
     jobs.apply(steps_job("lost", 20, "--lose-device-in=lost-1-0", recovery=rule, gpusPerNode=1, gpuResource=gpus))
     jobs.wait_phase("lost", "Complete")
     recent = [(r["reason"], r["counted"], r["pod"]) for r in jobs.status("lost")["restarts"]["recent"]]
-    first, again, moved = (("WorkerFailed", True, "lost-1-0"), ("WorkerFailed", False, "lost-1-0"), "PodUnhealthy")
-    # The worker may fail again before its pod is stopped.
-    others = [entry for entry in recent if entry != (moved, False, "lost-1-0")]
-    assert len(recent) == len(others) + 1 and others in ([first], [first, again])
+    first, again = ("WorkerFailed", True, "lost-1-0"), ("WorkerFailed", False, "lost-1-0")
+    assert recent[0] == first and recent.count(("PodUnhealthy", False, "lost-1-0")) == 1
+    # The worker may fail again before its pod is stopped, several times on a busy machine.
+    assert recent.count(again) == len(recent) - 2
     assert "lost-0-0" in jobs.pods() and "lost-1-1" in jobs.pods()
 
 

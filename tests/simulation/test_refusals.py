@@ -434,7 +434,7 @@ async def test_other_fields_that_a_namespace_forbids_are_reported_by_name() -> N
     s.cluster.forbids = "hostPort"
     await s.passes(3)
     message = conditions(s)["Scheduled"]["message"]
-    assert "spec.podTemplate.spec.securityContext" in message and "remove hostNetwork and hostPort" in message
+    assert "the securityContext of spec.podTemplate.spec" in message and "remove hostNetwork and hostPort" in message
     assert not list(s.store.all("Pod"))
 
 
