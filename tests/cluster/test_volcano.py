@@ -137,7 +137,7 @@ def test_a_lost_pod_is_replaced_within_the_limit_of_its_volcano_queue(
         jobs.wait("its spare", lambda: jobs.status("lossy").get("nodes", {}).get("display") == "2/2 +1")
         assert group_of(jobs.pods()["lossy-1-0"]) == "lossy-gang-0"
         jobs.apply(by_volcano(job("above", command=["true"], gpusPerNode=1, gpuResource=GPU), queue=jobs.namespace))
-        waits = "waits for 2 nodes with 1 GPU each at once, and holds none until then; pod above-"
+        waits = "waits for room for 2 nodes with 1 GPU each at once, and holds none of them until then; pod above-"
         jobs.wait("it waits", lambda: waits in jobs.condition("above", "Scheduled").get("message", ""))
         jobs.kill("lossy-1-0")
         jobs.wait("another spare", lambda: "lossy-1-1" in jobs.pods("spare"))

@@ -168,7 +168,7 @@ async def test_a_hang_that_is_only_reported_does_not_end_the_group() -> None:
         assert launcher is not None and launcher.round is not None
         launcher.stands_still = launcher.round.hung = True
     await s.until(lambda: conditions(s)["Running"]["reason"] == "StepOverdue", 100)
-    assert "it is left alone, because recovery.hangs is Report" in conditions(s)["Running"]["message"]
+    assert "it is left running, because recovery.hangs is Report" in conditions(s)["Running"]["message"]
     await passes(s, 300)
     assert reasons(s) == []
     s.change_spec({"recovery": {"mode": "Fast", "hangs": "End"}})

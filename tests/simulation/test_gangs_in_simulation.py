@@ -56,7 +56,7 @@ async def test_a_gang_occupies_no_node_until_all_its_pods_fit(placement: str) ->
     await s.passes(60)
     assert not any(p.node for p in s.pods.values())
     assert groups(s) == {"job-gang-0": 5 if placement == "Dedicated" else 4}
-    assert conditions(s)["Scheduled"]["message"].startswith("waits for 4 nodes at once")
+    assert conditions(s)["Scheduled"]["message"].startswith("waits for room for 4 nodes at once")
     s.machines.capacity = 4
     await s.until_phase("Complete")
     assert s.status["restarts"]["total"] == 0
@@ -284,7 +284,7 @@ async def test_a_job_may_yield_more_often_than_the_history_has_entries() -> None
     assert said.startswith(
         "1 pod has held a Kubernetes node for 30 s without training, because there is no room for pod job-"
     )
-    assert said.endswith(". The job releases its pods and waits for 2 nodes at once")
+    assert said.endswith(". The job releases its pods and waits for room for 2 nodes at once")
     s.machines.capacity = 2
     await s.until_phase("Running")
 

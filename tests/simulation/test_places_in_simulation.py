@@ -66,7 +66,7 @@ async def test_an_agent_that_reports_most_nodes_as_unhealthy_moves_no_pod() -> N
     assert sorted(p.name for p in running(s)) == ["job-0-0", "job-1-0"] and reasons(s) == []
     shown = conditions(s)["NodesHealthy"]
     assert (shown["status"], shown["reason"]) == ("False", "TooManyUnhealthy")
-    assert "more than a quarter of the Kubernetes nodes of its kind are unhealthy" in shown["message"]
+    assert "more than a quarter of the Kubernetes nodes of the same kind are unhealthy" in shown["message"]
     for host in s.machines.hosts.values():
         s.machines.diagnose(host, False)
     await passes(s, 5)
@@ -413,7 +413,7 @@ async def test_a_pod_is_replaced_if_it_alone_loses_its_connection_three_times(mo
     await loses_its_connection(s, pod.name, 1)
     await s.until_phase("Running")
     assert reasons(s) == [("PeerLost", False)] * 3 + [("PodUnhealthy", False)]
-    assert "has lost its connection 3 times in a row" in s.status["restarts"]["recent"][-1]["message"]
+    assert "lost its connection 3 times in a row" in s.status["restarts"]["recent"][-1]["message"]
     assert f"job-{pod.index}-1" in s.pods and [entry["node"] for entry in s.status["avoidedNodes"]] == [pod.node]
 
 

@@ -64,7 +64,7 @@ async def test_a_coordinator_on_the_wrong_architecture_moves_without_counting(
     hosts = coordinator_hosts(s)
     assert hosts and len(set(hosts)) == len(hosts), "no host is tried twice"
     message = s.status["restarts"]["recent"][0]["message"]
-    assert f"is not for the architecture or operating system of Kubernetes node {hosts[0]}" in message
+    assert f"was not built for the architecture or operating system of Kubernetes node {hosts[0]}" in message
 
 
 @MODES

@@ -109,7 +109,7 @@ async def test_a_job_that_changes_its_resources_requests_new_quota_and_is_not_ev
     assert "Evicted" not in events(s)
     [changed] = [e.message for e in s.cluster.events if e.reason == "SpecChanged"]
     assert changed == (
-        "the quota that queue team has granted no longer fits the job's spec; the job requests new quota; "
+        "the quota granted by queue team no longer fits the job's spec; the job requests new quota; "
         "checkpoints are kept"
     )
 

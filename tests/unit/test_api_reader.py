@@ -95,7 +95,7 @@ def test_lines_are_counted_from_the_beginning_of_the_file() -> None:
         ("a: .nan", "quote it if it is text"),
         ("a:\n\tb: c\n", "line 2: not YAML: found character '\\t' that cannot start any token; indent with spaces"),
         ("a: b\nc: 'd\ne: f\n", "line 2: not YAML: a quote opened on this line is not closed"),
-        ('{"a": "\\ud83d"}', "half of a surrogate pair, which is written as"),
+        ('{"a": "\\ud83d"}', "only half of a surrogate pair; write both escapes"),
         (JOB + "  image: other\n", "line 7: spec.image: given twice (first in line 5); remove one"),
         (JOB.replace("v1alpha1", "v2"), "apiVersion: 'ddpjob.io/v2' is not supported; use ddpjob.io/v1alpha1"),
         (JOB.replace("kind: DDPJob\n", ""), "kind: required, but missing; use DDPJob"),

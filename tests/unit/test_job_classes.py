@@ -69,7 +69,7 @@ def test_defaults_of_fields_that_a_class_may_set_are_absent_or_empty(path: str) 
             r"c\.spec\.podTemplate\.spec\.hostname: the operator sets",
         ),
         ({"spec": []}, r"c\.spec: must be a mapping"),
-        ({"fixed": ["nodes"]}, r"c\.fixed: nodes is not a field of a class"),
+        ({"fixed": ["nodes"]}, r"c\.fixed: a class cannot fix nodes"),
         ({"fixed": "image"}, r"c\.fixed: must be a list of strings"),
         ({"namespaces": "vision"}, r"c\.namespaces: must be a list of strings"),
         ({"limits": {"maxNodes": 0}}, r"c\.limits\.maxNodes: 0 is not an integer from 1"),
@@ -232,7 +232,7 @@ def test_only_equal_classes_have_the_same_hash() -> None:
         (
             {"image": "b"},
             {"spec": {"image": "a"}, "fixed": ["image"]},
-            "spec.image: class c sets this field, so its jobs may not set it",
+            "spec.image: class c sets this field, so jobs of the class cannot set it",
         ),
         (
             {"podTemplate": {"spec": {"hostNetwork": True}}},
@@ -247,7 +247,7 @@ def test_only_equal_classes_have_the_same_hash() -> None:
         (
             {"scheduling": {"priorityClassName": "high"}},
             {"fixed": ["scheduling.priorityClassName"]},
-            "spec.scheduling.priorityClassName: jobs of class c may not set it; remove it, or ask the platform team",
+            "spec.scheduling.priorityClassName: jobs of class c cannot set it; remove it, or ask the platform team",
         ),
         ({"nodes": 2, "spares": 1}, {"limits": {"maxNodes": 2}}, "spec.nodes: 3 including spares, but class c allows"),
         ({"gpusPerNode": 8}, {"limits": {"maxGpusPerNode": 4}}, "spec.gpusPerNode: 8, but class c allows at most 4"),

@@ -133,8 +133,8 @@ def test_unwanted_words_do_not_return(path: Path) -> None:
 ALONE = re.compile(r"(?<!Kubernetes )(?<![\w./-])[Nn]odes?(?![\w.(-])")
 """The word "node" for a training pod; a machine is a "Kubernetes node" (docs/glossary.md)."""
 TRAINING_PODS = (
-    *("all nodes have", "the node has finished", " nodes have finished", "every node of the group"),
-    *(" nodes at once", "watch on nodes with a ClusterRole"),
+    *("all nodes have", "the node has finished", " nodes have finished", "every node in the group"),
+    *(" nodes at once", "watch on nodes"),
 )
 """Parts of messages in which "node" means a training pod, or is a word of Kubernetes itself."""
 

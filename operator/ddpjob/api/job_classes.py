@@ -116,11 +116,13 @@ def _fixed(job: DDPJob, given: JobClass) -> Iterator[str]:
             names = {variable["name"] for variable in given.spec.get("env", ())}
             for variable in mine or ():
                 if variable["name"] in names:
-                    yield f"spec.env: class {given.name} sets {variable['name']}, which a job may not set; {remedy}"
+                    yield f"spec.env: class {given.name} sets {variable['name']}, so a job cannot set it; {remedy}"
         elif path != QUEUE and not is_empty(path, mine) and mine != at(given.spec, path):
             sets = at(given.spec, path) is not None
-            what = f"class {given.name} sets this field, so its jobs" if sets else f"jobs of class {given.name}"
-            yield f"spec.{path}: {what} may not set it; {remedy}"
+            what = (
+                f"class {given.name} sets this field, so jobs of the class" if sets else f"jobs of class {given.name}"
+            )
+            yield f"spec.{path}: {what} cannot set it; {remedy}"
 
 
 def _exceeded(job: DDPJob, given: JobClass) -> Iterator[str]:
@@ -234,7 +236,7 @@ def _read(name: str, given: Any) -> JobClass:
         _texts(given.get(key, []), f"{name}.{key}")
     for path in given.get("fixed", ()):
         if path not in _SETTABLE:
-            raise ValueError(f"{name}.fixed: {path} is not a field of a class; the fields are {', '.join(_SETTABLE)}")
+            raise ValueError(f"{name}.fixed: a class cannot fix {path}; the fields are {', '.join(_SETTABLE)}")
     queue = given.get(QUEUE, "")
     if not isinstance(queue, str) or (queue and not (_QUEUE_NAME.fullmatch(queue) and len(queue) <= 63)):
         raise ValueError(f"{name}.{QUEUE}: {queue!r} is not a valid LocalQueue name")

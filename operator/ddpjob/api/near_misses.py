@@ -179,7 +179,7 @@ _PATTERNS = {
     r"^/": "an absolute path, such as /data",
     r"^/[^:]*$": "an absolute path without ':', such as /data",
     _LABEL: "a name of lower-case letters, digits and '-'",
-    r"^[-._a-zA-Z][-._a-zA-Z0-9]*$": "letters, digits, '-', '_' and '.', but not a digit at the beginning",
+    r"^[-._a-zA-Z][-._a-zA-Z0-9]*$": "a name of letters, digits, '-', '_' and '.' that does not start with a digit",
     r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$": "a Python module name, such as my_package.train",
 }
 
@@ -193,7 +193,7 @@ def refused_by(pattern: str, value: str) -> str:
     if ")?/[A-Za-z0-9]" in pattern:
         gpu = value.lower() in ("gpu", "gpus", "nvidia", "cuda")
         known = "; did you mean nvidia.com/gpu?" if gpu else ""
-        return f"is not a resource name with its domain, such as nvidia.com/gpu{known}"
+        return f"is not a resource name with a domain, such as nvidia.com/gpu{known}"
     if pattern.startswith("^s3://"):
         return "is not a bucket with a folder, such as s3://bucket/folder; bucket names have 3 to 63 characters"
     if pattern == _LABEL:

@@ -228,8 +228,7 @@ def _characters(text: str, line: int) -> str:
         return text.encode("utf-16", "surrogatepass").decode("utf-16")
     except UnicodeDecodeError as error:
         raise YamlError(
-            f"{shown(text)!a} contains half of a surrogate pair, which is written as two "
-            f"escapes such as \\ud83d\\ude00",
+            f"{shown(text)!a} contains only half of a surrogate pair; write both escapes, such as \\ud83d\\ude00",
             line,
         ) from error
 

@@ -481,7 +481,7 @@ def _read_labelled(read: Callable[[Json], _View], body: Json) -> OwnedView[_View
     namespace, labels = body["metadata"]["namespace"], body["metadata"].get("labels") or {}
     lacking = [name for name in (LABEL_JOB, LABEL_UID) if name not in labels]
     if lacking:
-        raise ValueError(f"its label {lacking[0]} was removed, so it no longer belongs to a job")
+        raise ValueError(f"the label {lacking[0]} is missing, so the object no longer belongs to a job")
     return OwnedView(JobKey(namespace, labels[LABEL_JOB]), labels[LABEL_UID], read(body))
 
 

@@ -84,7 +84,7 @@ class HostWatch(Informer[HostView]):
             self._logged_forbidden = True
             log.warning(
                 "Kubernetes nodes are not watched, so the loss of one is detected only when its pods fall silent "
-                "(%s). Grant the operator get, list and watch on nodes with a ClusterRole",
+                "(%s). Use a ClusterRole to grant the operator get, list and watch on nodes",
                 error,
             )
         # Without the permission, there is no list to wait for.

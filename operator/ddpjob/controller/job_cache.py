@@ -149,10 +149,10 @@ class JobCache(Cache[DDPJob]):
                     self._log_forbidden(error)
                     self.answered.set()
                 else:
-                    log.warning("%s will be read again in %s s: %s", self.path, pause, error)
+                    log.warning("%s could not be read; next attempt in %s s: %s", self.path, pause, error)
             except Exception as error:
                 # An invalid response, such as a proxy's error page, must not end the process.
-                log.warning("%s will be read again in %s s: the response is invalid: %r", self.path, pause, error)
+                log.warning("%s: the response is invalid; next attempt in %s s: %r", self.path, pause, error)
             self._errors.inc()
             await asyncio.sleep(pause)
 

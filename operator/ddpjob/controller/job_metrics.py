@@ -64,12 +64,12 @@ RESTARTS = Counter(
 )
 TO_PODS = Histogram(
     "ddpjob_time_to_pods_seconds",
-    "Time from a job's start, or its resumption, until all its pods have a Kubernetes node",
+    "Time from a job's start or resumption until all its pods have a Kubernetes node",
     buckets=_STARTS,
 )
 TO_RUNNING = Histogram(
     "ddpjob_time_to_running_seconds",
-    "Time from a job's start, or its resumption, until its group runs, excluding starts that broke before that",
+    "Time from a job's start or resumption until its group runs, excluding starts with a break before that",
     buckets=_STARTS,
 )
 TO_FIRST_STEP = Histogram(
@@ -84,7 +84,7 @@ RECOVERY = Histogram(
 )
 GPU_SECONDS = Counter(
     "ddpjob_gpu_seconds",
-    "GPU seconds of all jobs, deleted ones included, by namespace and by Kueue's ClusterQueue (empty without one)",
+    "GPU seconds of all jobs, deleted ones included, by namespace and by Kueue's ClusterQueue (empty without a queue)",
     ["namespace", "queue"],
 )
 LOST_STEPS = Histogram(
@@ -351,15 +351,16 @@ _TEXTS = {
     "ddpjob_job_snapshots_refused":
         "1 while the training states do not fit into the pods' memory (the condition SnapshotsHeld is False), else 0",
     "ddpjob_job_slow_rank":
-        "1 while a clearly slow rank is not moved (condition RanksKeepPace), else 0",
-    "ddpjob_train_checkpoint_timestamp_seconds": "Unix time at which the newest checkpoint was on disk, as reported",
+        "1 while a clearly slow rank is not moved (the condition RanksKeepPace is False), else 0",
+    "ddpjob_train_checkpoint_timestamp_seconds":
+        "Unix time at which the newest checkpoint was written to disk, as reported",
     "ddpjob_train_copy_timestamp_seconds":
         "Unix time at which the newest checkpoint in the bucket was saved, as reported",
     "ddpjob_train_copy_behind_seconds":
-        "Time for which the newest checkpoints have existed only on their machine and not in the bucket, as reported",
+        "Time for which the newest checkpoints have been missing from the bucket, as reported",
     "ddpjob_train_epoch": "Epoch that the script has reported",
-    "ddpjob_train_step": "Step that the script has reported; falls back to the checkpoint's after a break",
-    "ddpjob_train_planned_steps": "Steps that the whole training takes, as reported",
+    "ddpjob_train_step": "Step that the script has reported; after a break, falls back to the checkpoint's step",
+    "ddpjob_train_planned_steps": "Total number of steps of the training, as reported",
     "ddpjob_job_steps_at_risk":
         "Maximum number of complete steps that a loss would now repeat, given the states in memory; no sample"
         " without such states",

@@ -641,8 +641,8 @@ class KubernetesCluster:
                 self._note_found(job, manifest["kind"], manifest["metadata"]["name"])
             return
         raise NameTaken(
-            "an object with this name exists and does not belong to this job; remove it, or choose a different name "
-            "for the job"
+            "an object with this name exists, but this job does not own it; delete the object, or choose a different "
+            "name for the job"
         )
 
     async def _share_in_turn(self, job: DDPJob, manifest: Json) -> None:
@@ -923,6 +923,6 @@ def _path(kind: str, namespace: str, name: str) -> str:
 
 
 _NOT_THE_RUNTIME = (
-    "a ConfigMap with this name exists, but it was changed or was not created by the operator; delete it, and the "
-    "operator creates it again"
+    "a ConfigMap with this name exists, but it was changed or was not created by the operator; delete it "
+    "so that the operator creates it again"
 )

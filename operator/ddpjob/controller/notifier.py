@@ -83,11 +83,11 @@ class Receivers:
             parts = urlsplit(url)
             usable = parts.scheme in ("http", "https") and bool(parts.hostname) and len(url) <= LONGEST_URL
         except (OSError, ValueError):
-            raise Unsent("the Secret that the chart's notify.secretName names has no URL for this receiver") from None
+            raise Unsent("the Secret named by the chart's notify.secretName has no URL for this receiver") from None
         if not usable:
             raise Unsent(
-                "the receiver's value in the Secret that the chart's notify.secretName names must be a URL that "
-                "begins with https://"
+                "this receiver's value in the Secret named by the chart's notify.secretName must be a URL that begins "
+                "with https://"
             )
         return url
 

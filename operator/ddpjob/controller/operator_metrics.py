@@ -60,7 +60,9 @@ NOTIFICATIONS = Counter(
 )
 for _result in ("delivered", "failed", "given_up"):
     NOTIFICATIONS.labels(_result)
-BUILD_INFO = Gauge("ddpjob_operator_build_info", "Always 1; the versions are labels", ["version", "python_version"])
+BUILD_INFO = Gauge(
+    "ddpjob_operator_build_info", "Always 1; the labels show the versions", ["version", "python_version"]
+)
 
 
 BUILD_INFO.labels(installed_version(), platform.python_version()).set(1)

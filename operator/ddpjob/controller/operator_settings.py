@@ -115,9 +115,8 @@ class Settings:
         key = text("KEY", "").encode(errors="surrogateescape")
         if len(key) < 16:
             raise SettingsError(
-                f"{PREFIX}KEY must be a secret of at least 16 characters, the same at every start; with a"
-                " different secret, running jobs restart from their checkpoints. The chart generates a secret"
-                " and keeps it"
+                f"{PREFIX}KEY must be a secret of at least 16 characters that is the same at every start. If it"
+                " changes, running jobs restart from their checkpoints. The chart generates a secret and keeps it"
             )
         shards, lease_namespace = number("SHARDS", cls.shards), text("LEASE_NAMESPACE", "")
         if not 1 <= shards <= MOST_SHARDS:
@@ -171,7 +170,7 @@ def _metrics_peers(found: list[Json]) -> tuple[Json, ...]:
             if "except" in block:
                 block["except"] = [network(text) for text in block["except"]]
     except (AttributeError, TypeError):
-        text = "must be a list of NetworkPolicy peers, and each ipBlock an object with a cidr"
+        text = "must be a list of NetworkPolicy peers, in which each ipBlock is an object with a cidr"
         raise SettingsError(f"{PREFIX}METRICS_PEERS={json.dumps(found)}: {text}") from None
     return tuple(found)
 
@@ -189,7 +188,9 @@ def _receivers(namespaces: Json, folder: str, link: str) -> Receivers:
             remedy = 'write {"NAME": ["NAMESPACE", ...]}, with NAME in lower-case letters, digits and \'-\''
             raise SettingsError(f"{PREFIX}RECEIVERS has {name!r}: {allowed!r}; {remedy}")
     if namespaces and not folder:
-        raise SettingsError(f"{PREFIX}RECEIVERS_FOLDER is empty; set it to the folder with the receivers' URLs")
+        raise SettingsError(
+            f"{PREFIX}RECEIVERS_FOLDER is not set; set it to the folder that contains the receivers' URLs"
+        )
     return Receivers({name: tuple(allowed) for name, allowed in namespaces.items()}, Path(folder), link)
 
 

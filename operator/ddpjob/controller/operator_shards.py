@@ -117,7 +117,7 @@ class Shards:
                 stranger = self._strangers.setdefault(name, Lease(self.rest, self.namespace, name, ""))
                 stranger.observe(body)
                 if stranger.is_held_by_another(body):
-                    log.info("waiting for the Lease %s, which belongs to a different number of shards", name)
+                    log.info("waiting for the Lease %s of an operator with a different number of shards", name)
                     return True
         return False
 

@@ -100,9 +100,9 @@ def explain_superseded(view: View) -> str:
     if not is_superseded(view):
         return ""
     return (
-        "a different operator has replaced the token of the job's pods, so this operator leaves the job alone."
-        " Let only one operator act in the namespace, or grant both access to Leases there, so that only one of them "
-        f"acts. To give the job back to this operator, stop the other operator and run `ddpjob restart {view.job.name}`"
+        "another operator has replaced the token of the job's pods, so this operator leaves the job alone."
+        " Let only one operator act in the namespace, or grant both operators access to Leases there so that only one "
+        f"acts. To return the job to this operator, stop the other one and run `ddpjob restart {view.job.name}`"
     )
 
 
@@ -138,10 +138,10 @@ def _lay_out(view: View) -> tuple[JobStatus, list[Event]]:
 def _change(view: View) -> tuple[Cause, str]:
     """Return the cause and the message for the restart that replaces all of a job's pods."""
     if view.status.template_hash.partition("-")[0] != view.job.spec.template_hash:
-        return Cause.SPEC_CHANGED, "spec fields that pods are built from have changed"
+        return Cause.SPEC_CHANGED, "the spec fields that define the pods have changed"
     if key_of(view.status) != view.world.key_mark:
         return Cause.KEY_CHANGED, "the operator's key has changed, and with it the token that the job's pods share"
-    return Cause.RUNTIME_CHANGED, "the upgraded operator cannot work with the runtime in the job's current pods"
+    return Cause.RUNTIME_CHANGED, "the upgraded operator is not compatible with the runtime in the job's current pods"
 
 
 def _resize(view: View) -> tuple[JobStatus, list[Event]]:

@@ -214,7 +214,10 @@ def _with_budget_restored(view: View) -> tuple[JobStatus, list[Event]]:
     seconds = view.job.spec.recovery.reset_after_seconds
     if view.now < since + timedelta(seconds=seconds):
         return status, []
-    message = f"{seconds} s of training without a failure: counted restarts are reset from {counts.counted} to 0"
+    message = (
+        f"training ran for {seconds} s without a failure, so the number of counted restarts is reset from "
+        f"{counts.counted} to 0"
+    )
     return replace(status, restarts=replace(counts, counted=0)), [Event(False, "BudgetRestored", message)]
 
 

@@ -113,7 +113,7 @@ def _without_quota(view: View) -> Decision:
         # Use the queue that granted the quota, because the label may now name a different one.
         queue = next((w.asks[0] for w in (held, lost) if w is not None and w.asks[0]), view.job.queue)
         if lost is None and held is not None and held.admitted and not (held.finished or held.leaving):
-            why = f"the quota that queue {queue} has granted no longer fits the job's spec"
+            why = f"the quota granted by queue {queue} no longer fits the job's spec"
             events.append(Event(False, Cause.SPEC_CHANGED, f"{why}; the job requests new quota; checkpoints are kept"))
         else:
             why = lost.message if lost is not None else "the job's Workload is gone"

@@ -64,7 +64,7 @@ def judge_order(view: View, report: Report, group: Sequence[str]) -> tuple[bool,
     """
     labels, hosts = view.job.spec.rank_order, view.world.hosts
     if hosts is None:
-        remedy = "grant it get, list and watch on nodes with a ClusterRole"
+        remedy = "use a ClusterRole to grant it get, list and watch on nodes"
         return False, "NodesUnknown", f"the operator is not permitted to read the labels of Kubernetes nodes; {remedy}"
     pods = view.world.nodes_by_name
     placed = [pods[name] for name in group if name in pods and pods[name].host in hosts]
@@ -73,17 +73,17 @@ def judge_order(view: View, report: Report, group: Sequence[str]) -> tuple[bool,
         lacking = sorted({p.host for p, place in zip(placed, places, strict=True) if place[level] == f"/{p.host}"})
         if lacking:
             some = f"{lacking[0]} and {len(lacking) - 1} more" if len(lacking) > 1 else lacking[0]
-            found = f"Kubernetes nodes of the job without label {label}: {some}"
+            found = f"Kubernetes nodes that run the job but lack label {label}: {some}"
             return (
                 False,
                 "LabelsMissing",
-                f"{found}; each of them counts as a separate place; add the label to them, or correct spec.rankOrder",
+                f"{found}. Each of them counts as a separate place. Add the label, or correct spec.rankOrder",
             )
     ranked = {pod.name: None for pod in placed}
     if list(ranked) != [name for name in order_pods(view) if name in ranked]:
         why = (
-            "the group formed before the labels of its Kubernetes nodes were known, or the labels or rankOrder have "
-            "changed since"
+            "the labels of the Kubernetes nodes were unknown when the group formed, or the labels or rankOrder have "
+            "changed since then"
         )
         return False, "NextRound", f"{why}; the new order applies from the next round"
     values = [f"{len({place[: level + 1] for place in places})} x {label}" for level, label in enumerate(labels)]

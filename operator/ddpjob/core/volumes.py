@@ -69,7 +69,7 @@ def find_unusable_claim(job: DDPJob, world: World) -> Unusable | None:
             modes = ", ".join(claim.access_modes)
             remedy = "use a claim with ReadWriteMany (or ReadOnlyMany for data), or set spec.nodes to 1"
             if claim.name == job.made_claim:
-                remedy = f"create the job again with {FIELD}.spec.accessModes [ReadWriteMany], or with spec.nodes 1"
+                remedy = f"recreate the job with {FIELD}.spec.accessModes [ReadWriteMany], or with spec.nodes 1"
             message = (
                 f"claim {claim.name} ({modes}) can be mounted by only one Kubernetes node, but {_sizes(job)}; {remedy}"
             )

@@ -296,7 +296,7 @@ def slot_rows(job: DDPJob, body: Json, pods: Sequence[PodLine]) -> tuple[list[Sl
 
 
 _FIRST = ("loss", "accuracy", "test accuracy", "test loss", "samplesPerSecond", "lr")
-_TITLES = {"samplesPerSecond": "samples/s", "lr": "learning rate", "dataWait": "share of time waiting for data"}
+_TITLES = {"samplesPerSecond": "samples/s", "lr": "learning rate", "dataWait": "share of time spent waiting for data"}
 
 
 def trained_curves(series: MetricSeries, by: str = "step") -> Json:

@@ -369,7 +369,7 @@ class Viewers:
         greedy = most > owned[_owner(user)] + 1
         closable = [key for key, view in left if (_owner(view.user) == greediest if greedy else not view.streams)]
         if not closable:
-            raise web.HTTPServiceUnavailable(reason=f"{MOST_VIEWS} viewers are connected already")
+            raise web.HTTPServiceUnavailable(reason=f"{MOST_VIEWS} viewers are already connected")
         self._forget(closable[0])
 
     async def _look_after(self) -> None:

@@ -403,7 +403,7 @@ class Dashboard:
         """
         key, view, pod = _key(request), _view(request), request.query.get("pod", "")
         if view.log_streams >= LOG_STREAMS:
-            raise web.HTTPServiceUnavailable(reason=f"{LOG_STREAMS} logs are open already")
+            raise web.HTTPServiceUnavailable(reason=f"{LOG_STREAMS} logs are already open")
         backend, gone = _backend(view, key), False
         read = await self._read(view, key)
         if pod and _reads_gone(request, view) and all(each.name != pod for each in read.pods):
@@ -452,7 +452,7 @@ class Dashboard:
 @contextlib.asynccontextmanager
 async def _stream(request: web.Request, view: FleetView) -> AsyncIterator[_EventStream]:
     if view.streams >= STREAMS:
-        raise web.HTTPServiceUnavailable(reason=f"{STREAMS} pages are open already")
+        raise web.HTTPServiceUnavailable(reason=f"{STREAMS} pages are already open")
     view.streams += 1
     try:
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -503,7 +503,7 @@ def _curves_now(view: FleetView, key: Key, in_pods: bool, by: str = "step") -> J
             note = str(mistake) if in_pods else ""
     row = view.fleet.row(key)
     unit = "steps/s" if row is not None and "steps" in row.speed else "samples/s"
-    source = "values reported by the job since the dashboard was started"
+    source = "values reported by the job since the dashboard started"
     more = view.commands and not backend.local
     return {**reported_curves(view.fleet.samples(key), unit, by), "source": source, "more": more, "note": note}
 

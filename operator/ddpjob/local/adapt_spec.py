@@ -208,7 +208,7 @@ def _too_many_ranks(spec: JobSpec, nodes: int) -> str:
     ranks = (nodes + spec.spares) * spec.procs_per_node
     if ranks <= MOST_RANKS:
         return ""
-    text = f"{nodes} nodes{_and_spares(spec)} x {spec.procs_per_node} processes are {ranks} ranks"
+    text = f"{nodes} nodes{_and_spares(spec)} x {spec.procs_per_node} processes make {ranks} ranks"
     return f"spec.nodes={nodes}: {text}, but this machine runs at most {MOST_RANKS}; set nodes to a lower number"
 
 
@@ -290,9 +290,8 @@ def _without_torch(spec: JobSpec) -> Iterator[str]:
         return
     python = shlex.quote(sys.executable)
     yield (
-        f"this Python, {sys.executable}, runs the job but does not have torch; install torch there (`{python}"
-        " -m pip install"
-        " torch`), or install ddpjob in the environment that has it"
+        f"the job runs in this Python, {sys.executable}, which does not have torch; install torch there"
+        f" (`{python} -m pip install torch`), or install ddpjob in an environment that has torch"
     )
 
 
@@ -346,7 +345,8 @@ def _unreadable(spec: JobSpec) -> Iterator[str]:
                 at = f"{path}.env[{position}].valueFrom.{kind}"
                 if kind == "fieldRef":
                     if field_value(_ANY_POD, source["fieldPath"]) is None:
-                        yield f"{at}: the field {source['fieldPath']} does not exist outside Kubernetes; remove it"
+                        field = f"the field {source['fieldPath']}"
+                        yield f"{at}: {field} does not exist outside Kubernetes; remove the variable"
                 elif entry["name"] not in os.environ and not source.get("optional"):
                     what = f"{_OBJECTS[kind]} {source.get('name', '')}".strip()
                     remedy = f"export {entry['name']} in this shell to use that value instead"

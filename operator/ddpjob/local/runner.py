@@ -254,7 +254,7 @@ class Runner:
         for path, verb, subject in requests(self.folder):
             reason = ""
             if verb == "kill" and subject in self.cluster.pods:
-                self._note(f"kill {subject}: SIGKILL, as kubectl delete pod --force")
+                self._note(f"kill {subject}: SIGKILL, like kubectl delete pod --force")
                 self.cluster.force_delete(self.cluster.pods[subject])
             elif verb in ("suspend", "resume", "scale") and self.interrupted is not None:
                 reason = f"job {self.folder.name} is being stopped by {self.interrupted.name}"

@@ -19,8 +19,8 @@ from ddpjob.core.world import COORDINATOR_CONTAINER, TRAINER_CONTAINER
 _NOT_RESTARTED = "remove it, because the operator replaces terminated pods and counts their failures"
 _OWNED_SPEC = {
     "restartPolicy": _NOT_RESTARTED,
-    "hostname": "remove it, because it differs in each attempt",
-    "subdomain": "remove it, because it must name the job's service",
+    "hostname": "remove it, because each attempt has a different value",
+    "subdomain": "remove it, because the value must be the job's service",
     "nodeName": "use nodeSelector or affinity instead, so that pods can leave a lost Kubernetes node",
     "activeDeadlineSeconds": "use spec.runPolicy.activeDeadlineSeconds instead",
     "schedulerName": "use spec.scheduling.schedulerName instead",
@@ -51,7 +51,7 @@ _OWNED_MOUNTS = {
 MOST_FAULTS = 20
 """Maximum number of faults that are reported for one template. It is limited because each unknown
 field is compared with the names of all known fields."""
-MORE_FAULTS = f"spec.podTemplate: more than {MOST_FAULTS} faults; correct these, then check it again"
+MORE_FAULTS = f"spec.podTemplate: more than {MOST_FAULTS} faults; correct these, then check again"
 _SHOWN = 100
 """Maximum number of characters that a message shows of a name or a value."""
 
@@ -105,7 +105,7 @@ def _volume_overrides(spec: Mapping[str, Any]) -> Iterator[str]:
 def _container_overrides(container: Mapping[str, Any], path: str, kind: str, *, whole: bool) -> Iterator[str]:
     name = container.get("name")
     if not name:
-        remedy = f"name it {TRAINER_CONTAINER} to change the training container, or anything else for a sidecar"
+        remedy = f"write {TRAINER_CONTAINER} to change the training container, or a different name to add a sidecar"
         yield f"{path}.name: missing; {remedy}"
         return
     if name == COORDINATOR_CONTAINER or (name == TRAINER_CONTAINER and kind == "initContainers"):

@@ -35,7 +35,8 @@ FAMILIES = {
     "ddpjob_train_loss": "Training loss that the script has reported",
     "ddpjob_train_samples_per_second": "Samples per second over all ranks, as reported; only while nodes train",
     "ddpjob_train_eta_seconds": "Time until training is done, as reported",
-    "ddpjob_train_checkpoint_timestamp_seconds": "Unix time at which the newest checkpoint was on disk, as reported",
+    "ddpjob_train_checkpoint_timestamp_seconds": "Unix time at which the newest checkpoint was written to disk, "
+    "as reported",
     "ddpjob_train_copy_timestamp_seconds": "Unix time at which the newest checkpoint in the bucket was saved, "
     "as reported",
     "ddpjob_train_copy_behind_seconds": "How long new checkpoints have existed only on the machine that wrote them, "

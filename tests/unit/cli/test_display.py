@@ -69,7 +69,7 @@ def test_events_and_recoveries_are_printed_only_once(capsys: pytest.CaptureFixtu
     known = replace(over, continued_from="memory", repeated_steps=1)
     for second, restart in enumerate((over, known, known)):
         counts = Restarts(counted=1, recent=(restart,))
-        event = Event(False, "Recovered", "the first step was complete 4.2 s after j-1-0 broke the group; 1 step")
+        event = Event(False, "Recovered", "the first step was completed 4.2 s after j-1-0 broke the group; 1 step")
         events = (failed, TimedEvent(BEGAN, event))
         display.show(shown(second, events[: 1 + second], restarts=counts, progress=PROGRESS, round=1))
     lines = capsys.readouterr().out.splitlines()

@@ -332,7 +332,7 @@ def test_an_image_for_a_wrong_platform_is_recognized_for_each_container_runtime(
     end, why = find_wrong_platform(waits), find_stuck(waits, has_run=False)
     assert end is not None and (end.cause, is_about_platform(end)) == (Cause.START_ERROR, True)
     assert end.message.startswith(
-        "the image of pod job-0-0 is not for the architecture or operating system of Kubernetes node "
+        "the image of pod job-0-0 was not built for the architecture or operating system of Kubernetes node "
     ) and end.message.endswith(said)
     assert why is not None and not why.final
     assert find_wrong_platform(waiting("ErrImagePull", "manifest unknown")) is None

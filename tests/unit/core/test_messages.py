@@ -307,7 +307,7 @@ def test_repeated_steps_that_become_known_late_are_reported_by_an_event() -> Non
     assert at(5, Recovery(None, later(3))) == []
     start = {"step": 40, "made": 45, "source": "memory"}
     recovered = at(6, Recovery(2.75, None), progress={"step": 41, "start": start})
-    text = "the first step was complete 2.75 s after job-1-0 broke the group; 5 steps repeated (from memory)"
+    text = "the first step was completed 2.75 s after job-1-0 broke the group; 5 steps repeated (from memory)"
     assert recovered == [text]
     assert at(7, Recovery(2.75, None), progress={"step": 42, "start": start}) == []
 

@@ -195,7 +195,7 @@ def test_the_condition_shows_whether_the_running_group_follows_the_order() -> No
     bare = {**RACKS, "n1": host("n1"), "n3": host("n3")}
     holds, reason, message = condition(job, pods, bare, right)
     assert (holds, reason) == (False, "LabelsMissing")
-    assert "without label example.com/rack: n1 and 1 more" in message
+    assert "lack label example.com/rack: n1 and 1 more" in message
     assert condition(job, pods, None, right)[:2] == (False, "NodesUnknown")
 
 

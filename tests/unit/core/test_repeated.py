@@ -153,7 +153,7 @@ def test_snapshots_that_do_not_fit_are_reported_once_and_the_report_is_withdrawn
     assert one.status.condition(ConditionType.SNAPSHOTS_HELD) == shown and "NoRoom" not in one.events
     one.look(24, 2, {"stepsAtRisk": 4, "step": 93})
     held = one.status.condition(ConditionType.SNAPSHOTS_HELD)
-    assert held is not None and held.status and held.message == "losing a pod repeats at most 4 steps"
+    assert held is not None and held.status and held.message == "losing a pod would repeat at most 4 steps"
 
 
 def test_a_finished_job_has_no_steps_at_risk() -> None:

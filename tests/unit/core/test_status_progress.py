@@ -71,7 +71,7 @@ def test_steps_are_counted_from_the_restart(resumed: str) -> None:
     assert (shown["display"], shown["stepsBefore"]) == ("step 128 since the restart", 359)
     said = {
         "yes": "",
-        "no": "no state from the 359 earlier steps (to make it resume: docs/own-scripts.md)",
+        "no": "no state from the 359 earlier steps (see docs/own-scripts.md to make it resume)",
     }
     assert said.get(resumed, "it is unknown") in began_again(shown) and bool(began_again(shown)) is (resumed != "yes")
     own = show_progress(shown, {"step": 300}, NOW + timedelta(seconds=20), at_once=False)
@@ -239,13 +239,13 @@ def test_a_lasting_lag_causes_one_event_with_pod_and_node() -> None:
     (event,) = change_events(JobStatus(), JobStatus(progress={"stragglers": first}))
     assert event.reason == "RankLags"
     assert event.message == (
-        "rank 1 (job-1-0 on Kubernetes node host) takes 2.0 times as long as the median rank for its own "
-        "work in a step, "
+        "in each step, rank 1 (job-1-0 on Kubernetes node host) takes 2.0 times as long as the median rank for its "
+        "own work, "
         "and all other ranks wait for it"
     )
     two = show_stragglers(lagging([{"rank": 1, "slowdown": 2}, {"rank": 2, "slowdown": 2}]))
     (event,) = change_events(JobStatus(), JobStatus(progress={"stragglers": two}))
-    assert event.message.endswith("as the median rank for their own work in a step, and all other ranks wait for them")
+    assert event.message.endswith("as the median rank for their own work, and all other ranks wait for them")
     view = replace(lagging([{"rank": 1, "slowdown": 3}], shown=first), now=NOW + timedelta(hours=1))
     later = show_stragglers(view)
     assert later[0]["slowdown"] == 3 and later[0]["since"] == first[0]["since"]

@@ -84,7 +84,8 @@ def test_an_init_container_that_takes_long_is_reported() -> None:
     found = shown(ConditionType.RUNNING, 40, *pods)
     assert found.reason == "NodesMissing"
     assert found.message == (
-        "1 of 2 nodes runs; pod job-0-0 on Kubernetes node n0: init container fetch has run since 2026-01-01T00:00:03Z"
+        "1 of 2 nodes runs; pod job-0-0 on Kubernetes node n0: init container fetch has been running since "
+        "2026-01-01T00:00:03Z"
     )
 
 
@@ -107,7 +108,7 @@ def test_a_running_sidecar_is_not_reported_as_the_reason_for_waiting() -> None:
     conditions[0]["status"] = "False"
     starting = read_pod({"metadata": meta, "spec": {"nodeName": "n0"}, "status": status})
     found = shown(ConditionType.RUNNING, 40, starting, pod(1), COORDINATOR)
-    assert "init container proxy has run since 2026-01-01T00:00:01Z" in found.message
+    assert "init container proxy has been running since 2026-01-01T00:00:01Z" in found.message
 
 
 @pytest.mark.parametrize("prepared", [True, None])

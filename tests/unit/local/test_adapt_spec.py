@@ -123,11 +123,11 @@ def test_too_few_gpus_are_reported_and_training_uses_the_cpu(tmp_path: Path) -> 
 
 def test_more_ranks_than_the_machine_can_run_are_refused(tmp_path: Path) -> None:
     found = fitted(tmp_path, nodes=1000, spares=1, procsPerNode=64)
-    said = f"spec.nodes=1000: 1000 nodes and 1 spare x 64 processes are 64064 ranks.* at most {MOST_RANKS}"
+    said = f"spec.nodes=1000: 1000 nodes and 1 spare x 64 processes make 64064 ranks.* at most {MOST_RANKS}"
     assert [bool(re.match(said, problem)) for problem in found.problems] == [True]
     few = fitted(tmp_path, nodes=2)
     assert few.problems == () and not too_many_nodes(few, 3)
-    assert "spec.nodes=10000: 10000 nodes x 1 processes are 10000 ranks" in too_many_nodes(few, 10_000)
+    assert "spec.nodes=10000: 10000 nodes x 1 processes make 10000 ranks" in too_many_nodes(few, 10_000)
 
 
 def test_no_gpu_is_visible_unless_the_job_requests_one(tmp_path: Path) -> None:

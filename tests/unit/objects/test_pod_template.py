@@ -663,7 +663,7 @@ def test_after_twenty_faults_the_validation_stops_with_a_message(monkeypatch: py
     monkeypatch.setattr(pod_template.difflib, "get_close_matches", compare)
     found = problems({"spec": {f"terminationGracePeriodSecon{n}": 1 for n in range(20_000)}})
     assert len(found) == MOST_FAULTS + 1
-    assert found[-1] == "spec.podTemplate: more than 20 faults; correct these, then check it again"
+    assert found[-1] == "spec.podTemplate: more than 20 faults; correct these, then check again"
     assert len(compared) == MOST_FAULTS + 1, "each string comparison takes a millisecond"
     exactly = problems({"spec": {f"terminationGracePeriodSecon{n}": 1 for n in range(MOST_FAULTS)}})
     assert len(exactly) == MOST_FAULTS and "more faults" not in exactly[-1]

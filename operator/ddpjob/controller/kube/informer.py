@@ -189,10 +189,10 @@ class Cache(Generic[View]):
         """
         if version < self._latest:
             log.warning(
-                "%s went back to version %s from %s; the API server may have been restored from a backup",
+                "the version of %s went back from %s to %s; the API server may have been restored from a backup",
                 self.path,
-                version,
                 self._latest,
+                version,
             )
             self._versions, self._floor = dict.fromkeys(self._versions, 0), 0
         self._latest = version
@@ -278,7 +278,7 @@ class Informer(Cache[View]):
                     pause = self._forbidden(error)
                     self.answered.set()
                 elif error.status != HTTPStatus.GONE:
-                    log.warning("%s will be listed again in %s s: %s", self.path, pause, error)
+                    log.warning("%s could not be read; next list in %s s: %s", self.path, pause, error)
                 if error.status != HTTPStatus.GONE and pause == _RETRY:
                     # A pause other than _RETRY means that the collection is optional and cannot be
                     # read. An administrator may have forbidden it on purpose, so this does not
@@ -289,7 +289,7 @@ class Informer(Cache[View]):
                 self._version = ""
                 pause = _RETRY
                 self._errors.inc()
-                log.warning("%s will be listed again in %s s: the response is invalid: %r", self.path, pause, error)
+                log.warning("%s: the response is invalid; next list in %s s: %r", self.path, pause, error)
             await asyncio.sleep(pause)
 
     def _forbidden(self, error: ApiError) -> float:

@@ -518,7 +518,9 @@ def is_about_platform(end: End) -> bool:
 def _of_wrong_platform(pod: PodView, said: str) -> End:
     last = said.strip().splitlines()[-1][-_LONGEST_WORDS:]
     host = pod.host or "(unknown)"
-    why = f"the image of pod {pod.name} is not for the architecture or operating system of Kubernetes node {host}"
+    why = (
+        f"the image of pod {pod.name} was not built for the architecture or operating system of Kubernetes node {host}"
+    )
     return End(Cause.START_ERROR, f"{why}: {last}")
 
 

@@ -229,7 +229,7 @@ def _recorded(
 
     `late` contains the findings that are consequences of `last`.
     """
-    assert last is not None or not late, "a consequence needs a break that it follows from"
+    assert last is not None or not late, "a consequence must have a break that caused it"
     restarts = [_consequence(f, last) for f in late if last is not None]
     causes = []
     for number, broken in enumerate(breaks, start=status.round + 1):

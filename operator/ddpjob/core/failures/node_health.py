@@ -62,8 +62,8 @@ LINK_LOSSES = 3
 suffice. One more is required here, because a switch that restarts may cause two lost
 connections."""
 _BEYOND = (
-    "the required affinity, spread constraints, claims or quantities in this job's podTemplate and resources, or the "
-    "topology of its queue"
+    "that depends on the required affinity, spread constraints, claims or quantities in podTemplate and resources, "
+    "or on the queue's topology"
 )
 
 
@@ -117,23 +117,29 @@ def judge_nodes(view: View) -> list[NodeVerdict]:
         if storm:
             # The message omits the number of unhealthy nodes. Whenever a sign came or went, this
             # number would change, and the status would be written again.
-            reason, why = "TooManyUnhealthy", "more than a quarter of the Kubernetes nodes of its kind are unhealthy"
+            reason, why = (
+                "TooManyUnhealthy",
+                "more than a quarter of the Kubernetes nodes of the same kind are unhealthy",
+            )
         elif host.name in left:
             reason, why = (
                 "MovedBefore",
-                "the job left this Kubernetes node within the last hour, and found no better one",
+                "the job left this Kubernetes node within the last hour, but its pod was placed there again",
             )
         elif _came_after(pod, host):
             reason, why = "PlacedThere", "the scheduler chose this Kubernetes node when it was already unhealthy"
         elif often:
             reason = "MovedTooOften"
-            why = f"there were {MAX_MOVES} moves, or {RECENT} restarts of any kind, within the last hour"
+            why = f"within the last hour, pods were moved {MAX_MOVES} times, or the job restarted {RECENT} times"
         elif holders - moved == {pod.name}:
             reason, why = ONLY_COPY, f"only this pod holds {STATE}; set storage.checkpoints to let it move"
         elif spares:
             reason, why, spares = "", "", spares - 1
         elif wants.more:
-            reason, why = "NoOtherNode", f"no spare is ready, and only the scheduler can evaluate {_BEYOND}"
+            reason, why = (
+                "NoOtherNode",
+                f"no spare is ready, and only the scheduler can tell where this pod fits: {_BEYOND}",
+            )
         elif not wants.admitted_to(host):
             why = (
                 "no spare is ready, and this Kubernetes node is cordoned or tainted, so it could not take the pod back"
@@ -202,7 +208,7 @@ def _why_it_leaves(view: View, failure: Restart, within: Sequence[Restart]) -> s
     """Return why the pod must be replaced after this failure; empty if it may stay."""
     if failure.reason == Cause.PEER_LOST:
         often = _link_breaks(view, failure, within) and not _has_moved_too_often(view, within)
-        return f"it has lost its connection {LINK_LOSSES} times in a row and no other pod has" if often else ""
+        return f"it lost its connection {LINK_LOSSES} times in a row while no other pod did" if often else ""
     said = find_lost_device(view.job.spec, failure.message, trained=view.trained)
     if said:
         return f"it has lost its device ({said})"
@@ -216,7 +222,7 @@ def _why_it_leaves(view: View, failure: Restart, within: Sequence[Restart]) -> s
     # between, so they do not count as two in a row.
     if not again or restored or len(view.status.slots) < 2 or names_program_error(failure.message):
         return ""
-    return "" if _has_moved_too_often(view, within) else "it has failed twice in a row and no other pod has"
+    return "" if _has_moved_too_often(view, within) else "it failed twice in a row while no other pod did"
 
 
 def _link_breaks(view: View, failure: Restart, within: Sequence[Restart]) -> bool:

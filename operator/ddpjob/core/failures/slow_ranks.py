@@ -91,10 +91,8 @@ def judge_slow_ranks(view: View) -> list[PaceVerdict]:
         why = _why_it_stays(view, found, slow) or ("one pod is moved at a time" if moving else "")
         where = f" on Kubernetes node {found.pod.host}" if found.pod.host else ""
         what = f"rank {found.rank} (pod {found.pod.name}{where}) has been clearly slower than the others for a minute"
-        times = f"rank {found.rank} takes {found.slowdown:.1f} times as long as the median rank for its own work"
-        end = End(
-            Cause.SLOW_RANK, f"{times} in a step, and a spare replaces pod {found.pod.name}{where}", rank=found.rank
-        )
+        times = f"rank {found.rank}'s own work in a step takes {found.slowdown:.1f} times as long as the median rank's"
+        end = End(Cause.SLOW_RANK, f"{times}, so a spare replaces pod {found.pod.name}{where}", rank=found.rank)
         verdicts.append(PaceVerdict(found.index, end, what, why))
     return verdicts
 
@@ -148,17 +146,17 @@ def _why_it_stays(view: View, found: _Slow, slow: list[_Slow]) -> str:
     if spec.recovery.slow_ranks is SlowRanks.REPORT:
         return "recovery.slowRanks is Report"
     if found.cost is None or not spec.under_torchrun:
-        return "the rank is only reported, because spec.command is set or the time that the rank costs is unknown"
+        return "the rank is reported but not moved, because spec.command is set or the rank's cost in time is unknown"
     if len(slow) > max(1, SHARE * spec.nodes):
-        return "more than a quarter of the pods are slow, so none of them is an exception"
+        return "more than a quarter of the pods are slow, so no single pod stands out"
     if found.index == 0 and spec.rendezvous.placement is Placement.MASTER:
         return "its pod runs the coordinator, because rendezvous.placement is Master"
     if any(restart.rank is not None and restart.rank // procs == found.rank // procs for restart in moved):
-        return "the same rank was slow in a different pod within the last hour, so its work may be the reason"
+        return "the same rank was slow in a different pod within the last hour, so its work is probably the cause"
     if not view.world.one_host and found.pod.host in avoided | {restart.node for restart in moved}:
-        return "the job left this Kubernetes node within the last hour, and found no better one"
+        return "the job left this Kubernetes node within the last hour, but its pod was placed there again"
     if often:
-        return f"there were {MAX_MOVES} moves, or {RECENT} restarts of any kind, within the last hour"
+        return f"within the last hour, pods were moved {MAX_MOVES} times, or the job restarted {RECENT} times"
     return "" if spares else "no spare is ready on a different Kubernetes node; set spec.spares"
 
 

@@ -163,7 +163,7 @@ def _follow_slot(view: View, index: int, slot: Slot, pod: PodView | None) -> tup
     if pod.generation < group:
         # The pod belongs to an earlier coordinator, which the operator no longer follows. Either
         # the status was changed manually, or the pod was created late.
-        why = f"pod {pod.name} belongs to generation {pod.generation} of the group, which is at generation {group}"
+        why = f"pod {pod.name} belongs to generation {pod.generation}, but the group is at generation {group}"
         return SlotState.FAILED, End(Cause.RENDEZVOUS_LOST, why)
     elsewhere = find_wrong_platform(pod)
     if elsewhere is not None:
@@ -266,7 +266,7 @@ def _suspect_host(view: View, ended: Ended | None) -> Ended | None:
         return ended
     where = f"the coordinator's pod {pod.name} on Kubernetes node {pod.host}"
     if ended is None and pod.prepared is False and view.now - (pod.scheduled or view.now) >= UNPREPARED:
-        why = f"{where} has had no volumes or network for {_seconds(view, pod.scheduled)} s"
+        why = f"{where} has waited {_seconds(view, pod.scheduled)} s for its volumes or network"
         return Ended(End(Cause.START_ERROR, f"{why}; the next coordinator starts elsewhere"), pod, pod.name)
     if ended is None or ended.end.cause is not Cause.EXIT_CODE or not _ended_soon(view, pod):
         return ended

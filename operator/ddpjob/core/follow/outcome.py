@@ -156,7 +156,7 @@ def _no_coordinator(view: View, ended: Ended | None) -> Failure | None:
     if ended is None or ended.end.cause is not Cause.INIT_FAILURE or view.trained:
         return None
     end = ended.end
-    hint = " (the image must have python3 and torch)" if "executable file not found" in end.message else ""
+    hint = " (the image must contain python3 and torch)" if "executable file not found" in end.message else ""
     message = f"the coordinator cannot start: {end.message}{hint}"
     return Failure(Cause.INIT_FAILURE, with_traceback(message, end.traceback))
 

@@ -127,9 +127,9 @@ def explain_yield(view: View) -> str:
         return ""
     cost = ""
     if holders:
-        cost = f"; another job waits for room, so the only copy of the newest state, in pod {min(holders)}, is lost"
+        cost = f"; another job waits for room, so the only copy of the newest state (in pod {min(holders)}) is lost"
     return (
         f"{count(len(held), 'pod')} {'has' if len(held) == 1 else 'have'} held a Kubernetes node for {YIELD.seconds} s "
         f"without training, because there is no room for pod {first.name}. The job releases its pods and waits for "
-        f"{spec.min_nodes} nodes at once{cost}"
+        f"room for {spec.min_nodes} nodes at once{cost}"
     )

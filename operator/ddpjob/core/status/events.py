@@ -147,8 +147,8 @@ def _lagging(old: JobStatus, new: JobStatus) -> list[Event]:
         if _episode(entry) not in known
     ]
     its, it = ("its", "it") if len(named) == 1 else ("their", "them")
-    text = f"as the median rank for {its} own work in a step, and all other ranks wait for {it}"
-    return [Event(True, "RankLags", event_text(f"{', '.join(named)} {text}"))] if named else []
+    text = f"as the median rank for {its} own work, and all other ranks wait for {it}"
+    return [Event(True, "RankLags", event_text(f"in each step, {', '.join(named)} {text}"))] if named else []
 
 
 def _episode(entry: Json) -> tuple[object, ...]:
@@ -194,7 +194,7 @@ def _recovered(old: JobStatus, new: JobStatus) -> list[Event]:
         return []
     if _is_accounted(before) or not _is_accounted(restart) or restart.reason in PLANNED:
         return []
-    return [Event(False, "Recovered", f"the first step was complete {_after(restart)}")]
+    return [Event(False, "Recovered", f"the first step was completed {_after(restart)}")]
 
 
 def _is_accounted(restart: Restart) -> bool:

@@ -126,7 +126,7 @@ def judge_snapshots(view: View) -> JobStatus:
     before = status.condition(ConditionType.SNAPSHOTS_HELD)
     if before is None or before.status or not is_number(risk):
         return status
-    return condition(True, "Held", f"losing a pod repeats at most {count(int(risk), 'step')}")
+    return condition(True, "Held", f"losing a pod would repeat at most {count(int(risk), 'step')}")
 
 
 _SOURCES = {

@@ -132,7 +132,7 @@ def judge_fast_recovery(view: View) -> JobStatus:
         return with_condition(status, ConditionType.FAST_RECOVERY, False, first.kind, message, view.now)
     if report.state not in FORMED:
         return status
-    message = "workers start from a process that has imported torch"
+    message = "workers are forked from a process that has imported torch"
     return with_condition(status, ConditionType.FAST_RECOVERY, True, "WarmWorkers", message, view.now)
 
 
@@ -156,5 +156,5 @@ def judge_preflight(view: View, restarts: tuple[Restart, ...], *, formed: bool) 
     if note is not None:
         return condition(True, "LinksChecked", note.why)
     if preflight.scope is PreflightScope.NODE:
-        return condition(True, "NodesChecked", "every node of the group has passed the check of its devices and folder")
+        return condition(True, "NodesChecked", "every node in the group has passed its device and folder checks")
     return status

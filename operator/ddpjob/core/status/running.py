@@ -215,7 +215,7 @@ def _without_steps(view: View, overdue: Overdue, training: int) -> str:
     since = known if known is not None and abs(known - overdue.since) < _SAME_STEP else overdue.since
     said = f", while the script reports: {overdue.activity}" if overdue.activity else ""
     ends = view.job.spec.recovery.hangs is Hangs.END
-    remedy = "it restarts once no rank is active" if ends else "it is left alone, because recovery.hangs is Report"
+    remedy = "it restarts once no rank is active" if ends else "it is left running, because recovery.hangs is Report"
     text = (
         f"the group of {count(training, 'node')} has {_NO_STEP} {format_time(since)}"
         f"{said}: {overdue.where}. If the group hangs, {remedy}; to restart it after a fixed time, set "
@@ -274,8 +274,8 @@ def _without_count(view: View) -> str:
     if not uncountable or view.job.spec.recovery.hang_after_seconds is None:
         return ""
     return (
-        "; this script's steps cannot be counted, so recovery.hangAfterSeconds restarts the group only if every rank "
-        "stands still; call ddpjob_report.report() after each step"
+        "; this script's steps cannot be counted, so recovery.hangAfterSeconds restarts the group only if no rank is "
+        "active; call ddpjob_report.report() after each step"
     )
 
 

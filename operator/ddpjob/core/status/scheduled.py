@@ -133,7 +133,8 @@ _NO_CLASS = re.compile(r"no PriorityClass with name \S+ was found")
 """Matches messages about objects that name a missing PriorityClass. Running without a gang would
 not help."""
 _NO_BUDGET = (
-    "is refused, so a drain may end several pods at once (to run without it, set scheduling.disruptionBudget to false)"
+    "is refused, so a drain can end several pods at once (to run without a budget, set scheduling.disruptionBudget to "
+    "false)"
 )
 
 
@@ -147,7 +148,7 @@ def _gang_waits(view: View, alive: list[PodView]) -> str:
     spec, gang = view.job.spec, view.status.gang
     nodes = gang.nodes if gang is not None else spec.nodes
     gpus = f" with {count(spec.gpus_per_node, 'GPU')} each" if spec.gpus_per_node else ""
-    text = f"waits for {nodes} nodes{gpus} at once, and holds none until then"
+    text = f"waits for room for {nodes} nodes{gpus} at once, and holds none of them until then"
     judged = [pod for pod in alive if pod.unschedulable and not pod.host]
     fitting = [pod for pod in judged if _FITS in pod.unschedulable]
     short = next((pod for pod in judged if pod not in fitting), None)
@@ -201,7 +202,7 @@ def _backing_off(status: JobStatus, now: datetime) -> str:
     if not held:
         return ""
     until, index, slot = min(held, key=lambda h: h[0])
-    return f"; the next pod of index {index} is created at {until:%H:%M:%S} UTC ({why_held(slot)})"
+    return f"; the next pod with index {index} is created at {until:%H:%M:%S} UTC ({why_held(slot)})"
 
 
 def _spread_hint(view: View, pod: PodView) -> str:
@@ -212,13 +213,13 @@ def _spread_hint(view: View, pod: PodView) -> str:
         return f" (pod {leaving.name} is still terminating and keeps its Kubernetes node until {until} at the latest)"
     if scheduling.same_topology and "pod affinity" in pod.unschedulable:
         return (
-            f" (all pods must be in the same {scheduling.same_topology}; if there is no room where the "
-            "placed pods are, set runPolicy.suspend to true and back to false, so that the job chooses again)"
+            f" (all pods must be in the same {scheduling.same_topology}; if the one with the placed pods is full, set "
+            "runPolicy.suspend to true and then back to false so that all pods are placed again)"
         )
     if scheduling.one_pod_per_node and "anti-affinity" in pod.unschedulable:
         wanted = "spec.nodes and spec.spares" if view.job.spec.spares else "spec.nodes"
         return (
-            f" (one pod per {scheduling.topology_key}: fewer Kubernetes nodes fit than are needed for {wanted}; to let "
-            "pods share one, set scheduling.onePodPerNode to false)"
+            f" (one pod per {scheduling.topology_key}: too few Kubernetes nodes fit for {wanted}; to let pods share a "
+            "Kubernetes node, set scheduling.onePodPerNode to false)"
         )
     return ""

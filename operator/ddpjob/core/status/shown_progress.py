@@ -126,7 +126,7 @@ def began_again(progress: Json) -> str:
     if known == protocol.NO:
         return (
             f"after the last restart the script seems to have started again from step 0, because its optimizer had no "
-            f"state from the {before} earlier steps (to make it resume: docs/own-scripts.md)"
+            f"state from the {before} earlier steps (see docs/own-scripts.md to make it resume)"
         )
     return (
         "it is unknown whether the script continued from a checkpoint after the last restart; report its steps with "

@@ -70,7 +70,7 @@ def find_not_started(pods: Iterable[PodView], now: datetime) -> tuple[str, str] 
         if running:
             # Sidecars keep running, so only the last running init container holds up the pod.
             since = format_time(preparing[running[-1]].started or pod.scheduled)
-            return NODES_MISSING, f"{where}: init container {running[-1]} has run since {since}"
+            return NODES_MISSING, f"{where}: init container {running[-1]} has been running since {since}"
         since = format_time(pod.scheduled)
         if pod.prepared is False:
             hint = f"a Secret, a folder or a driver may be missing; run `kubectl describe pod {pod.name}`"

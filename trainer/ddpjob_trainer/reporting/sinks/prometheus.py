@@ -52,7 +52,7 @@ _METRICS = {
     "train/restarts": ("ddpjob_train_restarts", "Restarts of the run so far."),
     "checkpoint/time": (
         "ddpjob_train_checkpoint_timestamp_seconds",
-        "Unix time at which the newest checkpoint was on disk.",
+        "Unix time at which the newest checkpoint was written to disk.",
     ),
     "checkpoint/copied_time": (
         "ddpjob_train_copy_timestamp_seconds",
