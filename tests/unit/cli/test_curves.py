@@ -134,7 +134,7 @@ def test_plot_draws_a_picture_with_the_trainers_program(runs: Path, monkeypatch:
     with pytest.raises(Mistake, match=r"^error: no folder$"):
         draw([("j", "text")], Path("x.png"))
     monkeypatch.setattr("ddpjob.cli.terminal_curves.importlib.util.find_spec", lambda name: None)
-    with pytest.raises(Mistake, match=r"needs the built-in trainer: pip install '\.\[trainer\]'"):
+    with pytest.raises(Mistake, match=r"requires the built-in trainer: pip install '\.\[trainer\]'"):
         draw([("j", "text")], Path("x.png"))
 
 
@@ -307,7 +307,7 @@ def test_plot_draws_several_jobs_in_one_chart(runs: Path, capsys: pytest.Capture
     assert "9 jobs: at most 8 can be drawn in different colors" in capsys.readouterr().err
     run_of("bare", timed("start", 0, 100.0), timed("step", 1, 101.0, loss=1.0))
     assert main(["--local", "plot", "one", "bare", "--by", "epoch"]) == 2
-    assert "--by epoch: the metrics of bare have no epoch; use --by step" in capsys.readouterr().err
+    assert "--by epoch: the metrics of bare do not contain epoch; use --by step" in capsys.readouterr().err
 
 
 RESTARTED = [

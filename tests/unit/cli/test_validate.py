@@ -77,10 +77,10 @@ REFUSED = {
     ),
     "a line": (
         JOB.replace("script: b.py", "script: python b.py --lr 0.1"),
-        "spec.script: 'python b.py --lr 0.1' contains more than a file name; write script: b.py and args: "
-        '["--lr", "0.1"] (',
+        "spec.script: 'python b.py --lr 0.1' contains more than a file name; set `script: b.py` and `args: "
+        '["--lr", "0.1"]` (',
     ),
-    "torchrun": (JOB.replace("script: b.py", "script: torchrun b.py"), "write script: b.py ("),
+    "torchrun": (JOB.replace("script: b.py", "script: torchrun b.py"), "set `script: b.py` ("),
     "torchrun alone": (
         JOB.replace("script: b.py", "module: torchrun"),
         "spec.module: torchrun is a launcher, and the job has its own; specify only the program that it starts (",
@@ -93,7 +93,7 @@ REFUSED = {
         JOB.replace("script: b.py", "script: run.sh"),
         "spec.script: run.sh is a shell script, and torchrun starts only Python scripts; specify the Python "
         "script that it starts, "
-        'or write command: ["bash", "run.sh"] instead of script (',
+        'or set `command: ["bash", "run.sh"]` instead of script (',
     ),
     "a notebook": (
         JOB.replace("script: b.py", "script: a/b.ipynb"),

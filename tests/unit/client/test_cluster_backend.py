@@ -327,7 +327,7 @@ def test_endless_output_of_a_command_in_a_pod_is_read_up_to_16_mib(
 
     with pytest.raises(
         Mistake,
-        match=rf"^pod {POD.name}: its python3 printed more than 16 MiB, so reading stopped; check which program",
+        match=rf"^pod {POD.name}: python3 printed more than 16 MiB; check that `python3` starts Python",
     ):
         running(flood(), monkeypatch).run_in(POD, "print()")
     assert sent == 257, "in frames of 64 KiB"

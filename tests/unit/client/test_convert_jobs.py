@@ -317,7 +317,7 @@ def _of_four_gpus(command: list[str], **spec: Any) -> dict[str, Any]:
 def test_torchrun_starts_the_same_number_of_processes_as_before(command: list[str], processes: int | None) -> None:
     made = convert(_of_four_gpus(command))
     assert valid(made.job).get("procsPerNode") == processes
-    assert any("procsPerNode: 1, as before" in note for note in made.notes) == (processes == 1)
+    assert any("procsPerNode: set to 1, as before" in note for note in made.notes) == (processes == 1)
 
 
 def test_torchruns_option_for_processes_takes_precedence_over_the_variable() -> None:
@@ -484,7 +484,7 @@ def test_a_job_restarts_as_often_as_torchrun_or_its_pods_did(
     assert any("restartPolicy Never" in note for note in made.notes) == (len(policies) > 1)
     said = [note for note in made.notes if "runPolicy.backoffLimit: not set, so failed pods were restarted" in note]
     assert bool(said) == (policies != ["Never"] and "runPolicy" not in spec)
-    assert not said or f"a DDPJob fails after {10 if restarts is None else restarts} restarts" in said[0]
+    assert not said or f"a DDPJob fails after {10 if restarts is None else restarts} counted restarts" in said[0]
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,7 @@ def test_objects_that_cannot_be_sent_are_reported(
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        ({}, "missing a required argument: 'lr'; args are its keyword arguments"),
+        ({}, "missing a required argument: 'lr'; args must be its keyword arguments"),
         ({"lr": 1, "rl": 1}, "got an unexpected keyword argument 'rl'"),
         ({"lr": {1}}, "the argument lr cannot be written as JSON: Object of type set"),
         ({"lr": {1: 2}}, "the argument lr has the key 1, but JSON keys must be strings; pass a list of pairs"),

@@ -161,7 +161,7 @@ def test_a_run_that_does_not_start_in_time_is_stopped(tmp_path: Path, monkeypatc
     monkeypatch.setattr(process_backend.sys, "executable", str(slow))
     monkeypatch.setattr(process_backend, "_STARTED_SECONDS", 3.0 * slowness())
     job = {"apiVersion": "ddpjob.io/v1alpha1", "kind": "DDPJob", "metadata": {"name": "j"}}
-    with pytest.raises(Mistake, match="was killed, because it wrote no record within"):
+    with pytest.raises(Mistake, match="was killed, because it recorded no job within"):
         ProcessBackend().create([{**job, "spec": {"image": "i", "script": "s.py"}}])
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
 
