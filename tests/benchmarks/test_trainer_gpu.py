@@ -69,7 +69,7 @@ def test_rows_that_fail_or_do_not_fit_are_not_run_and_the_next_rows_are() -> Non
     assert time.monotonic() - began < 120
     assert found["hangs"] == {"not_run": "stopped after 2 s"}
     assert found["fails"] == {"not_run": "exit code 1: ValueError: bad value"}
-    assert found["large"]["not_run"].startswith("takes about 1000 s, and 2")
+    assert found["large"]["not_run"].startswith("takes about 1000 s, but only 2")
     assert found["busy"]["not_run"].startswith("ValueError: implausible figures")
     assert found["silent"] == {"not_run": "ValueError: no figures were printed"}
     assert found["crashes later"] == {**figures, "ended": "exit code 1: lost"}

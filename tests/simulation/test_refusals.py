@@ -113,7 +113,7 @@ async def test_a_refused_disruption_budget_is_reported_and_does_not_delay_replac
         assert (scheduled["status"], scheduled["reason"]) == ("True", "AllPlaced")
         messages.append(scheduled["message"])
     [message] = set(messages[1:])
-    assert message.startswith("2 of 2 pods are scheduled; PodDisruptionBudget job is refused, so a drain may end")
+    assert message.startswith("2 of 2 pods are scheduled; PodDisruptionBudget job is refused, so a drain can end")
     assert message.endswith("exceeded quota: budgets")
     s.force_delete("job-0-0")
     await s.until(lambda: s.status["restarts"]["total"] == 1 and s.phase == "Running")
