@@ -60,8 +60,8 @@ class Member:
 
     @property
     def has_workers(self) -> bool:
-        """Whether the member may have live workers of its round. A leaving
-        member does not count.
+        """Whether the member is in a round, so that it may have workers; False if the member is
+        leaving.
         """
         return self.state in (MemberState.RUNNING, MemberState.FINISHED)
 
@@ -124,7 +124,9 @@ class Member:
         self.drain_by = None
 
     def lose(self) -> None:
-        """Record that this launcher is no longer a member. Its round may still refer to it."""
+        """Record that this launcher is no longer a member. The round that the member was in may
+        still refer to this object.
+        """
         self._become(MemberState.LOST)
 
     def drain(self, until: float, planned: bool) -> bool:
@@ -147,9 +149,9 @@ class Members:
     """Keeps three lists: the members (one per index), the missing members, and the pods that are
     never admitted again.
 
-    Every line from a member needs the number of ready members, so a tally is updated whenever a
-    state changes. Without the tally, counting a thousand members for each line took half of the CPU
-    time before a round began.
+    The number of ready members is needed for every line from a member, so a tally is updated
+    whenever a state changes. Without the tally, counting a thousand members for each line took half
+    of the CPU time before a round began.
     """
 
     def __init__(self, loop: Loop) -> None:
@@ -166,7 +168,7 @@ class Members:
         return iter(list(self.by_index.values()))
 
     def holds(self, member: Member) -> bool:
-        """Whether this member still has its index. A newer member may have taken it."""
+        """Whether this member still has its index; False if a newer member has taken the index."""
         return self.by_index.get(member.index) is member
 
     @property
@@ -214,7 +216,9 @@ class Members:
             self.missing[member.index] = LostMember(member.pod, time_of(member.heard), member.index, why)
 
     def remove(self, member: Member) -> None:
-        """Remove a member. If another member has already taken its index, that one stays."""
+        """Remove a member. If a newer member has already taken the same index, the newer member
+        stays.
+        """
         if self.holds(member):
             del self.by_index[member.index]
         member.lose()

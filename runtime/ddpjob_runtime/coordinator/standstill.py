@@ -11,11 +11,11 @@ the same, and one of these is true:
 - Every rank is in a collective, and no rank has transferred anything.
 
 A rank that uses a GPU may spend CPU time while its stack stays the same, because it spins while it
-waits for the GPU. A long computation on the GPU looks the same. Such a rank is not a culprit, but
-while there is one, the others must stand still for SPIN_LOOKS checks to prove a hang. In all other
-cases, LEAST_LOOKS checks are enough. Some waits often end by themselves: waits for a stopped
-process, for storage or for a server, and sleeps. They are a proof only if they last longer
-(PATIENCE). After any movement, the comparison starts again.
+waits for the GPU. A long computation on the GPU looks the same. Such a rank is not a culprit. While
+there is such a rank, a hang is proved only after the other ranks have stood still for SPIN_LOOKS
+checks. In all other cases, LEAST_LOOKS checks are enough. Some waits often end by themselves: waits
+for a stopped process, for storage or for a server, and sleeps. Such a wait proves a hang only if it
+lasts longer (PATIENCE). After any movement, the comparison starts again.
 
 Example, 5 s between checks:
 
@@ -60,8 +60,9 @@ PATIENCE = {
     WaitKind.STOPPED: 60.0, WaitKind.STORAGE: 120.0, WaitKind.SERVER: 120.0, WaitKind.ASLEEP: 120.0,
     WaitKind.TRACED: float("inf"),
 }  # fmt: skip
-"""Kinds of waits that often end by themselves, each with how many seconds ranks must stand still in
-it. A process under a debugger never proves a hang, because it waits for the debugger.
+"""Kinds of waits that often end by themselves, each with the number of seconds after which a
+standstill in such a wait proves a hang. A process under a debugger never proves a hang, because it
+waits for the debugger.
 """
 
 FRAME = re.compile(r'^[ \t]*File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$', re.M)
@@ -122,7 +123,7 @@ class Look:
 
 
 class Standstill:
-    """Compares each check since the last step with the one before it."""
+    """Compares each check since the last step with the previous check."""
 
     def __init__(self) -> None:
         self._before: Look | None = None
@@ -130,8 +131,8 @@ class Standstill:
         self.looks = 0
         """How many of the newest checks in a row have shown a standstill."""
         self.awaited: frozenset[int] = frozenset()
-        """The ranks that the others wait for. If every rank is in a collective, these are all
-        ranks.
+        """The ranks that the others wait for. If every rank is in a collective, this set contains
+        all ranks.
         """
 
     def add(self, now: float, look: Look) -> bool:
@@ -331,8 +332,9 @@ def _main_thread(text: str) -> str:
     """Return the part of a stack dump that is about the main thread.
 
     The workers' faulthandler dumps only the main thread, under the heading "Stack". If a script has
-    its own handler, that one dumps all threads, and calls the one that received the signal "Current
-    thread". In a dump that another process made, the main thread comes last.
+    installed its own handler, that handler dumps all threads. In its dump, the heading of the
+    thread that received the signal is "Current thread". In a dump that another process made, the
+    main thread comes last.
     """
     blocks = re.split(r"^(?=(?:Current thread|Thread) )", text, flags=re.M)
     current = [block for block in blocks if block.startswith("Current thread")]

@@ -65,7 +65,7 @@ class Away(Exception):
 
 
 class Changed(Exception):
-    """An object is different from what the listing said."""
+    """An object differs from its entry in the listing."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,8 @@ class Credentials:
     def renew(self, refused: Keys) -> bool:
         """Discard keys that the server has refused as expired.
 
-        The server's clock decides whether they are. Return whether new keys may be available.
+        The server's clock decides whether keys have expired. Return whether new keys may be
+        available.
         """
         with self._lock:
             if self._keys is refused and refused.until < float("inf"):
@@ -218,7 +219,7 @@ def _answer(request: urllib.request.Request, what: str) -> bytes:
                     raise Away(f"cannot get credentials from {what}: the response is incomplete")
                 return body
         except urllib.error.HTTPError as error:
-            # The connection may break while this is read.
+            # The connection may break while the response is read.
             text = error.read(_ERROR_BYTES).decode(errors="replace")
             kind = Away if error.code >= 500 or error.code == 429 or _PASSING_OF_KEYS.search(text) else BucketRefusal
             raise kind(
@@ -332,7 +333,7 @@ class Reader:
     def _pieces(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
         while True:
             # Use `read1`, because `read` would wait until a piece is full. On a slow connection,
-            # that may take minutes.
+            # this wait may take minutes.
             piece = self._read(response.read1, PIECE)
             if not piece:
                 # Before Python 3.13, the connection cannot send its next request while this

@@ -123,9 +123,9 @@ def use_worker_handler(make: Callable[[Any], Callable[..., Any]]) -> bool:
 
 
 def tolerate_error_files() -> None:
-    """Make torch ignore error files that cannot be read. They would otherwise end the launcher.
-
-    A full disk can leave an empty error file, and a killed worker can leave an incomplete one.
+    """Make torch ignore error files that cannot be read. Without this function, such a file would
+    end the launcher. A full disk can leave an empty error file, and a killed worker can leave an
+    incomplete one.
     """
 
     def tolerate(read: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -144,7 +144,10 @@ def tolerate_error_files() -> None:
 
 
 def _replace(module: str, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace the value of a name with `make(VALUE)`. `missing` has checked that it exists."""
+    """Replace the value of a name with `make(VALUE)`.
+
+    `missing` has already checked that the name exists.
+    """
     *owners, attribute = name.split(".")
     place: Any = importlib.import_module(module)
     for owner in owners:
