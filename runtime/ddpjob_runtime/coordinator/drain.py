@@ -13,8 +13,8 @@ DRAIN_SECONDS = 30.0
 that holds a device or a lot of memory takes many seconds to disappear.
 """
 PLANNED_SLACK = 5.0
-"""In a planned restart, a member's workers can save during the member's grace period. After the
-grace period, the member has this many more seconds to report `ready`.
+"""Number of seconds after a member's grace period in which the member can still report `ready`. In
+a planned restart, the member's workers can save during the grace period.
 """
 
 

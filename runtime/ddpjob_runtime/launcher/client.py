@@ -45,7 +45,7 @@ coordinator. If a coordinator's host was unreachable, the coordinator may have b
 although it is still running.
 """
 FIRST_SECONDS = 60.0
-"""After this many seconds without a coordinator, attempts to connect become less frequent."""
+"""Number of seconds without a coordinator after which attempts to connect become less frequent."""
 MAX_UNSENT = 1000
 """Maximum number of lines that wait for a connection. The limit is high because a node reports the
 failure of each of its ranks, and any of these failures may be the first cause.
