@@ -67,8 +67,8 @@ def check_node(settings: dict[str, Any]) -> dict[str, Any]:
     """Check this node's checkpoint folder and devices.
 
     The result contains the problem, which is empty if the node passes. In `settings`, `folder` is
-    the checkpoint folder; if it is empty, no folder is checked. `pod` is the name of this pod.
-    `gpus` is the number of devices that the pod must have, and `resource` is their kind.
+    the checkpoint folder. If `folder` is empty, no folder is checked. `pod` is the name of this
+    pod. `gpus` is the number of devices that the pod must have, and `resource` is their kind.
     """
     folder = settings["folder"]
     if folder:

@@ -27,9 +27,9 @@ VERSION = 1
 different version, the job gets a new generation.
 """
 NUMBERS_PER_ATTEMPT = 1_000_000
-"""The coordinator of attempt A numbers its rounds and incidents from 1 + A * NUMBERS_PER_ATTEMPT. A
-new coordinator cannot ask the previous one in its generation which numbers are already used, and no
-number must be used twice.
+"""The coordinator of attempt A numbers its rounds and incidents from 1 + A * NUMBERS_PER_ATTEMPT.
+No number must be used twice in a generation, and a new coordinator cannot ask the previous
+coordinator which numbers it has used.
 """
 
 
@@ -225,8 +225,9 @@ MAX_REASON = 300
 """Maximum length in characters of the reason why a member was lost."""
 MAX_INCIDENTS = 50
 MAX_NOTES = 100
-"""Maximum number of notes in a report. This is enough, because there are few kinds of notes, and
-each pod has at most one note of each kind."""
+"""Maximum number of notes in a report. The limit is high enough, because there are few kinds of
+notes, and each pod has at most one note of each kind.
+"""
 DETAILED_INCIDENTS = 10
 """Number of the newest incidents whose tracebacks the operator keeps. A status shows at most this
 number of incidents."""

@@ -79,7 +79,7 @@ def main() -> None:
 def become_worker(words: list[str]) -> None:
     """Start this file again with the Python that runs torchrun.
 
-    This file's first line selects the first Python in PATH, which may be a different one.
+    This file's first line selects the first Python in PATH, and that may be a different Python.
     """
     import os
     import shutil
@@ -631,7 +631,7 @@ class Reason:
 
     wanted = False
     """Whether this process writes its failure. It does so if the torchrun of a `command` has
-    started it.
+    started this process.
     """
 
     def __init__(self, code: int, is_init: bool, said: str, trace: str) -> None:
@@ -691,9 +691,10 @@ def end_in_time() -> None:
     """Make the kernel end this process after STAY_SECONDS, unless the process ends earlier by
     itself.
 
-    This is called when the program has failed. Exit handlers, threads and destructors may then wait
-    forever for other ranks, which in turn wait for this rank. A Python thread could not end the
-    process, because threads do not run while the interpreter shuts down or a library holds the GIL.
+    This function is called when the program has failed. Exit handlers, threads and destructors may
+    then wait forever for other ranks, which in turn wait for this rank. A Python thread could not
+    end the process, because threads do not run while the interpreter shuts down or a library holds
+    the GIL.
     """
     import signal
 

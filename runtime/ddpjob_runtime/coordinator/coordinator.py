@@ -89,7 +89,7 @@ class Coordinator:
         progress.
         """
         self.exit_why: str | None = None
-        """The reason why this coordinator exits; None while it is still needed."""
+        """The reason why this coordinator exits; None as long as it does not exit."""
 
     def _bump(self, news: bool = True) -> None:
         self.news += news
@@ -172,14 +172,14 @@ class Coordinator:
         self.rounds.remove(old, f"replaced by {pod}")
 
     def lost(self, member: Member, why: str) -> None:
-        """Handle the loss of a member, whose connection has ended or which was
-        silent for too long.
-        """
+        """Handle the loss of a member. Its connection has ended, or it was silent for too long."""
         self.rounds.lose(member, why)
         self._advance()
 
     def gone(self, pod: str, why: str) -> None:
-        """Remove a pod that the operator reports as gone, even if its connection is still open."""
+        """Remove a pod that the operator reports as gone, even if the pod's connection is still
+        open.
+        """
         self.members.dismiss(pod, why)
         self.members.forget_missing(pod)
         self._notes = {key: text for key, text in self._notes.items() if key[0] != pod}
@@ -241,7 +241,8 @@ class Coordinator:
         self._witnesses.report(member, number, rank, silent)
 
     def stacks(self, member: Member, number: int, rank: int, text: str, idle: bool | None = True) -> None:
-        """Add the stacks of one rank, which were requested to find out whether the group hangs.
+        """Add the stacks of one rank. The stacks were requested to find out whether the group
+        hangs.
 
         `idle` indicates whether the rank has been idle since the last check; None means unknown.
         """
@@ -364,7 +365,7 @@ class Coordinator:
         """Merge a progress report whose format has been checked. The first step after a restart
         ends the downtime.
 
-        If the report names a round other than the current one, it comes from a fenced rank and is
+        A report that names a round other than the current round comes from a fenced rank and is
         ignored.
         """
         current = self.rounds.current

@@ -36,7 +36,7 @@ class Evidence:
         self._failures.append(failure)
 
     def knows(self, failure: WorkerFailure) -> bool:
-        """Whether this failure has been reported before. A member that reconnects reports its
+        """Whether this failure has been reported before. When a member reconnects, it reports its
         failures again.
         """
         worker = failure.source, failure.rank, failure.local_rank

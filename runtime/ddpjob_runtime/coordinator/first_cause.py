@@ -144,7 +144,7 @@ def _suspicion(failure: WorkerFailure, ended_at: float | None) -> int:
     The higher the number, the more likely the failure is a consequence:
 
     - 0: the worker's own error.
-    - 1: an abort, which is how communication libraries end a process when a peer is gone, or an
+    - 1: an abort, which is how communication libraries end a process when a peer is gone; or an
       NCCL error about this rank's own device.
     - 2: a communication error.
     - 3: any failure after the members were asked to stop their workers.
@@ -218,7 +218,7 @@ def _find_alike(
 ) -> set[tuple[str, int | None]]:
     """Return the (pod, rank) of each worker that failed with the same error as the cause.
 
-    The set is empty if any worker has failed with a different error of its own.
+    If any worker has failed on its own with a different error, the set is empty.
     """
     mark = error_mark(cause.message, cause.traceback)
     same = [f for f in failures if error_mark(f.message, f.traceback) == mark]

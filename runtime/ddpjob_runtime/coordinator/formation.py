@@ -43,11 +43,11 @@ SHRINK_GRACE = {Mode.STANDARD: 10.0, Mode.FAST: 0.0}
 """How many seconds a later round waits for more nodes if fewer are ready than the last round had.
 """
 FILL_SECONDS = 10.0
-"""Minimum number of seconds that a round runs before it is restarted with new nodes that complete
-the group.
+"""Minimum number of seconds that a round runs before it is restarted, if the new nodes complete the
+group.
 """
 GROW_SECONDS = 60.0
-"""Minimum number of seconds that a round runs before it is restarted with new nodes that do not
+"""Minimum number of seconds that a round runs before it is restarted, if the new nodes do not
 complete the group.
 """
 ORDER_SECONDS = 10.0
@@ -77,7 +77,7 @@ class RankOrder:
     expected: bool = False
     """Whether the operator sends an order in which each member has a position."""
     places: dict[str, int] = field(default_factory=dict)
-    """{pod: its position in the order}. If it is empty, ranks follow the indices."""
+    """{pod: its position in the order}. If the mapping is empty, ranks follow the indices."""
 
     def ranked(self, chosen: Iterable[Member]) -> list[Member]:
         """Return the members in the order of their ranks.
@@ -118,8 +118,8 @@ def begins_at(
 def choose(ready: list[Member], nodes: int, last: int) -> list[Member]:
     """Choose the members of the next round from the ready ones.
 
-    Survivors of round `last` are preferred, in the order of their indices, and then the members
-    that have waited longest.
+    Survivors of round `last` come first, in the order of their indices. The members that have
+    waited longest come next.
     """
     survivors = sorted((m for m in ready if last and m.round == last), key=lambda m: m.index)
     others = sorted((m for m in ready if m not in survivors), key=lambda m: (m.ready_at, m.index))

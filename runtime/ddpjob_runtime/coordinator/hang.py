@@ -269,7 +269,7 @@ class HangDump:
     ) -> None:
         """Add the stacks of one rank.
 
-        `expected` returns the asked members that are still connected.
+        `expected` returns the members that were asked and are still connected.
         """
         self.stacks.texts[rank], self._idle[rank] = text, idle
         self.stacks.members[rank] = member

@@ -146,8 +146,8 @@ async def _answer(
 
 
 def _report(report: Report) -> str:
-    """Return the report as JSON. If it is larger than the operator accepts, its strings are
-    shortened.
+    """Return the report as JSON. If the JSON is larger than the operator accepts, the report's
+    strings are shortened.
     """
     # The job cannot have more pods than `most`, and the operator ignores the entries beyond that.
     most = report.nodes + protocol.MAX_SPARES
@@ -259,8 +259,8 @@ def _order(coordinator: Coordinator, content: Any) -> None:
 def _exit(coordinator: Coordinator, content: Any) -> None:
     to_some = isinstance(content, dict) and "before" in content
     _fields(content, {"why": str, "before": int} if to_some else {"why": str})
-    # If the request names "before", it is meant for a coordinator of an earlier attempt. The
-    # request may have reached this coordinator because both coordinators have the same address.
+    # A request that names "before" is meant for a coordinator of an earlier attempt. The request
+    # may have reached this coordinator because both coordinators have the same address.
     if not to_some or coordinator.settings.attempt < content["before"]:
         coordinator.exit(content["why"])
 

@@ -50,9 +50,9 @@ class Alarm:
 async def within(seconds: float, what: Awaitable[T], left: Callable[[], float] = lambda: 0.0) -> T | None:
     """Await `what`, and return its result, or None after a timeout.
 
-    After `seconds`, `left` is called. It returns how many more seconds to wait; 0 means that the
-    timeout has expired. In Python before 3.12, `asyncio.wait_for` would create a task. This
-    function awaits `what` in the current task, because a task for each line took a third of the CPU
+    After `seconds`, `left` is called. This function returns how many more seconds to wait; 0 means
+    that the timeout has expired. In Python before 3.12, `asyncio.wait_for` would create a task.
+    `within` awaits `what` in the current task, because a task for each line took a third of the CPU
     time when hundreds of members connected at the same time.
     """
     task, loop, over = asyncio.current_task(), asyncio.get_running_loop(), False

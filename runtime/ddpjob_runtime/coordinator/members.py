@@ -37,8 +37,8 @@ class Member:
         watch it.
         """
         self.check = 0
-        """Maximum number of seconds that the member's next round spends on checking the links; 0 if
-        the member does not request a check.
+        """Maximum number of seconds that the member's next round spends on checking the links. If
+        the member does not request a check, the value is 0.
         """
         self.drain_by: float | None = None
         """Time by which the member must have stopped its workers; None if it was not asked to stop
@@ -132,7 +132,7 @@ class Member:
     def drain(self, until: float, planned: bool) -> bool:
         """Set the deadline for the member to stop its workers, and return True.
 
-        If the member already has an earlier deadline, keep that one, and return False.
+        If the member already has an earlier deadline, keep the earlier deadline and return False.
         """
         self.drain_planned = planned
         if self.drain_by is not None and self.drain_by <= until:
@@ -141,7 +141,7 @@ class Member:
         return True
 
     def dismiss(self, why: str) -> None:
-        """Fence the member: it must exit, whatever it is doing."""
+        """Fence the member, so that it exits whatever it is doing."""
         self.send(ToMember.STOP, {"ok": False, "why": why, "fenced": True})
 
 
@@ -158,8 +158,8 @@ class Members:
         self._loop = loop
         self.by_index: dict[int, Member] = {}
         self.missing: dict[int, LostMember] = {}
-        """Members that were lost without notice, by index. Each one is listed until a pod with that
-        index connects or the operator reports that the member's pod is gone.
+        """Members that were lost without notice, by index. Each member is listed until a pod with
+        the same index connects, or until the operator reports that the member's pod is gone.
         """
         self._dismissed: dict[str, str] = {}
         self._tally: Counter[MemberState] = Counter()
@@ -203,13 +203,13 @@ class Members:
         self._dismissed[pod] = why
 
     def forget_missing(self, pod: str) -> None:
-        """Stop listing a pod as missing, because the operator knows that it is gone."""
+        """Stop listing a pod as missing, because the operator knows that the pod is gone."""
         for index in [index for index, lost in self.missing.items() if lost.pod == pod]:
             del self.missing[index]
 
     def miss(self, member: Member, why: str) -> None:
-        """List a member as lost without notice. The operator then checks what
-        happened to its pod.
+        """List a member as lost without notice. The operator then checks what happened to the
+        member's pod.
         """
         if self.holds(member) and member.state != MemberState.LEAVING:
             why = protocol.clip(why, protocol.MAX_REASON)

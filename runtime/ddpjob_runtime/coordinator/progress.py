@@ -139,7 +139,7 @@ class MergedProgress:
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
         self.updated_at: float | None = None
-        # (epoch, step) after the last report that contained one of them
+        # (epoch, step) after the last report that contained an epoch or a step
         self.position: tuple[float, float] | None = None
         self._script_counts = False
 

@@ -328,7 +328,8 @@ class Round:
     def restart_with(self, world: int, joiner: Member | None) -> None:
         """End the round in a planned way, so that the next one has `world` nodes.
 
-        `joiner` is the first of the new members if the group grows, otherwise None.
+        If the group grows, `joiner` is the first of the new members. If the group shrinks, `joiner`
+        is None.
         """
         why = f"the group continues with {world} nodes instead of {self.world}"
         who = {} if joiner is None else {"pod": joiner.pod, "index": joiner.index}
@@ -396,7 +397,7 @@ class Round:
         self._end_dump()
 
     def stacks(self, member: Member, rank: int, text: str, idle: bool | None) -> None:
-        """Pass the stacks of one rank to `hang` or `look`, whichever has asked for them."""
+        """Pass the stacks of one rank to the method that asked for them (`hang` or `look`)."""
         for dump in (self._dump, self._look):
             if dump is not None:
                 dump.add(member, rank, text, idle, self.draining)
@@ -419,9 +420,8 @@ class Round:
         self._evidence.hangs(self.broken_at or self._loop.now(), details)
 
     def _break_up(self) -> None:
-        """Mark the round as broken. It can then no longer succeed.
-
-        Only the first call has an effect.
+        """Mark the round as broken. A broken round can no longer succeed. Only the first call has
+        an effect.
         """
         if self.broken:
             return

@@ -324,7 +324,8 @@ class Rounds:
         if member.state in (MemberState.LEAVING, MemberState.LOST):
             return
         if member.has_workers and member.round is not None and member.round > after:
-            return  # The member sent this `ready` before it received our `go`, so it is outdated.
+            # The member sent this `ready` before it received our `go`, so the `ready` is outdated.
+            return
         self.last_number = max(self.last_number, after)
         current = self.current
         left = current is not None and current.holds(member) and not current.broken
@@ -393,8 +394,8 @@ class Rounds:
         self.advance()
 
     def stacks(self, member: Member, number: int, rank: int, text: str, idle: bool | None) -> None:
-        """Add the stacks of one rank, which were requested to find out whether
-        the round is hung.
+        """Add the stacks of one rank. The stacks were requested to find out whether the round is
+        hung.
         """
         if self.current is not None and number == self.current.number:
             self.current.stacks(member, rank, text, idle)
@@ -429,7 +430,7 @@ class Rounds:
         self.advance()
 
     def lose(self, member: Member, why: str) -> None:
-        """Remove a member that has disappeared without notice, and remember that it is missing.
+        """Remove a member that has disappeared without notice, and list the member as missing.
 
         The caller must call `advance` after removing all lost members.
         """
@@ -515,8 +516,8 @@ class Rounds:
                 self.drain(other, f"round {number} started without this node")
 
     def resize(self, size: Size) -> bool:
-        """Set the desired and the minimum number of nodes. Return whether they differ from the
-        previous ones.
+        """Set the desired and the minimum number of nodes. Return whether these numbers have
+        changed.
         """
         changed, self.size = size != self.size, size
         return changed

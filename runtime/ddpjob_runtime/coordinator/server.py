@@ -168,7 +168,9 @@ class MemberConnection(asyncio.StreamReaderProtocol):
         self._on_beat = on_beat
 
     def data_received(self, data: bytes) -> None:
-        """Receive bytes. If they are exactly one heartbeat, as is usual, handle it here."""
+        """Receive bytes. If the bytes are exactly one heartbeat, as is usual, handle the heartbeat
+        here.
+        """
         if data != BEAT or self._on_beat is None or not self._on_beat():
             super().data_received(data)
 
@@ -201,8 +203,8 @@ class Server:
         self._used: set[str] = set()
 
     def use(self, nonce: str) -> bool:
-        """Mark a nonce as used. Return False if it was used before, because the request is then a
-        replay.
+        """Mark a nonce as used. If the nonce was used before, the request is a replay, so return
+        False.
 
         This method is called only for clients that know the token. After MAX_NONCES nonces, a new
         `instance` is chosen, and all earlier proofs become invalid. Clients learn the new

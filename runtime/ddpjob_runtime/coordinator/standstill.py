@@ -38,17 +38,17 @@ from ddpjob_runtime.coordinator.members import Member
 from ddpjob_runtime.protocol import RankLook, ToMember, WaitKind
 
 LEAST_MEMBERS = 3
-"""Minimum number of members for naming the member whose stacks differ from all others as the
-culprit. With two members, it is unclear which one waits for the other, unless only one of them is
-in a collective.
+"""Minimum number of members in a comparison of stacks. In such a comparison, the culprit is the
+member whose stacks differ from all others. With only two members, the comparison does not show
+which member waits for the other.
 """
 NAMED_RANKS = 8
 
 LOOK_SECONDS = 4.0
 """Maximum number of seconds that a check waits for all members' responses."""
 LEAST_LOOKS, SPIN_LOOKS = 2, 6
-"""Number of checks after the first one that must show a standstill for a proof: the usual number,
-and the number if a rank spins while it uses a GPU.
+"""Number of checks after the first check that must show a standstill to prove a hang. LEAST_LOOKS
+is the usual number. SPIN_LOOKS applies if a rank spins while it uses a GPU.
 """
 LEAST_GAP = 2.0
 """Minimum number of seconds between two checks. If they are closer together, they prove nothing."""
@@ -88,8 +88,8 @@ BACKWARD = "_engine_run_backward"
 class Look:
     """Collects the responses of all members to one check.
 
-    Once all members have responded, it calls `done` with itself. If they have not done so after
-    LOOK_SECONDS, it calls `done` with None.
+    Once all members have responded, `done` is called with this object. If a member has not
+    responded after LOOK_SECONDS, `done` is called with None.
     """
 
     def __init__(self, loop: Loop, members: list[Member], done: Callable[[Look | None], None]) -> None:
@@ -231,8 +231,8 @@ class Stacks:
     """The stacks of all ranks in a round without steps.
 
     `texts` contains each rank's stacks, and `members` the member that runs the rank. `apart`
-    contains the ranks that the others wait for; it is empty if that is unknown. `waits` describes
-    what ranks wait for, as far as that is known.
+    contains the ranks that the others wait for. If these ranks are unknown, `apart` is empty.
+    `waits` describes the known waits of ranks.
     """
 
     def __init__(
@@ -247,10 +247,10 @@ class Stacks:
     def culprit(self) -> Member | None:
         """Return the member that the others wait for; None if the stacks do not show it.
 
-        If a rank has failed, the culprit is its member, unless several members have failed ranks.
-        If no rank has failed, the culprit is the only member outside the collective that the others
-        are in. If there is no such member, the culprit is the only one whose stacks differ from
-        those of all other members.
+        If exactly one member has failed ranks, that member is the culprit. If several members have
+        failed ranks, the culprit is unknown. If no rank has failed, the culprit is the only member
+        outside the collective that the others are in. If there is no such member, the culprit is
+        the only one whose stacks differ from those of all other members.
         """
         failed = {m.index: m for r, m in self.members.items() if self.texts[r].startswith(protocol.RANK_FAILED)}
         if failed:

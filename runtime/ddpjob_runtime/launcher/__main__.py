@@ -118,9 +118,8 @@ def main() -> NoReturn:
 
 
 def grace_seconds() -> float:
-    """Return how many seconds workers have between SIGTERM and SIGKILL.
-
-    This is the grace period of the pod, minus two seconds that the launcher itself needs.
+    """Return how many seconds workers have between SIGTERM and SIGKILL. The number is the pod's
+    grace period minus two seconds, which the launcher itself needs.
     """
     text = JobEnvironment.read().grace_seconds or "30"
     try:
@@ -131,7 +130,7 @@ def grace_seconds() -> float:
 
 
 def recovery_mode() -> Mode:
-    """Return the job's recovery mode, which is Standard if it is not set."""
+    """Return the job's recovery mode; Standard if no mode is set."""
     text = JobEnvironment.read().recovery or Mode.STANDARD
     try:
         return Mode(text)
@@ -320,8 +319,8 @@ def data_note(client: MemberClient) -> Callable[[str], None]:
 def await_fetch(field: str, fetch: Any, shutdown: Shutdown) -> None:
     """Run a fetch to completion.
 
-    BucketRefusal fails the job, as an InitFailure. Unfit ends only this node, because its disk
-    cannot hold the files.
+    BucketRefusal fails the job, as an InitFailure. Unfit ends only this node, because the node's
+    disk cannot hold the files.
     """
     from ddpjob_runtime.launcher.fetch_data import FetchAbandoned, Unfit
     from ddpjob_runtime.launcher.s3_reader import BucketRefusal
@@ -406,7 +405,7 @@ def require_torchrun() -> Any:
         with lean_torch.for_rendezvous():  # In Fast mode, all of torch was already imported.
             run = import_torchrun()
             lacks = torch_parts.missing()
-    # This includes OSError, which is raised if a library of CUDA is missing.
+    # These errors include OSError, which is raised if a library of CUDA is missing.
     except Exception as error:
         if isinstance(error, MemoryError) or getattr(error, "errno", None) is not None:
             raise  # This node has a temporary problem. An error about a missing library has no errno.

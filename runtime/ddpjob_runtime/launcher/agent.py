@@ -283,7 +283,7 @@ class CoordinatedAgent(LocalElasticAgent):
         """
         codes = {**self._ending, **self._ended}
         if not any(codes.values()) and len(codes) == len(ranks):
-            return  # All workers have finished, which the coordinator already knows.
+            return  # All workers have finished, and the coordinator already knows that.
         for local_rank, code in codes.items():
             path = _error_files(context)[local_rank]
             self._send_failure(number, ranks[local_rank], local_rank, context.pids()[local_rank], code, path)

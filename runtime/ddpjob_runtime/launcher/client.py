@@ -7,7 +7,7 @@ lose information for the coordinator.
   Before a hello, the coordinator proves that it knows the job's token.
 - Lines that cannot be sent wait for the next welcome. Notes are part of every hello. If this node
   reconnects to the same coordinator, it resends the current round's failures, because the broken
-  connection may have lost them.
+  connection may have lost these lines.
 - In Standard mode, a node gives up after RECONNECT_SECONDS. In Fast mode, a node with workers never
   gives up; a node without workers gives up after torchrun's join timeout.
 - In Fast mode, a coordinator that was replaced may still be running. So `_look` checks whether the
@@ -83,7 +83,8 @@ class MemberClient:
         """
         self._place, self._outdated = (-1, -1), False
         """Generation and attempt of the latest coordinator known to this node. The client never
-        connects to an earlier one."""
+        connects to an earlier coordinator.
+        """
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
         self._unsent: list[tuple[str, dict[str, Any]]] = []
@@ -274,8 +275,8 @@ class MemberClient:
             self._socket.sendall(data)
             return True
         except OSError:
-            # The thread that reads from this connection will notice that it is broken, and open a
-            # new one.
+            # The thread that reads from this connection will notice that the connection is broken,
+            # and will open a new one.
             return False
 
     def close(self) -> None:
@@ -582,8 +583,8 @@ class MemberClient:
             self.welcomed = True
             self._write_all_kept()
             # Read `_ready` only after `welcomed` was set. `wait_go`, on another thread, first sets
-            # `_ready`, and then sends it only if `welcomed` is set. So at least one of the two
-            # threads sends it.
+            # `_ready`, and then sends the `ready` only if `welcomed` is set. So at least one of the
+            # two threads sends the `ready`.
             ready = self._ready
             if ready is not None:
                 self._write(protocol.encode(FromMember.READY, **ready))

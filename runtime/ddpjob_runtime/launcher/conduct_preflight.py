@@ -3,7 +3,7 @@
 A new pod checks its own node before it is ready. With scope Group, a new pod's first round begins
 with a link check in stages. The later stages are needed only if the first stage fails:
 
-1. `group`: all nodes do an all-reduce together. If it passes, training begins.
+1. `group`: all nodes do an all-reduce together. If the all-reduce passes, training begins.
 2. `alone`: the ranks of each node do an all-reduce, if a node has several ranks.
 3. `pairs0` to `pairs2`: neighbours in a ring do an all-reduce, so that each link is tried once.
 
@@ -63,8 +63,8 @@ class Abandoned(Exception):
 class PreflightSettings:
     """The settings in DDPJOB_PREFLIGHT.
 
-    `least` is the minimum rate of an all-reduce in 10^6 bytes per second. If it is 0, any rate is
-    enough.
+    `least` is the minimum rate of an all-reduce in 10^6 bytes per second. If `least` is 0, any rate
+    is enough.
     """
 
     group: bool

@@ -281,9 +281,9 @@ class _Unpacked:
 def unpack(archive: Path, folder: Path, most: int = MOST_UNPACKED_BYTES, most_files: int = MOST_CODE_FILES) -> int:
     """Unpack an untrusted .tar.gz into a folder, and return the number of files.
 
-    An existing file with the same name is replaced, so an interrupted call can be repeated. Files
-    get mode 755 if their owner is allowed to execute them, and otherwise 644. Raises BadArchive,
-    OSError.
+    An existing file with the same name is replaced, so an interrupted call can be repeated. A file
+    that its owner is allowed to execute gets mode 755. All other files get mode 644. Raises
+    BadArchive, OSError.
     """
     names, count = set[str](), 0
     with archive.open("rb") as packed, _malformed():

@@ -274,7 +274,8 @@ class Fetch:
             with contextlib.suppress(OSError, ValueError):
                 (self._folder / name).unlink()
                 for folder in list((self._folder / name).parents)[: name.count("/")]:
-                    # If the folder is not empty, this raises an error, which ends the loop.
+                    # If the folder is not empty, this call raises an error, and the error ends the
+                    # loop.
                     folder.rmdir()
 
     def _part(self, remote: Remote) -> Path:
@@ -366,7 +367,7 @@ class Fetch:
         with os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), "r+b") as file:
             try:
                 if os.fstat(file.fileno()).st_size > remote.size:
-                    # The runtime has not written this file, because it is longer than the object.
+                    # The file is longer than the object, so the runtime has not written the file.
                     file.truncate(0)
                 while piece := file.read(PIECE):
                     sums.update(piece)
@@ -435,7 +436,7 @@ class Fetch:
                 with self._lock:
                     known, self._problem = self._problem, str(error)
                 # If the bucket is unreachable, all eight downloads fail, but only one of them logs
-                # that.
+                # the failure.
                 if not known or failures > 3:
                     log(f"data: {error}; retrying in {pause:.0f} s")
                 if not self._total:
@@ -557,7 +558,7 @@ def why_not_a_file(name: str) -> str:
 def pause_after(failures: int) -> float:
     """Return how many seconds to wait before the next attempt, after this number of failures.
 
-    The pause is random because otherwise all pods of a job would retry at the same moment.
+    The pause is random so that the pods of a job do not all retry at the same moment.
     """
     return min(LONGEST_PAUSE, 2.0 ** (min(failures, 10) - 1)) * random.Random().uniform(0.5, 1.5)
 

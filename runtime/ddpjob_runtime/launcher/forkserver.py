@@ -579,7 +579,8 @@ def _redirect(order: dict[str, Any]) -> None:
 
 
 def _renew_libraries() -> None:
-    """Renew the state that all workers would otherwise share, or that depends on the environment.
+    """Renew the state that would be the same in all forked workers, and the state that depends on
+    the environment.
 
     Python's own random generator needs no renewal, because it reseeds itself after a fork.
     """

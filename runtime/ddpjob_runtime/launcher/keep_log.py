@@ -20,7 +20,7 @@ a file or to the bucket.
   kept no matter what ends these processes. If the whole container is killed without warning, the
   output of the last second is lost. If the log is kept in a bucket, the output of the last minute
   is lost.
-- A pod keeps at most MAX_KEPT_LOG bytes. When it starts, it removes the oldest logs of its slot.
+- A pod keeps at most MAX_KEPT_LOG bytes. When a pod starts, it removes the oldest logs of its slot.
   DDPJOB_LOGS_KEPT is the number of logs per slot. If DDPJOB_LOGS_KEPT is 0 or unset, no logs are
   kept.
 

@@ -53,8 +53,9 @@ many seconds.
 REPEAT_SECONDS = 1.0
 """A silent neighbour is reported again after this many seconds, in case the report was lost."""
 STALL_SECONDS = 0.5
-"""If a tick comes this many seconds after the previous one, this process or its host was paused,
-and the measurement of the neighbours' silence begins again."""
+"""If a tick comes this many seconds after the previous tick, this process or its host was paused.
+The measurement of the neighbours' silence then begins again.
+"""
 GREETING_SECONDS = 2.0
 """How many seconds the two sides of a new connection have to prove that they know the token."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0

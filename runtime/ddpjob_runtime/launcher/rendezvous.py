@@ -63,7 +63,7 @@ LOOKUP_SECONDS = 25.0
 store's address, and the name server may be slow or down."""
 LONGEST_PAUSE = 0.5
 """Longest pause in seconds between checks of whether the store has a key. The store's own wait is
-not used, because it could not be interrupted when the round is over.
+not used, because that wait could not be interrupted when the round is over.
 """
 VERDICT_SECONDS = 30.0
 """How many seconds the other nodes wait for the round to end after a link check has found a faulty
@@ -148,7 +148,9 @@ class CoordinatedRendezvous(RendezvousHandler):
         raise NotImplementedError
 
     def _join(self, go: dict[str, Any]) -> Any:
-        """Form and return the group of this round. Raises one of CAME_APART if that fails."""
+        """Form and return the group of this round. Raises one of CAME_APART if the group cannot be
+        formed.
+        """
         raise NotImplementedError
 
     # ---- other methods that torchrun calls

@@ -27,7 +27,8 @@ from urllib.parse import quote, unquote, urlencode, urlsplit
 
 MOST_OBJECTS = 500_000
 """Maximum number of objects that are listed. Their names take about 150 MiB of memory. A data set
-with more objects should be packed into shards, which can also be read faster."""
+with more objects should be packed into shards. Shards can also be read faster.
+"""
 MOST_BYTES = 2**60
 PIECE = 2**20
 """Maximum number of bytes that a download reads at once."""
@@ -130,9 +131,9 @@ class Keys:
 class Credentials:
     """Gets signing keys from the source that a container's variables name, and renews them in time.
 
-    The source is the first one of these that is set: keys in the variables themselves, a role for
-    the service account's token (IRSA), and EKS Pod Identity. If none is set, requests are not
-    signed, which is enough for a public bucket.
+    The source is the first of the following that is set: keys in the variables themselves, a role
+    for the service account's token (IRSA), and EKS Pod Identity. If none is set, requests are not
+    signed. Unsigned requests are enough for a public bucket.
     """
 
     def __init__(self, variables: Mapping[str, str], region: str, field: str = "storage.data") -> None:

@@ -3,7 +3,7 @@
 Signals, the coordinator's `stop`, a lost coordinator and errors can all end the launcher, on
 different threads and at the same time. The first caller decides the exit code, and the others
 sleep. The steps have a fixed order: announce the departure, stop the workers, close the connection
-to the coordinator, clean up, and write the termination log. If a step fails, the next ones still
+to the coordinator, clean up, and write the termination log. If a step fails, the later steps still
 run.
 
 Example: SIGTERM arrives while a worker fails. The launcher sends `leaving`, gives the workers the

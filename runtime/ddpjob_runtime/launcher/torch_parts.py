@@ -14,10 +14,10 @@ version.
         __post_init__                                   a damaged error file is ignored
 
 agent.py and rendezvous.py override or call the other names in NAMES, SET and CALLED. A version of
-torch that lacks one of them is refused at startup, with a message that names it (`missing`).
-Otherwise the launcher would fail with an AttributeError in the middle of a job, or silently use
-torchrun's own handler or barrier. Only `get_subprocess_handler` has a fallback: workers are then
-started cold, and the log says so.
+torch that lacks one of these names is refused at startup, with a message that gives the missing
+name (`missing`). Without this check, the launcher would fail with an AttributeError in the middle
+of a job, or silently use torchrun's own handler or barrier. Only `get_subprocess_handler` has a
+fallback: workers are then started cold, and the log says so.
 
 worker.py itself replaces `FileBaton.try_acquire`, because it cannot import other modules. The
 modules `late_*.py` call the parts of torch that exist, and report the parts that they cannot find.
