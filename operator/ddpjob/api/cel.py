@@ -1,7 +1,7 @@
 """Evaluates the CRD's validation rules (`x-kubernetes-validations`) as the API server does.
 
-A rule that refers to `oldSelf` is a transition rule. It is evaluated only if an update replaces an
-existing value.
+A rule that refers to `oldSelf` is a transition rule. A transition rule is evaluated only if an
+update replaces an existing value.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ SUPPORTED = frozenset({"rule", "message", "messageExpression", "reason", "fieldP
 """Fields of a validation rule that this module implements. A rule with any other field raises
 NotImplementedError."""
 Variables = Callable[[], dict[str, Any]]
-"""Returns the variables for CEL: `self` and, if the value replaces an existing one, `oldSelf`."""
+"""A function that returns the variables for CEL: `self` and, if the value replaces an existing
+value, `oldSelf`."""
 
 
 def check_rules(manifest: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> list[Problem]:
     """Return a problem for each rule of the CRD that an object violates.
 
-    Both objects must have their defaults. The manifest must fit the schema. `old` is the object
-    that the manifest replaces, or None if the manifest is new.
+    `manifest` must fit the schema. `old` is the object that an update replaces, or None if
+    `manifest` is new. Both objects must have their defaults.
     """
     return list(_check(object_schema(), manifest, _MISSING if old is None else old, ""))
 
@@ -50,7 +51,7 @@ def _check(schema: Mapping[str, Any], value: Any, old: Any, path: str) -> Iterat
 def _old_item(schema: Mapping[str, Any], item: Any, old: Any) -> Any:
     """Return the item in the old list that has the same key as `item`.
 
-    Only a list with map keys has such items. In any other list, an item has no old value.
+    Items have keys only in a list with map keys. In any other list, an item has no old value.
     """
     key = list_key(schema, item)
     if key is None or not isinstance(old, list):
@@ -107,13 +108,16 @@ def _to_cel(value: Any) -> Any:
 
 
 def _as_go_reads(value: Any) -> Any:
-    """Return a copy in which integers beyond 64 bits are floats, as Go's JSON parser reads them."""
+    """Return a copy in which integers beyond 64 bits are floats.
+
+    Go's JSON parser also reads such integers as floats.
+    """
     if isinstance(value, Mapping):
         return {key: _as_go_reads(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_as_go_reads(item) for item in value]
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        return float(str(value))  # This is infinity if the integer is too large for a float.
+        return float(str(value))  # If the integer is too large for a float, the result is infinity.
     return value
 
 
@@ -134,8 +138,8 @@ def _matches(text: str, pattern: str) -> Any:
     """Return whether a text matches a pattern, as CEL's function `matches` does.
 
     The API server uses RE2, whose `$` matches only at the end of the text. Python's `$` also
-    matches before a final newline, so it is replaced. This is safe because no rule contains an
-    escaped `$`.
+    matches before a final newline, so this function replaces the `$`. This is safe because no rule
+    contains an escaped `$`.
     """
     from celpy.celtypes import BoolType
 

@@ -41,15 +41,15 @@ class DDPJob:
     no class."""
     oversized: str = ""
     """Path to the part of the spec that is too large, or an empty string. If a part is too large,
-    the spec is read without its large fields, and no pods are created from it."""
+    the spec is read without its large fields, and no pods are created from the spec."""
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> DDPJob:
         """Read a whole object with metadata, spec and status.
 
-        The `spec` of the result is the effective one. It includes the values from the class in the
-        status, and it is reduced to that class's limits. Raises KeyError or ValueError for a
-        malformed object.
+        The `spec` of the result is the effective spec. It includes the values of the class in the
+        status, and its numbers of nodes and spares are reduced to the limits of that class. Raises
+        KeyError or ValueError for a malformed object.
         """
         meta, spec = body["metadata"], body["spec"]
         too_large = oversized(spec)
@@ -77,9 +77,9 @@ class DDPJob:
     def granted(self, status: JobStatus) -> DDPJob:
         """Return the job with the size that its queue has granted quota for.
 
-        The queue may grant quota for fewer pods than the spec asks for. An elastic job then has
-        fewer spares or, once it has none, fewer nodes. Any other job gets no additional nodes until
-        the queue grants more quota.
+        The queue can grant quota for fewer pods than the spec asks for. In this case, an elastic
+        job has fewer spares, and if no spare is left, fewer nodes. Any other job gets no additional
+        nodes until the queue grants more quota.
         """
         if status.queue is None or status.queue.pods >= self.spec.pods:
             return self
@@ -98,9 +98,11 @@ class DDPJob:
 
     @property
     def checkpoint_folder(self) -> str:
-        """Path of the job's own folder in its checkpoint volume. Empty for the volume's root.
+        """Path of the job's own folder in its checkpoint volume.
 
-        In a volume that other jobs can use too, the folder has the job's name. docs/decisions/0027
+        Empty for the volume's root.
+
+        If other jobs can use the volume too, the folder has the job's name. docs/decisions/0027
         explains why.
         """
         volume = self.spec.storage.checkpoints
@@ -132,8 +134,8 @@ class DDPJob:
 def taken_class(spec: Mapping[str, Any], status: JobStatus) -> JobClass | None:
     """Return the class that applies to a job now, or None.
 
-    `spec` is the job's spec as written. A class applies if the spec names it and the job's status
-    already contains it.
+    `spec` is the job's spec as the user wrote it. A class applies if the spec names the class and
+    the job's status already contains it.
     """
     taken = status.job_class
     return taken if taken is not None and taken.name == spec.get("className") else None
@@ -160,8 +162,8 @@ def _within(spec: JobSpec, limits: ClassLimits) -> JobSpec:
 def queue_labels(meta: Mapping[str, Any], taken: JobClass | None) -> tuple[str, str]:
     """Return the values of `queue` and `queue_priority` of a DDPJob.
 
-    They come from the job's labels, and the queue can also come from the class. They are not read
-    together with the spec, because changing a label does not change the generation.
+    Both values come from the job's labels, and the queue can also come from the class. These values
+    are not read together with the spec, because changing a label does not change the generation.
     """
     labels = meta.get("labels") or {}
     queue = labels.get(QUEUE_LABEL, "")

@@ -19,8 +19,8 @@ from ddpjob.api.submitted_code import split_code
 
 MOST_CLASSES = 100
 LARGEST_CLASS = 32 * 1024
-"""Maximum size in bytes of a class, written as JSON. It is limited because the status of every job
-in the class contains a copy of it.
+"""Maximum size in bytes of a class, written as JSON. The size is limited because the status of
+every job in the class contains a copy of the class.
 """
 _KEYS = ("namespaces", "spec", QUEUE, "fixed", "limits")
 _LIMITS = ("maxNodes", "maxGpusPerNode", "images")
@@ -30,13 +30,13 @@ _NAME = re.compile("[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _QUEUE_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 _MOST = 4096
 _OTHER_GPUS = re.compile(r"(^|[./])gpu([./]|$)|/mig-")
-"""Matches the names of resources that are GPUs of any kind, whatever a job's gpuResource is.
-Examples are nvidia.com/gpu, nvidia.com/mig-1g.5gb and gpu.intel.com/i915."""
+"""Matches the name of every resource that is a kind of GPU, even if the job's gpuResource is
+different. Examples are nvidia.com/gpu, nvidia.com/mig-1g.5gb and gpu.intel.com/i915."""
 
 
 @dataclass(frozen=True)
 class Offer:
-    """The class that a job would get if it started now, and reasons why it cannot have it."""
+    """A class for a job that would start now, and the reasons why the job cannot have it."""
 
     job_class: JobClass | None = None
     """The class that the job names. None if no such class exists, or if jobs in this job's
@@ -71,7 +71,7 @@ class JobClasses:
     def offer(self, job: DDPJob) -> Offer:
         """Return the class that the job would get if it started now.
 
-        The result is empty if the job is not about to start or resume, because a running job keeps
+        If the job is not about to start or resume, the result is empty, because a running job keeps
         its class.
         """
         if not begins(job):
@@ -86,7 +86,7 @@ class JobClasses:
 def lacks_class(job: DDPJob) -> bool:
     """Whether the job names a class that its status does not contain yet.
 
-    This is the case if the job is new, or if its className has changed.
+    This is true if the job is new, or if its className has changed.
     """
     taken = job.status.job_class
     return bool(job.spec.class_name) and (taken is None or taken.name != job.spec.class_name)
@@ -148,9 +148,9 @@ def _exceeded(job: DDPJob, given: JobClass) -> Iterator[str]:
 def _gpus_of_pod(spec: JobSpec) -> int:
     """Return the number of GPUs that a node pod needs, as Kubernetes counts them.
 
-    This is the larger of two numbers: the GPUs of all ordinary containers together, and the GPUs of
-    the most demanding init container, because init containers run one at a time. A sidecar keeps
-    running, so its GPUs are added to those of all later containers.
+    The result is the larger of two numbers: the GPUs of all ordinary containers together, and the
+    GPUs of the init container that needs most. Init containers run one at a time, so their GPUs are
+    not added. A sidecar keeps running, so its GPUs are added to the GPUs of all later containers.
     """
     ending, sidecars = 0, 0
     for container in _containers(spec, "initContainers"):
@@ -165,10 +165,10 @@ def _gpus_of_pod(spec: JobSpec) -> int:
 
 
 def _containers(spec: JobSpec, *kinds: str) -> Iterator[Json]:
-    """Yield the containers of podTemplate of the given kinds, including the trainer.
+    """Yield the containers of the given kinds in podTemplate, including the trainer.
 
-    Without kinds, yield ordinary containers and init containers. Malformed entries are skipped,
-    because the validation of podTemplate reports them.
+    If no kinds are given, yield ordinary containers and init containers. Malformed entries are
+    skipped, because the validation of podTemplate reports them.
     """
     pod = spec.pod_template.get("spec")
     for kind in kinds or ("containers", "initContainers"):
@@ -179,8 +179,8 @@ def _containers(spec: JobSpec, *kinds: str) -> Iterator[Json]:
 def _gpus(container: Json, resource: str) -> int:
     """Return the number of GPUs of all kinds that a container requests.
 
-    Counting only `resource`, which the job itself names in gpuResource, would let a job evade the
-    limit with GPUs of a different kind.
+    Counting only `resource` would let a job evade the limit with GPUs of a different kind, because
+    the job itself chooses `resource` in gpuResource.
     """
     resources = container.get("resources")
     limits = resources.get("limits") if isinstance(resources, Mapping) else None
@@ -196,8 +196,8 @@ def _fits(image: str, pattern: str) -> bool:
 def _unfit(job: DDPJob, given: JobClass) -> Iterator[str]:
     """Yield a message for each of the CRD's rules that the job violates once the class is applied.
 
-    A forbidden combination may come partly from the job and partly from the class, so that neither
-    violates the rule on its own.
+    A forbidden combination can come partly from the job and partly from the class. In this case,
+    neither violates the rule on its own.
     """
     from ddpjob.api.cel import check_rules
 
@@ -207,7 +207,8 @@ def _unfit(job: DDPJob, given: JobClass) -> Iterator[str]:
         return
     whole = with_defaults({"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": job.name}, "spec": spec})
     if job.status.slots:
-        # A status turns off the rules that apply only to new jobs.
+        # Some rules apply only to new jobs. If the object has a status, these rules are not
+        # evaluated.
         whole["status"] = {}
     for problem in check_rules(whole, None):
         yield f"{problem} (with class {given.name})"
@@ -255,8 +256,8 @@ def _spec(name: str, spec: Any) -> Json:
             if path not in CLASS_FIELDS:
                 remedy = f"only a job can set it; a class can set {', '.join(CLASS_FIELDS)}"
                 raise ValueError(f"{name}.spec.{path}: not allowed in a class; {remedy}")
-    # A class need not contain the fields that every job sets itself. Add them, so that only the
-    # class's own faults are reported.
+    # A class need not contain the fields that every job sets itself. Add these fields, so that only
+    # the class's own faults are reported.
     whole = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "job"}}
     problems = validate({**whole, "spec": {"image": "image", "script": "script", **spec}})
     if problems:

@@ -2,8 +2,8 @@
 
 The CRD file is the only source of names, defaults and ranges. A field with a default in the CRD has
 no default in its dataclass, because `JobSpec.read` fills in the CRD's defaults first. A spec can
-therefore also be read under the CRD of a different release. A default in a dataclass applies to a
-field that is absent and has no default in the CRD.
+therefore also be read under the CRD of a different release. If a field is absent and has no default
+in the CRD, the default in the dataclass applies.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from pydantic.alias_generators import to_camel
 from ddpjob.api.schema import apply_defaults, default_of, exceeds, schema_of, without_nulls
 
 MANAGER = "ddpjob.io/operator"
-"""The value of `spec.managedBy` that stands for this operator. A job without the field is run by
-this operator too.
+"""The value of `spec.managedBy` that stands for this operator. This operator also runs a job
+without this field.
 """
 Json = dict[str, Any]
 """A JSON object that has not been converted to a dataclass: a manifest or a part of one."""
 
 
-# This must not be a builtin such as itemgetter. pydantic reads the signatures of validators, and
-# different patch releases of Python report different signatures for builtins. In Python 3.12.3, an
-# itemgetter seems to take any arguments, and pydantic refuses it.
+# The validator must not be a builtin such as itemgetter. pydantic reads the signatures of
+# validators, and different patch releases of Python report different signatures for builtins. In
+# Python 3.12.3, an itemgetter seems to take any arguments, so pydantic rejects it.
 def _name_of(reference: Json) -> Any:
     return reference["name"]
 
@@ -139,8 +139,8 @@ class BucketVolume(Volume):
 class CheckpointVolume(BucketVolume):
     """The volume for checkpoints.
 
-    Instead of naming a volume in `claim_name`, `host_path` or `nfs`, the job can have a claim
-    created, or have its checkpoints copied to a bucket.
+    The job either names a volume in `claim_name`, `host_path` or `nfs`, has a claim created, or has
+    its checkpoints copied to a bucket.
     """
 
     shared: bool
@@ -157,9 +157,9 @@ class CheckpointVolume(BucketVolume):
 class DataVolume(BucketVolume):
     """The volume for the training data.
 
-    Instead of naming a volume in `claim_name`, `host_path` or `nfs`, the job can name a bucket. Its
-    pods then fetch the data into `cache`, a folder on their Kubernetes node. If `cache` is not set,
-    each pod fetches the data onto a disk of its own.
+    The job names either a volume in `claim_name`, `host_path` or `nfs`, or a bucket. If the job
+    names a bucket, its pods fetch the data into `cache`, a folder on the Kubernetes node. If
+    `cache` is not set, each pod fetches the data onto a disk of its own.
     """
 
     cache: str | None = None
@@ -218,7 +218,8 @@ class Storage:
     def checkpoint_path(self) -> str:
         """Path of the checkpoint folder in the trainer's container.
 
-        If the job has no `checkpoints`, the folder is part of the pod and is lost with it.
+        If the job has no `checkpoints`, the folder is part of the pod and is lost when the pod is
+        deleted.
         """
         return self.checkpoints.mount_path if self.checkpoints else default_of("spec.storage.checkpoints.mountPath")
 
@@ -226,7 +227,7 @@ class Storage:
     def url(self) -> str | None:
         """URL of the bucket that checkpoints are copied to, as written in the spec.
 
-        None if they are not copied to a bucket.
+        None if checkpoints are not copied to a bucket.
         """
         return self.checkpoints.url if self.checkpoints else None
 
@@ -265,7 +266,7 @@ class Rendezvous:
     def master_port(self) -> int:
         """The value of MASTER_PORT for a `command`.
 
-        Its process in pod 0 can listen on this port.
+        The command's process in pod 0 can listen on this port.
         """
         return self.port + 2 if self.port < 65534 else self.port - 1
 
@@ -282,8 +283,8 @@ class Elastic:
 class Backoff:
     """How long to wait before a restart after consecutive failures.
 
-    There is no wait after the first failure. After the second one, the wait is `initial` seconds,
-    and it doubles with every further failure until it reaches `maximum`.
+    There is no wait after the first failure. After the second failure, the wait is `initial`
+    seconds. The wait doubles with every further failure until it reaches `maximum`.
     """
 
     initial: Annotated[float, Field(alias="initialSeconds")]
@@ -315,8 +316,8 @@ class Recovery:
     """`auto`, `none`, or the number of steps after which the training state is copied again."""
     hangs: Hangs
     hang_after_seconds: int | None = None
-    """Number of seconds without progress after which the group is restarted. If it is None, only a
-    proven hang restarts the group.
+    """Number of seconds without progress after which the group is restarted. If the value is None,
+    only a proven hang restarts the group.
     """
     slow_ranks: SlowRanks
 
@@ -344,12 +345,12 @@ class Scheduling:
     topology_key: str
     same_topology: str | None = None
     """Name of a Kubernetes node label. All Kubernetes nodes that run the job's node pods must have
-    the same value for this label. If it is None, the values may differ.
+    the same value for this label. If `same_topology` is None, there is no such requirement.
     """
     disruption_budget: bool
     gang: bool | None = None
-    """Whether the pods are scheduled as a gang. If it is None, this depends on whether the cluster
-    supports gangs.
+    """Whether the pods are scheduled as a gang. If the value is None, the pods are a gang if the
+    cluster supports gangs.
     """
 
     @property
@@ -405,8 +406,8 @@ class JobSpec:
     """Name of the controller that runs the job. None stands for this operator."""
     class_name: str = ""
     image: str = ""
-    """The image of all node pods. Empty as long as it has to come from a class that the status does
-    not contain yet.
+    """The image of all node pods. The value is empty as long as the class that sets the image is
+    not in the status yet.
     """
     image_pull_policy: str | None = None
     image_pull_secrets: tuple[Annotated[str, BeforeValidator(_name_of)], ...] = ()
@@ -433,7 +434,7 @@ class JobSpec:
     scheduling: Scheduling
     rank_order: tuple[str, ...] = ()
     """Names of the Kubernetes node labels that ranks are ordered by, starting with the label of the
-    widest domain. If empty, ranks are in the order of the slots' indices.
+    widest domain. If the list is empty, ranks are in the order of the slots' indices.
     """
     preflight: Preflight | None = None
     network: Network
@@ -451,10 +452,9 @@ class JobSpec:
 
     @property
     def under_torchrun(self) -> bool:
-        """Whether torchrun starts the workers.
+        """Whether torchrun starts the workers. torchrun starts them unless the job has a `command`.
 
-        It does unless the job has a `command`. The processes that a `command` starts do not connect
-        to the coordinator.
+        The processes that a `command` starts do not connect to the coordinator.
         """
         return not self.command
 
@@ -551,7 +551,7 @@ _SMALL_TEXT, _SMALL_VALUES = 4096, 100
 def oversized(spec: Mapping[str, Any]) -> str:
     """Return the path to the part of a spec that is too large.
 
-    The path is empty if no part is too large.
+    If no part is too large, the path is empty.
     """
     parts = (("spec.podTemplate", spec.get("podTemplate")), ("spec", spec))
     return next((path for path, part in parts if exceeds(part, LARGEST_TEXT, MOST_VALUES)), "")

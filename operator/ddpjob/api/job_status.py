@@ -51,19 +51,19 @@ class ConditionType(StrEnum):
     PREFLIGHT_PASSED = "PreflightPassed"
     """Set only for a job with spec.preflight."""
     RANKS_ORDERED = "RanksOrdered"
-    """Set only for a job with spec.rankOrder: whether the ranks of the running group are in that
-    order.
+    """Set only for a job with spec.rankOrder: whether the ranks of the running group are in the
+    order that spec.rankOrder asks for.
     """
     ISOLATED = "Isolated"
     """Set only if something prevents the isolation that spec.network asks for."""
     ADMITTED = "Admitted"
     """Set only for a job in a Kueue queue: whether the queue has granted the quota to run."""
     NODES_HEALTHY = "NodesHealthy"
-    """The condition is absent until a health agent reports the Kubernetes node of a job's pod as
-    unhealthy, and the pod stays there."""
+    """The condition is absent until a pod of the job stays on a Kubernetes node that a health agent
+    has reported as unhealthy."""
     RANKS_KEEP_PACE = "RanksKeepPace"
     """The condition is absent until a clearly slow rank keeps its pod, for example because no spare
-    can replace it.
+    can take over.
     """
     CHECKPOINTS_COPIED = "CheckpointsCopied"
     """The condition is absent until copying checkpoints to the bucket has fallen behind."""
@@ -133,11 +133,11 @@ _OMIT_EMPTY = Field(exclude_if=not_)
 """Omits a field that is None, empty or 0 when the status is written."""
 _OMIT_NONE = Field(exclude_if=lambda value: value is None)
 _MOST = 10**9
-"""The largest number that is read from a status. The API server itself stores larger numbers. A
-count that has reached this maximum can therefore still be incremented and written."""
+"""The largest number that is read from a status. The API server itself stores larger numbers. If a
+count has reached this maximum, it can therefore still be incremented and written."""
 _Number = Annotated[int, Field(ge=0, le=_MOST)]
 _Seconds = Annotated[int, Field(ge=0, lt=2**53)]
-"""A number of seconds that is summed over many devices. It is below 2**53, because every JSON
+"""A number of seconds that is summed over many devices. The sum is below 2**53, because every JSON
 reader represents such integers exactly."""
 _Moment = Annotated[datetime, AfterValidator(_computable)]
 _Time = Annotated[_Moment, PlainSerializer(format_time)]
@@ -148,8 +148,8 @@ _Status = Annotated[bool, BeforeValidator(lambda text: text == "True"), PlainSer
 def _below(*path: str) -> Any:
     """Declare a field of a dataclass that the CRD places in a nested object.
 
-    `path` leads to the field in that object. pydantic only reads the field, and `JobStatus.write`
-    writes it.
+    `path` is the path to the field, starting with the nested object. pydantic only reads the field,
+    and `JobStatus.write` writes it.
     """
     return Field(validation_alias=AliasPath(*path), exclude=True)
 
@@ -178,7 +178,8 @@ class Slot:
     """
     reason: Annotated[str, _OMIT_EMPTY] = ""
     failures: Annotated[_Number, _OMIT_EMPTY] = 0
-    """Number of consecutive pods in this slot that ended soon after starting, all for `reason`."""
+    """Number of consecutive pods in this slot that ended soon after they started, all for the same
+    `reason`."""
     not_before: _OptionalTime = None
     lost_since: _OptionalTime = None
 
@@ -187,7 +188,7 @@ class Slot:
 class RendezvousStatus:
     generation: _Number = 0
     attempt: Annotated[_Number, _OMIT_EMPTY] = 0
-    """Number of coordinators that this generation had before the current one."""
+    """Number of coordinators that this generation had before the current coordinator."""
     failures: Annotated[_Number, _OMIT_EMPTY] = 0
     """Number of consecutive coordinators that ended soon after starting."""
     not_before: _OptionalTime = None
@@ -202,7 +203,7 @@ class GangStatus:
     """The gang of a generation, whose size is fixed when the generation begins."""
 
     nodes: _Number = 0
-    """Number of slots in the gang, which are slots 0 to nodes - 1."""
+    """Number of slots in the gang. The gang consists of slots 0 to nodes - 1."""
     placed: Annotated[bool, _OMIT_EMPTY] = False
     """Whether the whole gang has been scheduled. Pods that are created afterwards are scheduled one
     by one."""
@@ -249,13 +250,13 @@ class QueueStatus:
     """UID of the Workload."""
     cluster_queue: Annotated[str, _OMIT_EMPTY] = ""
     pods: _Number = 0
-    """Number of the slots' pods that the job's quota covers. The additional quota in `more` is
-    included, the coordinator's own pod is not."""
+    """Number of the slots' pods that the job's quota covers. The number includes the pods covered
+    by the additional quota in `more`, but not the coordinator's own pod."""
     node: PodChanges = field(default_factory=PodChanges)
     coordinator: PodChanges = field(default_factory=PodChanges)
     more: Annotated[tuple[QuotaShare, ...], _OMIT_EMPTY] = ()
-    """Additional quota, in the order in which it was granted. It is used by the covered pods with
-    the highest indices, and the last entry belongs to the very last pods.
+    """Additional quota, in the order in which it was granted. The covered pods with the highest
+    indices use the additional quota, and the last entry belongs to the very last of these pods.
     """
 
     @property
@@ -291,7 +292,8 @@ class JobClass:
 
     name: str
     mark: str
-    """Hash of the class's content. Two classes with the same name and mark are equal."""
+    """Hash of the class's content. If two classes have the same name and the same mark, they are
+    equal."""
     spec: Annotated[Json, _OMIT_EMPTY] = field(default_factory=dict)
     """The values that the class sets, for some of the fields in CLASS_FIELDS."""
     queue: Annotated[str, _OMIT_EMPTY] = ""
@@ -310,29 +312,30 @@ class Restart:
     counted: bool
     index: Annotated[_Number | None, _OMIT_NONE] = None
     """Index of the slot whose pod caused the restart. None if the coordinator or the whole group
-    did.
+    caused the restart.
     """
     node: Annotated[str, _OMIT_EMPTY] = ""
     rank: Annotated[_Number | None, _OMIT_NONE] = None
     seconds: Annotated[float | None, _OMIT_NONE] = None
-    """Seconds from the break until the group ran again. None as long as it has not run again."""
+    """Seconds from the break until the group ran again. None as long as the group has not run
+    again."""
     repeated_steps: Annotated[_Number | None, _OMIT_NONE] = None
     """Number of completed steps that the group had to repeat after the restart; None if unknown."""
     repeated_seconds: Annotated[float | None, _OMIT_NONE] = None
-    """Seconds that the group spent on the repeated steps; None until it has repeated all of
+    """Seconds that the group spent on the repeated steps; None until the group has repeated all of
     them."""
     continued_from: Annotated[str, _OMIT_EMPTY] = ""
-    """Where the training state came from when training continued: memory, storage, or scratch. It
-    is unknown if the script has not reported the source, and empty until the first step after the
-    restart.
+    """Where the training state came from when training continued: `memory`, `storage`, or
+    `scratch`. The value is `unknown` if the script has not reported the source, and empty until the
+    first step after the restart.
     """
     round: Annotated[_Number, _OMIT_EMPTY] = 0
     """The round that began with this restart."""
     consequence: Annotated[bool, _OMIT_EMPTY] = False
     """Whether this failure was a consequence of another failure in the same round."""
     everywhere: Annotated[bool, _OMIT_EMPTY] = False
-    """Whether ranks in several pods failed with the same error in the round that broke. If the job
-    has only one pod, this is whether several ranks in that pod did.
+    """Whether ranks in several pods failed with the same error in the round that broke. In a job
+    with only one pod, whether several ranks in that pod failed with the same error.
     """
 
 
@@ -348,9 +351,9 @@ class Restarts:
     seen_incident: Annotated[int, Field(ge=0, lt=2**63), _below("seen", "incident")] = 0
     """Number of the last incident that the operator has handled.
 
-    Its upper limit is the same as in a coordinator's report. With a lower limit, a larger number
-    could be written but not read back, and the operator would treat the same incident as new in
-    each reconcile.
+    The number has the same upper limit here as in a coordinator's report. With a lower limit, a
+    larger number could be written but not read back. The operator would then treat the same
+    incident as new in each reconcile.
     """
     seen_round: Annotated[_Number, _below("seen", "round")] = 0
     """Round of the last break that an incident of the coordinator has explained."""
@@ -361,7 +364,7 @@ class Restarts:
     unknown_repeats: Annotated[_Number, _OMIT_EMPTY] = 0
     """Number of restarts with an unknown number of repeated steps."""
     seen_start: Annotated[str, _below("seen", "start")] = ""
-    """The coordinator's round whose repeated steps were counted last, as GENERATION.ROUND."""
+    """The coordinator's latest round whose repeated steps were counted, as GENERATION.ROUND."""
     recent: tuple[Restart, ...] = ()
     allowed: Annotated[_Number | None, Field(validation_alias="max", exclude=True)] = field(default=None, compare=False)
     """The value of recovery.maxRestarts at the time when the status was last written."""
@@ -369,8 +372,8 @@ class Restarts:
     def limit(self, most: int) -> int:
         """Return the maximum number of restarts that `display` shows.
 
-        This is recovery.maxRestarts from the last written status, or `most` if that status does not
-        have it.
+        The result is recovery.maxRestarts from the last written status. If that status does not
+        contain recovery.maxRestarts, the result is `most`.
         """
         return most if self.allowed is None else self.allowed
 
@@ -386,7 +389,7 @@ class AvoidedNode:
 
 @dataclass(frozen=True, kw_only=True)
 class Notification:
-    """One entry of `status.notifications`: the latest notification for its kind of event."""
+    """One entry of `status.notifications`: the latest notification about one kind of event."""
 
     event: NotifyEvent
     id: str
@@ -413,11 +416,12 @@ class JobStatus:
     round: _Number = 0
     rendezvous: RendezvousStatus = field(default_factory=RendezvousStatus)
     gang: Annotated[GangStatus | None, _OMIT_EMPTY] = None
-    """The gang of the current generation. None if its pods are scheduled one by one."""
+    """The gang of the current generation. None if the generation's pods are scheduled one by
+    one."""
     queue: Annotated[QueueStatus | None, _OMIT_EMPTY] = None
     """The job's quota. None if the job is not in a queue, or is still waiting in one."""
     job_class: Annotated[JobClass | None, _OMIT_EMPTY] = None
-    """The class in the form that it had when the job started or last resumed. None if no class
+    """The job's class, as the class was when the job started or last resumed. None if no class
     applies to the job."""
     active: Annotated[_Number, _below("nodes", "active")] = 0
     """Number of pods that exist and have not ended. Spares are not counted."""
@@ -440,22 +444,22 @@ class JobStatus:
     core/status.
     """
     gpu_use: Annotated[GpuUse | None, _OMIT_EMPTY] = None
-    """The GPUs that the job's pods hold now. None if they hold none."""
+    """The GPUs that the job's pods hold now. None if the pods hold no GPUs."""
     progress: Annotated[Json, _OMIT_EMPTY] = field(default_factory=dict)
     former_keys: Annotated[tuple[str, ...], _OMIT_EMPTY] = ()
     """Marks of operator keys that were replaced by a later key. See `slots.is_superseded`."""
     trained: Annotated[bool, _OMIT_EMPTY] = False
-    """Whether the job has completed a training step. It is also true if the job has run so long
-    that a step must be assumed, although the script reports none.
+    """Whether the job has completed a training step. If the script reports no steps, the value
+    becomes true when the job has run so long that a step must be assumed.
     """
     claim_made: Annotated[bool, _OMIT_EMPTY] = False
-    """Whether the claim described by the job's claimTemplate has ever existed. If this is true and
-    the claim is gone, the checkpoints are lost."""
+    """Whether the claim from the job's claimTemplate has ever existed. If the claim has existed and
+    is gone, the checkpoints are lost."""
 
     def slot(self, index: int | None) -> Slot | None:
         """Return the slot with this index, or None if there is no such slot.
 
-        The index may come from a report, and thus from code in the user's image, so it may be out
+        The index can come from a report, and thus from code in the user's image, so it can be out
         of range.
         """
         return self.slots[index] if index is not None and 0 <= index < len(self.slots) else None
@@ -472,9 +476,9 @@ class JobStatus:
     def nodes_display(self, spec: JobSpec) -> str:
         """Return a summary of the job's nodes, such as `2/2 +1`.
 
-        It consists of the number of nodes that train or have succeeded, the number of nodes wanted,
-        and the number of spares. In a complete job, pods that still run count as succeeded. If none
-        of its slots shows a pod any longer, all wanted nodes count.
+        The summary consists of the number of nodes that train or have succeeded, the number of
+        nodes wanted, and the number of spares. In a complete job, pods that still run count as
+        succeeded. If no slot of a complete job shows a pod, all wanted nodes count as succeeded.
         """
         wanted, complete = self._wanted(spec), self.holds(ConditionType.COMPLETE)
         done = {SlotState.SUCCEEDED, SlotState.RUNNING} if complete else {SlotState.SUCCEEDED}
@@ -497,9 +501,9 @@ class JobStatus:
         return self.gang is not None and not self.gang.placed
 
     def ended_without_recovery(self, restart: Restart) -> bool:
-        """Whether a suspension ended this restart before the group ran again.
+        """Whether the job was suspended during this restart, before the group ran again.
 
-        The suspension removed the job's pods, so this restart can no longer be completed.
+        The suspension removed the job's pods, so this restart will never be completed.
         """
         return restart.seconds is None and (self.start_time is None or restart.time < self.start_time)
 
@@ -514,8 +518,8 @@ class JobStatus:
 
         Unknown fields are ignored, because a different release of the operator may have written the
         status. The reader also ignores fields with invalid values, and objects that lack a required
-        field. The CRD admits some of these faults, and a file with a job's record can contain
-        anything.
+        field. These faults occur because the CRD admits some of them, and because a file with a
+        job's record can contain anything.
 
         An empty status belongs to a new job. Raises an error if `status` is not a JSON object.
         """
@@ -551,8 +555,8 @@ class JobStatus:
 
 
 COMPACT_FROM = 100
-"""Minimum number of slots for which consecutive equal slots are written as one entry. Separate
-entries for 1,024 slots would take 100 KB in every write."""
+"""If a job has at least this number of slots, consecutive equal slots are written as one entry.
+Separate entries for 1,024 slots would take 100 KB in every write."""
 _MOST_SLOTS = 4096
 
 
@@ -596,8 +600,8 @@ def _expanded(entries: Any) -> Any:
 def _validated(status: Json) -> JobStatus:
     """Read a status, and leave out its invalid parts.
 
-    Fields with invalid values are dropped first. Objects that then lack a required field are
-    dropped afterwards.
+    Fields with invalid values are dropped first. Objects that lack a required field after this are
+    dropped next.
     """
     try:
         return _STATUS.validate_python(status)
@@ -605,7 +609,7 @@ def _validated(status: Json) -> JobStatus:
         problems = error.errors(include_url=False, include_context=False, include_input=False)
     kept = deepcopy(status)
     paths = dict.fromkeys(p["loc"][:-1] if p["type"] == "missing" else p["loc"] for p in problems)
-    # Deleting from the end of a list leaves the indices of the earlier entries valid.
+    # Delete from the end of a list, so that the indices of the earlier entries stay valid.
     for path in reversed(paths):
         _leave_out(kept, path)
     return _validated(kept) if kept != status else JobStatus()

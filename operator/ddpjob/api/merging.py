@@ -21,12 +21,12 @@ CLASS_FIELDS = (
     *("runPolicy.ttlSecondsAfterFinished", "podTemplate"),
 )
 """Paths, below spec, of the fields that a job class may set. The CRD has no defaults for these
-fields, so a field that the job itself does not set is absent or empty. A class that fixes env fixes
-only the variables that it sets."""
+fields. If the job itself does not set one of them, the field is therefore absent or empty. A class
+that fixes env fixes only the variables that it sets."""
 _MERGED = ("podTemplate", "resources")
 QUEUE = "queue"
-"""The name by which a class sets and fixes the job's queue. It is not a field of spec, because a
-job has its queue in a label."""
+"""The name by which a class sets and fixes the job's queue. The queue is not a field of spec,
+because a job names its queue in a label."""
 
 _LIST_KEYS = {
     **dict.fromkeys(("containers", "initContainers", "volumes", "env", "imagePullSecrets", "resourceClaims"), "name"),
@@ -48,10 +48,10 @@ all hold, and preferred terms all add their weights."""
 def with_class(own: Mapping[str, Any], given: Mapping[str, Any], fixed: Collection[str] = ()) -> Json:
     """Return a job's spec with the fields from its class added.
 
-    If both set a field, the job's value is used, unless the class fixes the field. podTemplate and
-    resources are merged. The lists env, imagePullSecrets and envFrom are joined. If two entries of
-    a joined list have the same name, the job's entry is used. Any other field comes from the class
-    as a whole, if the job does not set it.
+    If both the job and the class set a field, the job's value is used, unless the class fixes the
+    field. podTemplate and resources are merged. The lists env, imagePullSecrets and envFrom are
+    joined. If two entries of a joined list have the same name, the job's entry is used. If the job
+    does not set one of the other fields, the class's whole value is used.
     """
     merged = deepcopy(dict(own))
     for path in CLASS_FIELDS:
@@ -109,8 +109,8 @@ def _put(spec: Json, path: str, value: Any) -> None:
 def _by_name(first: list[Json], second: list[Json]) -> list[Json]:
     """Join two lists whose items have names.
 
-    If both lists have an item with the same name, the item from `second` takes the place of the one
-    from `first`.
+    If both lists have an item with the same name, the item from `second` replaces the item from
+    `first`.
     """
     later = {item["name"]: item for item in second}
     known = {item["name"] for item in first}
@@ -123,9 +123,8 @@ def _by_name(first: list[Json], second: list[Json]) -> list[Json]:
 def merge(base: Json, overlay: Mapping[str, Any]) -> Json:
     """Return `base` with the changes in `overlay`, as a new object.
 
-    Mappings are merged. The items of a keyed list are merged with the items that have the same key.
-    Lists of affinity terms are joined. Any other value from the overlay replaces the value in the
-    base.
+    Mappings are merged. In a keyed list, items with the same key are merged. Lists of affinity
+    terms are joined. Any other value from the overlay replaces the value in the base.
 
     Fields that the overlay does not contain are not copied, so the result shares them with `base`.
     If a list that should have keys contains items without a usable key, the overlay's list replaces
@@ -158,7 +157,10 @@ def _has_keys(value: Any, field: str) -> bool:
 
 
 def _answered(toleration: Json, given: list[Json]) -> bool:
-    """Whether the overlay tolerates the same taint, so that its toleration replaces this one."""
+    """Whether the overlay tolerates the same taint.
+
+    If it does, the overlay's toleration replaces the base's.
+    """
     return any(t.get("key") == toleration.get("key") for t in given)
 
 
@@ -193,6 +195,6 @@ def _key_of(item: Json, key: str) -> Any:
 def mounted_at(mount: Mapping[str, Any]) -> str:
     """Return the path of a mount without a final slash.
 
-    /data and /data/ are the same folder, so they give the same result.
+    /data and /data/ are the same folder, so both give the same result.
     """
     return str(mount.get("mountPath", "")).rstrip("/")

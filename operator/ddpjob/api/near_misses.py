@@ -56,7 +56,7 @@ _PLACES = {word: place for place, words in _OTHERS_WORDS.items() for word in wor
 def belongs(name: str) -> str:
     """Suggest this API's field for a name that other APIs use.
 
-    The suggestion is empty if the name is not known from another API.
+    If the name is not known from another API, the suggestion is empty.
     """
     word = re.sub("[-_]", "", name.lower())
     place = _PLACES.get(word, "")
@@ -77,7 +77,7 @@ _TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 def quantity(text: str) -> str:
     """Return an amount in Kubernetes' notation, such as `16Gi or 16G` for `16 GB`.
 
-    The result is empty if the meaning of the text cannot be guessed.
+    If the meaning of the text cannot be guessed, the result is empty.
     """
     found = _TEXT.fullmatch(text)
     if found is None:
@@ -111,7 +111,7 @@ def seconds(text: str) -> int | None:
 def as_type(path: str, wanted: Any, value: Any) -> str:
     """Suggest a value of the right type in place of a value of the wrong type.
 
-    The suggestion is empty if the intended value cannot be guessed.
+    If the intended value cannot be guessed, the suggestion is empty.
     """
     field = re.sub(r"\[.*?\]", "", path).rpartition(".")[2]
     if wanted in ("integer", "number") and isinstance(value, str):

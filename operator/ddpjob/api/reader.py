@@ -71,8 +71,8 @@ def validate(manifest: Mapping[str, Any], old: Mapping[str, Any] | None = None) 
     """Return the problems for which the API server would reject a DDPJob.
 
     The list is empty if the DDPJob is valid. `old` is the existing DDPJob that an update would
-    replace, or None if the DDPJob is new. Both objects may lack the CRD's defaults. The content of
-    podTemplate.spec is not checked here, but in `ddpjob.objects`.
+    replace, or None if the DDPJob is new. Neither object needs to have the CRD's defaults. The
+    content of podTemplate.spec is not checked here, but in `ddpjob.objects`.
     """
     from ddpjob.api.cel import check_rules
 
@@ -80,8 +80,8 @@ def validate(manifest: Mapping[str, Any], old: Mapping[str, Any] | None = None) 
     if wrong_kind:
         return wrong_kind
     stored = with_defaults(manifest)
-    # Check the rules only if the object fits the schema. Otherwise the same error could be reported
-    # both by the schema and by a rule.
+    # Check the rules only if the object fits the schema, so that no error is reported both by the
+    # schema and by a rule.
     return sorted(check_schema(stored) or check_rules(stored, None if old is None else with_defaults(old)))
 
 
@@ -198,7 +198,10 @@ def _jobs(label: str, documents: list[Document]) -> list[Manifest]:
 
 
 def _is_other_kind(manifest: Mapping[str, Any]) -> bool:
-    """Whether the object clearly belongs to another kind. A misspelled DDPJob does not."""
+    """Whether the object clearly belongs to a different kind.
+
+    A misspelled DDPJob does not count as a different kind.
+    """
     ours = str(manifest.get("apiVersion", "")).split("/")[0] == API_VERSION.split("/")[0]
     return not ours and str(manifest.get("kind", "")).lower() != KIND.lower()
 

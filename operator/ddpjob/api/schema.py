@@ -139,9 +139,9 @@ def _default_object(value: Mapping[str, Any], schema: Mapping[str, Any]) -> Json
 def without_nulls(value: Any) -> Any:
     """Return a copy of `value` without the fields that are null.
 
-    A rendered template, for example, has null where it left a value empty. This function is for the
-    parts of a manifest that the schema does not describe. It keeps nulls in lists, because the
-    validation must report them.
+    A rendered template, for example, has null in place of an empty value. Use this function for the
+    parts of a manifest that the schema does not describe. The function keeps nulls in lists,
+    because the validation must report them.
     """
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
@@ -311,8 +311,8 @@ def _near(name: str, known: Any) -> str:
 def _hint(path: str, name: str, known: Mapping[str, Any]) -> str:
     """Suggest what the user may have meant by an unknown field.
 
-    The suggestion is a field of the same object with a similar name, or a field elsewhere with the
-    same name.
+    The suggestion is a field with a similar name in the same object, or a field with the same name
+    elsewhere in the manifest.
     """
     if name in ("true", "false"):
         return "; YAML reads unquoted on, yes and y as true, and off, no and n as false, so quote the name"
@@ -328,8 +328,8 @@ def _hint(path: str, name: str, known: Mapping[str, Any]) -> str:
     elsewhere = _paths_by_name().get(name.lower(), [])
     below = [place for place in elsewhere if place.startswith(f"{path}.")]
     if below and name.lower() not in map(str.lower, known):
-        # The user has probably written the field one level too high. This is more likely than a
-        # misspelling of a field with a similar name.
+        # The user has probably written the field one level too high. Such a mistake is more likely
+        # than a misspelling of a field with a similar name.
         return f"; did you mean {' or '.join(below[:3])}?"
     near = _near(name, known)
     if near:

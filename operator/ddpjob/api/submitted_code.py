@@ -1,9 +1,10 @@
 """The volume mount for the user's code, which `ddpjob submit` and `Client.train` add to
 podTemplate.
 
-Users do not write this mount, so a class that fixes podTemplate still allows it. The mount only
-adds files from a ConfigMap in the job's own namespace, at one path. A mount of a different form, or
-with a name or path that the class's own template uses, is not recognized as submitted code.
+Users do not write this mount, so even a class that fixes podTemplate allows the mount. The mount
+only adds files from a ConfigMap in the job's own namespace, at one path. A mount of a different
+form, or with a name or path that the class's own template uses, is not recognized as submitted
+code.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ def _entries(template: Any, field: str) -> list[Json]:
 def _list(parent: Any, field: str) -> list[Json]:
     """Return the objects in a template's list.
 
-    Items that are not objects are ignored, and so is a value that is not a list, because users may
-    write anything.
+    Items that are not objects are ignored. A value that is not a list is also ignored, because
+    users can write anything.
     """
     found = parent.get(field) if isinstance(parent, Mapping) else None
     return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []

@@ -18,13 +18,13 @@ import yaml
 
 MAX_NODES = 200_000
 """Maximum number of values in one document, counted after aliases have been expanded. No manifest
-has nearly as many, and an alias bomb has far more."""
+has nearly as many values, and an alias bomb has far more."""
 
 MAX_DEPTH = 100
 
 MAX_DIGITS = 100
-"""Maximum number of characters in a number. This suffices for any float, and for a 64-bit integer
-that is written in base 2 with some underscores."""
+"""Maximum number of characters in a number. The limit suffices for any float, and for a 64-bit
+integer in base 2 with some underscores."""
 
 MAX_SHOWN = 200
 """Maximum number of characters of a value or field name that a message quotes from a manifest. If
@@ -35,15 +35,16 @@ MAX_MESSAGE = 2_000
 
 _Resolvers = dict[str, list[tuple[str, re.Pattern[str]]]]
 """Maps the first character of an unquoted scalar to the pairs of tag and pattern that are tried on
-it."""
+the scalar."""
 _MERGE = "tag:yaml.org,2002:merge"
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 
 def shown(text: str, most: int = MAX_SHOWN) -> str:
-    """Return the text, or only its beginning and its end if it is longer than `most`.
+    """Return the text.
 
-    The number of characters left out is shown in between.
+    If the text has more than `most` characters, return only its beginning and its end, with the
+    number of omitted characters between them.
     """
     half = most // 2
     return text if len(text) <= most else f"{text[:half]}...({len(text) - 2 * half} more)...{text[-half:]}"
@@ -111,8 +112,8 @@ def join(path: str, key: str | int) -> str:
 class _Loader(yaml.SafeLoader):
     """Reads unquoted scalars as the same types as kubectl does.
 
-    kubectl's reader follows YAML 1.1, with exceptions: it knows no dates and no numbers in base 60,
-    and it accepts floats without a dot.
+    kubectl's reader follows YAML 1.1 with exceptions. It does not recognize dates and numbers in
+    base 60, and it accepts floats without a dot.
     """
 
     yaml_implicit_resolvers: _Resolvers = {}  # noqa: RUF012 (as PyYAML expects)
@@ -136,7 +137,7 @@ class _Loader(yaml.SafeLoader):
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise YamlError(f"<<: merges through more than {MAX_DEPTH} levels, too many for a manifest", line)
-        # If a mapping merges itself, the inner call finds this empty list.
+        # If a mapping merges itself, the inner call finds the empty list that is set here.
         pairs, node.value = node.value, []
         own, merged = [], list[tuple[yaml.Node, yaml.Node]]()
         for key, value in pairs:
@@ -207,7 +208,7 @@ def _without_tabs(text: str) -> str:
     """Replace the tabs in a JSON text with spaces.
 
     YAML does not allow tabs for indentation. A text that is not JSON is left as it is. The
-    replacement cannot change a string, because strings in JSON cannot contain tabs.
+    replacement does not change any string, because a JSON string cannot contain a raw tab.
     """
     if "\t" in text and text.lstrip().startswith("{"):
         with suppress(ValueError, RecursionError):
@@ -220,7 +221,7 @@ def _characters(text: str, line: int) -> str:
     """Join each surrogate pair in a text into the character that it stands for.
 
     JSON writes a character beyond 16 bits as two escapes, and a YAML reader reads these as two
-    separate characters. Raises YamlError if one half of a pair is missing.
+    separate characters. If one half of a pair is missing, raises YamlError.
     """
     if text.isascii():
         return text
@@ -335,7 +336,7 @@ class _Builder:
                 "a field name must be a string; quote templates such as {{ name }}", node.start_mark.line + 1
             )
         if node.tag == _BOOL:
-            # kubectl reads such a key as the same text.
+            # For such a key, kubectl reads the same text.
             return str(_is_true(node)).lower()
         return _characters(node.value, node.start_mark.line + 1)
 

@@ -9,13 +9,13 @@ requests are made while nothing changes.
   ConfigMaps, policies and budgets, only the metadata is read. The cached spec of a finished job
   lacks the parts that pods are made from. This limits the operator's memory, because users choose
   how large their objects are.
-- An object belongs to the job whose uid is in its labels or owner references. Names do not count,
-  because a job that was deleted and recreated with the same name does not own its predecessor's
+- An object belongs to the job whose uid is in its labels or owner references. Names do not count.
+  If a job is deleted and a new job has the same name, the new job does not own the old job's
   objects.
-- A change wakes the job that it concerns. The wake-up is urgent if a user has changed the job, if a
-  pod has ended, is about to end or is gone, or if Kueue has changed a Workload. The operator's own
-  writes do not wake jobs (`_writing`), since otherwise each status write would cause the next
-  reconcile.
+- A change wakes the job that it concerns. The wake-up is urgent if a user has changed the job, or
+  if Kueue has changed a Workload. It is also urgent if a pod has ended, is about to end, or is
+  gone. The operator's own writes do not wake jobs (`_writing`), because each status write would
+  then cause another reconcile.
 - A deleted pod's last state is kept for DEPARTED_FOR, because a later reconcile may need it to find
   out why the pod ended.
 
@@ -65,11 +65,11 @@ from ddpjob.objects.workload import KIND as WORKLOAD
 
 log = logging.getLogger("ddpjob.caches")
 Wake = Callable[[JobKey, bool], None]
-"""Called with the key of a job that should be reconciled, and whether this is urgent."""
+"""A function that takes the key of a job to reconcile, and whether the reconcile is urgent."""
 
 DEPARTED_FOR = 30.0
-"""How long the last state of a deleted pod is kept, in seconds. A reconcile that comes later may
-need that state to find out why the pod ended."""
+"""Number of seconds for which the last state of a deleted pod is kept. A later reconcile may need
+this state to find out why the pod ended."""
 MOST_REFERENCES = 2000
 """Maximum number of owner references that are read from one object. An object that many jobs share
 can have about a thousand owners."""
@@ -91,14 +91,14 @@ _ROOTS = {
 
 WATCHED = tuple(kind for kind in _ROOTS if kind not in ("Secret", "PersistentVolumeClaim"))
 """The kinds of objects that are watched. Secrets are not watched, because the operator has no
-permission to read them. Claims are not watched either, because the operator reads single claims
-when it needs them."""
+permission to read them. Claims are not watched either, because the operator reads a claim whenever
+it needs one."""
 
 
 def watches(namespaces: int) -> int:
-    """Return the number of watches that are open if this many namespaces are watched.
+    """Return the number of watches that are open for this number of watched namespaces.
 
-    0 means that all namespaces are watched together. Each watch has its own connection.
+    If the number is 0, all namespaces are watched together. Each watch has its own connection.
     """
     return len(WATCHED) * max(1, namespaces) + 1
 
@@ -116,8 +116,8 @@ def collection(kind: str, namespace: str) -> str:
 class Owned:
     """The name, the uid and the owners of an object.
 
-    `jobs` and `job_uids` cover only owners that are DDPJobs. They are empty if no DDPJob owns the
-    object.
+    `jobs` and `job_uids` contain only owners that are DDPJobs. If no DDPJob owns the object, both
+    are empty.
     """
 
     uid: str
@@ -145,8 +145,9 @@ class Caches:
     `namespaces` lists the watched namespaces. If it is empty, one `Informer` per kind watches all
     namespaces. Only objects in namespaces for which `keep` returns true are cached.
 
-    `wake` is called with each job that a change affects, unless the operator itself made the
-    change. `on_job(before, after)` is called for every change of a job, whoever made it.
+    If somebody other than the operator makes a change, `wake` is called with each job that the
+    change affects. `on_job(before, after)` is called for every change to a job, including the
+    operator's own changes.
     """
 
     def __init__(
@@ -161,8 +162,8 @@ class Caches:
     ) -> None:
         self._on_job = on_job
         self.restored = asyncio.Event()
-        """Set when the jobs' resource versions have moved backwards, as happens when etcd is
-        restored from a backup. kopf's watch receives no events in this case."""
+        """Set when the jobs' resource versions have moved backwards. This happens when etcd is
+        restored from a backup. kopf's watch then receives no events."""
         self._wake, self._own_write = wake, False
         self.namespaces = tuple(filter(keep, namespaces)) if namespaces else ("",)
         self._pods: dict[tuple[str, str], dict[str, PodView]] = {}
@@ -172,20 +173,21 @@ class Caches:
         with the time at which it disappeared, in monotonic seconds.
         """
         self._departures = deque[tuple[float, tuple[str, str], str]]()
-        """The entries of `_departed` in the order in which they were added, each as its time, its
-        namespace and job uid, and the pod's name."""
+        """The entries of `_departed`, in the order in which they were added. Each entry consists of
+        the time, the namespace and job uid, and the pod's name."""
         self._workloads: dict[tuple[str, str], dict[str, WorkloadView]] = {}
         """Workloads by namespace and job uid, and then by the Workload's name."""
         self._gangs: dict[str, dict[str, str]] = {}
-        """PodGroups by the job's uid. The inner mapping leads from a PodGroup's name to its uid."""
+        """The PodGroups of each job, by the job's uid. The inner mapping gives a PodGroup's uid for
+        its name."""
         ours = f"{LABEL_MANAGED}={MANAGED_BY}"
         more: dict[str, tuple[Callable[[Json], Any], Callable[[Any, Any], None], dict[str, Any]]] = {
             "Pod": (partial(_read_labelled, read_pod), self._pod_changed, {"selector": ours}),
         }
         for kind in ("Service", "ConfigMap", "PodDisruptionBudget"):
             more[kind] = _read_owned, self._owned_changed, {"selector": ours, "metadata_only": True}
-        # The operator may lack the permission to list NetworkPolicies. Its jobs then run without
-        # such policies, which their Isolated condition shows.
+        # The operator possibly lacks the permission to list NetworkPolicies. Jobs then run without
+        # NetworkPolicies, and their Isolated condition shows this.
         more["NetworkPolicy"] = _read_owned, self._owned_changed, {**more["Service"][2], "optional": True}
         # These kinds are optional, because most clusters do not serve them.
         for kind in (GANG, VOLCANO_GANG):
@@ -225,9 +227,10 @@ class Caches:
 
     @property
     def complete(self) -> bool:
-        """Whether every collection was read or refused, and some namespace was read in full.
+        """Whether every collection was read or refused, and at least one namespace was read in
+        full.
 
-        The second condition does not apply if there is no namespace to watch.
+        If there is no namespace to watch, the second condition does not apply.
         """
         answered = all(cache.answered.is_set() for cache in self._all())
         return answered and (not self.namespaces or any(map(self.complete_in, self.namespaces)))
@@ -239,7 +242,7 @@ class Caches:
     def complete_in(self, namespace: str) -> bool:
         """Whether all objects in a namespace have been read.
 
-        Other namespaces do not matter, even if the operator is not permitted to read them.
+        It does not matter whether other namespaces have been read.
         """
         return all(self._of(kind, namespace).listed.is_set() for kind in WATCHED)
 
@@ -255,8 +258,8 @@ class Caches:
     def others_wait(self, job: DDPJob) -> bool:
         """Whether a job other than this one is waiting for room in the cluster.
 
-        The other jobs are searched only if this job itself is not fully scheduled. Otherwise the
-        result is False.
+        If this job itself is fully scheduled, the other jobs are not searched, and the result is
+        False.
         """
         own = job.status.condition(ConditionType.SCHEDULED)
         if own is None or own.status:
@@ -272,8 +275,8 @@ class Caches:
     def pods(self, job: DDPJob) -> tuple[PodView, ...]:
         """Return the job's pods, sorted by name.
 
-        If a user removes the labels from a pod, the pod no longer belongs to the job. ReplicaSets
-        treat their pods in the same way.
+        If a user removes a pod's labels, the pod no longer belongs to the job. A ReplicaSet also
+        releases a pod whose labels are removed.
         """
         return tuple(pod for _, pod in sorted(self._pods.get((job.namespace, job.uid), {}).items()))
 
@@ -296,7 +299,7 @@ class Caches:
     def known(self, kind: str, namespace: str, name: str) -> Owned | None:
         """Return the cached metadata of an object, or None if the object is not in the caches.
 
-        This is for the kinds of which only metadata is cached.
+        Use this method only for kinds of which only the metadata is cached.
         """
         found: Owned | None = self._of(kind, namespace).get(namespace, name)
         return found
@@ -304,7 +307,7 @@ class Caches:
     def serves_gangs(self, job: DDPJob) -> bool:
         """Whether the API server serves the kind of PodGroup that the job's scheduler uses.
 
-        The result is also False if the operator is not permitted to read PodGroups of this kind.
+        If the operator is not permitted to read such PodGroups, the result is also False.
         """
         return self._of(kind_for(job), job.namespace).served
 
@@ -333,7 +336,7 @@ class Caches:
     def take(self, kind: str, body: Json) -> None:
         """Put an object from an API server response into the cache.
 
-        This does not wake the job, because the operator already knows the object.
+        The job is not woken, because the operator already knows the object.
         """
         with self._writing():
             self._of(kind, body["metadata"]["namespace"]).take(body)
@@ -341,7 +344,7 @@ class Caches:
     def take_job(self, job: DDPJob) -> DDPJob:
         """Put a job into the cache as the API server has stored it.
 
-        Return the job as it is cached, even if the cache already has a later version.
+        Return the cached job, whose version can be later than the one that was passed.
         """
         kept = _kept(job)
         with self._writing():
@@ -365,7 +368,7 @@ class Caches:
         self._jobs_of(body["metadata"]["namespace"]).seen(event, body)
 
     def writing(self, job: DDPJob) -> AbstractContextManager[None]:
-        """Mark a job as being written by the operator, for the duration of the context."""
+        """While the context runs, mark a job as being written by the operator."""
         return self._jobs_of(job.namespace).writing((job.namespace, job.name))
 
     # --- changes
@@ -373,7 +376,8 @@ class Caches:
     def _read_job(self, body: Json) -> DDPJob:
         """Read a job from an object.
 
-        The spec takes the most time. It is read only if the job's generation or class has changed.
+        Reading the spec takes the most time, so the spec is read only if the job's generation or
+        class has changed.
         """
         return _kept(self._read_changed(body))
 
@@ -464,7 +468,9 @@ _NOBODY = Owned("", "", (), frozenset())
 def _move(
     found: dict[tuple[str, str], dict[str, _View]], before: OwnedView[_View] | None, after: OwnedView[_View] | None
 ) -> None:
-    """Replace one version of a pod or Workload with the next one, under its job and its name.
+    """Replace one version of a pod or Workload with the next version.
+
+    The versions are stored under the object's job and name.
 
     `before` is None for a new object, and `after` is None for a deleted one.
     """
@@ -488,7 +494,7 @@ def _read_labelled(read: Callable[[Json], _View], body: Json) -> OwnedView[_View
 def _asked(job: DDPJob) -> tuple[object, ...]:
     """Return everything about a job that its users set.
 
-    This includes the labels for the queue, because a changed label does not change the job's
+    The result includes the labels for the queue, because a changed label does not change the job's
     generation.
     """
     return job.generation, job.queue, job.queue_priority

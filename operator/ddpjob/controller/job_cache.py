@@ -1,18 +1,20 @@
 """Caches the DDPJobs that kopf watches. Reconciles read them from this cache.
 
 kopf (`handlers.py`) reports which job has changed, and the job's new version. This module then
-reads the job from the API server, so user data never passes through kopf. A version that the
-operator itself has written is not read again, because the response to the write contains it.
+reads the job from the API server, so user data never passes through kopf. If the operator itself
+has written the new version, the job is not read again, because the response to the write contains
+the job.
 
 This module adds three things that kopf does not do:
 
-- kopf does not report deletions that happen while its watch is interrupted. It only lists the jobs
-  again, and shows the existing ones. This module therefore lists the names of all jobs whenever
-  kopf lists, and once a minute. A job that is not on this list is gone.
+- kopf does not report deletions that happen while its watch is interrupted. Afterwards, kopf only
+  lists the jobs again, and shows the existing jobs. This module therefore lists the names of all
+  jobs whenever kopf lists, and once a minute. A job that is not on this list is gone.
 - kopf does not report the end of its first list. The cache is complete once kopf has shown all jobs
   in the first list of names and each of them has been read.
-- After a restore from a backup, kopf keeps watching from a version that the API server has not
-  reached again. The list of names reveals this. `restored` is then set, and kopf is restarted.
+- After the API server is restored from a backup, kopf keeps watching from a version that the API
+  server has not reached again. The version of the list of names reveals this. `restored` is then
+  set, and kopf is restarted.
 
 Example: with 300 jobs, kopf's first list shows 300 versions, all of them new. Because more than FEW
 are due, the jobs are read in pages. A user then changes one job: kopf shows the job's version, a
@@ -39,7 +41,7 @@ from ddpjob.engine.ports import Unavailable
 log = logging.getLogger("ddpjob.jobs")
 
 JOBS_PAGE = 100
-"""Number of jobs in one page of a list. A page has few jobs because a single DDPJob can be as large
+"""Number of jobs in one page of a list. The number is small because a single DDPJob can be as large
 as 1.5 MB."""
 FEW = 20
 """Maximum number of changed jobs that are read with one request each. If more jobs have changed,
@@ -49,8 +51,9 @@ AT_A_TIME = 4
 NAMES_SECONDS = 60.0
 """Number of seconds between two lists of the names of all jobs."""
 SETTLE_SECONDS = 1.0
-"""Delay in seconds before the names are listed early. When kopf lists, it shows many jobs within a
-short time. Because of the delay, one list of the names serves all of them."""
+"""Delay in seconds before the names are listed ahead of the regular time. When kopf lists the jobs,
+it shows many jobs within a short time. Because of the delay, one list of the names serves all these
+jobs."""
 RETRY = 1.0
 
 
@@ -72,8 +75,8 @@ class JobCache(Cache[DDPJob]):
     ) -> None:
         super().__init__(rest, collection(namespace), read, on_change, keep)
         self._collection, self._restored = collection, restored
-        """`_restored` is set when kopf's watch is at a later version than the API server, because
-        the watch then reports nothing."""
+        """`_restored` is set when kopf's watch is at a later version than the API server. In this
+        case, the watch reports nothing."""
         self._due: dict[Id, int] = {}
         """Jobs that have to be read, each with the version that kopf has shown."""
         self._busy: set[Id] = set()
@@ -87,7 +90,7 @@ class JobCache(Cache[DDPJob]):
     def seen(self, event: str | None, body: Json) -> None:
         """Process an event from kopf's watch.
 
-        `event` is ADDED, MODIFIED or DELETED. It is None for a job that kopf has found in a list.
+        `event` is ADDED, MODIFIED or DELETED. If kopf has found the job in a list, `event` is None.
         """
         key, version = id_of(body), version_of(body)
         self._latest = max(self._latest, version)
@@ -106,16 +109,16 @@ class JobCache(Cache[DDPJob]):
         """Put a job from a response into the cache, unless the cache has a later version of it."""
         super().take(body)
         if version_of(body) < self._versions.get(id_of(body), 0):
-            # The response is older than the cache. It may be stale, or etcd may have been restored
-            # from a backup.
+            # The version in the response is earlier than the version in the cache. Either the
+            # response is stale, or etcd was restored from a backup.
             self._look.set()
 
     @contextlib.contextmanager
     def writing(self, key: Id) -> Iterator[None]:
-        """Keep a job from being read while the operator writes it.
+        """Keep a job from being read while the operator writes the job. kopf can show the job's new
+        version before the response to the write arrives.
 
-        kopf can show the new version of the job before the response to the write arrives. Reading
-        that version would be useless, because the response contains it.
+        Reading the new version would be useless, because the response contains it.
         """
         self._busy.add(key)
         try:
@@ -190,7 +193,7 @@ class JobCache(Cache[DDPJob]):
                 raise
             self.forget(*key)
             return
-        # If the job is no longer due, kopf has shown its deletion during the request.
+        # If the job is no longer due, kopf has shown the job's deletion during the request.
         if key in self._due:
             self.take(body)
         if self._due.get(key) == version:

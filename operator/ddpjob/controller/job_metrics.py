@@ -1,9 +1,9 @@
 """Prometheus metrics of jobs, computed from the statuses that the operator reads and writes.
 
-Events are counted when a job's status in the cache changes, once for each status that the API
-server has stored. The status may reach the cache in a response or through a watch. Events are not
-counted if they happened before this replica first read the job, or while no replica acted. Counters
-start at 0 with the process, as Prometheus expects.
+Events are counted when a job's status in the cache changes. Each status that the API server has
+stored is counted once, whether it reached the cache in a response or through a watch. Events that
+happened before this replica first read the job, or while no replica acted, are not counted.
+Counters start at 0 with the process, as Prometheus expects.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from ddpjob.core.view import is_number
 from ddpjob.engine.ports import JobKey
 
 MOST_JOBS = 5000
-"""Maximum number of jobs that have their own series. If there are more jobs, those that have not
-ended come first, and each namespace in turn contributes one job."""
+"""Maximum number of jobs that have their own series. If there are more jobs, jobs that have not
+ended are chosen first, and the namespaces contribute one job each in turn."""
 MOST_PAYERS = 1000
 """Maximum number of pairs of namespace and queue whose GPU seconds have their own series. The GPU
 seconds of all later pairs are summed under OTHER."""
 OTHER = "Other"
-"""The label value for every unknown reason. If reasons were used as they are, anybody who can write
-a job's status could create any number of series."""
+"""The label value for every unknown reason. If every reason became a label value, anybody who can
+write a job's status could create any number of series."""
 FAILURES = frozenset(
     {
         *("RestartBudgetSpent", "RuleFailed", "InitFailure", "ConfigurationError", "ProgramError"),
@@ -120,8 +120,8 @@ class _Account:
     pod_seconds: float = 0.0
     useful_seconds: float = 0.0
     step_at_break: int | None = None
-    """Number of the last step before a break. None unless the first step after that break is still
-    awaited."""
+    """Number of the last step before a break, as long as the first step after the break is awaited.
+    At all other times, None."""
 
     def at(self, now: float) -> tuple[float, float]:
         """Return the job's pod seconds and useful seconds at the time `now`."""
@@ -141,14 +141,15 @@ class JobAccounts:
         self._clock = clock
         self._accounts: dict[JobKey, _Account] = {}
         self._ours: set[JobKey] = set()
-        """Jobs that this operator acts on. Only these jobs are counted here, because other
-        operators count the others."""
+        """Jobs that this operator acts on. All other jobs are counted by the operators that act on
+        them."""
 
     def acts_on(self, key: JobKey, *, acts: bool) -> None:
         """Record whether this operator acts on the job.
 
-        Each reconcile calls this before it writes anything. A job whose spec names a different
-        controller is never counted, because this operator does not learn how it ends.
+        Each reconcile calls this method before it writes anything. A job whose spec names a
+        different controller is never counted, because this operator does not learn how the job
+        ends.
         """
         account = self._accounts.get(key)
         if acts and account is not None and not account.job.spec.managed_elsewhere:
@@ -232,8 +233,8 @@ def _count_start(old: JobStatus, new: JobStatus) -> None:
     start = new.start_time
     if start is None:
         return
-    # Count only starts that reached the group's first run without a break. After a break,
-    # `ddpjob_recovery_seconds` has the duration instead.
+    # Count a start only if the group reached its first run without a break. After a break,
+    # `ddpjob_recovery_seconds` records the duration instead.
     first = not any(restart.time >= start for restart in new.restarts.recent)
     for kind, histogram in ((ConditionType.SCHEDULED, TO_PODS), (ConditionType.RUNNING, TO_RUNNING)):
         condition = new.condition(kind)
@@ -246,7 +247,10 @@ def _count_start(old: JobStatus, new: JobStatus) -> None:
 
 
 def _between(begin: datetime, end: datetime) -> float:
-    """Return the number of seconds between two times, or 0 if the clock was set back in between."""
+    """Return the number of seconds between two times.
+
+    If the clock was set back between them, return 0.
+    """
     return max(0.0, (end - begin).total_seconds())
 
 
@@ -271,9 +275,9 @@ def _count_restarts(old: JobStatus, new: JobStatus, account: _Account) -> None:
 
 
 def _identity(restart: Restart) -> tuple[object, ...]:
-    """Return the parts of a restart that stay the same when its duration becomes known.
+    """Return the parts of a restart that do not change when the restart's duration becomes known.
 
-    Two entries with the same parts are the same restart.
+    Two entries with equal parts stand for one restart.
     """
     return restart.time, restart.pod, restart.reason, restart.round
 
@@ -288,7 +292,7 @@ _payers: set[tuple[str, str]] = set()
 def _count_gpu_seconds(before: DDPJob, after: DDPJob) -> None:
     """Count the GPU seconds that were added between two versions of a job.
 
-    They are counted for the queue whose quota the job used.
+    The GPU seconds are counted for the queue whose quota the job used.
     """
     added = after.status.gpu_seconds - before.status.gpu_seconds
     if added <= 0:
@@ -304,8 +308,8 @@ def _count_gpu_seconds(before: DDPJob, after: DDPJob) -> None:
 def _count_lost_steps(old: JobStatus, new: JobStatus, fresh: Iterable[Restart], account: _Account) -> None:
     """Count the steps that a job lost through a break.
 
-    They are the difference between the last step before the break and the first step that is
-    reported after it.
+    Their number is the difference between the last step before the break and the first step that is
+    reported after the break.
     """
     before, step = _step(old), _step(new)
     if any(restart.round and restart.reason not in PLANNED for restart in fresh):
@@ -405,8 +409,8 @@ class JobSeries(Collector):
     def end(self, accounts: JobAccounts) -> None:
         """Stop exporting metrics of these accounts' jobs.
 
-        This replica is no longer their shard's leader, so a different replica exports them from
-        then on.
+        This replica is no longer the leader of the jobs' shard, so a different replica exports
+        these metrics.
         """
         with self._lock:
             self._terms.remove(accounts)

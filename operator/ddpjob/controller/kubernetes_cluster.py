@@ -80,31 +80,30 @@ REPORT_RETRY = 1.0
 """Delay in seconds before a job is reconciled again if the coordinator has not yet answered the
 first request for its report. If the report arrives earlier, it wakes the job at once."""
 CREATIONS = 16
-"""Maximum number of objects that the operator creates at the same time, for all jobs together. In
-addition, up to the same number of slow requests can run (see `Turns`). The limit keeps a burst of
-new jobs from monopolizing the API server."""
+"""Maximum number of ordinary requests to create an object that run at the same time, for all jobs
+together. In addition, the same number of slow requests can run (see `Turns`). The limit keeps a
+burst of new jobs from monopolizing the API server."""
 LONGEST_PAUSE = 60.0
 """Maximum delay in seconds before a request that the API server has refused is sent again."""
 _DELETION, _LABEL, _CHANGE = "delete", "label", "change"
 FOUND_FOR = 30.0
-"""How long an object that was created or found is assumed to exist, in seconds, although no watch
-shows it.
+"""Number of seconds for which an object that was created or found is assumed to exist, even if no
+watch shows it.
 """
 LOOK_AGAIN = 5.0
-"""How long the operator relies on its last reading of a Kubernetes node that seems lost, in
-seconds, before it reads that Kubernetes node again.
+"""If a Kubernetes node seems lost, the operator reads it again after this number of seconds.
 """
 _MOST_CHECKED = 5000
-"""Maximum number of runtime ConfigMaps for which the result of the check is remembered. Each
-namespace with jobs has one or two of them, but users can delete them at any time, and the operator
-then creates new ones."""
+"""Maximum number of runtime ConfigMaps for which the operator remembers whether their content is
+right. Each namespace with jobs has one or two runtime ConfigMaps. However, users can delete them at
+any time, and the operator then creates new ones."""
 LARGE_TEMPLATE = 16 * 1024, 300
 """Limits on the number of characters and the number of values in a podTemplate. If one limit is
 exceeded, the podTemplate is searched for faults in a thread, so that the search does not block the
 event loop."""
 MOST_OWNERS = 1000
 """Maximum number of jobs that are recorded as owners of a shared ConfigMap. An object with that
-many owners exists long enough for all further jobs, so they are not added."""
+many owners exists long enough for all further jobs, so further jobs are not added."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +122,9 @@ class _Pause:
     def holds(self, now: float, generation: int, living: int) -> bool:
         """Return whether the refused request still has to wait.
 
-        The wait ends early if a user has changed the job, or if fewer of the job's pods are alive
-        than when the request was refused, because the pods that have ended may have made room.
+        The wait ends early if a user has changed the job. It also ends early if fewer of the job's
+        pods are alive than when the request was refused, because a pod that has ended can make room
+        for the new object.
         """
         return now < self.until and generation == self.generation and living >= self.living
 
@@ -142,7 +142,7 @@ class _Shared:
 
 
 class _Collected(NameTaken):
-    """A shared ConfigMap that the caches still contained is gone, or a new one has replaced it."""
+    """A shared ConfigMap in the caches no longer exists, or a new ConfigMap has replaced it."""
 
 
 class KubernetesCluster:
@@ -170,9 +170,9 @@ class KubernetesCluster:
         self.report_watch, self.notifier, self.classes = report_watch, notifier, classes
         self.creating, self.instance, self.is_sole = creating, instance, is_sole
         self._unsure: set[JobKey] = set()
-        """Jobs whose cached status may be stale, because somebody else may have written it, or
-        because a write by this operator got no response. These jobs are read again before the next
-        reconcile."""
+        """Jobs whose cached status may be stale. Either somebody else may have written the status,
+        or this operator has written it and got no response. Each of these jobs is read again before
+        its next reconcile."""
         self._pauses: dict[JobKey, tuple[str, dict[str | tuple[str, str], _Pause]]] = {}
         """The uid and the pauses of each job. If creating an object was refused, the pause is
         stored under the object's kind and role. If changing an existing object was refused, the
@@ -269,7 +269,7 @@ class KubernetesCluster:
             await asyncio.gather(*(self._look_at(host) for host in lost))
 
     async def _look_at(self, host: str) -> HostView | None:
-        """Return a Kubernetes node, or None if it is gone.
+        """Return a Kubernetes node, or None if the Kubernetes node is gone.
 
         The returned state is at most LOOK_AGAIN seconds old.
         """
@@ -290,7 +290,7 @@ class KubernetesCluster:
     def _known_world(self, job: DDPJob, pods: tuple[PodView, ...]) -> World:
         """Return the part of the world that is known without requests.
 
-        A finished job needs no more.
+        For a finished job, this part is enough.
         """
         return World(
             pods=pods,
@@ -308,8 +308,8 @@ class KubernetesCluster:
         runtime = await self._runtime(job, job.status.runtime or runtime_name())
         workloads = tuple([await self._with_flavors(job, workload) for workload in self.caches.workloads(job)])
         faults = await self._template_faults(job)
-        # Nothing is awaited from here on, so the caches do not change until the world is complete.
-        # A later change to a host wakes the job again.
+        # The code below awaits nothing, so the caches do not change until the world is complete. A
+        # later change to a host wakes the job again.
         return replace(
             self._known_world(job, pods),
             departed=self.caches.departed(job),
@@ -358,9 +358,10 @@ class KubernetesCluster:
         return self.caches.owned(kind, job, name) is not None or self._is_found(job, kind, name)
 
     async def _with_flavors(self, job: DDPJob, workload: WorkloadView) -> WorkloadView:
-        """Return an admitted Workload with the pod fields that its ResourceFlavors add.
+        """Return an admitted Workload together with the pod fields that its ResourceFlavors add.
 
-        The flavors are read only once per Workload, because the job's status keeps these fields.
+        The flavors are read only once per Workload, because the job's status stores these pod
+        fields.
         """
         grant, known = workload.grant, job.status.queue
         if grant is None or workload.evicted:
@@ -387,14 +388,16 @@ class KubernetesCluster:
     def _check_runtime(self, body: Json) -> None:
         """Record whether a runtime ConfigMap has the right content.
 
-        If there are already _MOST_CHECKED records, the oldest ones are dropped.
+        If there are already _MOST_CHECKED records, the oldest records are dropped.
         """
         while len(self._checked) >= _MOST_CHECKED:
             del self._checked[next(iter(self._checked))]
         self._checked[body["metadata"]["uid"]] = holds_runtime(body)
 
     async def _runtime(self, job: DDPJob, name: str) -> str:
-        """Return `name` if this ConfigMap exists and is usable, otherwise an empty string.
+        """Return `name` if this ConfigMap exists and is usable.
+
+        Otherwise, return an empty string.
 
         A usable ConfigMap has the right content and exists as long as the job needs it.
         """
@@ -421,9 +424,9 @@ class KubernetesCluster:
         body = make_object(API_VERSION, KIND, meta, status=status)
         key, stored = JobKey(job.namespace, job.name), JobStatus.read(status)
         # The write succeeds only if the stored object still has the resource version of `job`. The
-        # spec can be as large as 1.5 MB, so the response normally contains only metadata. The full
-        # object is requested if the class in the status has changed, because the class changes the
-        # meaning of the spec.
+        # spec can be as large as 1.5 MB, so the response normally contains only metadata. If the
+        # class in the status has changed, the full object is requested, because the class changes
+        # the meaning of the spec.
         same_spec = stored.job_class == job.status.job_class
         accept = METADATA if same_spec else JSON
         self._unsure.add(key)
@@ -440,8 +443,8 @@ class KubernetesCluster:
             version = answer["metadata"]["resourceVersion"]
             written = replace(job, status=stored, resource_version=version) if same_spec else DDPJob.read(answer)
             result = self.caches.take_job(written)
-        # Follow the coordinator as soon as it runs. The next reconcile, which would do this too,
-        # may be far off.
+        # Follow the coordinator as soon as it runs. The next reconcile would follow it too, but may
+        # start much later.
         self._follow(key, result)
         return result
 
@@ -455,17 +458,17 @@ class KubernetesCluster:
         content_type: str = JSON,
         accept: str = JSON,
     ) -> Json:
-        """Send a change, and treat errors of admission webhooks in a special way.
+        """Send a change, and treat errors of admission webhooks specially.
 
         All other errors are the same as those of `Rest.request`.
 
         If an admission webhook fails or cannot be called, ApiError is raised instead of
-        Unavailable. Such a failure may last long, and it must not hold up the job's other work. Any
-        other response with status 500 comes from the API server itself.
+        Unavailable. Such a failure can last a long time, and must not delay the job's other work.
+        Any other response with status 500 comes from the API server itself.
 
-        A webhook that denies the request may choose any status. If it chose 404 or 409, the
-        ApiError has status 403 instead, because the callers would take 404 and 409 to mean that the
-        object is gone or has changed.
+        A webhook that denies the request can choose any status. If the webhook chose 404 or 409,
+        the ApiError has status 403 instead. With the original status, callers would conclude from
+        404 that the object is gone, and from 409 that the object has changed.
         """
         try:
             return await self.rest.request(
@@ -519,7 +522,7 @@ class KubernetesCluster:
         return pause.holds(time.monotonic(), job.generation, self._living(job))
 
     def _pause(self, job: DDPJob, refusal: Refused | NameTaken, before: _Pause | None) -> _Pause:
-        """Return a pause that is twice as long as the previous pause `before`, up to a limit."""
+        """Return a pause twice as long as the previous pause `before`, up to a limit."""
         first, longest = (1.0, BLOCKED_POLL) if isinstance(refusal, NameTaken) else (BLOCKED_POLL, LONGEST_PAUSE)
         seconds = min(longest, 2 * before.seconds) if before is not None else first
         return _Pause(time.monotonic() + seconds, seconds, job.generation, self._living(job), refusal)
@@ -575,9 +578,9 @@ class KubernetesCluster:
     def _has_token(self, job: DDPJob, secret: Json, error: ApiError) -> bool:
         """Whether the token Secret exists, although the API server has refused to create it.
 
-        The operator has no permission to read Secrets, so it draws this conclusion from the error.
-        The API server checks a ResourceQuota before it checks the name. An exhausted quota
-        therefore causes a refusal even if the Secret already exists.
+        The operator has no permission to read Secrets, so it examines the error instead. The API
+        server checks the ResourceQuota before the name. An exhausted quota therefore causes a
+        refusal even if the Secret already exists.
         """
         key, name = JobKey(job.namespace, job.name), secret["metadata"]["name"]
         if error.status == 409 and error.reason == "AlreadyExists":
@@ -586,7 +589,8 @@ class KubernetesCluster:
         if error.status != HTTPStatus.FORBIDDEN or "exceeded quota" not in error.message:
             return False
         if self._tokens.get(key) == name:
-            # The Secret was known to exist. A pod lacks it nevertheless, so it was deleted.
+            # The Secret was known to exist. A pod lacks the Secret nevertheless, so somebody has
+            # deleted the Secret.
             return False
         same_key = job.status.template_hash.split("-")[1:2] == [self.platform.key_mark]
         generation = job.status.rendezvous.generation
@@ -625,8 +629,8 @@ class KubernetesCluster:
             return  # `_share` decides whether the ConfigMap can be used.
         labels = found["metadata"].get("labels", {})
         if manifest["kind"] == "PersistentVolumeClaim" and labels.get(LABEL_UID) == job.uid:
-            # The claim has no owner reference if it is meant to outlive the job, so the label with
-            # the job's UID is enough to show that the claim belongs to this job.
+            # A claim that is meant to outlive the job has no owner reference. The label with the
+            # job's UID is therefore enough to show that the claim belongs to this job.
             return
         owners = found["metadata"].get("ownerReferences", ())
         if any(o["kind"] == KIND and o["name"] == job.name for o in owners):
@@ -646,10 +650,10 @@ class KubernetesCluster:
         )
 
     async def _share_in_turn(self, job: DDPJob, manifest: Json) -> None:
-        """Create a ConfigMap that all jobs in a namespace share, with this job as an owner.
+        """Create a ConfigMap that all jobs in a namespace share, and make this job an owner.
 
-        Concurrent writes by several jobs would conflict, so the jobs take turns. The first job adds
-        all waiting jobs as owners.
+        Concurrent writes for several jobs would conflict, so the jobs take turns. The job whose
+        turn comes first adds all waiting jobs as owners.
         """
         key = job.namespace, manifest["metadata"]["name"]
         shared = self._shared.setdefault(key, _Shared())
@@ -660,8 +664,9 @@ class KubernetesCluster:
                     try:
                         return await self._share(job, manifest, await self._become_owner(job, shared.waiting))
                     except _Collected:
-                        # The ConfigMap was deleted together with the last job that owned it. This
-                        # can happen twice in a row, so there are up to three attempts.
+                        # The ConfigMap was deleted together with the last job that owned it. A new
+                        # ConfigMap can also be deleted in this way, so there are up to three
+                        # attempts.
                         if not left:
                             raise
         finally:
@@ -670,10 +675,11 @@ class KubernetesCluster:
                 self._shared.pop(key, None)
 
     async def _become_owner(self, job: DDPJob, waiting: Mapping[str, Json]) -> Json:
-        """Make the job an owner of the empty ConfigMap that owns the runtime ConfigMap.
+        """Make the job an owner of an empty ConfigMap, and return an owner reference to this
+        ConfigMap.
 
-        All jobs in the namespace that use the runtime own this empty ConfigMap. Return an owner
-        reference to it.
+        The empty ConfigMap owns the runtime ConfigMap. All jobs in the namespace that use the
+        runtime own the empty ConfigMap.
         """
         name = runtime_jobs_name(runtime_name())
         found = self.caches.known("ConfigMap", job.namespace, name)
@@ -708,7 +714,7 @@ class KubernetesCluster:
     async def _add_owners(self, job: DDPJob, name: str, found: Owned, owners: Sequence[Json]) -> None:
         """Add owner references to a ConfigMap with a strategic merge patch.
 
-        This kind of patch keeps the owners that somebody else adds at the same time.
+        This kind of patch does not remove owners that somebody else adds at the same time.
         """
         body = {"metadata": {"uid": found.uid, "ownerReferences": owners}}
         path = _path("ConfigMap", job.namespace, name)
@@ -722,9 +728,9 @@ class KubernetesCluster:
         self.caches.take("ConfigMap", patched)
 
     def _next_owners(self, job: DDPJob, found: Owned | None) -> dict[str, Json]:
-        """Return owner references of other jobs in the namespace that will use the same runtime.
+        """Return owner references to other jobs in the namespace that will use the same runtime.
 
-        Adding them now replaces one write per job with a single write.
+        If these jobs are added now, a single write replaces one write per job.
         """
         name, jobs = runtime_name(), self.caches.jobs_in(job.namespace)
         known = found.job_uids if found is not None else frozenset[str]()
@@ -747,8 +753,8 @@ class KubernetesCluster:
         if answer is not None and meta.get("deletionTimestamp") and meta.get("deletionGracePeriodSeconds"):
             self.caches.take("Pod", answer)
         elif (answer is None or meta.get("uid") == uid) and known is not None and known.uid == uid:
-            # The pod is already gone. Either it never ran on a host, or the deletion did not wait
-            # for its host.
+            # The pod is already gone. Either the pod never ran on a host, or the deletion did not
+            # wait for the host to confirm it.
             self.caches.forget("Pod", job.namespace, name)
 
     def _waits(self, job: DDPJob, uid: str, what: str) -> bool:
@@ -758,7 +764,7 @@ class KubernetesCluster:
     def _keep(self, job: DDPJob, of: str, uid: str, what: str, error: ApiError) -> None:
         """Record that the API server has refused a change to an existing object.
 
-        The refused change does not hold up other changes, and is tried again at growing intervals.
+        The refused change does not delay other changes. It is tried again at growing intervals.
         """
         pauses = self._pauses_of(job)
         before = pauses.get((uid, what))
@@ -776,9 +782,10 @@ class KubernetesCluster:
         return next((refusal.message for refusal in refusals if isinstance(refusal, Refused)), "")
 
     async def _is_lost(self, pod: PodView) -> bool:
-        """Whether a pod may be removed before its host confirms that the pod has ended.
+        """Whether the operator may remove a pod before the pod's host confirms that the pod has
+        ended.
 
-        A host that is Ready will confirm this, so its pods are not removed early.
+        A host that is Ready will confirm the end, so its pods are not removed early.
         """
         if not pod.host or self.caches.hosts.hosts is None:
             return True
@@ -788,8 +795,8 @@ class KubernetesCluster:
     async def delete(self, job: DDPJob, kind: str, name: str, uid: str) -> None:
         """Delete one of the job's objects; record an event if the API server refuses.
 
-        No condition in the job's status shows that the object still exists, so the event reports
-        it.
+        The event is needed because no condition in the job's status shows that the object still
+        exists.
         """
         if self._waits(job, uid, _DELETION):
             return
@@ -802,7 +809,7 @@ class KubernetesCluster:
             event = Event(True, DELETION_REFUSED, event_text(text, "retried within a minute"), once=True)
             await self.record(job, event)
         elif kind != KIND and answer is not None and answer.get("kind") == kind:
-            # The object still exists, because it has a finalizer or because one of the gang's pods
+            # The object still exists. Either the object has a finalizer, or one of the gang's pods
             # is still running.
             self.caches.take(served, answer)
         elif kind != KIND:
@@ -811,7 +818,7 @@ class KubernetesCluster:
     async def change_workload(
         self, job: DDPJob, name: str, uid: str, change: Callable[[Json, datetime], Json | None]
     ) -> None:
-        """Read a Workload, pass it to `change`, and write the Workload that `change` returns.
+        """Read a Workload, pass it to `change`, and write the returned Workload.
 
         If `change` returns None, nothing is written.
         """
@@ -837,8 +844,8 @@ class KubernetesCluster:
     async def label_pod(self, job: DDPJob, name: str, uid: str, role: Role) -> None:
         """Write a pod's role into its label.
 
-        The patch contains the pod's uid. The API server therefore rejects the patch if a different
-        pod has this name by now.
+        The patch contains the pod's uid. If a different pod has this name by now, the API server
+        therefore rejects the patch.
         """
         body = {"metadata": {"uid": uid, "labels": {LABEL_ROLE: role}}}
         path = _path("Pod", job.namespace, name)
@@ -854,10 +861,11 @@ class KubernetesCluster:
     async def _try_to_delete(
         self, job: DDPJob, kind: str, of: str, name: str, uid: str, options: Json
     ) -> tuple[Json | None, ApiError | None]:
-        """Try to delete an object; return the response, and the error if the API server refuses.
+        """Try to delete an object.
 
-        The response is None if the object is already gone or if a different object has its name.
-        After each refusal, the wait before the next attempt is longer.
+        Return the response, and the error if the API server refuses. If the object is already gone,
+        or if a different object has its name, the response is None. After each refusal, the wait
+        before the next attempt is longer.
         """
         body = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}, **options}
         answer = None
@@ -880,8 +888,8 @@ class KubernetesCluster:
     async def record(self, job: DDPJob, event: Event) -> None:
         """Write an event for the job.
 
-        If the API server does not accept the event, it is only logged, because the job's status
-        contains the same facts.
+        If the API server does not accept the event, the operator only logs this, because the job's
+        status contains the same facts.
         """
         now = utc_now().strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         content = f"{job.uid} {event.reason} {event.message}"
@@ -910,7 +918,8 @@ class KubernetesCluster:
 def _stays_for(job: DDPJob, owned: Owned) -> bool:
     """Whether a shared ConfigMap will exist as long as the job needs it.
 
-    This holds if the job is one of its owners, or if it already has the maximum number of owners.
+    This is true if the job is one of the ConfigMap's owners, or if the ConfigMap has the maximum
+    number of owners.
     """
     return job.uid in owned.job_uids or len(owned.job_uids) >= MOST_OWNERS
 

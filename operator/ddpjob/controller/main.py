@@ -48,11 +48,12 @@ GARBAGE_OBJECTS = 50_000
 JSON contains many objects but no cycles. With Python's default of 700, the searches would double
 the CPU time for reading a list of pods."""
 OTHERS_SECONDS = 10.0
-"""Delay in seconds before a job is reconciled again if a different operator seems to act on it."""
+"""If a different operator seems to act on a job, the job is reconciled again after this number of
+seconds."""
 
 INCOMPLETE_SECONDS = 1.0
-"""Delay in seconds before a job is reconciled again if the objects in its namespace have not been
-read completely."""
+"""If the objects in a job's namespace have not been read completely, the job is reconciled again
+after this number of seconds."""
 CONNECTIONS = 64
 """Number of connections that the operator opens for requests. The watches have additional
 connections."""
@@ -61,8 +62,8 @@ connections."""
 class Leader:
     """Acts as the leader of one shard, for one term.
 
-    It follows the API server and reconciles the jobs in the shard's namespaces. A later term does
-    not use any of its state.
+    The leader follows the API server and reconciles the jobs in the shard's namespaces. A later
+    term uses none of this state.
     """
 
     def __init__(
@@ -70,9 +71,9 @@ class Leader:
     ) -> None:
         self.settings, self.shard, self.schema = settings, shard, schema
         creating = Turns(CREATIONS)
-        # Each namespace gets a fair share of the workers, and `_rank` gives the order. While pods
-        # wait to be created, the queue counts as crowded. Reconciles that only update a status then
-        # start less often.
+        # Each namespace gets a fair share of the workers, and `_rank` gives the order of jobs.
+        # While pods wait to be created, the queue counts as crowded, and reconciles that only
+        # update a status start less often.
         self.queue = DelayQueue[JobKey](group=lambda key: key.namespace, rank=self._rank, crowded=creating.wanted)
         self._reconciled = set[JobKey]()
         self.accounts = JobAccounts()
@@ -98,8 +99,8 @@ class Leader:
     def _rank(self, key: JobKey) -> int:
         """Return the priority of a job in the work queue, where the lowest number comes first.
 
-        Finished jobs come last. A running job whose pods all exist comes after jobs that are not
-        running or lack pods, until it has been reconciled once in this term.
+        Finished jobs come last. Jobs that are not running or lack pods come first. A running job
+        whose pods all exist comes after them until it has been reconciled once in this term.
         """
         job = self.caches.job(key)
         if job is None:
@@ -114,31 +115,33 @@ class Leader:
     def wake(self, key: JobKey, urgent: bool) -> None:
         """Queue a job.
 
-        The caches call this whenever somebody else has changed the job or one of its objects.
+        The caches call this method whenever somebody other than this operator has changed the job
+        or one of its objects.
         """
         self.queue.add(key, urgent=urgent)
 
     def hosts_changed(self, hosts: Hosts | None, changed: frozenset[str]) -> None:
         """Queue the jobs that have pods on one of the changed hosts, without a delay.
 
-        The host watch calls this.
+        The host watch calls this method.
         """
         for key in self.caches.jobs_on(changed):
             self.queue.add(key)
 
     async def reconcile_one(self, key: JobKey) -> float | None:
-        """Reconcile one job, and return the number of seconds until it should be reconciled again.
+        """Reconcile one job, and return the number of seconds until the job should be reconciled
+        again.
 
-        The duration is recorded as a metric.
+        The duration of the reconcile is recorded as a metric.
         """
         began = time.perf_counter()
         known = self.caches.job(key) is not None
         (self._reconciled.add if known else self._reconciled.discard)(key)
         outcomes: list[str] = []
         try:
-            # If the job is not in the caches, `reconcile` only discards what is known about it.
-            # This is correct even if a different replica acts in the job's namespace. If the job
-            # exists after all, its next event queues it again.
+            # If the job is not in the caches, `reconcile` only discards the operator's data about
+            # the job. This is correct even if a different replica acts in the job's namespace. If
+            # the job does exist, its next event queues it again.
             pause = await self._find_pause(key) if known else 0.0
             if pause:
                 outcomes.append("left")
@@ -154,9 +157,9 @@ class Leader:
             metrics.RECONCILE_SECONDS.labels(result).observe(time.perf_counter() - began)
 
     async def _find_pause(self, key: JobKey) -> float:
-        """Return for how many seconds this replica must not act on a job.
+        """Return the number of seconds for which this replica must not act on a job.
 
-        The result is 0 if the replica may act on the job now.
+        The result is 0 if the replica is allowed to act on the job now.
         """
         if not self.caches.complete_in(key.namespace) or not self.schema.fits:
             return INCOMPLETE_SECONDS
@@ -203,7 +206,7 @@ class Leader:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self.caches.run())
-                # If no namespace is left, none of the watched namespaces is in this shard.
+                # If `namespaces` is empty here, none of the watched namespaces is in this shard.
                 if self.caches.namespaces:
                     group.create_task(self._follow_by_kopf())
                 await self.caches.answered()
@@ -237,7 +240,7 @@ class Operator:
     def _terms(self) -> list[Leader]:
         """Return the leaders of the current terms.
 
-        The thread that serves Prometheus calls this too.
+        The thread that serves Prometheus also calls this method.
         """
         return list(self.leaders.values())
 
@@ -247,8 +250,8 @@ class Operator:
     async def act(self, shard: int) -> None:
         """Act as the leader of a shard for one term.
 
-        The new leader starts without the state of an earlier term, because another replica may have
-        acted in between.
+        The leader starts without the state of an earlier term, because another replica may have
+        acted between the terms.
         """
         leader = self.leaders[shard] = Leader(self.settings, self.rest, self.coordinators, shard, self.schema)
         try:
@@ -259,9 +262,9 @@ class Operator:
     async def act_when_elected(self) -> None:
         """Act for each shard while this replica holds the shard's Lease.
 
-        If there are no Leases, always act. The method ends only with an error. A replica whose
-        release needs a newer CRD than the cluster has cannot act, so it leaves the Leases to the
-        replicas of the previous release.
+        If there are no Leases, always act. The method ends only with an error. If this replica's
+        release needs a newer CRD than the cluster has, this replica cannot act. It then leaves the
+        Leases to the replicas of the previous release.
         """
         looking = asyncio.create_task(self.schema.run())
         try:
@@ -330,7 +333,7 @@ async def run(settings: Settings) -> None:
         leases: Sequence[Lease] = ()
         if settings.lease_namespace:
             # Requests for Leases use separate connections, so that they never wait for a reconcile
-            # to free one.
+            # to free a connection.
             alone = await Rest.connect(connections=2 * settings.shards)
             stack.push_async_callback(alone.close)
             place = settings.lease_namespace, settings.lease_name

@@ -3,16 +3,17 @@ changes.
 
 A reconcile reads the reports that are kept here, and never waits for a coordinator. Coordinators
 run users' images. A coordinator that hangs, sends too much or reports something wrong must
-therefore harm only its own job. Nevertheless, a break should wake its job within a moment, even if
+therefore harm only its own job. Nevertheless, a break should wake its job almost at once, even if
 there are a thousand jobs.
 
 - A coordinator holds a request until it has news, or until `progress_seconds` have passed. A job
-  without news therefore costs one request every 10 s. If there are more than JOBS jobs, each of
-  them costs proportionally fewer requests.
+  without news therefore costs one request every 10 s. If there are more than JOBS jobs, each job
+  costs proportionally fewer requests.
 - News is a change that affects decisions (`_news`): a break, a different state or round, or
-  different members, but not the step. It wakes the job, but not twice within WAKE_SECONDS.
+  different members. A new step is not news. News wakes the job, but not twice within WAKE_SECONDS.
 - The first BURST requests after a quiet period are PAUSE seconds apart, and later ones are
-  SLOW_PAUSE seconds apart. A coordinator that always has news is therefore asked once a second.
+  SLOW_PAUSE seconds apart. A coordinator that always has news therefore gets one request per
+  second.
 - The reports of all coordinators together stay below READ_BYTES per second. To meet this limit,
   only requests to coordinators with large reports are delayed, by at most LONGEST_SHARE seconds.
 - If a coordinator stops responding, its last report stays valid for STALE_SECONDS and is then
@@ -42,30 +43,30 @@ from ddpjob.engine.ports import JobKey
 
 log = logging.getLogger("ddpjob.coordinator")
 PROGRESS_SECONDS, LONGEST_WAIT = 10.0, 60.0
-"""How long a coordinator holds a request if it has no news, in seconds. The reported progress is
-never much older than this. PROGRESS_SECONDS applies to up to JOBS jobs, and the time grows in
-proportion to any larger number of jobs. Coordinators do not hold a request for longer than
+"""Number of seconds for which a coordinator without news holds a request. The reported progress is
+never much older than this. PROGRESS_SECONDS applies to up to JOBS jobs. With more jobs, the time
+grows in proportion to their number. Coordinators do not hold a request for longer than
 LONGEST_WAIT."""
 JOBS = 50
 PAUSE, SLOW_PAUSE = 0.1, 1.0
 """Delays in seconds between two requests to the same coordinator. PAUSE applies to the first BURST
-requests after a quiet period, and SLOW_PAUSE to all further ones."""
+requests after a quiet period. SLOW_PAUSE applies to all later requests."""
 BURST = 10
 WAKE_SECONDS = 1.0
-"""Minimum delay in seconds between two wake-ups of the same job. If there has been no wake-up for
-that long, news wakes the job immediately."""
+"""Minimum delay in seconds between two wake-ups of the same job. If the job's last wake-up is
+longer ago than this delay, news wakes the job immediately."""
 FIRST_RETRY, LONGEST_RETRY = 0.5, 10.0
-"""Shortest and longest delay in seconds before a failed request is sent again. Once the network has
-recovered, a user waits no longer than the longest delay to see the current state.
+"""Shortest and longest delay in seconds before a failed request is sent again. After the network
+has recovered, a user sees the current state within the longest delay.
 """
 LONGEST_SHARE = 30.0
-"""Maximum time in seconds that a coordinator with a large report has to wait so that the reports of
-other coordinators can be read."""
+"""Maximum delay in seconds of a request to a coordinator with a large report. The delay leaves time
+to read the reports of other coordinators."""
 STALE_SECONDS = 3.0
 """Number of seconds without a response after which a coordinator's last report is dropped."""
 READ_BYTES = 25_000_000
 """Maximum number of bytes that are read per second from the reports of all coordinators. One CPU
-can read about twice as much."""
+can read about twice as many bytes per second."""
 
 
 @dataclass
@@ -79,8 +80,8 @@ class FollowedCoordinator:
     task: asyncio.Task[None] | None = None
     report: Report | None = None
     failing_since: float | None = None
-    """The time at which the coordinator stopped responding. None if it responded to the last
-    request."""
+    """The time at which the coordinator stopped responding. If the coordinator responded to the
+    last request, this is None."""
     answered: float = field(default=float("-inf"))
     news: Any = None
     failures: int = 0
@@ -90,15 +91,15 @@ class FollowedCoordinator:
     woken: float = field(default=float("-inf"))
     wake: asyncio.TimerHandle | None = None
     refusal: str = ""
-    """The reason why the coordinator's last response could not be used. Empty if it could be used,
-    or if there was no response."""
+    """The reason why the coordinator's last response could not be used. If the response could be
+    used, or if there was no response, the reason is empty."""
 
 
 class ReportWatch:
     """Requests reports from the coordinators of all running jobs.
 
     `wake(job)` is called when the job's coordinator reports a break or a different state, and when
-    it stops responding.
+    the coordinator stops responding.
     """
 
     def __init__(self, wake: Callable[[JobKey], None], client: CoordinatorClient | None = None) -> None:
@@ -115,7 +116,8 @@ class ReportWatch:
         await self._client.close()
 
     def follow(self, key: JobKey, target: Target | None) -> None:
-        """Request reports from this coordinator, and no longer from the job's previous one.
+        """Request reports from this coordinator, and stop requesting them from the job's previous
+        coordinator.
 
         If `target` is None, no reports are requested for the job.
         """
@@ -144,7 +146,7 @@ class ReportWatch:
     def refusal(self, key: JobKey) -> str:
         """Return the reason why the coordinator's last response could not be used.
 
-        The result is empty if it could be used, or if there was no response.
+        If the response could be used, or if there was no response, the result is empty.
         """
         followed = self._followed.get(key)
         return followed.refusal if followed is not None else ""
@@ -186,10 +188,10 @@ class ReportWatch:
     def _share(self, followed: FollowedCoordinator, size: int) -> float:
         """Return the delay that keeps all reports together below READ_BYTES per second.
 
-        The delay is the time that it takes to read the last reports of all coordinators at this
-        rate. If this report is smaller than the average, the delay is computed as if all reports
-        had its `size`. A large report therefore waits only if many reports are large, and a small
-        report never waits because of large ones.
+        The delay is the time needed to read the last reports of all coordinators at this rate. If
+        this report is smaller than the average, the delay is computed as if all reports had its
+        `size`. A large report therefore waits only if many reports are large, and a small report
+        never waits because of large ones.
         """
         self._bytes += size - followed.size
         followed.size = size
@@ -198,8 +200,8 @@ class ReportWatch:
     def _pause(self, followed: FollowedCoordinator) -> float:
         """Return the delay before the next request to this coordinator.
 
-        If a coordinator always has news, it is asked once a second. More requests would be useless,
-        because its job is woken at most once a second.
+        A coordinator that always has news gets one request per second. More requests would be
+        useless, because the coordinator's job is woken at most once a second.
         """
         now = _now()
         followed.credit = min(BURST, followed.credit + now - followed.answered) - 1
@@ -258,14 +260,15 @@ def _jitter() -> float:
 def _news(report: Report) -> Any:
     """Return the parts of a report in which a change requires an immediate reconcile.
 
-    A change in which figures are reported counts, but a change in their values does not.
+    If different figures are reported, this counts as a change. If only the values of the figures
+    differ, it does not.
     """
     members = [(m.pod, m.state) for m in report.members]
     lost = [m.pod for m in report.lost]
     settings = report.nodes, report.min_nodes, report.hang_after, report.hangs, report.backoff
     last = [i.id for i in report.incidents[-1:]]
     recovery = report.recovery.last_seconds, progress_news(report.progress)
-    # The start of the overdue step is left out. It is computed again for each report by comparing
-    # clocks, so it would look like a change.
+    # The start of the overdue step is left out. The start is computed again for each report by
+    # comparing clocks, so its value would seem to change.
     overdue = report.overdue and (report.overdue.where, report.overdue.activity)
     return report.state, report.round, last, members, lost, len(report.notes), settings, recovery, overdue

@@ -45,7 +45,7 @@ for the state."""
 
 
 def find_holders(view: View) -> frozenset[str]:
-    """Return the names of the pods that hold the job's newest state, if it is stored nowhere else.
+    """Return the names of the pods that hold the job's newest state, if only pods hold it.
 
     These are the training pods or, while no group trains, the pods that trained before the last
     break.

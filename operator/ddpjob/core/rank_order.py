@@ -40,9 +40,9 @@ Kubernetes node. From the first missing label on, the name replaces the values."
 
 
 def order_pods(view: View) -> tuple[str, ...]:
-    """Return the names of the slots' pods in rank order, but only of pods whose place is known.
+    """Return the names of the slots' pods in rank order, without pods whose place is unknown.
 
-    Without spec.rankOrder the result is empty, because ranks then follow the indices.
+    If spec.rankOrder is not set, the result is empty, because ranks then follow the indices.
     """
     if not view.job.spec.rank_order:
         return ()

@@ -1,7 +1,7 @@
 """RandAugment and TrivialAugment for a whole batch, with the same results as `augment.RandAugment`.
 
-Problem: if 128 images are augmented one by one, this launches 5,350 kernels, more than the training
-step itself. On a GPU, the launches and not the pixels take the time.
+Problem: augmenting 128 images one by one launches 5,350 kernels, more than the training step
+itself. On a GPU, launching the kernels takes more time than processing the pixels.
 
 Rule: images that drew the same kind of operation are processed together. Each round sorts the batch
 by kind, so that a kind is a slice of the batch and can be changed in place:
@@ -253,9 +253,9 @@ def _levels(pixels: int, ramp: torch.Tensor) -> torch.Tensor:
 
     A channel has `pixels` pixels, and selects a row; each of its pixels selects a column. Row s > 0
     equalizes a channel in which at least 255 * s but fewer than 255 * (s + 1) pixels are below the
-    channel's largest value. There, a pixel's column is the number of pixels with a smaller value.
-    Row -r stretches the contrast of a channel whose largest and smallest values differ by r. There,
-    a pixel's column is the difference between its value and the smallest value.
+    channel's largest value. In this row, a pixel's column is the number of pixels with a smaller
+    value. Row -r stretches the contrast of a channel whose largest and smallest values differ by r.
+    In this row, a pixel's column is the difference between its value and the smallest value.
     """
     from torchvision.transforms.v2 import functional
 

@@ -93,7 +93,7 @@ class DaliDecoder:
             return Chunk(self._pixels(contents, crops, request.side), []) if crops else self._fallback(request)
         except UnreadableImage:
             return self._fallback(request)
-        # DALI cannot decode an image, and its pipeline is unusable after that.
+        # DALI cannot decode an image. After such an error, DALI's pipeline is unusable.
         except RuntimeError:
             self._pipelines.pop((size, request.side), None)
             return self._fallback(request)

@@ -114,12 +114,12 @@ class DataSet(Protocol):
     def train_stream(self, parts: Iterable[tuple[int, list[int]]]) -> Iterator[Batch]:
         """Yield an augmented training batch for each pair of an epoch and its list of numbers.
 
-        An empty list gives an empty batch. A number is `sample + repeat * train_size`
-        (data.repeats). The image belongs to the sample, and its augmentation is determined by the
-        number.
+        An empty list gives an empty batch. Each number is `sample + repeat * train_size`
+        (data.repeats). `sample` determines the image, and the number determines the image's
+        augmentation.
 
-        The stream continues while test batches are read. If reading is slow, it reads ahead of the
-        consumer.
+        The stream continues while test batches are read. If reading is slow, the stream reads ahead
+        of the consumer.
         """
 
     def shape_in(self, epoch: int) -> tuple[int, ...]:

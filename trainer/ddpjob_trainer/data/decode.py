@@ -140,13 +140,14 @@ def _decode(content: bytes, choose: Callable[[int, int], Box], size: int | None)
         try:
             height, width, colours, _ = simplejpeg.decode_jpeg_header(content)
             check_pixels(height, width)
-            if colours not in ("CMYK", "YCCK"):  # Only Pillow converts these two to RGB.
+            if colours not in ("CMYK", "YCCK"):  # Only Pillow converts CMYK and YCCK to RGB.
                 box = choose(height, width)
                 scale = _scale(box, size)
                 pixels = simplejpeg.decode_jpeg(content, min_height=-(-height // scale), min_width=-(-width // scale))
                 return _planes(pixels), _scale_box(box, pixels.shape[0] / height, pixels.shape[1] / width)
         except ValueError:
-            # This may be only a warning from libjpeg. Pillow distinguishes it from a broken file.
+            # The error may be only a warning from libjpeg. Pillow can tell such a warning from a
+            # broken file.
             pass
     pixels = _decode_with_pillow(content)
     return _planes(pixels), choose(*pixels.shape[:2])
@@ -194,7 +195,7 @@ def _open_image(content: bytes) -> Iterator[Any]:
 
     try:
         # Pillow allocates the memory for decoding a WebP image when it opens the image, so check
-        # its size before that.
+        # the image's size before opening it.
         if size := _webp_size(content):
             check_pixels(*size)
         with Image.open(io.BytesIO(content), formats=_FORMATS) as image:

@@ -31,8 +31,9 @@ from ddpjob_trainer.errors import ConfigError, DataError
 
 _DRAWS = 41
 _MOST_EARLY_SIZES = 3
-"""Maximum number of sizes in data.early_sizes. torch.compile gives up after 8 shapes, and for each
-of up to 4 image sizes, ranks may have micro-batches of two sizes.
+"""Maximum number of sizes in data.early_sizes. With data.image_size, there are then up to 4 image
+sizes. For each of these, ranks may have micro-batches of two sizes, which makes 8 shapes.
+torch.compile gives up after 8 shapes.
 """
 # These errors are the fault of the machine, not of an image. EIO is not among them, because it may
 # be due to a single bad sector. An image with EIO counts as corrupt. If the whole mount is failing,

@@ -2,8 +2,9 @@
 the list.
 
 Listing ImageNet's 1.3 million names takes seconds on an idle disk and minutes on a network file
-system. Every rank would need that time at every start. Adding, removing or renaming a file changes
-its folder's times, so one stat per folder is enough if all times are unchanged.
+system. Without the list, every rank would need that time at every start. Adding, removing or
+renaming a file changes its folder's times, so one stat per folder is enough if all times are
+unchanged.
 """
 
 from __future__ import annotations
@@ -155,7 +156,8 @@ def _times_of(path: Path) -> tuple[int, int]:
 def _read_kept(path: Path, root: Path) -> Listing | None:
     """Return the kept listing, or None if it cannot be used.
 
-    That is the case if it is missing or unreadable, or if a folder has changed since.
+    A listing cannot be used if it is missing or unreadable, or if a folder has changed since the
+    listing was made.
     """
     try:
         with path.open("rb") as file:

@@ -50,8 +50,8 @@ class OwnData(DataSet):
     """The data set returned by the user's function: (train, test) or (train, test, classes).
 
     A pair of tensors (or numpy arrays) is kept on the device; a Dataset is read by `data.workers`
-    processes. Images of uint8 are copied to the device as such, which takes a quarter of the bytes
-    of floats.
+    processes. uint8 images are copied to the device as uint8, because float images would take four
+    times as many bytes.
     """
 
     def __init__(self, config: DataConfig, device: torch.device) -> None:
@@ -219,9 +219,9 @@ class OwnData(DataSet):
     def _run_apart(self, each: Any, look: Callable[[], T]) -> T:
         """Run `look`, which reads a sample of `each`, and return its result.
 
-        If workers will be forked, `look` runs in a separate process. Otherwise, a file that a
-        Dataset opens at its first sample would be open in all workers, and they would share the
-        position in the file.
+        If workers will be forked, `look` runs in a separate process. The reason is that a Dataset
+        may open a file when it reads its first sample. If the rank's process opened the file, it
+        would be open in all workers, and the workers would share the position in the file.
         """
         workers = 0 if type(each) is TensorDataset else min(1, self._config.workers)
         # The pool's process ends together with the pool.

@@ -29,8 +29,9 @@ _IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "ppm", "pgm", "tif", "tiff")
 MOST_LABEL = 10_000_000
 """Maximum label, because the highest label determines the size of a model's last layer."""
 _MOST_HEADER, _MOST_DIGITS = 1 << 20, 32
-"""Maximum sizes in bytes: of an extended header in a tar, which holds a long name, and of a .cls
-file."""
+"""Maximum sizes in bytes. _MOST_HEADER limits an extended header in a tar, which holds a long name.
+_MOST_DIGITS limits a .cls file.
+"""
 _EXTENDED = (
     *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
     *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),

@@ -89,10 +89,10 @@ class Adding(Protocol):
 class ValueAccumulator:
     """Adds up the results of an evaluation whose targets are numbers rather than classes.
 
-    They are the loss and other numbers that are meaningful for such targets. If targets are floats
-    with the same shape as the scores, the other numbers are mae and rmse or, with `decisions`
-    (targets from 0 to 1), accuracy and f1. Their sums are over all values, and are divided by the
-    number of values on all ranks.
+    The results are the loss and other numbers that are meaningful for such targets. If targets are
+    floats with the same shape as the scores, the other numbers are mae and rmse or, with
+    `decisions` (targets from 0 to 1), accuracy and f1. Each of these other numbers is computed from
+    sums over all values on all ranks.
     """
 
     def __init__(self, each: Each, *, decisions: bool = False) -> None:

@@ -185,8 +185,8 @@ def bin_of(probabilities: torch.Tensor, bins: int) -> torch.Tensor:
 def _gather(mine: torch.Tensor, group: Group) -> torch.Tensor:
     """Return all ranks' tensors, flattened and concatenated, on rank 0.
 
-    The other ranks get an empty tensor. While the tensors are gathered, these ranks hold only one
-    rank's part at a time.
+    The other ranks get an empty tensor. While the tensors are gathered, the other ranks hold only
+    one rank's part at a time.
     """
     if group.world == 1:
         return mine.flatten()

@@ -305,7 +305,8 @@ def _torchvision_model(name: str, shape: tuple[int, ...], classes: int) -> nn.Mo
             f"model.name=torchvision:{name}: torchvision's models need images with 3 channels, but the data's"
             f" have {shape[0]}; use small_cnn, resnet18_cifar, timm:NAME or your own model"
         )
-    # Without this argument, these two models would also return the scores of their auxiliary heads.
+    # Without this argument, googlenet and inception_v3 would also return the scores of their
+    # auxiliary heads.
     plain = {"aux_logits": False} if name in ("googlenet", "inception_v3") else {}
     model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=classes, **plain)
     return model
@@ -362,7 +363,8 @@ def _own_model(name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
         )
     setattr(model, _OWN, True)
     # A user's function often returns a pretrained model in evaluation mode. Training must not begin
-    # in this mode, because the model would leave it at the end of the first evaluation.
+    # in evaluation mode, because the model would leave this mode only at the end of the first
+    # evaluation.
     return model.train()
 
 

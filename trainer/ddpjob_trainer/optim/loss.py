@@ -55,7 +55,7 @@ class Loss:
         return self.name == "bce"
 
     def check(self, data: DataConfig, targets: Targets, classes: int) -> None:
-        """Raise ConfigError if the data's targets do not suit the loss, or a setting has no effect.
+        """Raise ConfigError if the targets do not suit the loss, or if a setting has no effect.
 
         Afterwards, `sum` raises an error for scores whose number of classes is not `classes`.
         """
@@ -98,7 +98,7 @@ class Loss:
         return self.total(scores, batch.labels, batch.unreadable)
 
     def total(self, scores: torch.Tensor, labels: torch.Tensor, unreadable: int) -> torch.Tensor:
-        """Return the result of `sum` for labels. If `unreadable` is 0, all of them are valid."""
+        """Return the summed loss, as `sum` does. If `unreadable` is 0, all labels are valid."""
         self._check_scores(scores)
         targets = labels[: len(scores)]
         if self.name == "cross_entropy":
@@ -166,9 +166,10 @@ def loss_sum(
     """Return the sum of the samples' cross entropies, as a float32 scalar.
 
     `logits` are (n, classes). `labels` are class numbers (n,), or each sample's shares of the
-    classes (n, classes). Label smoothing (Szegedy et al. 2015) takes `smoothing` of each label and
-    spreads it over all classes. Each sample's loss is multiplied by its value in `weights` (n,).
-    The loss of a sample is zero if its label is -100, or if its shares are all 0.
+    classes (n, classes). Label smoothing (Szegedy et al. 2015) takes the fraction `smoothing` from
+    each label and spreads this fraction over all classes. Each sample's loss is multiplied by its
+    value in `weights` (n,). The loss of a sample is zero if its label is -100, or if its shares are
+    all 0.
     """
     if labels.is_floating_point() and smoothing:
         # torch's own smoothing would also give shares to a sample whose shares are all 0.

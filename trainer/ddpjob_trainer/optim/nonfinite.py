@@ -25,8 +25,7 @@ While the scale falls, skipped steps are normal, because the scale adapts by ski
 """
 _NUMBERS_SHOWN = 16
 _NUMBERS_COMMON = 3
-"""Maximum number of samples that a message names because several non-finite steps have them in
-common."""
+"""Maximum number of samples that a message names as common to all steps with a non-finite loss."""
 
 Notify = Callable[[int, str, dict[int, list[int]]], None]
 """Called for a skipped step with (step, text, samples). `samples` maps each rank whose loss was not

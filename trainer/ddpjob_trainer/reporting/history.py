@@ -49,7 +49,7 @@ class History:
     def gaps(self) -> list[tuple[float, float, bool]]:
         """The gaps between incarnations that took steps.
 
-        Each entry is (time of the last step before the gap, time of the first step after it,
+        Each entry is (time of the last step before the gap, time of the first step after the gap,
         whether the incarnation after the gap is a restart).
         """
         found = []

@@ -3,14 +3,15 @@
 Two replicas must never act at the same time, and a replica that dies must be replaced soon. The
 algorithm must not rely on two machines having the same time.
 
-- The holder renews the Lease every RETRY_SECONDS. If no renewal has succeeded for RENEW_SECONDS, it
-  stops acting. This time is counted from the moment when the holder began its last successful
-  write.
-- The other replicas read the Lease every RETRY_SECONDS. A replica takes the Lease after seeing no
-  new version of it for LEASE_SECONDS, the Lease's duration, by the replica's own monotonic clock.
-  Replicas never compare `renewTime`, which is for human readers.
-- Every write carries the resource version that was read, so one of two concurrent writers gets a
-  conflict.
+- The holder renews the Lease every RETRY_SECONDS. If no renewal has succeeded for RENEW_SECONDS,
+  the holder stops acting. These seconds are counted from the moment when the holder began its last
+  successful write.
+- The other replicas read the Lease every RETRY_SECONDS. If a replica has seen no new version of the
+  Lease for LEASE_SECONDS, it takes the Lease. LEASE_SECONDS is the Lease's duration, and each
+  replica measures it on its own monotonic clock. Replicas never compare `renewTime`, which is for
+  human readers.
+- Every write contains the resource version that the writer has read. If two replicas write at the
+  same time, one of them therefore gets a conflict.
 
 Example: A holds the Lease, B waits, and A is partitioned right after a renewal.
 
@@ -19,10 +20,10 @@ Example: A holds the Lease, B waits, and A is partitioned right after a renewal.
     10.0  A stops acting and cancels whatever it was doing
     16.0  B has seen no renewal for 15 s, and takes the Lease
 
-From 10 to 16 no replica acts, which gives A time to stop. A holder that shuts down cleanly releases
-the Lease once it has stopped, so a rolling update takes seconds. A renewal is a single request, and
-a failed one is retried after _AGAIN_SECONDS. A holder therefore keeps the Lease even if the API
-server refuses half of all requests.
+From second 10 to second 16, no replica acts. This gives A time to stop. A holder that shuts down
+cleanly releases the Lease once it has stopped, so a rolling update takes seconds. A renewal is a
+single request, and a failed one is retried after _AGAIN_SECONDS. A holder therefore keeps the Lease
+even if the API server refuses half of all requests.
 
 See docs/decisions/0011 for why the client's own election is not used, and `operator_shards` for
 several Leases.
@@ -54,7 +55,7 @@ _RELEASE_SECONDS = 3.0
 class LeadershipLost(RuntimeError):
     """This replica could not renew its Lease in time.
 
-    It has stopped acting, because another replica may act soon.
+    The replica has stopped acting, because another replica could act soon.
     """
 
 
@@ -65,16 +66,16 @@ class Lease:
         self.rest, self.name, self.namespace, self.identity = rest, name, namespace, identity
         self.collection = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
         self._own: Json | None = None
-        """The Lease as this replica last wrote it. None if another replica may have written the
-        Lease since then."""
+        """The Lease as this replica last wrote it. If another replica has possibly written the
+        Lease since then, this is None."""
         self._version: str | None = None
         self._seen = 0.0
         """The time at which this replica first saw the current version of the Lease, in monotonic
         seconds."""
         self._read = float("-inf")
         self.written = float("-inf")
-        """The time at which this replica began its last write to the Lease. Other replicas measure
-        the Lease's duration from a later time, because they see the write only afterwards."""
+        """The time at which this replica began its last write to the Lease. Other replicas see the
+        write later, and measure the Lease's duration from that later time."""
 
     @property
     def read_lately(self) -> bool:
@@ -108,8 +109,8 @@ class Lease:
     async def _renewed(self) -> bool:
         """Renew the Lease without reading it first, and return whether this succeeded.
 
-        This is tried only if this replica was the last to write the Lease. If it does not succeed,
-        the Lease must be read.
+        The renewal is tried only if this replica was the last to write the Lease. If the renewal
+        does not succeed, the Lease must be read.
         """
         own, self._own = self._own, None
         if own is None:
@@ -156,15 +157,15 @@ class Lease:
     async def _may_have(self, found: Json | None) -> bool:
         """Whether this replica may take the Lease.
 
-        `found` is its state, which was just observed.
+        `found` is the Lease's state, which was just observed.
         """
         return not self.is_held_by_another(found)
 
     def is_held_by_another(self, found: Json | None) -> bool:
-        """Whether another replica holds the Lease and has renewed it within its duration.
+        """Whether another replica holds the Lease and has renewed it within the Lease's duration.
 
-        The duration is measured on this replica's own clock, from the time at which it saw the
-        current version of the Lease.
+        The duration is measured on this replica's own clock. It starts when this replica first saw
+        the current version of the Lease.
         """
         spec = found.get("spec", {}) if found is not None else {}
         holder = spec.get("holderIdentity") or ""
@@ -181,8 +182,8 @@ class Lease:
     async def _write(self, found: Json, spec: Json) -> Json:
         """Replace the Lease `found` with one that has this spec.
 
-        The metadata contains the resource version that was read. The API server therefore rejects
-        the write if another replica has written the Lease in the meantime.
+        The metadata contains the resource version that was read. If another replica has written the
+        Lease in the meantime, the API server therefore rejects the write.
         """
         return await self.rest.request("PUT", f"{self.collection}/{self.name}", body=_lease(found["metadata"], spec))
 
@@ -191,7 +192,8 @@ async def act_while_elected(lease: Lease, act: Callable[[], Awaitable[None]]) ->
     """Wait for the Lease, and run `act` as long as the Lease is renewed.
 
     If the Lease is lost, stop `act` and wait for the Lease again. Return when `act` returns. An
-    unreachable API server does not end the process, because restarting it would not help.
+    unreachable API server does not end this function, because restarting the process would not
+    help.
     """
     while True:
         try:
@@ -203,7 +205,7 @@ async def act_while_elected(lease: Lease, act: Callable[[], Awaitable[None]]) ->
 async def _term(lease: Lease, act: Callable[[], Awaitable[None]]) -> None:
     """Wait for the Lease, and run `act` until it ends or the Lease is lost.
 
-    Raises LeadershipLost if the Lease could not be renewed in time. Raises any exception that `act`
+    Raises LeadershipLost if the Lease could not be renewed in time, and any exception that `act`
     raises. In both cases, `act` has stopped before the exception is raised.
     """
     taken = await _acquire(lease)
@@ -224,7 +226,7 @@ async def _term(lease: Lease, act: Callable[[], Awaitable[None]]) -> None:
 async def _acquire(lease: Lease) -> float:
     """Wait until this replica holds the Lease.
 
-    Return the time at which the replica began to write the Lease, in monotonic seconds.
+    Return the time, in monotonic seconds, at which the replica began to write the Lease.
     """
     while True:
         if await _try(lease, RENEW_SECONDS):
@@ -250,7 +252,8 @@ async def _renew(lease: Lease, renewed: float) -> None:
 async def _try(lease: Lease, seconds: float) -> bool:
     """Try once to take or renew the Lease, for at most `seconds`.
 
-    Return False if the attempt failed, because a later attempt may succeed.
+    If the attempt failed, return False instead of raising an error, because a later attempt may
+    succeed.
     """
     try:
         async with asyncio.timeout(max(seconds, 0)):

@@ -1,19 +1,20 @@
 """Caches Kubernetes objects. An `Informer` fills its cache by a list request, then by a watch.
 
-kopf watches the jobs (`job_cache.py`). The objects that the operator makes for them are followed
-here, because kopf does not report deletions that happen while its watch is interrupted, and does
-not keep a copy of the objects for reading.
+kopf watches the jobs (`job_cache.py`). This module follows the objects that the operator makes for
+the jobs, because kopf lacks two features that they need. kopf does not report deletions that happen
+while its watch is interrupted, and does not keep copies of objects for reading.
 
 A reconcile reads the cache without asking the API server. The cache must therefore never go back in
 time, must detect deletions made while no watch was open, and must survive every kind of failure.
 
 - A list gives all objects and the version of the collection. Known objects that are not in the list
-  have been deleted. The watch starts at that version and continues from the last event's version.
-- Each object has its own version, and the later of two versions is kept. The operator's own
-  writes enter the cache with their responses (`take`), so the next reconcile sees them even if the
-  watch is late. When the watch then shows an older version, that event is ignored.
-- Versions are compared as numbers. Kubernetes has guaranteed since 1.35 that they can be, and with
-  etcd they always could.
+  have been deleted. The watch starts at the collection's version and continues from the last
+  event's version.
+- Each object has its own version, and the later of two versions is kept. The responses to the
+  operator's own writes enter the cache (`take`), so the next reconcile sees the writes even if the
+  watch is late. If the watch then shows an older version, its event is ignored.
+- Versions are compared as numbers. Kubernetes has guaranteed since 1.35 that this comparison is
+  valid. With etcd, the comparison has always been valid.
 
 Example of the operator's own writes to a Workload reaching the cache before the watch's events:
 
@@ -25,12 +26,12 @@ Example of the operator's own writes to a Workload reaching the cache before the
 
 A watch ends after WATCH_SECONDS, and the next watch continues from the last event. If that event's
 version has expired (410 Gone), everything is listed again. If a watch breaks, etcd may have been
-restored from a backup. Versions have then gone backwards, and a watch from the last known version
-would be silent for a long time. The current version is therefore checked before the next watch.
-While the API server is unavailable, the known state is kept.
+restored from a backup. In this case, versions have gone backwards, and a watch from the last known
+version would be silent for a long time. The current version is therefore checked before the next
+watch. While the API server is unavailable, the known state is kept.
 
-To limit the memory, all informers together parse only one page at a time, a page larger than
-PAGE_BYTES is requested again as several smaller pages, and only views of objects are kept.
+Three rules limit the memory. All informers together parse only one page at a time. A page larger
+than PAGE_BYTES is requested again as several smaller pages. Only views of objects are kept.
 
 Why: docs/decisions/0013.
 """
@@ -55,33 +56,32 @@ Id = tuple[str, str]
 
 PAGE = 500
 PAGE_BYTES = 2 * 1024 * 1024
-"""Maximum size in bytes of one page of a list. A page takes up to 30 times as much memory once it
-has been converted to Python objects. A larger page is requested again as several smaller pages. The
-smallest page is a single object, whose size the API server limits."""
+"""Maximum size in bytes of one page of a list. Converted to Python objects, a page takes up to 30
+times as much memory. A larger page is requested again as several smaller pages. The smallest page
+is a single object, and the API server limits the size of an object."""
 WATCH_SECONDS = 300
-"""Number of seconds after which the API server ends a watch. The next watch then follows."""
+"""Number of seconds after which the API server ends a watch. The informer then opens the next
+watch."""
 _SILENCE = 75.0
 """Number of seconds without an event after which a watch is considered dead. A live watch gets at
 least a bookmark from the API server every minute."""
 TURN_SECONDS = 0.02
-"""Maximum time in seconds that one watch may occupy the event loop when thousands of events arrive
-at once. All other work has to wait for it, including renewing the Lease."""
+"""Maximum time in seconds for which one watch may occupy the event loop when thousands of events
+arrive at once. During this time, all other work has to wait, including renewing the Lease."""
 _RETRY = 1.0
 _UNREADABLE_RETRY = 600.0
-"""Delay in seconds before an optional collection that is forbidden or not served is requested
-again."""
+"""If an optional collection is forbidden or not served, it is requested again after this number of
+seconds."""
 
 
 class Cache(Generic[View]):
     """Keeps a view of every object in a collection.
 
     `read` makes a view from an object, and `on_change(before, after)` is called when a view has
-    changed. An object is ignored if `read` raises an exception for it, or if `keep` is false for
-    its namespace.
-
-    The operator's own writes enter the cache through `take` and `forget`. The next read of the
-    cache therefore shows them, even if the watch is late. Of two versions of an object, the later
-    one is kept.
+    changed. If `read` raises an exception for an object, or if `keep` is false for its namespace,
+    the object is ignored. The operator's own writes enter the cache through `take` and `forget`.
+    The next read of the cache therefore shows these writes, even if the watch is late. Of two
+    versions of an object, the later one is kept.
     """
 
     def __init__(
@@ -94,14 +94,14 @@ class Cache(Generic[View]):
     ) -> None:
         self.rest, self.path, self.read, self.on_change, self.keep = rest, path, read, on_change, keep
         self.listed = asyncio.Event()
-        """Set once the collection has been listed for the first time. From then on, the cache is
+        """Set when the collection has been listed for the first time. The cache is then
         complete."""
         self.answered = asyncio.Event()
-        """Set together with `listed`, or earlier if the API server has refused access to the
-        collection."""
+        """Set together with `listed`. If the API server refuses access to the collection, it is set
+        earlier."""
         self.served = False
-        """Whether the collection has been listed. This becomes False again if the collection is
-        optional and is now forbidden or no longer served."""
+        """Whether the collection has been listed. If an optional collection is later forbidden or
+        no longer served, the value becomes False again."""
         self._views: dict[Id, View] = {}
         self._versions: dict[Id, int] = {}
         self._floor = 0
@@ -129,7 +129,7 @@ class Cache(Generic[View]):
             return
         try:
             view = self.read(body)
-        # A user wrote the object, so the fault must not affect other users' jobs.
+        # A user wrote the faulty object, so the fault must not affect other users' jobs.
         except Exception as error:
             log.warning("%s: %s/%s cannot be read and is ignored: %r", self.path, *key, error)
             self._remove(key)
@@ -182,10 +182,11 @@ class Cache(Generic[View]):
             asked["continue"] = token
 
     def _note_version(self, version: int) -> None:
-        """Record the collection's version, as returned by a list. If this version is earlier than
-        the latest known version, the API server may have been restored from a backup. The versions
-        of all cached objects are then forgotten, so that any version from the API server replaces
-        them.
+        """Record the collection's version, as returned by a list.
+
+        If this version is earlier than the latest known version, the API server has possibly been
+        restored from a backup. The versions of all cached objects are then forgotten, so that any
+        version of an object from the API server replaces the cached one.
         """
         if version < self._latest:
             log.warning(
@@ -200,8 +201,8 @@ class Cache(Generic[View]):
     def _remove_but(self, found: Collection[Id], version: int) -> None:
         """Remove the objects that a list of the collection does not contain.
 
-        `version` is the version of the list. An object whose known version is later was created
-        after the list, so it stays.
+        `version` is the version of the list. If the known version of an object is later than
+        `version`, the object was created after the list, so it stays in the cache.
         """
         for key in [k for k, known in self._versions.items() if k not in found and known <= version]:
             self._remove(key)
@@ -220,7 +221,7 @@ class Cache(Generic[View]):
 class Informer(Cache[View]):
     """A cache that follows its collection on its own, by a list and then a watch.
 
-    If the collection is `optional`, it may be forbidden or not served. The cache is then empty.
+    An `optional` collection can be forbidden or not served. In this case, the cache is empty.
     """
 
     def __init__(
@@ -242,7 +243,8 @@ class Informer(Cache[View]):
         self._page, self._optional = page, optional
         self._version = ""
         self._broken = False
-        """Whether the last watch broke. The reason may be that etcd was restored from a backup."""
+        """Whether the last watch broke. A possible reason is that etcd was restored from a
+        backup."""
 
     # --- following
 
@@ -281,8 +283,8 @@ class Informer(Cache[View]):
                     log.warning("%s could not be read; next list in %s s: %s", self.path, pause, error)
                 if error.status != HTTPStatus.GONE and pause == _RETRY:
                     # A pause other than _RETRY means that the collection is optional and cannot be
-                    # read. An administrator may have forbidden it on purpose, so this does not
-                    # count as an error.
+                    # read. This does not count as an error, because an administrator has possibly
+                    # forbidden it on purpose.
                     self._errors.inc()
             except Exception as error:
                 # An invalid response, such as a proxy's error page, must not end the process.
@@ -300,9 +302,9 @@ class Informer(Cache[View]):
         return _UNREADABLE_RETRY if self._optional else _RETRY
 
     def _nothing_there(self) -> None:
-        """Empty the cache of an optional collection that is forbidden or not served.
+        """Empty the cache, because its optional collection is forbidden or not served.
 
-        The empty cache counts as complete, so nobody waits for a list.
+        The empty cache counts as complete, so no caller waits for a list.
         """
         self.served = False
         for key in list(self._views):
@@ -313,8 +315,8 @@ class Informer(Cache[View]):
     async def _has_gone_back(self) -> bool:
         """Whether the API server's version is earlier than the latest version known here.
 
-        A watch that starts at the known version would then report neither events nor an error until
-        the API server has reached that version again.
+        If it is, a watch from the known version would report neither events nor an error until the
+        API server reaches the known version again.
         """
         query = {**self._query, "limit": "1"}
         page = await self.rest.request("GET", self.path, query=query, accept=METADATA_LIST)
@@ -354,8 +356,8 @@ class Informer(Cache[View]):
         turn = time.perf_counter()
         async for event in self.rest.watch(self.path, query, _SILENCE, accept=self._accept):
             if time.perf_counter() - turn > TURN_SECONDS:
-                # Let other tasks run here. Reading events that have already arrived does not let
-                # them run.
+                # Let other tasks run here. They cannot run while events are read that have already
+                # arrived.
                 await asyncio.sleep(0)
                 turn = time.perf_counter()
             kind, body = event["type"], event["object"]
@@ -369,7 +371,7 @@ class Informer(Cache[View]):
                 self._drop(body)
             elif kind != "BOOKMARK":
                 self.take(body)
-            # Free the memory of both now, because the next event may come much later.
+            # Free the memory of `event` and `body` now, because the next event may come much later.
             del event, body
 
     def _drop(self, body: Json) -> None:
@@ -394,8 +396,8 @@ def id_of(body: Json) -> Id:
 def version_of(body: Json) -> int:
     """Return the version of an object or of a list.
 
-    It is a number that grows with every change on the API server. Versions in the same collection
-    can be compared. Kubernetes has guaranteed this since 1.35 (KEP-5504), and it has always been
-    true with etcd.
+    The version is a number that grows with every change on the API server. Versions in the same
+    collection can be compared. Kubernetes has guaranteed since 1.35 (KEP-5504) that this comparison
+    is valid. With etcd, the comparison has always been valid.
     """
     return int(body["metadata"]["resourceVersion"])

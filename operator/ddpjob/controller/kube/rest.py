@@ -27,11 +27,11 @@ from ddpjob.unavailable import Unavailable
 Json = dict[str, Any]
 REQUEST_SECONDS = 30
 USER_AGENT = "ddpjob-operator"
-"""The user agent for all requests. It is also the operator's name in managedFields, because the API
-server copies the part of the user agent before a slash."""
+"""The user agent for all requests. The API server copies the part before the slash to
+managedFields, as the operator's name."""
 LONGEST_PAUSE = 60.0
 """Maximum delay in seconds that a response can impose with Retry-After. A proxy's maintenance page
-may ask for a delay of an hour, although the maintenance ends sooner."""
+can ask for a delay of an hour, although the maintenance ends sooner."""
 JSON = "application/json"
 MERGE_PATCH = "application/merge-patch+json"
 STRATEGIC_MERGE_PATCH = "application/strategic-merge-patch+json"
@@ -61,7 +61,7 @@ class TooLarge(Exception):
 class NoCredentials(Exception):
     """There is neither a service account token nor a usable kubeconfig.
 
-    The message explains what is missing for each of them.
+    The message says what each of the two lacks.
     """
 
 
@@ -73,9 +73,9 @@ class Rest:
 
     @classmethod
     async def connect(cls, connections: int = 64) -> Rest:
-        """Connect with the service account if this is a pod, or otherwise with the kubeconfig.
+        """Connect with the service account in a pod, and with the kubeconfig anywhere else.
 
-        The kubeconfig is found through the environment, just as kubectl finds it. Raises
+        The kubeconfig is found in the same way as by kubectl, through the environment. Raises
         NoCredentials if neither can be used.
         """
         try:
@@ -95,9 +95,9 @@ class Rest:
         """Connect to the API server with these settings of the official client."""
         settings.connection_pool_maxsize = connections
         settings.disable_strict_ssl_verification = True  # See `login.Connection` for the reason.
-        # Look up the proxy only once. With `trust_env`, aiohttp would look it up in a thread for
-        # each request. It would also use credentials from ~/.netrc, which are not meant for the API
-        # server.
+        # Look up the proxy only once. With `trust_env`, aiohttp would look up the proxy in a thread
+        # for each request. aiohttp would also use credentials from ~/.netrc, which are not meant
+        # for the API server.
         settings.proxy = settings.proxy or _proxy(settings.host)
         settings.client_session_kwargs = {"trust_env": False}
         api = client.ApiClient(configuration=settings)
@@ -120,8 +120,8 @@ class Rest:
     ) -> Json:
         """Send a request, and return the JSON object in the response.
 
-        Raises TooLarge if the response has more than `most` bytes, without reading all of it.
-        Raises ApiError for any 4xx status except 429. Raises Unavailable for 429, 5xx and failed
+        If the response has more than `most` bytes, stops reading it and raises TooLarge. Raises
+        ApiError for any 4xx status except 429. Raises Unavailable for 429, 5xx and failed
         connections, and also for a response that is not a JSON object. Such a response does not
         come from the API server itself, but from a proxy in front of it.
         """
@@ -195,7 +195,7 @@ async def _read_at_most(most: int, response: aiohttp.ClientResponse) -> bytes:
 def _words(error: Exception) -> str:
     """Describe a transport error.
 
-    aiohttp raises an error without a message if a whole request takes too long.
+    If a whole request takes too long, aiohttp raises an error without a message.
     """
     if isinstance(error, TimeoutError) and not str(error):
         return f"no response within {REQUEST_SECONDS} s"
@@ -214,10 +214,11 @@ def _proxy(host: str) -> str | None:
 def _in_a_network_of(no_proxy: str, host: str) -> bool:
     """Whether NO_PROXY contains a network, such as 10.96.0.0/12, that includes the host.
 
-    kubectl supports networks in NO_PROXY. Python supports only names and single addresses.
+    kubectl supports networks in NO_PROXY. In NO_PROXY, Python supports only names and single
+    addresses.
     """
     for word in no_proxy.split(","):
-        # The word or the host may be a name and not an address.
+        # The word or the host can be a name instead of an address.
         with contextlib.suppress(ValueError):
             if ip_address(host) in ip_network(word.strip(), strict=False):
                 return True
@@ -239,8 +240,8 @@ def _raise_for_status(response: Any, text: bytes, what: str) -> None:
 def _object(text: bytes, what: str) -> Json:
     """Return the JSON object in the response.
 
-    Raises Unavailable if the text is not such an object, because it then cannot come from the API
-    server itself.
+    Raises Unavailable if the text is not a JSON object, because the response then cannot come from
+    the API server itself.
     """
     found = _parse(text)
     if not found:
@@ -259,11 +260,13 @@ def _parse(text: bytes) -> Json:
 def loads(text: bytes) -> Any:
     """Read JSON text that may be nested as deeply as the API server allows.
 
-    If such an object could not be read, one user could hide all other objects in the same list.
+    If such text could not be read, one user's deeply nested object would make every list that
+    contains the object unreadable.
     """
     with contextlib.suppress(ValueError):
         # For a pod, this parser is three times as fast as json. It rejects text with more than 200
-        # levels of nesting and with unpaired surrogates, so json reads such text below.
+        # levels of nesting, and text with unpaired surrogates. The json module reads such text
+        # below.
         return from_json(text)
     try:
         return json.loads(text)
@@ -281,7 +284,7 @@ def _loads_deep(text: bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         # Since Python 3.12, the limit on recursion in C code is separate and cannot be raised. The
-        # parser in pure Python is slower, but it does not use the C stack.
+        # parser in pure Python is slower, but does not use the C stack.
         decoder = json.JSONDecoder()
         decoder.parse_object, decoder.parse_array = json.decoder.JSONObject, json.decoder.JSONArray  # type: ignore[attr-defined]
         decoder.scan_once = json.scanner.py_make_scanner(decoder)  # type: ignore[attr-defined]

@@ -12,8 +12,8 @@ namespace with a thousand new jobs must not keep the other namespaces waiting.
   costs one reconcile per second.
 - Among due keys, the lowest rank comes first, then the group with the fewest workers, then the key
   that was scheduled first.
-- A group gets another worker only if it has none yet, or if it has fewer than half as many workers
-  as there are idle workers.
+- A group gets another worker only if it has no worker yet, or if its workers number fewer than half
+  of the idle workers.
 
 Example with 8 workers and any number of keys:
 
@@ -22,13 +22,13 @@ Example with 8 workers and any number of keys:
 
 `Turns` limits what the workers do inside a reconcile, such as creating pods.
 
-- At most `most` turns are taken at a time. A turn that lasts longer than SLOW seconds is no longer
-  counted, because it probably waits for something else, such as an admission webhook. It counts as
-  a slow turn instead, and at most `most` slow turns are taken at a time.
+- At most `most` turns are taken at a time. A turn that lasts longer than SLOW seconds becomes a
+  slow turn and no longer counts, because it probably waits for something else, such as an admission
+  webhook. At most `most` slow turns are taken at a time.
 - The next turn goes to the waiting group with the fewest recent turns. In this comparison, a turn
-  counts only half after HALF_LIFE seconds. Groups that hold half of all turns come last. Example:
-  group A has had 400 turns and waits for 600 more. Then group B asks for 4 turns, and it gets the
-  next 4.
+  counts only half after HALF_LIFE seconds. A group that holds half of all turns comes last.
+  Example: group A has had 400 turns and waits for 600 more. Then group B asks for 4 turns, and it
+  gets the next 4.
 - Fairness counts turns, not seconds, because turns take much longer at the start of a burst.
 
 A key names the job to reconcile but never says what has happened to it, so merging two changes
@@ -52,16 +52,16 @@ Key = TypeVar("Key", bound=Hashable)
 FIRST_BACKOFF = 0.5
 LONGEST_BACKOFF = 60.0
 INTERVAL = 1.0
-"""Minimum delay in seconds between two starts of the same key. It does not apply to an urgent
-start, or to one that the previous start itself has requested."""
+"""Minimum delay in seconds between two starts of the same key. The delay does not apply to an
+urgent start, or to a start that the key's previous handling has requested."""
 CROWDED_INTERVAL = 1.7
-"""Minimum delay between two starts of the same key, in place of INTERVAL, while more important work
-is waiting. A job's status can then be up to two seconds late."""
+"""Minimum delay in seconds between two starts of the same key while more important work is waiting.
+This delay takes the place of INTERVAL. A job's status can then be up to two seconds late."""
 HALF_LIFE = 10.0
 """Number of seconds after which a turn counts only half in the comparison of groups."""
 SLOW = 0.3
-"""Number of seconds after which a turn counts as slow. Its place is then given to a different turn,
-although the slow turn has not ended."""
+"""Number of seconds after which a turn counts as slow. A different turn can then begin, although
+the slow turn has not ended."""
 
 
 class DelayQueue(Generic[Key]):
@@ -70,7 +70,7 @@ class DelayQueue(Generic[Key]):
     Each key has a time from which it is due, on the event loop's clock. If several times are
     requested for a key, the earliest one counts. Of the keys that are due, those with the lowest
     `rank` come first, then those whose `group` has the fewest workers, and then the key that was
-    scheduled first. `crowded` returns whether the same key should start less often than usual.
+    scheduled first. `crowded` returns whether each key should start less often than usual.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class DelayQueue(Generic[Key]):
         """Schedule `key` to start in `delay` seconds, or keep an earlier time that it already has.
 
         A key that is not `urgent` starts no earlier than INTERVAL seconds after its last start.
-        While the queue is crowded, it starts no earlier than CROWDED_INTERVAL seconds after it.
+        While the queue is crowded, the delay is CROWDED_INTERVAL seconds instead.
         """
         when = asyncio.get_running_loop().time() + delay
         if not urgent and key in self._began:
@@ -111,7 +111,8 @@ class DelayQueue(Generic[Key]):
         return len(self._waiting())
 
     def age(self) -> float:
-        """Return for how many seconds the longest-waiting key has been due, or 0 if no key is due.
+        """Return the number of seconds for which the longest-waiting key has been due, or 0 if no
+        key is due.
 
         This method can be called from any thread.
         """
@@ -120,7 +121,8 @@ class DelayQueue(Generic[Key]):
     def _waiting(self) -> list[float]:
         """Return the due times of all keys that are due and wait for a worker.
 
-        `_ready` is not used for this. It lacks keys that became due while all workers were busy.
+        This method does not use `_ready`, which lacks keys that became due while all workers were
+        busy.
         """
         now = self._time()
         return [when for key, (when, _) in list(self._due.items()) if when <= now and key not in self._busy]
@@ -135,8 +137,8 @@ class DelayQueue(Generic[Key]):
         """Call `handle` for each key that is due, until cancelled.
 
         At most `workers` keys are handled at the same time. `handle` returns the number of seconds
-        after which the key is due again, or None. If `handle` raises an exception, it is logged,
-        and the key is due again after FIRST_BACKOFF seconds. This delay doubles with each
+        after which the key is due again, or None. If `handle` raises an exception, the exception is
+        logged, and the key is due again after FIRST_BACKOFF seconds. This delay doubles with each
         consecutive failure, up to LONGEST_BACKOFF.
         """
         self._time = asyncio.get_running_loop().time
@@ -153,8 +155,9 @@ class DelayQueue(Generic[Key]):
             now = asyncio.get_running_loop().time()
             while self._heap and self._heap[0][0] <= now:
                 when, order, key = heapq.heappop(self._heap)
-                # Skip the entry if its key was scheduled again for an earlier time, or is being
-                # handled now. The key then has or gets a different entry.
+                # Skip the entry if its key was scheduled again for an earlier time, because the key
+                # then has a different entry. Also skip it if the key is being handled now, because
+                # the key then gets a new entry.
                 if self._due.get(key) == (when, order) and key not in self._busy:
                     heapq.heappush(self._ready.setdefault(self._group(key), []), (self._rank(key), order, key))
             share = max(1, (workers - len(self._busy)) / 2)
@@ -222,8 +225,8 @@ class Turns:
         self._slow = 0
         self._taken: Counter[Hashable] = Counter()
         self._had: dict[Hashable, float] = {}
-        """The number of recent turns of each group. The weight of each turn is halved every
-        HALF_LIFE seconds."""
+        """The number of recent turns of each group. Every HALF_LIFE seconds, the weight of each
+        turn is halved."""
         self._halved = 0.0
         self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}
 
@@ -233,7 +236,7 @@ class Turns:
 
     @asynccontextmanager
     async def turn(self, group: Hashable) -> AsyncIterator[None]:
-        """Wait until the group gets a turn, and run the context as this turn."""
+        """Wait until the group gets a turn. The turn lasts as long as the context."""
         if self._free and not self._waiting:
             self._begin(group)
         else:
@@ -263,7 +266,8 @@ class Turns:
             await mine
         except asyncio.CancelledError:
             if mine.done() and not mine.cancelled():
-                # A turn was granted just before the cancellation. Pass it on.
+                # A turn was granted just before the cancellation. Pass the turn on to the next
+                # group.
                 self._end(group)
             raise
 
@@ -283,13 +287,13 @@ class Turns:
         if not self._taken[group]:
             del self._taken[group]
         if is_slow:
-            # The place of this turn was already given to a different turn when it became slow.
+            # When this turn became slow, its place was given to a different turn.
             self._slow -= 1
         else:
             self._next()
 
     def _next(self) -> None:
-        """Make one place free, and give it to the waiting group that comes first."""
+        """Free one place, and give it to the waiting group that comes first."""
         self._free += 1
         assert self._free <= self._most, "a turn was returned twice"
         while self._free and self._waiting:

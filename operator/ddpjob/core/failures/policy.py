@@ -15,9 +15,9 @@ the job has ever completed a step. Users who know better write `recovery.rules`.
    code (`find_repeated_error`) or on several ranks at once (`find_error_everywhere`) fail the job,
    because the program would be the same in the next attempt. Network, disk and device errors are
    usually temporary, and never fail a job in this way. The exception is a missing or unreadable
-   file, which usually means a wrong path. It fails the job if several ranks report it. (Whatever
-   the error, torchrun and Ray Train end at the first exception by default, and a Kubernetes Job
-   ends after six retries.)
+   file, which usually means a wrong path. Such an error fails the job if several ranks report it.
+   (Whatever the error, torchrun and Ray Train end at the first exception by default, and a
+   Kubernetes Job ends after six retries.)
 
 Example of a job without rules and with maxRestarts=10:
 

@@ -49,7 +49,7 @@ class Followed:
     failure: Failure | None = None
     complete: bool = False
     undecided: bool = False
-    """Whether a pod seems to have ended because of something that has not been observed yet."""
+    """Whether a pod's end seems to have a cause that has not been observed yet."""
 
     @property
     def news(self) -> tuple[Restart, ...]:

@@ -106,9 +106,9 @@ def _begins_at_zero(shown: Json, reported: Json) -> bool:
 
 
 def _start(shown: Json, reported: Json, fresh: Json) -> Json:
-    """Return the fields that show the last step before a restart, and whether the script continued.
+    """Return the last step before a restart, and whether the script continued from a checkpoint.
 
-    Both are known only if the script's steps are counted automatically.
+    Both fields are known only if the script's steps are counted automatically.
     """
     if protocol.RESUMED not in reported or "step" not in fresh:
         return {}
