@@ -3,8 +3,9 @@
 An upload may take longer than the time between two checkpoints, and the bucket may be unreachable
 for hours. Even then, training must continue, and the disk must not fill up. Therefore:
 
-- One checkpoint is uploaded at a time, and only the newest one waits. If a waiting checkpoint is
-  replaced by a newer one, `release` tells the caller that the older one can be deleted.
+- One checkpoint is uploaded at a time, and only the newest one waits. If a newer checkpoint
+  replaces a waiting one, `release` is called with the older one, so that the caller can delete the
+  older one.
 - A failed upload is retried after 1, 2, 4, ... 60 s, and after at most 5 s while the process waits
   for its last upload. A newer checkpoint replaces the failed one.
 - If files of a checkpoint have vanished, its upload is abandoned (`lost`).

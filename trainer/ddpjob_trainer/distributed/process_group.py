@@ -86,7 +86,7 @@ class Group:
         """Overwrite `tensors` on every rank with the tensors of rank `source`, on the tensors' own
         device.
 
-        They can have any dtype and memory layout.
+        Tensors can have any dtype and memory layout.
         """
         if self.world == 1:
             return
