@@ -155,8 +155,8 @@ class DataSet(Protocol):
 def describe(data: DataSet) -> dict[str, Any]:
     """Return what a program needs to know about the data in order to use the model.
 
-    Checkpoints contain this description. Pixels become inputs by `(pixels / scale - mean) / std`,
-    per channel.
+    Checkpoints contain this description. For each channel, pixels are converted to inputs by
+    `(pixels / scale - mean) / std`.
     """
     found = data.normalize
     pixels = {} if found is None else {"scale": found.scale, "mean": list(found.mean), "std": list(found.std)}
@@ -168,7 +168,7 @@ def describe(data: DataSet) -> dict[str, Any]:
 def fingerprint(*parts: bytes | np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> int:
     """Return a 63-bit hash of several byte strings and arrays.
 
-    The hash also depends on where each of them ends.
+    The hash also depends on where each string or array ends.
     """
     whole = hashlib.blake2b(digest_size=8)
     for part in parts:

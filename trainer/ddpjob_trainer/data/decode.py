@@ -18,8 +18,9 @@ import torch
 
 _JPEG = b"\xff\xd8\xff"
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
-"""Accepted formats. The content determines the format, not the file name. Pillow supports many
-other formats, but some are unsafe: its EPS decoder runs Ghostscript."""
+"""Accepted formats. The content of a file, not its name, determines the format. Pillow supports
+many other formats, but some are unsafe: its EPS decoder runs Ghostscript.
+"""
 MOST_PIXELS = 178_956_970
 """Maximum number of pixels in an image, which is Pillow's own limit. A file can declare any size,
 and decoding takes up to 18 bytes per pixel.

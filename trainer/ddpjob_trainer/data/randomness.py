@@ -126,7 +126,7 @@ def seed_torch(seed: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
         module = torch.get_device_module(device)
-        # `manual_seed` seeds the generator of the current device, which may be a different one.
+        # `manual_seed` seeds the generator of the current device, which may differ from `device`.
         with module.device(device):
             module.manual_seed(seed)
 
@@ -135,7 +135,7 @@ def seed_torch(seed: int, device: torch.device) -> None:
 def seed_draws(key: int) -> Iterator[None]:
     """Make random numbers that are drawn during the `with` depend only on `key`.
 
-    This applies to the global generators of Python, numpy and torch. After the `with`, the
+    The affected generators are the global ones of Python, numpy and torch. After the `with`, the
     generators continue where they were before.
     """
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()

@@ -236,7 +236,8 @@ class Dealing:
 
     def __post_init__(self) -> None:
         """Raise ConfigError for values that would silently leave a rank without samples."""
-        # A parameter server has rank `world`, because it does not take any samples.
+        # The rank `world` is valid, because it belongs to a parameter server, which does not take
+        # samples.
         if not 0 <= self.rank <= self.world or self.world < 1:
             raise ConfigError(
                 f"Dealing: rank={self.rank} is out of range for world={self.world}; pass "

@@ -118,7 +118,7 @@ class _Bias(nn.Module):
 class _Head(nn.Linear):
     """A linear layer without bias.
 
-    Its initial weights have variance 1, and it divides the scores by `inputs`.
+    The initial weights have variance 1, and the layer divides the scores by `inputs`.
     """
 
     def __init__(self, inputs: int, classes: int) -> None:

@@ -63,8 +63,8 @@ class Precision:
         self.dtype = _dtype(self.config, self._device)
         self._scale = _loss_scale(self.config, self.dtype)
         self._scaler = None if self._scale == 1 else _scaler(self._device, self._scale, self.config.scale_window)
-        # Only on the CPU can a number be read immediately. Reading it from an accelerator would
-        # wait until the accelerator's queue is empty.
+        # Numbers can be read immediately only on the CPU. Reading a number from an accelerator
+        # would wait until the accelerator's queue is empty.
         self._synchronous = self._device.type == "cpu"
         self._originals: dict[str, torch.Tensor] = {}
         self._masters: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
