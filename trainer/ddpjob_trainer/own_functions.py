@@ -22,9 +22,9 @@ either, but they are recognized by the folder name site-packages.
 def load_function(key: str, name: str, kinds: Sequence[str] = ()) -> Callable[..., Any]:
     """Return the function or class that `name` refers to.
 
-    `name` is the value of the configuration key `key`. Other values of this key begin with one of
-    the words in `kinds`. If the module does not exist, the error suggests the most similar of these
-    words. Raises ConfigError with the remedy.
+    `name` is the value of the configuration key `key`. Other values of this key may begin with one
+    of the words in `kinds`. If the module does not exist, the error suggests the most similar of
+    these words. Raises ConfigError with the remedy.
     """
     where, _, attribute = name.partition(":")
     if not where or not attribute:

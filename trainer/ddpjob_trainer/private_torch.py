@@ -19,7 +19,7 @@ all.
 GradScaler looks for the attribute `optimizer._step_supports_amp_scaling`. A version of torch that
 no longer looks for the attribute would skip steps inside fused optimizers.
 tests/trainer/optim/test_precision.py would detect this. The launcher has its own module,
-`ddpjob_runtime/launcher/torch_parts.py`; neither may import the other.
+`ddpjob_runtime/launcher/torch_parts.py`; neither module is allowed to import the other.
 """
 
 from __future__ import annotations

@@ -82,7 +82,8 @@ def check_same_data(group: Group, data: DataSet, config: Config) -> int:
 def check_fit(config: Config, data: DataSet, strategy: Strategy) -> None:
     """Raise ConfigError if the loss, evaluation, checkpoints or strategy does not suit the data."""
     keys, criterion = config.data, strategy.criterion
-    # Check these image sizes now. Otherwise, an error would occur only after an epoch of training.
+    # Check the test images' size and data.early_sizes now. Without these checks, an error would
+    # occur only after an epoch of training.
     if side := keys.size_tested:
         check_image_size(config.model, (3, side, side), data.classes, "data.test_image_size")
     if keys.early_sizes:

@@ -59,9 +59,9 @@ _SAVING = "saving a checkpoint"
 def run(config: Config) -> int:
     """Train as configured, and return the exit code. Resume from the newest checkpoint, if any.
 
-    The code is 0 if training is complete, and 75 if SIGTERM stopped it and a checkpoint was saved.
-    Raises TrainerError with a message for the user if the input is invalid, and RuntimeError if a
-    peer is gone.
+    The code is 0 if training is complete, and 75 if SIGTERM stopped the training and a checkpoint
+    was saved. Raises TrainerError with a message for the user if the input is invalid, and
+    RuntimeError if a peer is gone.
     """
     if not config.model.compile:
         late_dynamo.put_off()

@@ -236,7 +236,8 @@ class Dealing:
 
     def __post_init__(self) -> None:
         """Raise ConfigError for values that would silently leave a rank without samples."""
-        # A parameter server has rank `world`, because it does not take any samples.
+        # The rank `world` is valid, because it belongs to a parameter server, which does not take
+        # samples.
         if not 0 <= self.rank <= self.world or self.world < 1:
             raise ConfigError(
                 f"Dealing: rank={self.rank} is out of range for world={self.world}; pass "
@@ -378,9 +379,9 @@ class ElasticSampler:
             taken = order[start : start + self.batch]
             if self.repeats > 1:
                 # A micro-batch consists of consecutive numbers in this order. Move the versions of
-                # a sample apart, so that a micro-batch rarely has two of them. Otherwise, the
-                # micro-batch's statistics would come from fewer images, and mixup would pair
-                # versions of the same image.
+                # a sample apart, so that a micro-batch rarely has two of them. With two versions of
+                # an image, the micro-batch's statistics would come from fewer images, and mixup
+                # would pair versions of the same image.
                 taken = taken[torch.argsort(taken // self.size, stable=True)]
             samples: list[int] = taken.tolist()
             after = replace(before, consumed=start + len(samples))

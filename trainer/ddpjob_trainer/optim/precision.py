@@ -63,8 +63,8 @@ class Precision:
         self.dtype = _dtype(self.config, self._device)
         self._scale = _loss_scale(self.config, self.dtype)
         self._scaler = None if self._scale == 1 else _scaler(self._device, self._scale, self.config.scale_window)
-        # Only on the CPU can a number be read immediately. Reading it from an accelerator would
-        # wait until the accelerator's queue is empty.
+        # Numbers can be read immediately only on the CPU. Reading a number from an accelerator
+        # would wait until the accelerator's queue is empty.
         self._synchronous = self._device.type == "cpu"
         self._originals: dict[str, torch.Tensor] = {}
         self._masters: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
@@ -260,8 +260,8 @@ class Precision:
 class Autocasting(nn.Module):
     """Wraps a model so that each forward pass enters the autocast context.
 
-    It is meant for callers that run the model in their own threads, or that leave the autocast
-    context before they run it.
+    The wrapper is for callers that run the model in their own threads, or after they have left the
+    autocast context.
     """
 
     def __init__(self, model: nn.Module, precision: Precision) -> None:

@@ -93,8 +93,8 @@ def open_log(run_dir: Path) -> MetricsLog:
 class Reporter:
     """Measures the speed of training, and reports progress.
 
-    With `writes`, this rank keeps metrics.jsonl. Rank 0 also prints progress, posts it to the
-    coordinator, and passes it to the sinks.
+    If `writes` is true, this rank writes metrics.jsonl. Rank 0 also prints progress, posts it to
+    the coordinator, and passes it to the sinks.
     """
 
     def __init__(
@@ -153,10 +153,11 @@ class Reporter:
     ) -> None:
         """Report that an incarnation begins after `step` steps, with `left` steps remaining.
 
-        `warning` states why training is slow, if it is. `precision` is the dtype of computations,
-        and `notes` contains other useful facts. `step + left` becomes the total number of steps,
+        If training is slow, `warning` states why. `precision` is the dtype of computations, and
+        `notes` contains other useful facts. `step + left` becomes the total number of steps,
         because a restart with a different batch size may change the total. If the checkpoint has
-        more complete epochs than are configured, their number becomes the total number of epochs.
+        more complete epochs than are configured, the checkpoint's number becomes the total number
+        of epochs.
         """
         wanted, trained = self._plan.epochs, epoch - 1
         self._plan = replace(self._plan, steps=step + left, epochs=max(wanted, trained))
