@@ -44,8 +44,8 @@ _MANIFEST_BYTES = 2**20
 MOST_FILES = 5000
 _PIECE = 2**20
 _REQUEST_SECONDS = 100
-"""Maximum number of seconds for a whole request, even if bytes are still being transferred. It is
-less than the 120 s after which a rank that waits for a server counts as hung.
+"""Maximum number of seconds for a whole request, even if bytes are still being transferred. The
+value must be less than 120 s, because a rank that waits longer for a server counts as hung.
 """
 _RANGE = 64 * 2**20
 """Maximum number of bytes that one request reads from a file."""
@@ -100,8 +100,8 @@ class File:
 class CopyManifest:
     """The list of a checkpoint's files.
 
-    `name` is the name of the checkpoint, which is itself a file or a folder. `data` is the key
-    prefix below which the bucket has the files.
+    `name` is the name of the checkpoint's file or folder. `data` is the key prefix of the files in
+    the bucket.
     """
 
     name: str
@@ -133,7 +133,7 @@ class CopyManifest:
 
 
 class Bucket:
-    """A place for checkpoints: all keys below one URL of an object store.
+    """The checkpoints below one URL of an object store.
 
     `store` is any obstore store. Methods raise BucketError with the URL and the reason.
     """
@@ -154,7 +154,7 @@ class Bucket:
 
         Credentials, endpoint and region come from AWS's variables (AWS_ACCESS_KEY_ID,
         AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL, AWS_REGION) and from the pod's service account.
-        `endpoint` and `region` are used on a machine without these variables.
+        `endpoint` and `region` are used only where the environment does not set them.
 
         Raises:
             LibraryMissing: obstore is not installed.
@@ -196,8 +196,8 @@ class Bucket:
     def entries(self) -> list[Stored]:
         """Return the complete checkpoints in the bucket, newest first.
 
-        A checkpoint is superseded, and left out, if a later incarnation has stored one with the
-        same or a lower step.
+        Superseded checkpoints are left out. A checkpoint is superseded if a later incarnation has
+        stored a checkpoint with the same or a lower step.
         """
         return _in_order(self._listed())
 
@@ -304,10 +304,11 @@ class Bucket:
         return found
 
     def scores(self, metric: str) -> dict[int, float]:
-        """Return the scores last written by `put_scores`, by step; empty for a different metric.
+        """Return the scores last written by `put_scores`, by step; empty if they are of a different
+        metric.
 
-        Raises BucketError if the bucket does not respond. If that were treated as "no scores", the
-        best checkpoint would be deleted.
+        Raises BucketError if the bucket does not respond. If a missing response were treated as "no
+        scores", the best checkpoint would be deleted.
         """
         try:
             found = json.loads(self._get(_SCORES))
@@ -338,7 +339,7 @@ class Bucket:
         incarnation among all incarnations of the job, and is equal on all ranks.
 
         The result is the newest complete checkpoint that the first rank found in the bucket; None
-        if it found none. Raises BucketError, for example if a later incarnation of the job has
+        if there was none. Raises BucketError, for example if a later incarnation of the job has
         started.
         """
         for _ in range(_TRIES):
@@ -544,7 +545,8 @@ class Bucket:
     def _check_server(self, prefix: str) -> None:
         """Raise BucketError if the server returns an object that was never written.
 
-        obstore reads any well-formed XML without objects as an empty listing, even a login page.
+        Without this check, a login page could count as an empty bucket, because obstore reads any
+        well-formed XML without objects as an empty listing.
         """
         page = None
         with contextlib.suppress(BucketError):
@@ -580,7 +582,8 @@ class Bucket:
         Leftovers are the files of interrupted uploads, and superseded checkpoints. This method must
         not run while `publish` is running.
         """
-        # The listing must not be repeated below, because it could then include newer checkpoints.
+        # Do not list the bucket again below, because a second listing could include newer
+        # checkpoints.
         listed = self._listed()
         whole = _in_order(listed)
         self.remove(set(listed) - set(whole))
@@ -626,7 +629,8 @@ class Bucket:
             kind = Damaged if isinstance(error, (NotFoundError, FileNotFoundError)) else BucketError
             raise kind(f"{self.url}/{key} cannot be {what}: {type(error).__name__}: {_first_line(error)}") from None
         except BaseException as error:
-            # A Rust panic is not an Exception, so it would end a thread that catches only those.
+            # A Rust panic does not derive from Exception, so it would end a thread that catches
+            # only exceptions of that class.
             if type(error).__name__ != "PanicException":
                 raise
             raise BucketError(f"{self.url}/{key} cannot be {what}: obstore panicked: {_first_line(error)}") from None
@@ -637,9 +641,10 @@ def _first_line(error: BaseException) -> str:
 
 
 def _in_order(listed: Iterable[Stored]) -> list[Stored]:
-    """Return the checkpoints, newest first, without those that were superseded.
+    """Return the checkpoints, newest first, without superseded ones.
 
-    A checkpoint is superseded if a later incarnation has stored one with the same or a lower step.
+    A checkpoint is superseded if a later incarnation has stored a checkpoint with the same or a
+    lower step.
     """
     found: list[Stored] = []
     for one in sorted(listed, reverse=True):

@@ -1,10 +1,11 @@
 """Uploads checkpoints to a bucket, newest first, while training continues.
 
 An upload may take longer than the time between two checkpoints, and the bucket may be unreachable
-for hours. Neither of these must stop training or fill the disk. Therefore:
+for hours. Even then, training must continue, and the disk must not fill up. Therefore:
 
-- One checkpoint is uploaded at a time, and only the newest one waits. `release` lets the caller
-  delete a checkpoint that was replaced while it waited.
+- One checkpoint is uploaded at a time, and only the newest one waits. If a newer checkpoint
+  replaces a waiting one, `release` is called with the older one, so that the caller can delete the
+  older one.
 - A failed upload is retried after 1, 2, 4, ... 60 s, and after at most 5 s while the process waits
   for its last upload. A newer checkpoint replaces the failed one.
 - If files of a checkpoint have vanished, its upload is abandoned (`lost`).
@@ -32,7 +33,7 @@ LONGEST_AWAITED = 5.0
 """The longest pause in seconds while the process waits for its last upload before it ends, because
 its pod may have only seconds left."""
 MOST_COMPLETED = 100
-"""`completed` remembers at most this many uploads if nothing reads it."""
+"""Maximum number of steps that `completed` holds, if no one reads and removes them."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,8 @@ class Uploads:
     needs no more uploading. `publish`, if given, is called for each upload instead of
     `bucket.publish`. With `in_turn`, no checkpoint is replaced, and the oldest one is uploaded
     first, because other processes upload their parts of each checkpoint. `done` is called in the
-    thread after each completed upload. At that time, `figures` includes the upload, but callers of
-    `wait` have not been woken up.
+    thread after each completed upload, when `figures` already includes the upload. Callers of
+    `wait` are woken up later.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Uploads:
     def offer(self, waiting: Waiting) -> None:
         """Add a checkpoint to the queue of uploads.
 
-        Unless `in_turn` is set, it replaces a waiting checkpoint, and a newer one can replace it.
+        Unless `in_turn` is set, the added checkpoint replaces a checkpoint that is waiting.
         """
         with self._changed:
             passed = [] if self._in_turn else list(self._waiting)
@@ -123,7 +124,7 @@ class Uploads:
     def behind_seconds(self) -> float:
         """How many seconds uploads have been behind; 0 if no checkpoint is left to upload.
 
-        The time starts again with each completed upload.
+        Each completed upload resets this time to 0.
         """
         with self._changed:
             return 0.0 if self._behind_since is None else time.monotonic() - self._behind_since
@@ -150,8 +151,8 @@ class Uploads:
     def close(self) -> None:
         """Start no more uploads.
 
-        The upload that is in progress is cut off when the process ends. Its files have no manifest,
-        so readers do not count them as a checkpoint.
+        The upload that is in progress is cut off when the process ends. The files of this upload
+        have no manifest, so readers do not count them as a checkpoint.
         """
         with self._changed:
             self._closing = True
@@ -169,7 +170,7 @@ class Uploads:
                 self._say(f"warning: {problem}; the checkpoint of step {current.step} will not be copied")
                 problem = ""
             if not problem:
-                self._release(current)  # This must happen before callers of `wait` are woken up.
+                self._release(current)  # Call `_release` before callers of `wait` are woken up.
                 with self._changed:
                     self._behind_since = time.monotonic() if self._waiting else None
                 self._done()
@@ -205,14 +206,14 @@ class Uploads:
                 self._changed.wait(left)
 
     def _upload(self, waiting: Waiting) -> str:
-        """Upload one checkpoint, and return why that failed; empty if it succeeded."""
+        """Upload one checkpoint. Return the reason if the upload failed; empty if it succeeded."""
         self.lost = False
         try:
             self._publish(waiting)
             self._newest = waiting
             self.completed.append(waiting.step)
-        # This includes errors such as MemoryError. If one of them ended this thread, callers would
-        # wait forever.
+        # Catch every error, even MemoryError. If an error ended this thread, callers would wait
+        # forever.
         except Exception as error:
             self.lost = isinstance(error, Vanished)
             return _words(error)

@@ -13,8 +13,8 @@ def alone(lock: Path, *, strict: bool = False) -> Iterator[None]:
     """Hold a lock on a file inside this `with`, so that only one process at a time does the work.
 
     The file is created if it does not exist. Raises OSError if it cannot be opened. If the file
-    system does not support locks, several processes may do the work at once, unless `strict` is
-    set. With `strict`, OSError is raised instead.
+    system does not support locks, the result depends on `strict`. With `strict`, OSError is raised.
+    Without it, several processes could do the work at once.
     """
     with lock.open("a") as file:
         try:

@@ -95,11 +95,11 @@ class JobEnvironment:
 
     @property
     def group(self) -> tuple[int, int] | None:
-        """The group that this process belongs to, as (generation, round); None if no launcher
-        started this process.
+        """The group that this process belongs to, as (generation, round).
 
-        While two groups of a job exist, only the group with the higher value is allowed to write.
-        Raises VariableError if DDPJOB_FENCE is malformed.
+        The group is None if no launcher started this process. While two groups of a job exist, only
+        the group with the higher (generation, round) is allowed to write. Raises VariableError if
+        DDPJOB_FENCE is malformed.
         """
         if not self.fence:
             return None
@@ -141,7 +141,9 @@ class JobEnvironment:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process counts as the job's first one. It has rank 0 or, if a `command` sets
-        no ranks, its pod has index 0.
+        """Whether this process counts as the job's first one.
+
+        This is the process with rank 0. If a `command` sets no ranks, it is the process in the pod
+        with index 0.
         """
         return os.environ.get("RANK", self.index or "0") == "0"

@@ -90,8 +90,9 @@ def load() -> None:
 
 
 class _Late(ModuleType):
-    """The stand-in for torch._dynamo. Looking up a name that it does not know runs the code of the
-    real module.
+    """The stand-in for torch._dynamo.
+
+    Looking up a name that the stand-in does not know runs the code of the real module.
     """
 
     def __init__(self, spec: ModuleSpec) -> None:
@@ -118,7 +119,7 @@ class _Late(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__all__":
-            # inspect and warnings look up such names in every module. This must not load
+            # inspect and warnings look up such names in every module. Such a lookup must not load
             # torch._dynamo.
             raise AttributeError(f"module {NAME!r} has no attribute {name!r}")
         return getattr(_load(self), name)
@@ -162,9 +163,9 @@ class _Submodules:
         if not name.startswith(NAME + ".") or not is_put_off():
             return None
         load()
-        # The code of torch._dynamo may have imported this submodule already. If it stayed in
-        # sys.modules, Python would ignore this spec and run the submodule again. A program would
-        # then change settings in the second copy, which the compiler does not read.
+        # The code of torch._dynamo may have imported this submodule already. If the submodule
+        # stayed in sys.modules, Python would ignore this spec and run the submodule again. A
+        # program would then change settings in the second copy, which the compiler does not read.
         module = sys.modules.pop(name, None)
         return None if module is None else ModuleSpec(name, _AsItIs(module))
 
@@ -194,9 +195,9 @@ class _AsItIs(Loader):
 def _ddp_mode(settings: Path) -> dict[str, Callable[..., Any]]:
     """Return {name: stand-in} for the function with which DDP reads the setting `optimize_ddp`.
 
-    The stand-in returns the default, so the result is empty if `settings`, the file config.py of
-    torch._dynamo, has a different default. A program can change the setting only by importing the
-    real module.
+    The stand-in returns the usual default of this setting. `settings` is the file config.py of
+    torch._dynamo. If this file has a different default, the result is empty. A program can change
+    the setting only by importing the real module.
     """
     try:
         known = re.search(r"^optimize_ddp\b(?:[^=\n]|\n(?!\w))*=\s*True$", settings.read_text(), re.M)

@@ -43,7 +43,7 @@ class MetricsLog:
         content = self._path.read_bytes() if self._path.exists() else b""
         self._file = self._path.open("ab", buffering=0)
         self.incarnations = content.count(b'{"event": "start"')
-        # Whether the file ends in an incomplete line, because a writer was killed while it wrote.
+        # Whether the file ends in an incomplete line, which a killed writer has left.
         self._truncated = bool(content) and not content.endswith(b"\n")
         self._warned = False
 
@@ -61,8 +61,8 @@ class MetricsLog:
         if event == "start" and (uid := JobEnvironment.read().uid):
             finite["run"] = uid[:8]
         head = {"event": event, "time": wall_clock()}
-        # `head` comes first, so that the line begins with the event. It also comes last, so that
-        # fields cannot override it.
+        # `head` is included twice: at the beginning, so that the line begins with the event, and at
+        # the end, so that fields cannot override the event and the time.
         line = json.dumps({**head, **finite, **head}) + "\n"
         left = (("\n" if self._truncated else "") + line).encode()
         try:
@@ -78,5 +78,5 @@ class MetricsLog:
 
 
 def wall_clock() -> float:
-    """Return the present Unix time in seconds, rounded to milliseconds."""
+    """Return the current Unix time in seconds, rounded to milliseconds."""
     return round(time.time(), 3)

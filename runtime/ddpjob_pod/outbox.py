@@ -12,8 +12,8 @@ from ddpjob_runtime import protocol
 from ddpjob_pod.posting import TIMEOUT_SECONDS
 
 INTERVAL_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 15.0
-"""Number of seconds between two posts: the usual number, and the maximum that the pause grows to
-while the coordinator does not respond.
+"""Number of seconds between two posts. The first number is the usual one. While the coordinator
+does not respond, the pause grows up to the second number.
 """
 
 
@@ -58,7 +58,8 @@ class Outbox:
 def next_pause(pause: float, sent: bool) -> float:
     """Return how many seconds to wait before the next post.
 
-    `pause` is the length of the previous wait, which is doubled if the previous post was not sent.
+    `pause` is the length of the previous wait. If the previous post was not sent, the wait is
+    doubled.
     """
     return INTERVAL_SECONDS if sent else min(2 * pause, LONGEST_PAUSE_SECONDS)
 

@@ -10,15 +10,16 @@ waits for other ranks. `WorkClock` recognizes two kinds of waits:
 - DDP waits at the end of a backward pass. Callbacks at the end of a pass run in the order they were
   queued, and this module queues its callback before DDP does. So DDP's wait lasts from this
   module's callback until `torch.autograd.backward` returns.
-- All other waits are calls to `Work.wait` or, on GPUs with a newer torch, of the collective itself.
+- All other waits are calls to `Work.wait`. On GPUs with a newer torch, calls to the collective
+  itself count as well.
 
-On a GPU, waits are measured by events in its stream, because it is the stream that waits, not the
-host. If a version of torch waits elsewhere, all ranks show equal times, so no rank is named. The
+On a GPU, the stream waits, not the host, so waits are measured by events in the GPU's stream. If a
+version of torch waits in other functions, all ranks show equal times, so no rank is named. The
 measurement has not been tested on several GPUs yet.
 
-The median of the steps counts, because a step with an evaluation or a checkpoint is an outlier.
-Every LOOK_SECONDS (a *check*), each rank writes its median into the group's store, and rank 0 reads
-and judges all of them (`stragglers.py`). Without new steps, nothing is judged.
+Only the median of the steps counts, because a step with an evaluation or a checkpoint is an
+outlier. Every LOOK_SECONDS (a *check*), each rank writes its median into the group's store, and
+rank 0 reads and judges all of them (`stragglers.py`). Without new steps, no rank is judged.
 
 Example: two ranks compute for 100 ms and a third one for 200 ms, and all exchange gradients.
 
@@ -48,7 +49,7 @@ from ddpjob_pod.stragglers import Straggler, Stragglers
 LOOK_SECONDS = 5.0
 FACTOR, SECONDS = 1.5, 30.0
 """A rank is named as lagging if its own work takes FACTOR times as long as the others' work, for
-SECONDS. Both equal the defaults of the built-in trainer.
+SECONDS. The two values equal the defaults of the built-in trainer.
 """
 COLLECTIVES = (
     *("_allgather_base", "_reduce_scatter_base", "allgather", "allreduce", "broadcast", "reduce"),
@@ -62,12 +63,12 @@ _OPTIMIZER = "torch.optim.optimizer"
 _RECENT = 200
 """Maximum number of steps from which a median is computed."""
 _FEWEST = 3
-"""Minimum number of steps from which a median is computed. While there are fewer, they are kept for
-the next check.
+"""Minimum number of steps from which a median is computed. If there are fewer steps, they are kept
+for the next check.
 """
 _UNREAD = 100
-"""Maximum number of steps whose CUDA events have not been read yet. While so many are waiting, new
-steps are not measured.
+"""Maximum number of steps whose CUDA events have not been read yet. While this many steps are
+waiting, new steps are not measured.
 """
 
 
@@ -181,7 +182,7 @@ class Lookout:
         self.report(found)
 
     def report(self, found: tuple[Straggler, ...]) -> None:
-        """Pass the lagging ranks to `say`, if they differ from those that were passed last."""
+        """Pass the lagging ranks to `say`, unless the last call passed the same ranks."""
         entries = [straggler.as_figures() for straggler in found]
         if entries != self._said:
             self._said = entries
@@ -189,8 +190,9 @@ class Lookout:
 
 
 def _key(rank: int) -> str:
-    """Return the key under which a rank writes its figure. It contains the round, because the store
-    may outlive a round.
+    """Return the key under which a rank writes its figure.
+
+    The key contains the round, because the store can outlive a round.
     """
     return f"ddpjob/own-work/{JobEnvironment.read().fence}/{rank}"
 
@@ -317,8 +319,8 @@ def count_tail(backward: Callable[..., Any], clock: WorkClock, torch: Any) -> Ca
         ends: list[Any] = []
         roots = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         handle = None
-        # Compiled autograd would compile the hook into the backward pass, so the wait is not
-        # measured then.
+        # With compiled autograd, the wait is not measured, because the hook would be compiled into
+        # the backward pass.
         compiled = getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "compiled_autograd_enabled", False)
         if not compiled and isinstance(roots, (list, tuple)) and roots and getattr(roots[0], "requires_grad", False):
             handle = roots[0].register_hook(lambda _: queue(lambda: ends.append((clock.mark(), len(clock._waits)))))

@@ -14,8 +14,7 @@ Example, with steps of 0.3 s and a report every half second:
     count     1    3    5    6      20
     speed     -    -  4.0  3.3     3.4      measured since second 1.0
 
-The step counter loads this file alone into the processes of any script, so the file imports
-nothing.
+The step counter loads only this file into the processes of a script, so the file imports nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ the window stays small.
 class Pace:
     """Computes the counts per second from the newest reports.
 
-    `least` is how many counts a window must cover to be long enough, instead of STEPS.
+    `least` replaces STEPS as the number of counts that a window must cover to be long enough.
     """
 
     def __init__(self, least: int = STEPS) -> None:

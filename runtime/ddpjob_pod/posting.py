@@ -42,8 +42,8 @@ class Poster:
         """Post a report, and return the status and the body of the response, or (0, "") without a
         response.
 
-        An error is not raised, because a missing coordinator must not disturb training. The
-        operator notices by itself that the coordinator is missing.
+        No error is raised, because a missing coordinator must not disturb training. The operator
+        notices by itself that the coordinator is missing.
         """
         body = json.dumps({**report, **self._round}).encode()
         try:

@@ -3,11 +3,11 @@
 `snapshot_store` explains why this is needed, how states are stored in slots (files in memory that
 each hold one state), and how states are ordered. This module handles tensors and ranks.
 
-**Copy.** The caller passes the state as a tree of tensors, numbers and containers. It is split into
-a *skeleton* (the pickled tree, with a number in place of each tensor) and the tensors' bytes, which
-are copied directly into the mapped slot. On a GPU, the tensors are first cloned on the device, in
-stream order. Cloning takes a tenth of a millisecond for 100 MB. A side stream copies the clones to
-the host while the next step runs, and then the slot is marked complete.
+**Copy.** The caller passes the state as a tree of tensors, numbers and containers. The tree is
+split into a *skeleton* (the pickled tree, with a number in place of each tensor) and the tensors'
+bytes, which are copied directly into the mapped slot. On a GPU, the tensors are first cloned on the
+device, in stream order. Cloning takes a tenth of a millisecond for 100 MB. A side stream copies the
+clones to the host while the next step runs, and then the slot is marked complete.
 
 **Private states.** With each copy, every rank sends two things to all other ranks: what copies have
 cost it (`Cost`), and its private state, such as its random generators. This exchange takes
@@ -15,27 +15,28 @@ milliseconds on the network, which is longer than the copy itself. So with the i
 background thread waits for the exchange and then completes the slot, usually early in the next
 step. `settle` waits for that thread. If the caller calls `settle` before each step of an optimizer
 (`settles_early`), no step is taken until the copy of the previous step is complete. So the interval
-still limits how many steps are repeated after a loss. If the caller does not call `settle` there,
-or if the state is sharded, there is no background thread, and `take` itself waits for the exchange.
+still limits how many steps are repeated after a loss. If the caller does not call `settle` before
+each step, or if the state is sharded, there is no background thread, and `take` itself waits for
+the exchange.
 
 **Interval** (`Cadence`). With "auto", the ranks agree at each copy on the shortest interval at
 which copies take at most a hundredth of the training time. After a loss, at most one interval of
 steps is repeated. The cost of a copy is its duration or the time that it adds to a step, whichever
 is longer. A copy may lengthen a step by more than its own duration, because it also evicts caches,
-wakes threads, and delays the other ranks. This is measured by comparison with steps that have no
-copy, so the interval is at least 2 until enough comparisons have been made. A single slow step
-changes nothing, because medians are compared. From one copy to the next, the interval grows at most
-fourfold.
+wakes threads, and delays the other ranks. The added time is measured by comparison with steps that
+have no copy. Therefore, the interval is at least 2 until enough comparisons have been made. A
+single slow step changes nothing, because medians are compared. From one copy to the next, the
+interval grows at most fourfold.
 
 **Start.** Every node reports which states it holds, and all ranks choose the same moment (an
 incarnation and a step). Nodes that lack the state from that moment receive it over the process
 group. The ranks also adopt rank 0's interval and the highest incarnation that any of them has,
-because a pod that was replaced after a change to the spec may have different values. Every copy on
+because a pod that was replaced after a change to the spec can have different values. Every copy on
 any node includes the private states of all ranks, because a rank's own node may be lost.
 
 **A different group size** (`_Regrouping`). An elastic job may continue with fewer or more ranks
 than wrote a sharded state. Each rank then reads all old parts, one after another, and takes its own
-rows from each of them. So it never holds more than one old part in addition to its own.
+rows from each of them. So a rank never holds more than one old part in addition to its own part.
 
 **Failures.** A node whose volume is too small keeps no states, and its ranks receive the state at
 startup in their own memory. All ranks learn this at the next copy, and report how much memory is
@@ -44,7 +45,8 @@ complete, so all nodes stop copying. If a node dies during a transfer, the colle
 job restarts from the remaining states.
 
 Example, 2 nodes, a copy every 10 steps: node 1 is lost after step 48. Node 0 holds step 40, and the
-new node holds nothing. Both choose 40, node 0 sends it, and 8 steps are repeated.
+new node holds nothing. Both choose step 40, and node 0 sends the state of this step. Then 8 steps
+are repeated.
 
 Pickles come only from this job's own pods, which run the user's program anyway. So unpickling them
 adds no risk.
@@ -95,14 +97,14 @@ SHARE = 0.01
 LONGEST = 10**6
 """Maximum number of steps between two copies, even if copying is very slow."""
 _FIRST_COPIES = 2
-"""Number of copies after the start whose cost is ignored, because they also reserve slots and
-connect the ranks.
+"""Number of copies after the start whose cost is ignored. These copies take longer, because they
+also reserve slots and connect the ranks.
 """
 _RECENT = 15
 """Number of copies whose median cost determines the interval with "auto"."""
 _ENOUGH = 3
-"""Minimum number of copies whose steps were compared with steps without a copy, before the interval
-considers how much a copy lengthens a step.
+"""Minimum number of copies whose steps must be compared with steps without a copy. Until then, the
+interval ignores how much a copy lengthens a step.
 """
 _GROWTH = 4
 """Maximum factor by which "auto" lengthens the interval from one copy to the next."""
@@ -149,8 +151,8 @@ class RankExchange(Protocol):
     def start_gathering(self, content: bytes) -> Callable[[], list[bytes] | None]:
         """Begin to gather every rank's bytes, and return a function that waits for them.
 
-        That function returns None if a rank's bytes exceed the buffers, whose size comes from the
-        previous calls. The caller then calls `gather_bytes`.
+        The size of the buffers comes from the previous calls. If a rank's bytes exceed the buffers,
+        the returned function returns None, and the caller must call `gather_bytes` instead.
         """
 
     def send(self, content: memoryview, to: int) -> None:
@@ -167,7 +169,10 @@ class RankExchange(Protocol):
 
 
 class Cost(NamedTuple):
-    """What copies cost one rank. Times are in seconds, and 0 if unknown, as at the first copy."""
+    """The cost of copies on one rank.
+
+    Times are in seconds. A time is 0 if it is unknown, as at the first copy.
+    """
 
     copy: float = 0.0
     exchange: float = 0.0
@@ -190,8 +195,9 @@ class TorchExchange:
     """
 
     def __init__(self, local_rank: int, local_world: int, distributed: Any = None, group: Any = None) -> None:
-        """Exchange bytes through `group` in `distributed`, which is torch.distributed or, for a
-        single process, None.
+        """Exchange bytes through the process group `group`.
+
+        `distributed` is the module torch.distributed. For a single process, it is None.
         """
         self._distributed, self._group = distributed, group
         self.rank = distributed.get_rank(group) if distributed else 0
@@ -250,8 +256,9 @@ class TorchExchange:
         self._distributed.recv(_bytes_of(content), self._global(source), group=self._group)
 
     def swap(self, content: memoryview, to: int, received: memoryview, source: int) -> None:
-        """Send `content` to one rank, and fill `received` from another rank, each unless it is
-        empty.
+        """Send `content` to one rank, and fill `received` from another rank.
+
+        An empty `content` is not sent, and an empty `received` is not awaited.
         """
         sending = None
         if content:
@@ -344,21 +351,23 @@ class Cadence:
         """
         if isinstance(self.every, int):
             return self.every
-        # The rank that arrives last does not wait for others, so its exchange, the shortest, shows
-        # the actual cost.
+        # The rank that arrives last does not wait for the others. Its exchange is therefore the
+        # shortest, and shows the actual cost.
         exchange = min(cost.exchange for cost in costs)
         copy = max(cost.copy for cost in costs) + exchange
         pace = max(cost.pace for cost in costs)
         if copy > 0 and pace > 0:
-            # In each step, all ranks wait for the slowest one, so all measure about the same delay.
+            # In each step, all ranks wait for the slowest one, so all ranks measure about the same
+            # delay.
             known = [cost.longer for cost in costs if not math.isnan(cost.longer)]
             longer = _median(known) + exchange if known else _UNKNOWN
             self.recent = [*self.recent[1 - _RECENT :], (copy, longer, pace)]
         return self._plan(step, at_most=_GROWTH * self._interval)
 
     def resume(self, step: int, recent: list[tuple[float, float, float]]) -> int:
-        """Plan the next copy as if no restart had happened, and return the interval, or 0 if it is
-        still unknown.
+        """Plan the next copy as if no restart had happened, and return the interval.
+
+        Return 0 if the interval is still unknown.
 
         Args:
             step: the step of the restored state, which all nodes hold.
@@ -449,7 +458,7 @@ class _Copy:
     has_own: bool
     gathering: Callable[[], list[bytes] | None]
     said: list[bytes] | None = None
-    """Every rank's `content`, in rank order; None until it has arrived."""
+    """Every rank's `content`, in rank order; None until all of them have arrived."""
     is_agreed: bool = False
     """Whether the ranks have already determined the next interval from these costs."""
     layout: _StateLayout | None = None
@@ -547,15 +556,13 @@ class RankSnapshots:
         self._part = part_of(exchange.rank, exchange.world) if sharded else ALL
         self.cadence = Cadence(every)
         self.interval = 0
-        """Number of steps between two copies, which is also how many steps a loss can repeat; 0
-        while no state is held.
+        """Number of steps between two copies. A loss repeats at most this many steps. The number is
+        0 while no state is held.
         """
         self.needed = 0
-        """Bytes for two states, if some node does not have that much room; 0 if the states fit on
-        every node.
-        """
+        """Bytes that two states need, if the states do not fit on every node; otherwise 0."""
         self._lacks = 0
-        """Bytes for two states, if this rank's node does not have that much room; otherwise 0."""
+        """Bytes that two states need, if the states do not fit on this rank's node; otherwise 0."""
         self._copies = 0
         self._base: Moment | None = None
         """The moment that training continued from. It becomes None once a later state is complete
@@ -605,17 +612,17 @@ class RankSnapshots:
     def restore(
         self, rebuild: Rebuild | None = None, rows: Rows | None = None, *, views: bool = False
     ) -> Restored | None:
-        """Return the newest state for which the nodes hold all parts, or None if there is none.
+        """Return the newest state that the nodes together hold completely; None if there is none.
 
-        Afterwards, every node holds that state, unless it has no room or a group of a different
-        size wrote the state.
+        Afterwards, every node that has room holds this state. This does not apply to a state that a
+        group of a different size has written.
 
         Args:
             rebuild: function that makes a sharded tensor from this rank's part of it.
-            rows: function that returns which rows of a tensor this rank needs. Without it, only
-                states from groups of the same size count.
+            rows: function that returns which rows of a tensor this rank needs. Without this
+                function, only states from groups of the same size count.
             views: whether the tensors are views of the node's memory, which are valid until the
-                next copy; otherwise they are copies in CPU memory.
+                next copy. If False, the tensors are copies in CPU memory.
 
         Raises:
             RuntimeError: a rank is gone, as in any collective.
@@ -647,8 +654,8 @@ class RankSnapshots:
         for transfer in transfers(held, wanted, moment):
             content = self._transfer(transfer, moment, alone=alone) or content
         if self._sharded and len(world) > self._exchange.local_world:
-            # Give each node a copy of the previous node's parts. Without it, the state would be
-            # lost if a node were lost before the next copy.
+            # Give each node a copy of the previous node's parts. Without these copies, the state
+            # would be lost if a node were lost before the next copy.
             before = {r: (node_of[r], self._part_before(r)) for r in world}
             for transfer in transfers(held, before, moment):
                 self._transfer(transfer, moment)
@@ -675,7 +682,8 @@ class RankSnapshots:
             for transfer in transfers(held, wanted, moment):
                 content = self._transfer(transfer, moment, alone=True) or content
             owns, recent = regrouping.add(content or self._store.read(self._find(part, moment)))
-        self._exchange.gather_bytes(b"")  # Other ranks may read this node's parts until they reach this point.
+        # Until all ranks have reached this point, they can still be reading this node's parts.
+        self._exchange.gather_bytes(b"")
         tree = regrouping.complete()
         self.interval = self.cadence.resume(moment.step, recent)
         return Restored(moment, tree, owns, self._made)
@@ -719,8 +727,8 @@ class RankSnapshots:
     def _transfer(self, transfer: Transfer, moment: Moment, *, alone: bool = False) -> memoryview | None:
         """Send or receive the part, if this rank takes part in the transfer.
 
-        Return the received state if it is not in a slot, because `alone` was set or the node has no
-        room. Return None in all other cases.
+        If `alone` is set, or if the node has no room, the received state is not stored in a slot.
+        In these two cases, return the received state. In all other cases, return None.
         """
         rank = self._exchange.rank
         if rank == transfer.source:
@@ -758,8 +766,8 @@ class RankSnapshots:
     def note(self, step: int) -> None:
         """Record that a step is complete.
 
-        `take` does so too. A caller must call this itself only if it calls `take` late, during the
-        next step.
+        `take` records this as well. Call `note` only if `take` is called late, during the next
+        step.
         """
         if step == self._last:
             return
@@ -830,8 +838,8 @@ class RankSnapshots:
     def _settles_later(self) -> bool:
         """Whether a background thread completes the next copy.
 
-        It does not complete the first copies, because only after them is the size of the private
-        states known.
+        The thread does not complete the first copies, because the size of the ranks' private states
+        becomes known only after these copies.
         """
         return (
             self.settles_early
@@ -929,8 +937,9 @@ class RankSnapshots:
             _copy_to(writing.data[layout.base :], tensor, place)
 
     def _targets(self, data: memoryview, slot: int, layout: _StateLayout) -> list[Any]:
-        """Return tensors that use the slot's memory. They are kept and returned again while the
-        layout stays the same.
+        """Return tensors that use the slot's memory.
+
+        As long as the layout stays the same, the same tensors are returned again.
         """
         base, places, views = self._views.get(slot, (0, None, []))
         if base != layout.base or places is not layout.places:
@@ -960,7 +969,7 @@ class RankSnapshots:
 
     def _writing(self, part: str, size: int) -> Writing | None:
         """Return memory for the next state of a part, or None if the node has no room for two
-        states of it.
+        states of this part.
         """
         try:
             return self._store.begin(part, size, self._base)
@@ -1022,8 +1031,8 @@ def _inventory(rank: int, content: bytes) -> tuple[list[Held], Moment | None]:
 def _reserve(size: int) -> memoryview:
     """Return anonymous memory. Pages take up memory only once they are written.
 
-    The size was sent by another rank, and may be wrong. Raises RuntimeError if this process cannot
-    get that much memory.
+    The size was sent by another rank, and could be wrong. Raises RuntimeError if this process
+    cannot get that much memory.
     """
     try:
         return memoryview(mmap.mmap(-1, size))
@@ -1041,7 +1050,7 @@ _pinned: set[int] = set()
 def _pin(data: memoryview) -> None:
     """Lock the slot's pages in memory, so that the device can access them directly.
 
-    This happens once per slot. If it fails, transfers are only slower.
+    Each slot is locked only once. If locking fails, transfers are slower, but still work.
     """
     torch = _torch()
     whole = torch.frombuffer(data, dtype=torch.uint8)
@@ -1071,7 +1080,8 @@ class _StateLayout:
             tree: the state.
             owns_room: number of bytes to reserve for the ranks' private states.
             recent: the measurements in `Cadence.recent`, which a restart needs.
-            known: the places of the previous state's tensors. They are reused if they are the same.
+            known: the places of the previous state's tensors. If the new state has the same places,
+                these objects are reused.
         """
         self._found: list[tuple[Any, tuple[int, ...] | None]] = []
         try:
@@ -1120,7 +1130,7 @@ class _StateLayout:
 
 
 def explain_recursion(tree: Any) -> str:
-    """Return what is wrong with a state that is nested without an end, or too deeply."""
+    """Return what is wrong with a state that contains itself, or is nested too deeply."""
     left: list[tuple[Any, str, tuple[int, ...]]] = [(tree, "", ())]
     seen = set()
     while left:
@@ -1170,8 +1180,9 @@ def _open(data: memoryview) -> tuple[Any, list[_Place], Callable[[int], Any], di
 
 
 def _put_together(node: Any, read: Callable[[tuple[Any, ...], int], Any], path: tuple[Any, ...] = ()) -> Any:
-    """Return a skeleton with its tensors filled in. `read` returns the tensor for its path and
-    number.
+    """Return a skeleton with its tensors filled in.
+
+    `read` returns the tensor with a given path and number.
     """
     if isinstance(node, dict):
         return {key: _put_together(value, read, (*path, key)) for key, value in node.items()}
@@ -1193,8 +1204,9 @@ class _Regrouping:
         self._shards: dict[tuple[Any, ...], _Shard] = {}
 
     def add(self, data: memoryview) -> tuple[dict[int, bytes], list[Any]]:
-        """Add the old part of the next rank, in rank order. Return the private states and
-        measurements that it contains.
+        """Add the old part of the next rank, in rank order.
+
+        Return the private states and measurements that the old part contains.
         """
         skeleton, places, tensors, owns, recent = _open(data)
         is_first = self._tree is None

@@ -43,8 +43,9 @@ class SigtermFlag:
 
     @property
     def is_listening(self) -> bool:
-        """Whether SIGTERM still sets this flag. It does not if a framework has replaced the signal
-        handler.
+        """Whether SIGTERM still sets this flag.
+
+        This is no longer the case if a framework has replaced the signal handler.
         """
         return signal.getsignal(signal.SIGTERM) == self._handle
 

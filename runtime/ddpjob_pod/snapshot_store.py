@@ -9,12 +9,12 @@ Each part of the state has two slots, which are written in turn. While one slot 
 other one still holds a whole state. A slot's mark is cleared before its data is written, and set
 afterwards, each time by a single aligned write. So if a worker is killed in between, the slot is
 marked as incomplete. Another file holds the number of the last completed step, whether its state
-was copied or not. It shows how many steps a restart repeats.
+was copied or not. This number shows how many steps a restart repeats.
 
 A memory barrier is not needed, not even on ARM. A kill is a precise exception: all writes before it
 in program order reach memory, and no later writes do. Other processes read only after the writer
-has ended, or after a collective that it took part in. The launcher starts workers only once all
-processes of earlier workers have ended, so no older incarnation is still writing.
+has ended, or after a collective in which the writer took part. The launcher starts workers only
+once all processes of earlier workers have ended, so no older incarnation is still writing.
 
 The slot to overwrite is not always the one with the older state. If another node lacked its part of
 the newest state, the job has restarted from an older state. The newer state is then abandoned, so
@@ -30,8 +30,8 @@ continued without that node, from an earlier step, and only the job's history co
 
 With replicated state (DDP), a node has one part, `ALL`, written by its first rank. The copy of any
 single node is enough to restore all nodes. With sharded state, each rank has its own part, and the
-next node keeps a copy of it. A state counts only if all its parts come from the same number of
-ranks. Why: docs/decisions/0023.
+next node keeps a copy of this part. A state counts only if all its parts come from the same number
+of ranks. Why: docs/decisions/0023.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ _MADE = struct.Struct("=8sQQQ")
 _MADE_MAGIC = int.from_bytes(_MAGIC, sys.byteorder)
 _SHARED = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0x8000 if sys.platform == "linux" else 0)
 """Flags for mapping a slot into memory. All its pages are mapped at once, because a page fault
-takes five times as long as copying into the page. Python 3.9 lacks MAP_POPULATE, so its number on
-Linux is given.
+takes five times as long as copying into the page. Python 3.9 does not define MAP_POPULATE, so the
+value that it has on Linux is written here.
 """
 _SLOT = re.compile(r"(all|[0-9]{1,6}of[0-9]{1,6})\.([01])")
 _PART = re.compile(r"([0-9]+)of([0-9]+)")
@@ -83,7 +83,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Held:
-    """One part of a complete state, as a node holds it."""
+    """One part of a complete state, held by a node."""
 
     part: str
     moment: Moment
@@ -111,7 +111,8 @@ class SnapshotStore:
     If the folder cannot be used, it counts as a folder without states and without room.
 
     Attributes:
-        fault: why the folder cannot be used; empty if it can be used or if the node has none.
+        fault: why the folder cannot be used; empty if the folder can be used, or if the node does
+            not have one.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -196,8 +197,9 @@ class SnapshotStore:
 
     @property
     def made(self) -> Moment | None:
-        """The last step that a worker on this node completed; None if there was none or the file is
-        damaged.
+        """The last step that a worker on this node completed.
+
+        The result is None if no step was completed, or if the file is damaged.
         """
         try:
             magic, generation, round_, step = _MADE.unpack((self.folder / "made").read_bytes()[: _MADE.size])
@@ -221,8 +223,8 @@ class SnapshotStore:
         self._made[3] = moment.step
 
     def room(self, part: str) -> int:
-        """Return how many bytes the two slots of a part can take together, including what they take
-        already.
+        """Return how many bytes the two slots of a part can take together, including the bytes that
+        they take already.
 
         The volume's pages count towards the container's memory limit, so free memory limits the
         result too.
@@ -381,7 +383,7 @@ class Transfer:
 def transfers(
     held: Mapping[int, Iterable[Held]], wanted: Mapping[int, tuple[int, str]], moment: Moment
 ) -> list[Transfer]:
-    """Return the transfers that give every rank the part that it wants of the state from `moment`.
+    """Return the transfers that give each rank its wanted part of the state from `moment`.
 
     Args:
         held: the states that each node holds, by the rank that speaks for the node.

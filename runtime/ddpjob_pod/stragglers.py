@@ -34,8 +34,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 NAMED = 8
-"""Maximum number of ranks to name, slowest first. If even more ranks are slow, slow ranks are no
-exception, and naming them does not help.
+"""Maximum number of ranks to name, slowest first. If more ranks than this are slow, being slow is
+not an exception, and naming ranks does not help.
 """
 _REPORTS = 3
 _RECENT = 0.3
@@ -71,8 +71,8 @@ class _Rank:
     cost: float = 0.0
     named: bool = False
     since: float | None = None
-    """When the rank became slow without being named, or fast enough while still named. None if
-    neither is the case.
+    """The time since which the rank has been slow but not yet named, or fast enough but still
+    named. None if neither applies.
     """
     reports: int = 0
 
@@ -103,14 +103,16 @@ class Stragglers:
         Args:
             now: the present time in seconds, by a clock that never goes back.
             own: each rank's own seconds per step; 0 means unknown.
-            even: the same for equal shares of the batch; None if all shares are equal.
+            even: each rank's own seconds per step if all had equal shares of the batch; None if all
+                shares are equal.
             stages: number of pipeline stages. Ranks r, r + stages, ... are compared only with each
                 other.
             step: seconds that a whole step takes; 0 means unknown.
 
-        If `even` is given, the smaller of a rank's two slowdowns counts. By the times for equal
-        shares alone, a rank with fewer samples would be named although the other ranks do not wait
-        for it: it needs more time per sample, because each pass has a fixed cost.
+        If `even` is given, the smaller of a rank's two slowdowns counts. If only the times for
+        equal shares counted, a rank with fewer samples would be named, although the other ranks do
+        not wait for this rank. A rank with fewer samples needs more time per sample, because each
+        pass has a fixed cost.
         """
         if not self._factor:
             return ()

@@ -33,8 +33,8 @@ def main() -> int:
     or another job is using the checkpoint folder.
     """
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
-        # `record` does this too. But importing it imports torch, which would delay --help by
-        # seconds.
+        # torch's `record` enables faulthandler too. But importing `record` imports torch, which
+        # would delay --help by seconds.
         faulthandler.enable(all_threads=True)
         return _main()
     with uncollected(keep=True):
@@ -61,7 +61,7 @@ def _refused(error: ConfigError | FolderTakenError) -> StartRefused:
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-        # `record` ignores SystemExit, so record the error here.
+        # torch's `record` ignores SystemExit, so record the error here.
         get_error_handler().record_exception(error)
     return StartRefused(f"{error}", fast_exit.with_code(exit_code(error)))
 

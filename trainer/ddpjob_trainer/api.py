@@ -1,6 +1,7 @@
 """The parts that make your own training loop exact on any number of ranks (docs/own-scripts.md).
 
-These parts belong only to the trainer. Every script reports and exits through `ddpjob_report`.
+Only the trainer provides these parts. For reports and exit codes, every script uses
+`ddpjob_report`.
 """
 
 from ddpjob_trainer.checkpoints.folder import CheckpointFolder

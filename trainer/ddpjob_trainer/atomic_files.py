@@ -18,10 +18,10 @@ Check = Callable[[], None]
 def replacing(path: Path, before_rename: Check | None = None) -> Iterator[IO[bytes]]:
     """Yield a temporary file that replaces `path` at the end of the `with`.
 
-    The temporary file is next to `path`. At the end, it is synced and renamed to `path`, and then
-    the folder is synced. `before_rename`, if given, is called once the content is on disk. If
-    `before_rename` or the body of the `with` raises an exception, the old file is kept. Raises
-    OSError.
+    The temporary file is next to `path`. At the end, the temporary file is synced and renamed to
+    `path`. Then the folder is synced. If `before_rename` is given, it is called after the content
+    is synced and before the rename. If `before_rename` or the body of the `with` raises an
+    exception, the old file is kept. Raises OSError.
     """
     # Process ids alone are not enough: containers that share the folder usually have the same
     # process ids.
@@ -41,7 +41,7 @@ def replacing(path: Path, before_rename: Check | None = None) -> Iterator[IO[byt
 
 
 def write_atomically(path: Path, content: bytes, before_rename: Check | None = None) -> None:
-    """Replace the file `path` with one that has `content`, in the same way as `replacing`."""
+    """Write `content` to a new file that replaces `path`, as described in `replacing`."""
     with replacing(path, before_rename) as file:
         write_all(file, content)
 
@@ -49,7 +49,7 @@ def write_atomically(path: Path, content: bytes, before_rename: Check | None = N
 def write_all(file: IO[bytes], content: bytes | memoryview) -> None:
     """Write the whole content to an unbuffered file. Raises OSError.
 
-    A single call of the file's `write` accepts at most 2 GiB.
+    A single call of the file's `write` accepts at most 2 GiB, so several calls may be necessary.
     """
     view = memoryview(content).cast("B")
     while len(view):
@@ -68,7 +68,8 @@ def sync_folder(path: Path) -> None:
 def remove(path: Path) -> None:
     """Remove a file or folder. Raises OSError.
 
-    A folder is renamed before its content is removed, so that nobody sees half of it.
+    A folder is renamed before its content is removed, so that no process sees a folder with only a
+    part of its content.
     """
     if not path.is_dir() or path.is_symlink():
         path.unlink(missing_ok=True)

@@ -45,7 +45,7 @@ class FolderTakenError(CheckpointError):
 
 
 class RendezvousError(TrainerError):
-    """The ranks cannot find each other, or one of them has ended."""
+    """The ranks cannot find each other, or a rank has ended."""
 
 
 class PreflightError(TrainerError):
@@ -63,21 +63,22 @@ class TrainingError(TrainerError):
 
 
 class LedgerError(TrainerError):
-    """The ledger shows that samples were lost or repeated, or cannot be read."""
+    """The ledger cannot be read or written, or it shows that samples were lost or repeated."""
 
 
 EXIT_USAGE, EXIT_CONFIGURATION = 2, 78
-"""Exit codes for an invalid configuration: argparse's, and EX_CONFIG from sysexits.h. The second
-one is also used if another job uses the checkpoint folder.
+"""Exit codes for an invalid configuration. EXIT_USAGE is argparse's code, and EXIT_CONFIGURATION is
+EX_CONFIG from sysexits.h. EXIT_CONFIGURATION is also the code if another job uses the checkpoint
+folder.
 """
 
 
 def exit_code(error: BaseException) -> int:
     """Return the exit code for an error that ends the program.
 
-    In a job's pod, the exit code for an invalid configuration is 78. If a program exits with 78
-    before its first step, the job fails at once and shows the message, because a retry would not
-    help.
+    In a job's pod, the exit code for an invalid configuration is 78; elsewhere, it is 2. If a
+    program in a pod exits with 78 before its first step, the job fails at once and shows the
+    message, because a retry would not help.
     """
     if isinstance(error, FolderTakenError):
         return EXIT_CONFIGURATION

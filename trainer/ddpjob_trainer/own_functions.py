@@ -14,16 +14,17 @@ from typing import Any
 from ddpjob_trainer.errors import ConfigError, TrainerError, first_line
 
 _OTHERS = (f"{Path(__file__).parent}{os.sep}", f"{Path(os.__file__).parent}{os.sep}", "<frozen ")
-"""Folders of code that does not belong to the user. Other packages are found by their folder
-site-packages.
+"""Folders of code that does not belong to the user. Installed packages do not belong to the user
+either, but they are recognized by the folder name site-packages.
 """
 
 
 def load_function(key: str, name: str, kinds: Sequence[str] = ()) -> Callable[..., Any]:
-    """Return the function or class that `name`, the value of `key`, refers to.
+    """Return the function or class that `name` refers to.
 
-    Values of this key may also begin with one of the words `kinds`. If no module is found, the
-    error suggests the most similar word. Raises ConfigError with the remedy.
+    `name` is the value of the configuration key `key`. Other values of this key may begin with one
+    of the words in `kinds`. If the module does not exist, the error suggests the most similar of
+    these words. Raises ConfigError with the remedy.
     """
     where, _, attribute = name.partition(":")
     if not where or not attribute:
@@ -32,7 +33,7 @@ def load_function(key: str, name: str, kinds: Sequence[str] = ()) -> Callable[..
         try:
             module = importlib.import_module(where)
         except ModuleNotFoundError as error:
-            # The module itself exists, but not one that it imports.
+            # The user's module exists, but a module that it imports does not exist.
             if not f"{where}.".startswith(f"{error.name}."):
                 raise
             near = difflib.get_close_matches(where, kinds, n=1)

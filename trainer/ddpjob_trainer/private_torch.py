@@ -1,7 +1,8 @@
 """The private APIs of torch that the trainer replaces or calls, each wrapped in a function.
 
-torch may rename them in any release. If a part is missing, a TrainingError names the part and the
-versions to install. Otherwise an AttributeError would follow or, worse, no error at all.
+Any release of torch may rename these APIs. If one of them is missing, a TrainingError names it and
+the versions to install. Without this check, there would be an AttributeError or, worse, no error at
+all.
 
     replaced (all since torch 2.6, the oldest supported)
         torch._weights_only_unpickler.UnpicklingError   by a shorter one, at the first import of
@@ -16,9 +17,9 @@ versions to install. Otherwise an AttributeError would follow or, worse, no erro
         _BatchNorm._check_input_dim                     refuses inputs as the layer itself would
 
 GradScaler looks for the attribute `optimizer._step_supports_amp_scaling`. A version of torch that
-no longer does so would skip steps inside fused optimizers. tests/trainer/optim/test_precision.py
-would detect this. The launcher has its own module, `ddpjob_runtime/launcher/torch_parts.py`;
-neither may import the other.
+no longer looks for the attribute would skip steps inside fused optimizers.
+tests/trainer/optim/test_precision.py would detect this. The launcher has its own module,
+`ddpjob_runtime/launcher/torch_parts.py`; neither module is allowed to import the other.
 """
 
 from __future__ import annotations
@@ -56,9 +57,10 @@ def shorten_unpickling_errors() -> None:
 
 
 def wrap_waits(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the method that waits for a collective, for the rest of the process.
+    """Replace the method that waits for a collective.
 
-    `wrap` is given the original method, and returns the new one.
+    The replacement lasts for the rest of the process. `wrap` is given the original method, and
+    returns the new one.
     """
     _replace(dist.Work, "wait", wrap)
 
@@ -76,7 +78,7 @@ def wrap_collectives(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -
 def call_after_backward(act: Callable[[], None]) -> None:
     """Make torch call `act` at the end of the current backward pass.
 
-    If there are several such functions, torch calls them in the order in which they were passed.
+    If several functions are registered in this way, torch calls them in the order of registration.
     """
     _part(_part(torch.autograd.Variable, "_execution_engine"), "queue_callback")(act)
 
@@ -84,8 +86,9 @@ def call_after_backward(act: Callable[[], None]) -> None:
 def find_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return, for each device, whether the scaler has found a non-finite gradient.
 
-    From this call on, only the scaler decides whether the optimizer skips a step. A fused optimizer
-    would skip the step itself. In the first step, that would leave SGD's momentum uninitialized.
+    After this call, only the scaler decides whether the optimizer skips a step. Without the call, a
+    fused optimizer would skip the step itself. If it skipped the first step, SGD's momentum would
+    stay uninitialized.
     """
     optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
     return list(_part(scaler, "_found_inf_per_device")(optimizer).values())
@@ -97,7 +100,7 @@ def check_all_reduced(network: torch.nn.parallel.DistributedDataParallel) -> Non
 
 
 def check_dimensions(module: torch.nn.Module, values: torch.Tensor) -> None:
-    """Raise ValueError if the batch normalization `module` does not accept values of this shape."""
+    """Raise ValueError if the batch normalization `module` rejects the shape of `values`."""
     _part(module, "_check_input_dim")(values)
 
 

@@ -42,14 +42,16 @@ _STRETCH, _INEXACT_STRETCH = 1.25, 1.5
 job that lost ranks could run out of memory.
 """
 _WORTH_A_NOTE = 1.1
-"""If the busiest rank has more than this many times an even share, the log says that ranks wait."""
+"""If the busiest rank's work is more than this many times an even share, the log says that other
+ranks wait.
+"""
 
 
 def check_same_data(group: Group, data: DataSet, config: Config) -> int:
     """Return the data's fingerprint, after checking that it is the same on all ranks.
 
-    Raises DataError on every rank if ranks see different data. A sample number would then mean
-    different samples on different ranks.
+    Raises DataError on every rank if ranks see different data. With different data, a sample number
+    would mean different samples on different ranks.
     """
     seen = group.gather(data.fingerprint())
     if len(set(seen)) == 1:
@@ -80,7 +82,8 @@ def check_same_data(group: Group, data: DataSet, config: Config) -> int:
 def check_fit(config: Config, data: DataSet, strategy: Strategy) -> None:
     """Raise ConfigError if the loss, evaluation, checkpoints or strategy does not suit the data."""
     keys, criterion = config.data, strategy.criterion
-    # Check these image sizes now. Otherwise, an error would occur only after an epoch of training.
+    # Check the test images' size and data.early_sizes now. Without these checks, an error would
+    # occur only after an epoch of training.
     if side := keys.size_tested:
         check_image_size(config.model, (3, side, side), data.classes, "data.test_image_size")
     if keys.early_sizes:
@@ -157,14 +160,15 @@ def make_accumulator(config: Config, data: DataSet, strategy: Strategy) -> Addin
 def explain_sizes(config: Config, data: DataSet) -> AbstractContextManager[None]:
     """Return a context manager for the model's first pass.
 
-    If the pass fails because of the image size, it raises an error that explains the cause.
+    If the pass fails because of the image size, the context manager raises an error that explains
+    the cause.
     """
     return explain_image_size(config.model, data.shape, data.classes, config.data.size_key)
 
 
 @dataclass(frozen=True)
 class Division:
-    """How global batches are divided into micro-batches, and how these are divided among ranks.
+    """How global batches are divided into micro-batches, and micro-batches among ranks.
 
     If `micro_batches` is 0, the samples themselves are divided among ranks.
     """
@@ -199,9 +203,9 @@ class Division:
     def resume(self, snapshot: Snapshot) -> Division:
         """Return the division for continuing training from a checkpoint.
 
-        It keeps the checkpoint's number of micro-batches, even if the number of ranks is different.
-        If train.accumulate is different, that number changes in proportion, because users raise
-        train.accumulate when memory is short.
+        The division keeps the checkpoint's number of micro-batches, even if the number of ranks has
+        changed. If train.accumulate has changed, the number of micro-batches changes in proportion,
+        because users raise train.accumulate when memory is short.
         """
         kept = int(snapshot["micro_batches"])
         if not kept or self.config.data.micro_batches or self.config.model.sync_batchnorm:
@@ -244,7 +248,8 @@ class Division:
     def check_work(self) -> None:
         """Raise ConfigError if a rank would be idle.
 
-        This is checked only in a new run. Ranks that join later may be idle; their weight is zero.
+        This is checked only in a new run. Ranks that join later are allowed to be idle, because an
+        idle rank has a weight of zero.
         """
         keys, parts, batch, micro_batches = self.config.data, self.parts, self.config.data.batch, self.micro_batches
         portions = self.strategy.portions
@@ -275,13 +280,13 @@ class Division:
         config, size, batch, parts = self.config, self.data.train_size, self.config.data.batch, self.micro_batches
         # The numbers of samples that are left in this epoch, and in each later epoch.
         to_come = {size - state.consumed, size}
-        # With this kind of division, each rank's share in a pass is a separate micro-batch.
+        # With Dividing.LOCAL, each rank's share in a pass is a separate micro-batch.
         if parts and self.dividing is Dividing.LOCAL:
             parts = max(parts, self.parts * self.dealing.passes(batch))
 
         def single(batch: int) -> set[int]:
-            """Return the sizes of those steps that have a micro-batch of one sample with this
-            `batch`.
+            """Return the sizes of the steps that would have a micro-batch of one sample if
+            data.batch were `batch`.
             """
             steps = {samples % batch for samples in to_come} | {min(batch, size)}
             return {step for step in steps if 0 < step < 2 * parts}
@@ -300,7 +305,7 @@ class Division:
         )
 
     def explain_waits(self) -> str:
-        """Return why ranks (or pipelines) have to wait in each step; empty if they do not."""
+        """Return the reason why ranks (or pipelines) wait in each step, or an empty text."""
         batch, dealing = self.config.data.batch, self.dealing
         if dealing.passes(batch):
             return ""
@@ -322,7 +327,7 @@ class Division:
 def note_choices(
     config: Config, strategy: Strategy, float32_for: Sequence[int], steps: range, peaks: Sequence[float], flops: float
 ) -> list[str]:
-    """Return notes for the log on choices that the user would not notice otherwise.
+    """Return notes for the log on choices that the user would otherwise not notice.
 
     `steps` are the numbers of the remaining steps. `float32_for` are the ranks whose devices do not
     support bfloat16. `peaks` are the peak FLOP/s of each rank's devices, and `flops` is the number
@@ -372,7 +377,7 @@ def note_changed_data(epoch: int) -> str:
 
 
 def _refuse(*rules: tuple[object, str]) -> None:
-    """Raise ConfigError with the message for the first broken rule.
+    """Raise ConfigError with the message of the first rule that is broken.
 
     Each rule is (whether it is broken, the message).
     """

@@ -59,9 +59,9 @@ _SAVING = "saving a checkpoint"
 def run(config: Config) -> int:
     """Train as configured, and return the exit code. Resume from the newest checkpoint, if any.
 
-    The code is 0 if training is complete, and 75 if SIGTERM stopped it and a checkpoint was saved.
-    Raises TrainerError with a message for the user if the input is invalid, and RuntimeError if a
-    peer is gone.
+    The code is 0 if training is complete, and 75 if SIGTERM stopped the training and a checkpoint
+    was saved. Raises TrainerError with a message for the user if the input is invalid, and
+    RuntimeError if a peer is gone.
     """
     if not config.model.compile:
         late_dynamo.put_off()
@@ -152,7 +152,8 @@ class Trainer:
         parameters = sum(weight.numel() for weight in model.parameters())
         self._erasers = build_erasers(config.data, data.shape)
         own = config.data.batch_transform
-        # The user's own loss may accept any labels.
+        # The user's own loss function may support labels of any kind, so 0 turns off the check of
+        # labels.
         classes = 0 if ":" in config.optim.loss or data.targets is not Targets.CLASSES else data.classes
         self._transform = BatchTransform(own, device, classes) if own else None
         tied = is_tied_to_micro_batches(model)
@@ -230,7 +231,7 @@ class Trainer:
         while not (stopped or self.ended_by) and self.sampler.state.epoch < self.config.train.epochs:
             stopped = self._train_epoch()
         self.stop.over()
-        self._save()  # This does nothing if exactly this state is already saved.
+        self._save()  # This call does nothing if a checkpoint has exactly this state.
         with self.reporter.during(_SAVING):
             self.checkpoints.finish(self.stop.seconds_left if stopped else None)
         self._report_checkpoints()
@@ -291,11 +292,12 @@ class Trainer:
         Return (this rank's sum of losses, the number of readable samples in the global batch). Both
         are zero if the step was skipped.
 
-        If images may be unreadable, the ranks exchange how many of them each rank could not read.
-        If the strategy `divides` micro-batches, the exchange begins before the last forward pass.
-        Otherwise, and in the first two steps of a process, it begins after all passes. The reason
-        is that ranks may load data at different points between their other messages, and in the
-        second step, DDP's first forward pass sends the new order of its buckets.
+        If the data set can have unreadable images, each rank sends the others the number of images
+        that it could not read. If the strategy `divides` micro-batches, this exchange begins before
+        the last forward pass. If it does not, the exchange begins after all passes. The first two
+        steps of a process also exchange the numbers after all passes. The late exchanges have two
+        reasons: ranks may load data at different points between their other messages, and DDP's
+        first forward pass in the second step sends the new order of its buckets.
         """
 
         def agree() -> None:
@@ -329,13 +331,13 @@ class Trainer:
     def _load(self, steps: Iterator[Step]) -> Iterator[tuple[Micro, Batch]]:
         """Yield each micro-batch of `steps` with its data, erased, mixed and transformed as configured.
 
-        The steps may span several epochs. If the data set reads ahead of training, it takes steps
-        ahead of training too. The time that training spends waiting for data is reported.
+        The steps may span several epochs. A data set that reads ahead of training also takes items
+        of `steps` ahead of training. The time that training spends waiting for data is reported.
         """
         asked, micros = tee((step.epoch, micro) for step in steps for micro in step.micros)
         loaded = self.data.train_stream((epoch, mixup.samples_for(self.config.data, micro)) for epoch, micro in asked)
         for epoch, micro in micros:
-            # The time until here belongs to the passes of the previous micro-batch.
+            # The time before this line belongs to the passes of the previous micro-batch.
             self._clock.lap(self._end_of_passes)
             waiting = time.perf_counter()
             batch = next(loaded)
@@ -354,8 +356,8 @@ class Trainer:
     def _end_of_passes(self) -> StepPhase:
         """The phase that counts the time until a micro-batch's passes end.
 
-        It is the exchange if the strategy measures waiting separately (`waits_apart`); otherwise,
-        it is the computation.
+        The phase is EXCHANGE if the strategy measures waiting separately (`waits_apart`), and
+        COMPUTE if it does not.
         """
         return StepPhase.EXCHANGE if self.strategy.waits_apart else StepPhase.COMPUTE
 
@@ -451,9 +453,9 @@ class Trainer:
         Return whether all ranks agreed to stop.
         """
         complete, epochs = self.sampler.state.epoch, self.config.train.epochs
-        # If training has resumed within the next epoch, the weights are no longer those at the end
-        # of the last complete epoch. Its evaluation is not made up for, even if train.eval_every
-        # has changed.
+        # If training has resumed in the middle of an epoch, the weights are no longer those at the
+        # end of the last complete epoch. So that epoch is not evaluated, even if a new value of
+        # train.eval_every asks for it.
         passed = self.sampler.state.consumed > 0 and complete < epochs
         every = self.config.train.eval_every
         due = every > 0 and ((complete % every == 0 and not passed) or complete == epochs)
@@ -518,8 +520,8 @@ class Trainer:
             self.reporter.copies = copies.figures()
         for step in copied:
             self.reporter.copied(step)
-        # Record only checkpoints that a restart is certain to find. With checkpoint.url, the folder
-        # may be lost together with its machine, so only uploaded checkpoints count.
+        # Record only checkpoints that a restart is certain to find. With checkpoint.url, the local
+        # folder may be lost together with its machine, so only uploaded checkpoints are recorded.
         for step in copied if self.config.checkpoint.url else [save.step for save in completed]:
             self.ledger.checkpoint(step)
 
@@ -541,7 +543,7 @@ class Trainer:
         """The configuration to store in checkpoints.
 
         data.shape and data.classes come from the data set, because every data set except synthetic
-        ignores these keys.
+        ignores the configured values.
         """
         return {**self.config.flat(), "data.shape": list(self.data.shape), "data.classes": self.data.classes}
 
@@ -587,8 +589,8 @@ class Trainer:
     def _load_weights(self) -> None:
         """Set the weights that a new run starts with.
 
-        If the model's first layer is computed from the data, this is done first. If checkpoint.load
-        or model.pretrained is set, the weights that it names are loaded.
+        If the model's first layer is computed from the data, that layer is computed first. If
+        checkpoint.load or model.pretrained is set, the weights that the key names are loaded.
         """
         if self._filters:
             state = self.strategy.state()

@@ -148,8 +148,8 @@ def _resize(view: View) -> tuple[JobStatus, list[Event]]:
     """Return the status with slots added or dropped, and the event that reports the change.
 
     The generation stays the same. Additional nodes join through a later restart by the coordinator.
-    If nodes are removed, the group restarts immediately. If spares are removed, it restarts only if
-    a dropped pod trains and cannot be kept (`keep_training`).
+    If nodes are removed, the group restarts immediately. If spares are removed, the group restarts
+    only if a dropped pod trains and cannot be kept (`keep_training`).
     """
     job, status = view.job, view.status
     message = _new_size(view)
@@ -168,7 +168,7 @@ def _resize(view: View) -> tuple[JobStatus, list[Event]]:
 
 
 def _restarted(view: View, cause: Cause, message: str) -> View:
-    """Return the view, with a planned restart recorded if it interrupts a group.
+    """Return the view, and record a planned restart in it if that restart interrupts a group.
 
     If no group has formed yet, for example because there is no room, nothing is recorded.
     """

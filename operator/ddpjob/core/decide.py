@@ -58,8 +58,9 @@ GATES: tuple[Callable[[View], View | Decision], ...] = (
     gates.pass_with_class,
     gates.pass_with_quota,
 )
-"""The gates that a job passes before it may run, in this order. A view that a gate returns goes to
-the next gate. The first decision that a gate returns ends the reconcile."""
+"""The gates that a job passes before it may run, in this order. If a gate returns a view, the next
+gate gets that view. If a gate returns a decision, the reconcile ends with that decision.
+"""
 
 _SUPERSEDED_POLL = 60.0
 """Seconds between reconciles of a job that a different operator has taken over."""

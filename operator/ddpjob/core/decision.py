@@ -47,8 +47,9 @@ class CreateWorkload:
     """The smallest number of these pods that Kueue may admit if there is too little quota for all
     of them. 0 means that Kueue must admit all of them."""
     replaces: str = ""
-    """Name of the Workload that holds the job's quota now. The new Workload replaces it once Kueue
-    admits the new one."""
+    """Name of the Workload that holds the job's quota now. When Kueue admits the new Workload, the
+    new Workload takes over this quota.
+    """
     after: int = 0
     """Number of pods that the job already has quota for. If it is not 0, this Workload asks only
     for additional pods, and not for the coordinator's pod."""
@@ -74,8 +75,9 @@ class DeletePod:
     name: str
     uid: str
     grace: int | None = None
-    """Grace period in seconds; None means the pod's own. 0 deletes the pod without waiting for its
-    host to confirm that the containers have ended."""
+    """Grace period in seconds. If it is None, the pod's own grace period is used. If it is 0, the
+    pod is deleted without waiting for its host to confirm that the containers have ended.
+    """
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,9 @@ class ReleaseWorkload:
 
 @dataclass(frozen=True)
 class LabelPod:
-    """Changes the role label of a pod that the coordinator has added to the group or left out."""
+    """Changes the role label of a pod, after the coordinator has added the pod to the group or left
+    it out.
+    """
 
     name: str
     uid: str

@@ -2,7 +2,7 @@
 reconcile.
 
 A view lets the job pass to the next gate. A decision ends the reconcile, because the job may not
-run now. `decide.GATES` defines their order, and each gate relies on the previous ones:
+run now. `decide.GATES` defines the order of the gates, and each gate relies on the previous ones:
 
 1. A job that has ended is only wound down. Its spec no longer matters.
 2. A new job with a faulty podTemplate fails. A job that has already run keeps its pods.

@@ -40,9 +40,9 @@ Kubernetes node. From the first missing label on, the name replaces the values."
 
 
 def order_pods(view: View) -> tuple[str, ...]:
-    """Return the names of the slots' pods in rank order, but only of pods whose place is known.
+    """Return the names of the slots' pods in rank order, without pods whose place is unknown.
 
-    Without spec.rankOrder the result is empty, because ranks then follow the indices.
+    If spec.rankOrder is not set, the result is empty, because ranks then follow the indices.
     """
     if not view.job.spec.rank_order:
         return ()
@@ -91,7 +91,7 @@ def judge_order(view: View, report: Report, group: Sequence[str]) -> tuple[bool,
 
 
 def place_of(name: str, host: HostView | None, labels: Sequence[str]) -> Place:
-    """Return a Kubernetes node's place in the network; `host` is None if its labels are unknown."""
+    """Return a Kubernetes node's place in the network; `host` is None if no labels are known."""
     values = (host.labels.get(label, "") if host is not None else "" for label in labels)
     known = tuple(takewhile(bool, values))
     # Label values never begin with a slash, so no label value equals this name.

@@ -48,9 +48,9 @@ _LEAVING_POLL = DEAF.total_seconds() + 1.0
 def suspend(view: View, reason: str = "Suspended", waits: str = "", events: list[Event] | None = None) -> Decision:
     """Return the decision for a job that may not have pods now.
 
-    By default, the job is one that its user has suspended. For a job that waits for its class or
-    its queue, `reason` and `waits` are the condition's reason and message, and `events` replaces
-    the default event.
+    By default, this is a job that its user has suspended. If the job waits for its class or its
+    queue, the caller passes the condition's reason and message as `reason` and `waits`, and
+    `events` that replace the default event.
     """
     done = settle(view) if view.status.slots else None
     if done is not None:
@@ -117,7 +117,7 @@ def suspend(view: View, reason: str = "Suspended", waits: str = "", events: list
 
 
 def _send_away(view: View, leaving: list[PodView]) -> list[Action]:
-    """Return messages to coordinators about deleted pods whose launchers have not noticed.
+    """Return messages to coordinators about launchers that have not noticed their pods' deletion.
 
     A coordinator of an earlier generation may still exist, so each one is notified at its own
     address.
@@ -130,8 +130,8 @@ def _send_away(view: View, leaving: list[PodView]) -> list[Action]:
 def is_left(pod: PodView, world: World) -> bool:
     """Whether the pod still has to terminate.
 
-    A pod whose program has ended still has to terminate if one of its sidecars runs on, except on a
-    dead host.
+    If the program has ended but a sidecar still runs, the pod still has to terminate. The exception
+    is a pod on a dead host.
     """
     return not pod.ended or (has_leftovers(pod) and not is_down(pod.host, world.hosts))
 

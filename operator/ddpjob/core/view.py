@@ -57,7 +57,7 @@ class View:
 
     @cached_property
     def coordinator(self) -> PodView | None:
-        """The pod of the current coordinator: its own, or slot 0's pod with placement Master."""
+        """The pod of the current coordinator. With placement Master, this is the pod of slot 0."""
         rendezvous = self.status.rendezvous
         if self.job.spec.rendezvous.placement is Placement.MASTER:
             name = node_pod_name(self.job, 0, self.status.slots[0].attempt) if self.status.slots else ""

@@ -89,10 +89,10 @@ def _missing(job: DDPJob, claims: Iterable[ClaimView]) -> str:
 
 
 def find_folder_user(job: DDPJob, others: Iterable[DDPJob]) -> str:
-    """Return the name and phase of another job that uses this job's folder; empty if it is free.
+    """Return the name and phase of another job that uses this job's folder; empty if none does.
 
     A job that already has its folder keeps it, so the folder is checked only for a job that is
-    starting or waiting. If two jobs start at once, the older one gets the folder.
+    starting or waiting. If two jobs start at once, the older job gets the folder.
     """
     key = _folder(job)
     if not key or _has_its_folder(job):
@@ -166,10 +166,10 @@ def list_claims_to_read(job: DDPJob, pods: Iterable[PodView]) -> tuple[str, ...]
     """Return the names of the claims that this reconcile must read.
 
     All claims are read until a pod is active. In a job with several pods, they are read until two
-    pods are placed, because a claim that can serve one pod cannot always serve two. Later, only a
-    claim that the job made is read, and only while a pod is missing or the status does not show yet
-    that the claim was made. Without this check, a missing pod would train from scratch if a user
-    had deleted the claim in the meantime.
+    pods are placed, because a claim that can serve one pod cannot always serve two. Later, only the
+    claim that the job made is read. It is read while a pod is missing, and until the status shows
+    that the claim was made. Without this check, if a user had deleted the claim, a replacement pod
+    would train from scratch.
     """
     slots = job.status.slots
     wanted = {node_pod_name(job, i, s.attempt) for i, s in enumerate(slots) if s.state is not SlotState.SUCCEEDED}
@@ -183,10 +183,11 @@ def list_claims_to_read(job: DDPJob, pods: Iterable[PodView]) -> tuple[str, ...]
 
 
 def _goes_with_job(job: DDPJob, claim: ClaimView) -> Unusable | None:
-    """Return why a claim would be deleted with the job although the spec does not request it.
+    """Return why a claim would be deleted with the job although the spec does not request this.
 
     A claimTemplate cannot change, but it can be removed and added again with a different
-    `whenDeleted`. If no job made the claim, its owners are ignored, because its author chose them.
+    `whenDeleted`. If no job made the claim, its owners are ignored, because the author of the claim
+    chose them.
     """
     template = job.spec.storage.claim_template
     delete = template is not None and template.when_deleted is WhenDeleted.DELETE and claim.name == job.made_claim
@@ -202,7 +203,7 @@ def _goes_with_job(job: DDPJob, claim: ClaimView) -> Unusable | None:
 
 
 def _not_ours(job: DDPJob, world: World, claim: ClaimView) -> Unusable | None:
-    """Return why the job cannot use an existing claim as the one that it makes; None if it can.
+    """Return why an existing claim cannot serve as the claim that the job makes; None if it can.
 
     The job can use the claim if this job, or an earlier job with the same name, made it from an
     equal template. Names are unique in a namespace, so the earlier job is gone. This job's own
@@ -225,7 +226,7 @@ def _not_ours(job: DDPJob, world: World, claim: ClaimView) -> Unusable | None:
 
 
 def _lost(job: DDPJob, claim: ClaimView) -> Unusable | None:
-    """Describe the loss of the job's checkpoints together with their claim; None if none were lost.
+    """Describe the loss of the job's checkpoints with their claim; None if nothing was lost.
 
     A job that has lost its checkpoints must not train from scratch unnoticed.
     """

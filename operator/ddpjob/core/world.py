@@ -42,9 +42,9 @@ LABEL_ROUND = "ddpjob.io/round"
 LABEL_ISOLATED = "ddpjob.io/isolated"
 LABEL_BUDGET = "ddpjob.io/disruption-budget"
 ANNOTATION_GROUP = "scheduling.k8s.io/group-name"
-"""Annotation on a pod that names its PodGroup for Volcano."""
+"""Pod annotation in which Volcano looks up the name of the PodGroup."""
 ANNOTATION_WORKLOAD = "kueue.x-k8s.io/workload"
-"""Annotation on a pod that names the Kueue Workload whose topology it follows."""
+"""Pod annotation that names the Kueue Workload whose topology assignment applies to the pod."""
 ANNOTATION_TEMPLATE = "ddpjob.io/claim-template"
 """Annotation on a claim that a job has made. The value is a hash of the claimTemplate."""
 
@@ -59,7 +59,7 @@ class Role(StrEnum):
 
 NODE_ROLES = (Role.NODE, Role.SPARE)
 """Roles of the pods in slots. The coordinator chooses which of these pods train, and the operator
-then changes their labels."""
+then changes the labels of these pods."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,15 +150,16 @@ class PodView:
 
 
 REMEMBERED = timedelta(hours=1)
-"""How long the operator remembers that a host was deleted. A deleted host's pods are gone sooner
-than this."""
+"""How long the operator remembers that a host was deleted. The pods of a deleted host disappear in
+less time.
+"""
 
 
 @dataclass(frozen=True)
 class HealthSignals:
     """The conditions and taints that a health agent uses to mark a Kubernetes node as unhealthy.
 
-    A name that ends with `*` stands for every name with this prefix.
+    A name that ends with `*` stands for every name that begins with the part before the `*`.
     """
 
     conditions: tuple[tuple[str, str], ...] = ()
@@ -168,9 +169,10 @@ class HealthSignals:
     """Keys of taints that mark a host as unhealthy."""
 
     def against(self, conditions: Iterable[Mapping[str, Any]], taints: Iterable[Mapping[str, Any]]) -> str:
-        """Describe the first of these signals that a Kubernetes node shows; empty if it shows none.
+        """Describe the first of these signals that a Kubernetes node shows.
 
-        The description must not change while the fault lasts, so it omits timestamps and messages.
+        The result is empty if the node shows none of them. The description must not change while
+        the fault lasts, so it omits timestamps and messages.
         """
         for condition in conditions:
             kind, status = str(condition["type"]), str(condition.get("status"))
@@ -199,23 +201,26 @@ class HostView:
     """Whether the host's Ready condition is True. The condition is Unknown while a host has no
     network, and such a host counts as not ready."""
     since: datetime | None
-    """When the operator first saw the host with this value of `ready`, by the operator's own clock
-    (see `remembered`). None if unknown."""
+    """When the operator first saw the present value of `ready`, by the operator's own clock (see
+    `remembered`). None if unknown.
+    """
     out_of_service: bool
-    """Whether an administrator has marked the host as shut down, with the out-of-service taint.
-    Nothing is running on it."""
+    """Whether an administrator has set the out-of-service taint, which marks the host as shut down.
+    Nothing is running on such a host."""
     deleted: bool = False
     """Whether the host's object has been deleted since the operator first saw it."""
     unhealthy: str = ""
     """The fault that a health agent reports with a condition or a taint; empty if there is none."""
     unhealthy_since: datetime | None = None
-    """When the operator saw the fault begin, by its own clock. None if the host already had the
-    fault when the operator first saw it."""
+    """When the operator saw the fault begin, by its own clock. None if the fault already existed
+    when the operator first saw the host.
+    """
     schedulable: bool = True
-    """False if the host is cordoned, or has more taints than `taints` can list."""
+    """False if the host is cordoned, or if it has too many taints to list them all in `taints`."""
     taints: tuple[tuple[str, str, str], ...] = ()
-    """The taints that keep pods away (with the effect NoSchedule or NoExecute), each as its key,
-    value and effect."""
+    """Taints with the effect NoSchedule or NoExecute, which keep pods away from the host. Each
+    taint is a tuple of key, value and effect.
+    """
     devices: Mapping[str, int] = field(default_factory=dict)
     """Number of devices that the host offers to pods, by resource name."""
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -261,10 +266,11 @@ def remembered(
 ) -> dict[str, HostView]:
     """Return the hosts that exist now (`found`) and hosts that were deleted recently.
 
-    `before` is the previous result. It shows when each host became ready, not ready or unhealthy,
-    and which hosts were deleted. A host that was never in a list of hosts is not in the result. It
-    counts as unknown, not as deleted, because it may be newer than `found`. If a host is already
-    unhealthy when it is first seen, the beginning of the fault is unknown.
+    `before` is the previous result, from which two facts are taken: when each host became ready,
+    not ready or unhealthy, and which hosts were deleted. The result lacks every host that was in
+    neither list. Such a host is treated as unknown, not as deleted, because it may be newer than
+    `found`. If a host is already unhealthy when it is first seen, the beginning of the fault is
+    unknown.
     """
     hosts = {}
     for name, host in (before or {}).items():
@@ -371,7 +377,7 @@ class WorkloadView:
     """What the Workload asks for: the name of its LocalQueue, and the name of its priority class,
     which is a WorkloadPriorityClass or a PriorityClass."""
     shape: str = ""
-    """The hash of what each pod needs (see `core.plan.queue`)."""
+    """Hash of the requirements of a single pod (see `core.plan.queue`)."""
     additional: bool = False
     """Whether the Workload requests only additional pods for an elastic job that already has
     quota."""
@@ -403,7 +409,7 @@ class World:
     """The last known states of pods that no longer exist, taken from their deletion events."""
     has_service: bool = False
     has_budget: bool = False
-    """Whether the job's PodDisruptionBudget exists. It has the same name as the job."""
+    """Whether the job's PodDisruptionBudget exists. Its name is the name of the job."""
     runtime: str = ""
     """Name of the ConfigMap that contains the runtime of the job's pods; empty if it does not
     exist."""
@@ -416,16 +422,19 @@ class World:
     """Whether this operator holds the Lease for the job's namespace, so that no other operator
     acts there."""
     has_token: bool = False
-    """Whether the operator has created the Secret with the token. The operator is not permitted to
-    read the Secret, so it does not see here if somebody has deleted the Secret since then."""
+    """Whether the operator has created the Secret with the token. This stays true if somebody
+    deletes the Secret later, because the operator is not permitted to read Secrets.
+    """
     report: Report | None = None
     report_refused: str = ""
-    """Why the coordinator's last response could not be used. Empty if it could be used, or if the
-    coordinator has not responded."""
+    """Why the coordinator's last response could not be used. Empty if the response was usable, or
+    if the coordinator has not responded.
+    """
     report_seconds: float = 0.0
-    """Maximum age of `report` in seconds, if the operator follows the coordinator's reports and
-    reconciles the job when one brings news. 0 if only reconciles ask the coordinator for its
-    report."""
+    """Maximum age of `report` in seconds, for an operator that follows the coordinator's reports.
+    Such an operator reconciles the job whenever a report contains news. 0 if the operator asks the
+    coordinator for its report only during reconciles.
+    """
     serves_gangs: bool = False
     """Whether the cluster serves PodGroups for the job's scheduler and lets the operator list
     them."""
@@ -439,12 +448,15 @@ class World:
     """The job's Workloads, sorted by name."""
     claims: tuple[ClaimView, ...] = ()
     folder_user: str = ""
-    """Name and phase of another job that uses this job's checkpoint folder; empty if it is free."""
+    """Name and phase of another job that uses this job's checkpoint folder; empty if no other job
+    uses the folder.
+    """
     claim_template: str = ""
     """Hash of the job's own claimTemplate."""
     hosts: Mapping[str, HostView] | None = None
-    """Kubernetes nodes by name. A missing name means that nothing is known about that node. None if
-    the operator is not permitted to watch nodes."""
+    """Kubernetes nodes by name. If a name is missing, nothing is known about that node. The value
+    is None if the operator is not permitted to watch nodes.
+    """
     problems: tuple[str, ...] = ()
     """Faults of the podTemplate, one sentence each."""
     rejections: tuple[Rejection, ...] = ()
@@ -466,8 +478,9 @@ class World:
     link: str = ""
     """URL of a page about the job, for links in notifications; empty if unknown."""
     offer: Offer = field(default_factory=Offer)
-    """The class whose values the job gets now, because it is about to start or resume; empty for
-    all other jobs."""
+    """The class whose values a job gets because it is about to start or resume. Empty for all other
+    jobs.
+    """
     others_wait: bool = False
     """Whether another job waits for room in the cluster."""
     one_host: bool = False
@@ -488,7 +501,7 @@ class World:
         return {p.name: p for p in self.nodes()}
 
     def last_of(self, name: str) -> PodView | None:
-        """Return the last known state of a pod that no longer exists; None if it is unknown."""
+        """Return the last known state of a pod that no longer exists; None if no state is known."""
         return self._departed_by_name.get(name)
 
     @cached_property
@@ -497,7 +510,8 @@ class World:
 
     @cached_property
     def silent(self) -> Mapping[str, datetime]:
-        """Running pods without a connection to the coordinator, and when each lost it."""
+        """Running pods without a connection to the coordinator, and when each connection was
+        lost."""
         if self.report is None:
             return {}
         connected = {member.pod for member in self.report.members}
@@ -508,7 +522,7 @@ class World:
     def deaf_since(self) -> datetime | None:
         """The time at which most members had fallen silent although their hosts are up.
 
-        If there is such a time, the coordinator itself is partitioned. It is None if the
+        Such a time shows that the coordinator itself is partitioned. The value is None if the
         coordinator hears from most of its members.
         """
         if self.report is None or not self.silent:

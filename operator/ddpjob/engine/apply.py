@@ -93,7 +93,7 @@ class Applied:
 async def apply(cluster: Cluster, job: DDPJob, decision: Decision) -> Applied:
     """Perform a decision. Performing it twice does no harm.
 
-    Raises Conflict before anything is done, and Unavailable at any point.
+    If Conflict is raised, nothing has been done. Unavailable can be raised at any point.
     """
     job = await _write_status(cluster, job, decision.status)
     actions = decision.actions
@@ -164,7 +164,7 @@ async def _create(
     The first batch of pods has one node, and each later batch is twice as large. After a pod is
     rejected, no further batch is created, because a quota or a webhook that rejects one pod usually
     rejects all of them. If a coordinator is missing, it is created together with the first node,
-    because each is useless without the other. Return the rejections sorted by name, because a
+    because neither is useful without the other. Return the rejections sorted by name, because a
     condition shows the first one.
     """
     rejections: list[Rejection] = []

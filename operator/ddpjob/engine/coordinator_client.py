@@ -30,7 +30,8 @@ from ddpjob.objects.platform import Platform
 log = logging.getLogger("ddpjob.coordinator")
 
 SECONDS = 2.0
-"""Timeout for a request, in seconds. A long poll may also take the wait that it requests."""
+"""Timeout for a request, in seconds. For a long poll, the wait that the request asks for is added.
+"""
 CONNECT_SECONDS = 1.5
 """Timeout for opening a connection, in seconds. Linux repeats a lost first packet (SYN) after 1 s,
 so the timeout is longer than that."""
@@ -40,8 +41,9 @@ LARGE_ANSWERS."""
 LARGE_ANSWERS = 64
 """Maximum number of responses with more than SMALL bytes that are read at the same time."""
 SAME_CLOCK = timedelta(seconds=1)
-"""Differences between two clocks are ignored if they are smaller than this, because the measured
-difference includes the time that the response took."""
+"""Differences between two clocks are ignored if they are smaller than this value. The measured
+difference is inexact, because it includes the time that the response took.
+"""
 LONGEST_AGE = timedelta(days=3650)
 
 
@@ -79,8 +81,7 @@ class CoordinatorClient:
     def session(self) -> aiohttp.ClientSession:
         """Return the HTTP session, which belongs to the event loop that first requested it.
 
-        The session does not limit the number of connections, because the code that opens links
-        does.
+        The session does not limit the number of connections. The code that opens links does that.
         """
         if self._opened is None:
             self._opened = aiohttp.ClientSession(
@@ -145,7 +146,7 @@ UNREACHABLE = (TimeoutError, aiohttp.ClientError, OSError)
 
 
 class CoordinatorLink:
-    """Sends requests to one coordinator, and checks that its responses come from it."""
+    """Sends requests to one coordinator, and verifies that this coordinator sent the responses."""
 
     def __init__(self, client: CoordinatorClient, target: Target) -> None:
         self.target = target
@@ -294,7 +295,7 @@ def _on_our_clock(record: Any, received: datetime, offset: timedelta) -> Any:
 def _moment(moment: datetime, received: datetime, name: str) -> datetime:
     """Check a time in a report and return it. Raises ValueError if it is out of bounds.
 
-    Only `backoff_until` can lie in the future. If the time in any other field does, the clocks are
+    Only `backoff_until` can lie in the future. If any other time lies in the future, the clocks are
     wrong, and `received` is returned instead.
     """
     if abs(moment - received) > LONGEST_AGE:

@@ -27,7 +27,7 @@ class JobKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Observation:
-    """A job, and everything that belongs to it as observed after the job was read."""
+    """A job and the state of everything that belongs to it, observed after the job was read."""
 
     job: DDPJob
     world: World
@@ -79,7 +79,7 @@ class Cluster(Protocol):
     platform: Platform
 
     async def observe(self, key: JobKey) -> Observation | None:
-        """Return the job and everything that belongs to it; None if it does not exist."""
+        """Return the job and everything that belongs to it; None if the job does not exist."""
 
     async def write_status(self, job: DDPJob, status: Json) -> DDPJob:
         """Replace the job's status and return the job as written.
@@ -89,13 +89,14 @@ class Cluster(Protocol):
         """
 
     async def create(self, job: DDPJob, manifest: Json) -> None:
-        """Create an object; succeed if this job already has it. Raises NameTaken or Refused."""
+        """Create an object; do nothing if this job already has it. Raises NameTaken or Refused."""
 
     async def delete_pod(self, job: DDPJob, name: str, uid: str, grace: int | None) -> None:
-        """Start to delete a pod, with a grace period in seconds; None means the pod's own.
+        """Start to delete a pod, with a grace period in seconds.
 
-        Succeed if the pod is gone or has a different uid. A refusal is not an error: the next
-        observation shows it, and the request is repeated after a while.
+        If `grace` is None, the pod's own grace period is used. Succeed if the pod is gone or has a
+        different uid. A refusal is not an error: the next observation shows it, and the request is
+        repeated after a while.
         """
 
     async def delete(self, job: DDPJob, kind: str, name: str, uid: str) -> None:
@@ -108,10 +109,10 @@ class Cluster(Protocol):
     async def change_workload(
         self, job: DDPJob, name: str, uid: str, change: Callable[[Json, datetime], Json | None]
     ) -> None:
-        """Call `change` with a Workload, and replace it with the result; None means no change.
+        """Replace a Workload with the result of calling `change` with it.
 
-        Succeed if the Workload is gone or has a different uid. A refusal is not treated as an
-        error. Raises Conflict.
+        If the result is None, the Workload stays unchanged. Succeed if the Workload is gone or has
+        a different uid. A refusal is not treated as an error. Raises Conflict.
         """
 
     async def label_pod(self, job: DDPJob, name: str, uid: str, role: Role) -> None:

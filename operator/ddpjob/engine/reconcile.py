@@ -42,7 +42,7 @@ async def reconcile(
 ) -> float | None:
     """Bring one job a step closer to its spec.
 
-    Return the seconds until the next reconcile; None if none is needed before something changes.
+    Return the seconds until the next reconcile; None if only a change causes the next one.
     `outcome` is called with one word for the metrics: done, conflict or unavailable. A bug in this
     program raises an exception, which is also recorded as an event on the job.
     """

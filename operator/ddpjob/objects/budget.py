@@ -14,8 +14,8 @@ def build_budget(job: DDPJob) -> Json:
     """Build a job's PodDisruptionBudget, which has the job's name.
 
     The budget covers only pods that train. Coordinators and spares can be evicted by a drain at any
-    time. The pods are selected by a label of their own, because a change to spec.scheduling applies
-    only to pods that are created later.
+    time. A separate label selects the pods, because a change to spec.scheduling applies only to
+    pods that are created later.
 
     Kubernetes reads the expected number of pods, which is `spec.nodes`, from the job's scale
     subresource. If the budget also covered a spare, Kubernetes would count one more pod than
@@ -23,8 +23,8 @@ def build_budget(job: DDPJob) -> Json:
     """
     spec = {
         "maxUnavailable": 1,
-        # Pods that are not ready can always be evicted. Otherwise, a job that is not working would
-        # keep its Kubernetes nodes from being drained.
+        # Pods that are not ready can always be evicted. Without this setting, a job that is not
+        # working would keep its Kubernetes nodes from being drained.
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
         "selector": {"matchLabels": {LABEL_UID: job.uid, LABEL_ROLE: str(Role.NODE), LABEL_BUDGET: "true"}},
     }

@@ -88,7 +88,7 @@ def variables(git: GitCode, folder: str, pauses: str) -> dict[str, str]:
 def build_clone(git: GitCode, image: str, mount: Json, env: Iterable[Json]) -> Json:
     """Build the init container that runs the script.
 
-    `env` is the job's environment. Only the proxies in it are passed on to the container.
+    `env` is the job's environment. The container gets only the proxy settings from it.
     """
     settings = {"safe.directory": "*"}
     found: list[Json] = [v for v in env if v["name"].upper() in _PROXIES and "value" in v]
@@ -107,8 +107,8 @@ def build_clone(git: GitCode, image: str, mount: Json, env: Iterable[Json]) -> J
     }
     values["GIT_CONFIG_COUNT"] = str(len(settings))
     for number, (key, value) in enumerate(settings.items()):
-        # In the values of variables, the kubelet would replace $(NAME) and $$. The credential
-        # helper contains neither of them.
+        # The kubelet replaces $(NAME) and $$ in the values of variables. The credential helper
+        # contains neither of these.
         values |= {f"GIT_CONFIG_KEY_{number}": key, f"GIT_CONFIG_VALUE_{number}": value}
     return {
         "name": CODE_CONTAINER,

@@ -39,9 +39,9 @@ def token_variable(job: DDPJob, platform: Platform) -> Json:
 def policy_name(job: DDPJob, platform: Platform) -> str:
     """Return the name of the job's NetworkPolicy, or an empty string if the job does not get one.
 
-    The name contains a hash of the policy's content. If the operator is moved, or other peers may
-    read metrics, the content changes, and the operator creates a second policy. The first policy
-    can stay, because NetworkPolicies only add permissions.
+    The name contains a hash of the policy's content. The content changes if the operator moves, or
+    if different peers are permitted to read metrics. The operator then creates a second policy. The
+    first policy can stay, because NetworkPolicies only add permissions.
     """
     if not job.spec.isolated or platform.operator_peer is None:
         return ""
@@ -62,8 +62,8 @@ def build_policy(job: DDPJob, platform: Platform) -> Json:
 def _policy(job: DDPJob, platform: Platform) -> Json:
     """Return the `spec` of the NetworkPolicy.
 
-    The policy selects pods by a label of their own. spec.network may change while a job is
-    suspended, and the change applies only to pods that are created later.
+    A separate label selects the pods. While a job is suspended, spec.network can change, and the
+    change must apply only to pods that are created later.
     """
     own = {"matchLabels": {LABEL_UID: job.uid}}
     port = {"protocol": "TCP", "port": job.spec.rendezvous.endpoint_port}

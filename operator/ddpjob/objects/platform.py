@@ -27,29 +27,32 @@ class Platform:
     python: str = "python3"
     runtime_path: str = "/opt/ddpjob"
     torchrun_python: str = "/opt/ddpjob/ddpjob_worker.py"
-    """The program that torchrun in a `command` uses in place of Python to start its workers. It is
-    worker.py from the runtime."""
+    """The program with which torchrun in a `command` starts its workers, in place of Python. This
+    program is worker.py from the runtime.
+    """
     data_path: str | None = None
-    """Path of the training data if it is not the mount path in spec.storage.data, otherwise
-    None."""
+    """Path of the training data; None if it is the mount path in spec.storage.data."""
     checkpoint_path: str | None = None
-    """Path of the checkpoints if it is not the mount path in spec.storage.checkpoints, otherwise
-    None."""
+    """Path of the checkpoints; None if it is the mount path in spec.storage.checkpoints."""
     code_path: str | None = None
-    """Path of the code from spec.code if it is not CODE_FOLDER, otherwise None."""
+    """Path of the code from spec.code; None if it is CODE_FOLDER."""
     git_image: str = "docker.io/alpine/git:2.49.1"
     """The image of the init container that clones spec.code.git. It must contain git and sh."""
     operator_peer: Json | None = None
-    """A NetworkPolicy peer that matches the operator's own pods. If it is None, these pods are not
-    known, and no NetworkPolicy is created."""
+    """A NetworkPolicy peer that matches the operator's own pods. None if these pods are unknown. In
+    that case, no NetworkPolicy is created.
+    """
     metrics_peers: tuple[Json, ...] = ()
-    """Further NetworkPolicy peers that may read metrics from coordinators' ports."""
+    """Additional NetworkPolicy peers that are permitted to read metrics from coordinators' ports.
+    """
     coordinator_listens_on: str = ""
-    """The address on which the coordinator and its store listen. If it is empty, the coordinator
-    listens on all addresses of its pod, because the kubelet and `kubectl port-forward` need that.
-    The store then listens only on POD_IP, because it has no authentication."""
+    """The address on which the coordinator and its store listen. If the address is empty, the
+    coordinator listens on all addresses of its pod, because the kubelet and `kubectl port-forward`
+    need that. The store then listens only on POD_IP, because the store has no authentication.
+    """
     checkpoints_shared: bool | None = None
-    """Whether all nodes see the same checkpoint files. None if it depends on the kind of volume."""
+    """Whether all nodes see the same checkpoint files. None if the answer depends on the kind of
+    volume."""
 
     def bucket_folder(self, job: DDPJob) -> str:
         """Return the path of the job's folder, relative to storage.checkpoints.url.
@@ -64,7 +67,8 @@ class Platform:
 
         In Standard mode, each generation has a new name, because a name server may still return the
         old address for the old name. In Fast mode, every coordinator of the job has the same name.
-        The nodes stay when their coordinator is lost, and look up this name to find the next one.
+        The nodes stay when their coordinator is lost, and look up this name to find the next
+        coordinator.
         """
         if job.spec.fast:
             return f"{COORDINATOR_HOSTNAME}.{job.name}"
@@ -90,9 +94,8 @@ class Platform:
 
     @property
     def cluster(self) -> str:
-        """A short hash of the operator's key, which differs between clusters.
-
-        It distinguishes this operator's jobs from jobs with the same names in other clusters.
+        """A short hash of the operator's key. This hash differs between clusters, so it
+        distinguishes this operator's jobs from jobs with the same names in other clusters.
         """
         return self.key_mark
 

@@ -3,8 +3,8 @@
 For Kubernetes' scheduler, the PodGroup has the API version `scheduling.k8s.io/v1alpha2` and needs
 Kubernetes 1.36 with the feature gates GenericWorkload and GangScheduling. It does not need a
 Workload and cannot be changed. For Volcano (`scheduling.schedulerName: volcano`), it has the API
-version `scheduling.volcano.sh/v1beta1`. The group's pods name it in an annotation, because Volcano
-gives each pod without the annotation a PodGroup of its own.
+version `scheduling.volcano.sh/v1beta1`. Each pod of the group names the PodGroup in an annotation,
+because Volcano creates a separate PodGroup for every pod without this annotation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ddpjob.objects.service import make_object, metadata
 API_VERSION, KIND = "scheduling.k8s.io/v1alpha2", "PodGroup"
 VOLCANO_API = "scheduling.volcano.sh/v1beta1"
 VOLCANO_KIND = "PodGroup.scheduling.volcano.sh"
-"""The name that the operator uses for the kind of Volcano's PodGroups, because Kubernetes' own
+"""The operator's own name for the kind of Volcano's PodGroups. It is needed because Kubernetes'
 PodGroups have the same kind."""
 QUEUE_ANNOTATION = "scheduling.volcano.sh/queue-name"
 """Name of the pod annotation whose value is the Volcano queue."""
@@ -40,9 +40,10 @@ def kind_for(job: DDPJob) -> str:
 def build_gang(job: DDPJob, status: JobStatus) -> Json:
     """Build the PodGroup of the job's current generation.
 
-    The coordinator's own pod belongs to the group too. Otherwise it would hold resources while the
-    job waits for room. The fields for disruption and priority have an effect only with the feature
-    gate WorkloadAwarePreemption. Without it, the API server drops them.
+    The coordinator's own pod belongs to the group too. Outside the group, that pod would hold
+    resources while the job waits for room. The fields for disruption and priority have an effect
+    only with the feature gate WorkloadAwarePreemption. Without this gate, the API server drops
+    these fields.
 
     Raises ValueError if `status` has no gang.
     """
@@ -58,7 +59,7 @@ def build_gang(job: DDPJob, status: JobStatus) -> Json:
         spec = {
             "schedulingPolicy": {"gang": {"minCount": members}},
             # If the job can train with fewer nodes, the scheduler may preempt single pods in the
-            # group. Otherwise the group is useless without any one of its pods, so it is preempted
+            # group. If not, the group is useless as soon as one pod is missing, so it is preempted
             # as a whole.
             "disruptionMode": "Pod" if job.spec.min_nodes < job.spec.nodes else "PodGroup",
         }

@@ -1,6 +1,6 @@
 """Finds faults in spec.podTemplate, for `ddpjob validate` and for the operator.
 
-The API server's strict field validation also rejects unknown fields, but here they are found
+The API server's strict field validation also rejects unknown fields, but this module finds them
 without a cluster and before a pod is created.
 """
 
@@ -49,8 +49,9 @@ _OWNED_MOUNTS = {
 }
 
 MOST_FAULTS = 20
-"""Maximum number of faults that are reported for one template. It is limited because each unknown
-field is compared with the names of all known fields."""
+"""Maximum number of faults that are reported for one template. The number is limited because each
+unknown field is compared with the names of all known fields.
+"""
 MORE_FAULTS = f"spec.podTemplate: more than {MOST_FAULTS} faults; correct these, then check again"
 _SHOWN = 100
 """Maximum number of characters that a message shows of a name or a value."""
@@ -160,8 +161,9 @@ def _unknown_fields(value: Any, type_name: str, path: str) -> Iterator[str]:
 
 
 _QUANTITIES = re.compile(r"\.(requests|limits|overhead)$")
-"""Paths of mappings that may contain numbers, because their values are amounts of resources. All
-other mappings with text must contain only strings."""
+"""Paths of mappings whose values are amounts of resources, and may therefore be numbers. All other
+mappings with text must contain only strings.
+"""
 _SCALARS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "bool": (bool,), "float": (int, float)}
 _SCALAR_NAMES = {"str": "a string", "int": "an integer", "bool": "true or false", "float": "a number"}
 

@@ -51,20 +51,21 @@ DATA_PREFIX = "DDPJOB_DATA_"
 removes them, including the credentials, before it starts the workers."""
 CODE_PREFIX = "DDPJOB_CODE_"
 """Prefix of the environment variables that describe spec.code. The launcher treats them in the same
-way as those for storage.data.
+way as the variables that describe storage.data.
 """
 MAX_RESTARTS = 1_000_000
 """The value of torchrun's option --max-restarts. It is practically unlimited, because the operator
 sees every failure and enforces the job's restart budget itself."""
 _SHUTDOWN_MARGIN = 2
-"""Number of seconds at the end of the pod's grace period that remain for torchrun's own exit. In a
-`command`, torchrun waits for its workers only until then."""
+"""Number of seconds that are reserved for torchrun's own exit, at the end of the pod's grace
+period. In a `command`, torchrun stops waiting for its workers when these seconds begin.
+"""
 
 _BACKENDS = {"nvidia.com/": "nccl", "amd.com/": "nccl", "huawei.com/": "hccl", "gpu.intel.com/": "xccl"}
 """Maps the prefix of `spec.gpuResource` to the backend that `spec.backend: auto` selects."""
 _TAINT_MARGIN = 10
-"""Number of seconds that is added to nodeLostAfterSeconds in the pods' tolerations. Kubernetes
-therefore evicts the pods on a lost host only after the operator has had time to act.
+"""Number of seconds by which the pods' tolerations last longer than nodeLostAfterSeconds. This
+gives the operator time to act before Kubernetes evicts the pods on a lost host.
 """
 DEFAULT_GRACE = 30
 _NETWORK_SOURCES = frozenset({"persistentVolumeClaim", "nfs", "csi", "azureFile", "cephfs", "glusterfs"})
@@ -73,8 +74,9 @@ volume without a claim usually mounts a bucket or a network file system, such as
 files and blobs, or JuiceFS."""
 _POD_IP: Json = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
 _NO_DEVICES: Json = {"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}
-"""Keeps NVIDIA's container runtime from adding devices to a container that did not request any.
-Without this variable, it adds all devices for CUDA images, which request them by default."""
+"""Keeps NVIDIA's container runtime from adding devices to a container that did not request any. By
+default, CUDA images request all devices, and NVIDIA's container runtime would add them.
+"""
 TOPOLOGY_GATE = "kueue.x-k8s.io/topology"
 """The scheduling gate on pods whose topology domain Kueue chooses. Kueue removes the gate once it
 has chosen.
@@ -111,7 +113,7 @@ def build_node(job: DDPJob, status: JobStatus, platform: Platform, index: int, a
 
 
 def build_coordinator(job: DDPJob, status: JobStatus, platform: Platform) -> Json:
-    """Build the pod of a coordinator that has a pod of its own (placement Dedicated).
+    """Build the coordinator's own pod (placement Dedicated).
 
     The pod does not request a GPU. It runs the job's image, because the store needs torch.
     """
@@ -122,8 +124,8 @@ def build_coordinator(job: DDPJob, status: JobStatus, platform: Platform) -> Jso
         "volumes": [_runtime_volume(status)],
     }
     # Prefer machines with the same architecture as those that run the job's nodes, because the
-    # image is known to run on them. Without this preference, the scheduler could place the
-    # coordinator on an empty machine with a different architecture.
+    # job's image is known to run on that architecture. Without this preference, the scheduler could
+    # place the coordinator on an empty machine with a different architecture.
     like_nodes = {"labelSelector": _node_pods(job), "topologyKey": "kubernetes.io/arch"}
     preferred = [{"weight": 100, "podAffinityTerm": like_nodes}]
     spec["nodeSelector"] = {"kubernetes.io/os": "linux"}
@@ -146,7 +148,7 @@ def _queued(pod: Json, changes: PodChanges | None) -> Json:
 
     Without these fields, the pod could run on machines that the job's quota does not cover. If
     Kueue assigns topology domains, the pod also gets a scheduling gate. The gate delays the pod
-    until Kueue has written a domain into its node selector.
+    until Kueue has written a domain into the pod's node selector.
     """
     if changes is None:
         return pod
@@ -187,9 +189,8 @@ def _slot_labels(job: DDPJob, status: JobStatus, role: Role, index: int | None, 
 def as_non_root(pod: Json) -> Json | None:
     """Return the pod with runAsNonRoot, for a namespace that rejects pods without it.
 
-    Return None if the pod already sets runAsNonRoot, or if it sets runAsUser to root. A runAsUser
-    other than root does not make the addition unnecessary, because the namespace still requires
-    runAsNonRoot.
+    Return None if the pod already sets runAsNonRoot, or if it sets runAsUser to root. A pod with
+    any other runAsUser gets runAsNonRoot too, because the namespace still requires it.
     """
     context = pod["spec"].get("securityContext", {})
     if "runAsNonRoot" in context or context.get("runAsUser") == 0:
@@ -418,11 +419,10 @@ def _environment(job: DDPJob, status: JobStatus, platform: Platform, index: int,
 def _for_command(job: DDPJob, status: JobStatus, platform: Platform) -> list[Json]:
     """Return the environment variables for a launcher that the job's `command` starts.
 
-    They are torchrun's options and, for all other launchers, the address of the pod with index 0.
-
-    That address contains a pod name. Because all pods of such a job are replaced together, the name
-    is the same in all pods of a generation. It is also new in each generation, so name servers
-    cannot return an older IP address for it.
+    The variables contain torchrun's options. For all other launchers, they contain the address of
+    the pod with index 0. This address contains the name of that pod. All pods of such a job are
+    replaced together, so the address is the same in all pods of a generation. Each generation has a
+    new address, so name servers cannot return the IP address of an older pod.
     """
     settings = rendezvous_settings(job, status, platform)
     grace = str(max(1, _grace(job) - _SHUTDOWN_MARGIN))
@@ -441,10 +441,10 @@ def _for_command(job: DDPJob, status: JobStatus, platform: Platform) -> list[Jso
 def _store_elsewhere(job: DDPJob) -> list[str]:
     """Return the setting that keeps torchrun from hosting the rendezvous store itself.
 
-    The coordinator hosts the store. A `command` needs the setting only if the coordinator shares a
-    pod with a node, because torchrun detects on its own that a store in a different pod is not
-    local. In all other jobs with `command` the setting is left out, since it would also prevent
-    `torchrun --standalone` from hosting its own store.
+    The coordinator hosts the store. If the store is in a different pod, torchrun detects on its own
+    that the store is not local. A `command` therefore needs the setting only if the coordinator
+    shares a pod with a node. All other jobs with a `command` do not get the setting, because it
+    would also prevent `torchrun --standalone` from hosting its own store.
     """
     shared = job.spec.rendezvous.placement is Placement.MASTER
     return ["is_host=false"] if job.spec.under_torchrun or shared else []
@@ -499,8 +499,8 @@ def _preflight(spec: JobSpec, preflight: Preflight, folder: str) -> str:
 def _interface(job: DDPJob) -> list[Json]:
     """Return the variables that make NCCL and Gloo use the interface in spec.network.interface.
 
-    A variable that spec.env sets is left out. Variables with the same names in podTemplate replace
-    these.
+    If spec.env sets one of these variables, that variable is left out. If podTemplate sets one of
+    them, the value in podTemplate is used.
     """
     given, name = {variable["name"] for variable in job.spec.env}, job.spec.network.interface
     variables = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if name else ()
@@ -529,8 +529,8 @@ def _bucket(job: DDPJob, platform: Platform) -> list[Json]:
 def _data_bucket(job: DDPJob) -> list[Json]:
     """Return the launcher's environment variables for the bucket in storage.data.url.
 
-    Their names have a prefix, so that other tools do not read them. Those tools read the variables
-    without the prefix, which describe the checkpoints' bucket. The two buckets may differ.
+    The names of these variables have a prefix. Other tools read the names without a prefix, which
+    describe the bucket with the checkpoints. The two buckets may differ.
     """
     data = job.spec.storage.data
     if data is None or data.url is None:
@@ -625,8 +625,8 @@ def _with_limits(resources: Json) -> Json:
     """Return the coordinator's resources with a limit and a request for CPU and memory.
 
     Without limits, a ResourceQuota may refuse the pod, and a LimitRange may set limits that are
-    lower than the requests. Each limit is accompanied by a request, because Kubernetes would
-    otherwise set the missing request to the limit.
+    lower than the requests. If a request were missing, Kubernetes would set it to the limit, so
+    each limit comes with a request.
     """
     given = resources.get("limits", {})
     usual = default_of("spec.rendezvous.resources.requests")

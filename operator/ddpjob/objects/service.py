@@ -154,10 +154,11 @@ def runtime_jobs_name(runtime: str) -> str:
 
 
 def build_runtime_jobs(job: DDPJob, owners: Iterable[Json]) -> Json:
-    """Build the empty ConfigMap that keeps a namespace's runtime as long as it has owners.
+    """Build the empty ConfigMap whose owners keep a namespace's runtime from being deleted.
 
-    The jobs in the namespace are its owners. Owners are not added to the ConfigMap with the runtime
-    itself, because that ConfigMap is too large to be written whenever a job is created or deleted.
+    The jobs in the namespace are the owners. They are not added as owners to the ConfigMap with the
+    runtime itself, because that ConfigMap is too large to be written whenever a job is created or
+    deleted.
     """
     return _shared(job, runtime_jobs_name(runtime_name()), owners)
 

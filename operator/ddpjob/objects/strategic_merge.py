@@ -1,6 +1,7 @@
 """Merges spec.podTemplate into the pods that the operator builds.
 
-A null does not remove anything, because JobSpec.read returns a template without nulls.
+A null in the template does not remove a field, because JobSpec.read returns a template without
+nulls.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def _merged(pod: Json, template: Mapping[str, Any], spec: Mapping[str, Any]) -> 
 def _give_temporary_folder(spec: Json) -> None:
     """Mount a volume at /tmp in each of our containers whose root file system is read-only.
 
-    Python needs a folder for temporary files. The template may already mount a volume at /tmp.
+    Python needs a folder for temporary files. A container that already mounts a volume at /tmp does
+    not change.
     """
     mount, needed = {"name": TMP_VOLUME, "mountPath": "/tmp"}, False
     for container in spec["containers"]:
@@ -104,8 +106,9 @@ _FAST_NETWORKS = (
     "networking.gke.io/default-interface",
 )
 """Annotations that make Multus or GKE add fast network interfaces to a pod. They are removed from
-the coordinator. With GKE, it would use up interfaces that training pods need, and with SR-IOV, its
-network would not be set up, because it requests no such device.
+the coordinator's pod. On GKE, this pod would use up interfaces that training pods need. With
+SR-IOV, the network of this pod would not be set up, because the pod does not request an SR-IOV
+device.
 """
 _OF_A_CONTAINER = "container.apparmor.security.beta.kubernetes.io/"
 """Prefix of annotations whose names end with the name of a container. The API server refuses a pod
@@ -167,8 +170,8 @@ def trainer_of(spec: Mapping[str, Any]) -> Json:
 def _machine_terms(spec: Mapping[str, Any]) -> list[Json]:
     """Return the terms of the required node affinity, with only the keys kubernetes.io/... in them.
 
-    A machine is allowed if it meets one of the terms. If a term has no such key, it would allow
-    every machine, and the result is empty.
+    A machine is allowed if it meets one of the terms. A term without such a key would allow every
+    machine, so if there is such a term, the result is empty.
     """
     affinity = (spec.get("affinity") or {}).get("nodeAffinity") or {}
     required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}
@@ -199,8 +202,8 @@ def _is_of_a_training_machine(volume: Mapping[str, Any]) -> bool:
 def _coordinator_containers(spec: Mapping[str, Any]) -> list[Json]:
     """Return the coordinator's container with the settings that it takes from the trainer's.
 
-    It needs some of them because it runs the same image. The result is a list with this one
-    container, or an empty list if the template has no such settings.
+    The coordinator needs some of the trainer's settings, because it runs the same image. The result
+    is a list with this one container, or an empty list if the template has no such settings.
     """
     # A volume without a name is kept here. The API server refuses it, and the job's condition then
     # shows the path of the mistake.

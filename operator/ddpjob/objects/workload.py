@@ -37,14 +37,15 @@ _CONTAINER_FIELDS = ("name", "image", "resources", "restartPolicy")
 def build_workload(job: DDPJob, platform: Platform, asked: CreateWorkload) -> Json:
     """Build a Workload that asks Kueue for the quota of a job's pods.
 
-    `asked` has the number of slots' pods. The coordinator's own pod is included, unless the
-    Workload asks only for additional pods.
+    `asked.pods` is the number of the slots' pods. The Workload also includes the coordinator's own
+    pod, unless it asks only for additional pods.
 
-    With `asked.least`, Kueue may admit only some of the pods. Kueue rejects such a Workload if it
-    is also annotated as elastic. A Workload without that annotation can still replace another.
+    If `asked.least` is not 0, Kueue may admit only some of the pods. Kueue rejects such a Workload
+    if it has the annotation for elastic jobs, so the annotation is left out. A Workload without
+    this annotation can still replace another Workload.
 
-    Kueue reads the priority from `spec.priority`. This field is not set here. The code that sends
-    the Workload to the API server reads the value from the priority class and adds it.
+    Kueue reads the priority from `spec.priority`, which is not set here. The code that sends the
+    Workload to the API server adds the value from the priority class.
     """
     plain = JobStatus(slots=(Slot(),))
     nodes = _pod_set(NODE_SET, build_node(job, plain, platform, 0, 0), asked.pods)

@@ -40,8 +40,8 @@ from ddpjob_trainer.config.sections import CheckpointConfig
 from ddpjob_trainer.errors import CheckpointError, ConfigError
 
 LOOK_SECONDS = 0.1, 2.0
-"""Shortest and longest pause, in seconds, between rank 0's checks of whether the other ranks have
-uploaded their files.
+"""Rank 0 checks repeatedly whether the other ranks have uploaded their files. The values are the
+shortest and the longest pause between two checks, in seconds.
 """
 T = TypeVar("T")
 
@@ -49,8 +49,8 @@ T = TypeVar("T")
 class FetchError(CheckpointError):
     """An intact checkpoint cannot be fetched: the bucket is unreachable, or the local disk fails.
 
-    Training must not continue from an older checkpoint instead. It would lose the newer one,
-    because the bucket keeps only the history that the newest incarnation continues.
+    Training must not continue from an older checkpoint instead. The newer checkpoint would then be
+    lost, because the bucket keeps only the history that the newest incarnation continues.
     """
 
 
@@ -67,7 +67,7 @@ def open_bucket(config: CheckpointConfig) -> Bucket:
 
 
 class Share:
-    """Uploads this rank's files in multi-part checkpoints. Rank 0 has `Copies` for this."""
+    """Uploads this rank's files in multi-part checkpoints. Rank 0 uses `Copies` instead."""
 
     def __init__(self, bucket: Bucket, term: int, mark: str) -> None:
         """Prepare to upload with the `term` and `mark` of rank 0's `Copies`."""
@@ -91,7 +91,7 @@ class Share:
 class Offered:
     """A complete checkpoint in the bucket, from which training may resume.
 
-    A checkpoint in a single file has already been downloaded. If it is in parts, each rank
+    A checkpoint in a single file has already been downloaded. Of a checkpoint in parts, each rank
     downloads only the files that it reads.
     """
 
@@ -117,7 +117,8 @@ class Offered:
         return cls(entry, found)
 
     def fetcher(self, bucket: Bucket, folder: Path, first: int) -> dcp.Fetch:
-        """Return a function that takes file names, and downloads the files that the folder lacks.
+        """Return a function that takes file names, and downloads those of the named files that the
+        folder lacks.
 
         Damaged files are downloaded again. If several processes share a folder, each file is
         downloaded only once. Each process begins at a different file, number `first` (modulo the
@@ -279,7 +280,7 @@ class Copies:
     def finish(self, scores: dict[int, float], waited: float) -> bool:
         """Return whether the last checkpoint is in the bucket, and print a warning if it is not.
 
-        `waited` is the maximum time in seconds that the caller has already waited for the upload.
+        `waited` is the time limit of the caller's wait in seconds, for the text of the warning.
         """
         if self._uploads is None:
             return True
@@ -352,7 +353,10 @@ def _patiently(act: Callable[[], T]) -> T:
 
 
 def _fetch_once(bucket: Bucket, manifest: CopyManifest, file: File, path: Path) -> None:
-    """Download a file unless it exists. Wait if another process on this machine downloads it."""
+    """Download a file unless it exists.
+
+    If another process on this machine is already downloading the file, wait for that process.
+    """
     # The temporary file and the lock are next to the folder, where a starting job removes
     # leftovers.
     start = f".{path.parent.name}.{path.name}"
@@ -370,8 +374,8 @@ def _fetch_once(bucket: Bucket, manifest: CopyManifest, file: File, path: Path) 
 
 @contextlib.contextmanager
 def _disk(path: Path) -> Iterator[None]:
-    """Replace OSError with FetchError: this machine's disk is at fault, and the bucket's copy is
-    intact.
+    """Replace OSError with FetchError, because this machine's disk is at fault, and the bucket's
+    copy is intact.
     """
     try:
         yield

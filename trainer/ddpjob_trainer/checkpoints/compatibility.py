@@ -87,7 +87,7 @@ def changed_keys(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return the settings that determine a checkpoint's tensors and have changed since it was
     saved.
 
-    They have the form `key=value`, with the value that the checkpoint was made with.
+    Each setting has the form `key=value`, with the value that was used for the checkpoint.
     """
     # Every data set except synthetic ignores data.shape and data.classes.
     fixed = () if was.get("data.name") == "synthetic" else ("data.shape", "data.classes")
@@ -112,11 +112,11 @@ def load_weights(
 ) -> dict[str, torch.Tensor]:
     """Return, on every rank, the complete weights that training starts from, by name.
 
-    The weights come from the checkpoint or, with `average`, from its moving average if it has one.
-    A tensor whose name matches a pattern in `keep` retains the value that it has in `model`. Only
-    rank 0 reads the file. If the file has a moving average, rank 0 prints whether it is used.
-    `alive` is called repeatedly while the ranks wait. Raises CheckpointError on every rank if
-    the weights cannot be read or do not fit.
+    The weights come from the checkpoint. With `average`, they come from the checkpoint's moving
+    average, if it has one. A tensor whose name matches a pattern in `keep` retains the value that
+    it has in `model`. Only rank 0 reads the file. If the file has a moving average, rank 0 prints
+    whether the average is used. `alive` is called repeatedly while the ranks wait. Raises
+    CheckpointError on every rank if the weights cannot be read or do not fit.
     """
     return share_weights(lambda: _take_fitting(path, keep, model, average), model, group, alive)
 
@@ -124,11 +124,11 @@ def load_weights(
 def share_weights(
     take: Callable[[], dict[str, torch.Tensor]], model: Tensors, group: Group, alive: Callable[[], None]
 ) -> dict[str, torch.Tensor]:
-    """Return, on every rank, all weights by name: rank 0's result of `take`, completed from
-    `model`.
+    """Return, on every rank, all weights by name.
 
-    `alive` is called repeatedly while the ranks wait. If `take` raises CheckpointError on
-    rank 0, it is raised on every rank.
+    The weights come from rank 0's result of `take`. Weights that this result lacks come from
+    `model`. `alive` is called repeatedly while the ranks wait. If `take` raises CheckpointError on
+    rank 0, this error is raised on every rank.
     """
     weights: dict[str, torch.Tensor] = {}
     problem = ""

@@ -179,7 +179,7 @@ def read(path: Path, layout: Layout | None = None, fetch: Fetch | None = None) -
 
     If `layout` returns a DTensor for a tensor, the snapshot contains only this rank's shard in that
     layout; all other tensors are complete. Before files are read, `fetch` is called with their
-    names, and makes sure that they exist. In this way, a rank whose folder lacks files downloads
+    names, and downloads the missing ones. In this way, a rank whose folder lacks files downloads
     only those that it reads. Raises CheckpointError if this node does not see the folder, or if its
     content does not match its manifest. Also raises the errors of `fetch`.
     """
@@ -360,12 +360,12 @@ def _write_tensors(tensors: dict[str, Any], temporary: Path, group: Any) -> dict
     if group is None:
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
     # If some tensors are sharded, let rank 0 alone write the few tensors that every rank has. If
-    # these were spread over all ranks' files, each rank would have to fetch all files at startup.
-    # If no tensor is sharded, let torch distribute the tensors, because every rank reads all files
-    # anyway.
+    # these few tensors were spread over all ranks' files, each rank would have to fetch all files
+    # at startup. If no tensor is sharded, let torch distribute the tensors, because every rank
+    # reads all files anyway.
     planner = Planner(dedup_save_to_lowest_rank=any(map(is_sharded, tensors.values())))
     writer = PartsWriter(temporary, overwrite=True)
-    # torch 2.6 does not have this argument. It detects by itself that there is no group.
+    # torch 2.6 does not have this argument, but detects by itself that there is no group.
     alone = {"no_dist": True} if group is None and "no_dist" in inspect.signature(save).parameters else {}
     try:
         save(tensors, storage_writer=writer, planner=planner, process_group=group, **alone)
@@ -380,7 +380,8 @@ def _write_tensors(tensors: dict[str, Any], temporary: Path, group: Any) -> dict
 def _stored(folder: Path, item: Any, place: Any, before: StoredTensor | None) -> dict[str, StoredTensor]:
     """Return the tensor that torch's `item` is a part of, with the chunk at `place` added.
 
-    `before` has the chunks of the tensor that this rank wrote earlier; None if there are none.
+    `before` is the same tensor with the chunks that this rank wrote earlier; None if it has written
+    none.
     """
     data = item.tensor_data
     dtype, sizes = data.properties.dtype, tuple(data.chunk.sizes)
@@ -394,10 +395,10 @@ def _stored(folder: Path, item: Any, place: Any, before: StoredTensor | None) ->
 
 
 def _locate(file: IO[bytes], offset: int, length: int, size: int) -> int:
-    """Return where the values of a tensor written by torch.save begin in a file.
+    """Return the position in a file at which the values of a tensor begin.
 
-    torch.save wrote `length` bytes at `offset`, and the values take `size` bytes. Raises
-    CheckpointError.
+    torch.save has written the tensor, as `length` bytes at `offset`. The values take `size` of
+    these bytes. Raises CheckpointError.
     """
     view = _FilePart(file, offset, length)
     with zipfile.ZipFile(view) as archive:

@@ -55,7 +55,7 @@ class CheckpointFolder:
         self._config, self.path, self._group = config, path, group
         self._parts = config.format is Format.DCP
         # With a bucket, the parts of a checkpoint may be on different disks. In that case, `claim`
-        # replaces `writes`, once it has found out which ranks share a folder.
+        # finds out which ranks share a folder, and then sets `writes` again.
         one_folder = config.shared and not (self._parts and config.url)
         self.writes = group.rank == 0 if one_folder else group.local_rank == 0
         self._index, self._writer, self._staging = CheckpointIndex(path), Writer(config.failures), Staging()
@@ -72,8 +72,8 @@ class CheckpointFolder:
         folder.
         """
         self._bucket = open_bucket(config) if config.url and (group.rank == 0 or self._parts) else None
-        # All ranks that write single-file checkpoints have the same one, so only rank 0 uploads it.
-        # If a checkpoint is in parts, each rank uploads its own files.
+        # Single-file checkpoints are the same on all ranks that write them, so only rank 0 uploads
+        # them. If a checkpoint is in parts, each rank uploads its own files.
         self.copies = Copies(self._bucket, config) if self._bucket is not None and group.rank == 0 else None
         self.alive: Callable[[], None] = lambda: None
         """A function that is called repeatedly while the ranks wait for a disk or the bucket."""
@@ -81,8 +81,8 @@ class CheckpointFolder:
         self._copied: Path | None = None
         """The path of the multi-part checkpoint that was last offered to the bucket."""
         self._uncopied: tuple[Entry, list[str]] | None = None
-        """The newest multi-part checkpoint, with the names of this rank's files in it, if the
-        checkpoint has not been offered to the bucket yet.
+        """The newest multi-part checkpoint and the names of this rank's files in it; None if the
+        checkpoint has already been offered to the bucket.
         """
         if self.writes or self._parts:
             prepare_folder(path, "checkpoint.dir or DDPJOB_CHECKPOINT_DIR")
@@ -148,9 +148,9 @@ class CheckpointFolder:
     def _find_heads(self) -> list[int]:
         """Return, for each rank, the lowest rank that sees the same folder.
 
-        All ranks must call this together. They find out by creating files in the folder and looking
-        for each other's files. Each node may have its own disk, but pods on the same machine may
-        share one.
+        All ranks must call this together. The ranks find out by creating files in the folder and
+        looking for each other's files. Each node can have its own disk, but pods on the same
+        machine can also share a disk.
         """
 
         def sign(rank: int) -> Path:
@@ -173,8 +173,8 @@ class CheckpointFolder:
         """Make sure that no other job uses the folder, then claim it for this job.
 
         A former owner that has not reported its end is watched for some time, which may be longer
-        than train.timeout_seconds. Therefore, all ranks communicate twice a second until the
-        watching is over.
+        than train.timeout_seconds. Therefore, all ranks communicate twice a second during this
+        time.
         """
         watching, taking = True, self._ownership.take() if self.writes else iter(())
         while watching:
@@ -203,7 +203,9 @@ class CheckpointFolder:
         return Due.WHEN_FREE if self._owed else Due.NO
 
     def _interval(self) -> float:
-        """Return the number of seconds between saves that are due by time; 0 if there are none."""
+        """Return the number of seconds between saves that are due by time; 0 if no save is due by
+        time.
+        """
         seconds = self._config.every_seconds
         if not isinstance(seconds, Interval):
             return seconds
@@ -256,10 +258,10 @@ class CheckpointFolder:
     def finish(self, seconds: float | None = None) -> None:
         """Wait until every save is on disk, and then until the last checkpoint is uploaded.
 
-        All ranks must call this together. The upload to checkpoint.url may take up to `seconds`, or
-        up to checkpoint.url_wait_seconds if `seconds` is None. In the second case, an incomplete
-        upload raises CheckpointError if checkpoint.shared is false. An error on one rank raises
-        CheckpointError on all ranks.
+        All ranks must call this together. The upload to checkpoint.url can take up to `seconds`;
+        None means checkpoint.url_wait_seconds. If `seconds` is None and checkpoint.shared is false,
+        an incomplete upload raises CheckpointError. An error on one rank raises CheckpointError on
+        all ranks.
         """
         began = time.monotonic()
         self._wait_for_the_disk()
@@ -335,9 +337,10 @@ class CheckpointFolder:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Wait a limited time for a save in progress when training ends, possibly with an error.
+        """Wait for a save in progress when training ends, even if training ends with an error.
 
-        The time is limited, because the other ranks cannot restart before this process has ended.
+        The wait has a time limit, because the other ranks cannot restart before this process has
+        ended.
         """
         self._writer.wait(_ERROR_SECONDS if isinstance(error, TrainerError) else _LOST_PEER_SECONDS)
 
@@ -370,16 +373,16 @@ class CheckpointFolder:
                 self._check_claim()
                 torch_file.write(path, taken, metadata, self._check_claim)
         except OSError:
-            # A newer incarnation removes temporary files. If that has caused this error, report the
-            # lost claim instead.
+            # A newer incarnation removes temporary files. If this removal has caused the error,
+            # report the lost claim instead.
             self._check_claim()
             raise
         if self.writes:
             self._index.add(entry)
         if self._parts and self._config.url:
-            # All ranks must offer the same checkpoints for upload. If they chose different ones,
-            # none would ever be complete. Therefore, all ranks offer this one only if rank 0 has
-            # seen the previous upload complete.
+            # All ranks must offer the same checkpoints for upload. If the ranks chose different
+            # checkpoints, no upload would ever be complete. Therefore, all ranks offer this
+            # checkpoint only if rank 0 has seen the previous upload complete.
             free = dcp.together(self._parts_group, lambda: self.copies is None or self.copies.wait(0))[0]
             self._uncopied = entry, names
             if free:
@@ -426,7 +429,7 @@ class CheckpointFolder:
         background.
         """
         # Reset the flag before reading the scores. An evaluation that is recorded from now on sets
-        # it again, so the next save updates the mark.
+        # the flag again, so the next save updates the mark.
         self._unmarked = False
         scores = self._scores
         entries = self._index.entries()
@@ -555,12 +558,12 @@ class CheckpointFolder:
                 self.copies.cannot_be_read(offered, problem)
 
     def _read_copy(self, offered: Offered, layout: Layout | None) -> tuple[Snapshot | None, str]:
-        """Read a multi-part checkpoint from the bucket. Each rank fetches only the files that it
-        reads.
+        """Read a multi-part checkpoint from the bucket.
 
-        All ranks must call this together. Return (snapshot, ""), or (None, PROBLEM) with the
-        problem of the first rank that cannot read the checkpoint. Raises CheckpointError on all
-        ranks if a rank cannot fetch files because of the bucket or a disk.
+        Each rank fetches only the files that it needs. All ranks must call this together. Return
+        (snapshot, ""), or (None, PROBLEM) with the problem of the first rank that cannot read the
+        checkpoint. Raises CheckpointError on all ranks if a rank cannot fetch files because of the
+        bucket or a disk.
         """
         folder, step = self.path / offered.manifest.name, offered.entry.step
         snapshot: Snapshot | None = None
@@ -597,9 +600,9 @@ class CheckpointFolder:
         """Return whether the state after `step` steps need not be saved again.
 
         Rank 0 decides. Without a bucket, the state need not be saved again, because it is on disk.
-        With a bucket, it need not be saved again if the bucket has it, or if rank 0 has it in the
-        file `path`, which is then uploaded. A file on another node's disk does not count, because
-        rank 0 cannot upload it.
+        With a bucket, there are two cases in which the state need not be saved again: the bucket
+        has it, or rank 0 has it in the file `path`. In the second case, this file is uploaded. A
+        file on another node's disk does not count, because rank 0 cannot upload it.
         """
         kept = True
         if self.copies is not None:

@@ -66,8 +66,8 @@ class CheckpointIndex:
     def entries(self) -> list[Entry]:
         """Return all checkpoints in the folder, newest first. Raises OSError.
 
-        If nothing is known about a checkpoint yet, only its metadata is read. It counts as intact
-        if that succeeds.
+        If nothing is known about a checkpoint yet, only its metadata is read. If its metadata can
+        be read, the checkpoint counts as intact.
         """
         return [self._known.get(path) or self._read(step, path) for step, path in self._found()]
 
@@ -76,7 +76,7 @@ class CheckpointIndex:
         self._known[entry.path] = entry
 
     def replaced(self, path: Path) -> None:
-        """Forget what is known about a checkpoint that a different one has replaced."""
+        """Forget what is known about a checkpoint that a different checkpoint has replaced."""
         self._known.pop(path, None)
 
     def remove(self, entry: Entry) -> None:

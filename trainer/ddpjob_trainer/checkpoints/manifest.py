@@ -116,7 +116,7 @@ def write(recorded: dict[str, Any]) -> bytes:
 def read(data: bytes) -> CheckpointManifest:
     """Check the bytes of a manifest, and return their content.
 
-    If the manifest is invalid, raises CheckpointError and never a different error.
+    If the manifest is invalid, the error is always CheckpointError.
     """
     try:
         return _manifest(_recorded(data))

@@ -25,7 +25,7 @@ from ddpjob_trainer.errors import CheckpointError, first_line
 _FILES = ("model.safetensors", "pytorch_model.bin", "*.safetensors", "*.bin", "*.pth", "*.pt")
 """Patterns for the files with weights in a folder. The first one that matches is used."""
 _OTHER_INPUTS = ("googlenet", "inception_v3")
-"""Models of torchvision whose weights expect pixels that are normalized differently from the
+"""Models of torchvision whose weights expect a different normalization of pixels than the
 trainer's.
 """
 _DEFAULT = "default"

@@ -1,8 +1,8 @@
 """A snapshot: the state of training after a step, copied to the CPU.
 
-Training waits only for the copy, and continues while the copy is written. The next snapshot reuses
-the copy's memory. With an accelerator, that memory is pinned, and copies are asynchronous in stream
-order.
+Training waits until the copy is made, and continues while the copy is written to disk. The next
+snapshot reuses the copy's memory. With an accelerator, that memory is pinned, and copies are
+asynchronous in stream order.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Staging:
         """Begin to copy `snapshot` into this memory, and return the copy.
 
         The previous copy is overwritten. Call `settle()` before reading the new one. With `whole`,
-        sharded tensors are gathered, which all ranks must do together; otherwise each rank copies
+        sharded tensors are gathered, which all ranks must do together. Without it, each rank copies
         only its own shard. A rank with `wanted=False` takes part in the gathering, but gets an
         empty copy.
         """

@@ -33,7 +33,8 @@ shorten_unpickling_errors()
 
 
 class _Stream:
-    """Writes the output of torch.save to a file, and computes its checksum at the same time.
+    """Writes the output of torch.save to a file, and computes the output's checksum at the same
+    time.
 
     The last record of the zip archive is held back until `end`, because it must include the
     comment. The content is not duplicated in memory. Neither writing nor hashing holds the GIL.
@@ -186,7 +187,7 @@ def decode(content: bytes) -> Snapshot:
 
 
 def read(path: Path) -> Snapshot:
-    """Return the state in a file. The memory holds each tensor only once."""
+    """Return the state in a file. Each tensor is held in memory only once."""
     snapshot: Snapshot = torch.load(path, map_location="cpu", weights_only=True)
     return snapshot
 

@@ -79,7 +79,10 @@ class Writer:
         self._thread.start()
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait up to `seconds` for a save in progress. Once it ends, `failure` has its outcome."""
+        """Wait up to `seconds` for a save in progress.
+
+        Once the save has ended, `failure` has its outcome.
+        """
         if self._thread is not None:
             self._thread.join(seconds)
 

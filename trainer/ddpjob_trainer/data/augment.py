@@ -194,7 +194,7 @@ class RandomErasing:
         self._choose, self._probability, self._seed = Erasing.get_params, probability, seed
 
     def __call__(self, images: torch.Tensor, numbers: list[int], epoch: int) -> torch.Tensor:
-        """Set a random rectangle of some of the images to 0, the mean colour, in place.
+        """Fill a random rectangle in some of the images with 0, the mean colour, in place.
 
         `images` (n, channels, height, width) show the samples `numbers`.
         """

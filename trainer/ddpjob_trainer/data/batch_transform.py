@@ -34,8 +34,8 @@ class BatchTransform:
     def __call__(self, batch: Batch, key: int) -> Batch:
         """Return the micro-batch after the function has transformed it.
 
-        Unreadable images are not passed to the function. Raises TrainingError if its result is
-        invalid.
+        Unreadable images are not passed to the function. Raises TrainingError if the function's
+        result is invalid.
         """
         if len(batch.labels) == batch.unreadable:
             return batch
@@ -70,7 +70,8 @@ class BatchTransform:
     def _check_labels(self, labels: torch.Tensor) -> None:
         shares, classes = labels.is_floating_point(), self._classes
         wrong = classes and labels.shape[1:] != ((classes,) if shares else ())
-        # Check the values only on the CPU, because the check would have to wait for other devices.
+        # Check the values only on the CPU. On any other device, the check would have to wait for
+        # the device.
         if classes and not wrong and not shares and labels.device.type == "cpu":
             wrong = not 0 <= int(labels.min()) <= int(labels.max()) < classes
         if wrong:

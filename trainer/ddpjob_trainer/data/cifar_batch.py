@@ -2,10 +2,10 @@
 
 A pickle is a program for a stack machine. Python's machine lets the file import names, call them,
 set attributes (the opcode BUILD with a pair is `setattr`, even on a class) and choose the size of
-its memory. The machine here interprets only the opcodes that Python 2.7 to 3.13 write, in protocols
-2 to 5, for a dict of strings, lists of integers and arrays from numpy 1 and 2. A name in the file
-remains a name: nothing is imported or called, and no attribute is set. The few calls that numpy
-writes are turned into descriptions of an array:
+the machine's memory. The machine here interprets only the opcodes that Python 2.7 to 3.13 write, in
+protocols 2 to 5, for a dict of strings, lists of integers and arrays from numpy 1 and 2. A name in
+the file remains a name: nothing is imported or called, and no attribute is set. The few calls that
+numpy writes are turned into descriptions of an array:
 
     REDUCE  numpy.dtype("u1", False, True)                -> a dtype, "u1" or "i8" only
     BUILD   it with (3, "|", None, None, None, -1, -1, 0) -> checked, and dropped
@@ -14,9 +14,9 @@ writes are turned into descriptions of an array:
     REDUCE  _frombuffer(content, dtype, shape, "C")       -> an array, as protocol 5 writes it
     REDUCE  _codecs.encode(text, "latin1")                -> bytes, as Python 3 writes them in protocol 2
 
-Contents are converted or copied only at the end, and only in the two fields that are read.
-Otherwise, a small file could fill the memory by repeating a conversion. Memory use is bounded by
-the file's size and its number of opcodes.
+Contents are converted or copied only at the end, and only in the two fields that are read. If
+contents were converted immediately, a small file could fill the memory by repeating a conversion.
+Memory use is bounded by the file's size and its number of opcodes.
 """
 
 from __future__ import annotations
@@ -63,9 +63,10 @@ class _Dtype:
 
 @dataclass
 class _Array:
-    """An array in the file. The opcode BUILD sets its layout and content after its creation.
+    """An array in the file.
 
-    `content` has one character or byte for each byte of the array.
+    After the array is created, the opcode BUILD sets its layout and content. `content` has one
+    character or byte for each byte of the array.
     """
 
     shape: tuple[int, ...] | None = None
@@ -76,7 +77,7 @@ class _Array:
     def fill(self, shape: Any, dtype: Any, order: Any, content: Any) -> _Array:
         """Set the layout and content that the file states.
 
-        Raises ValueError if they are invalid or do not match.
+        Raises ValueError if the layout or content is invalid, or if they do not match each other.
         """
         content = content.text if isinstance(content, _Encoded) else content
         if not isinstance(shape, tuple) or len(shape) > 2 or not all(type(side) is int and side >= 0 for side in shape):

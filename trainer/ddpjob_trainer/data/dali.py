@@ -1,12 +1,12 @@
 """data.decoder=dali: NVIDIA DALI decodes training images, on a GPU if there is one.
 
 The crops are the same as those that worker processes would choose. Test images are always decoded
-by worker processes. A batch that DALI cannot decode is decoded by the same function as in the
-workers, which reports the broken image. decoders.image_slice decodes only the crop:
+by worker processes. If DALI cannot decode a batch, the function that workers use decodes the batch
+and reports the broken image. decoders.image_slice decodes only the crop:
 https://docs.nvidia.com/deeplearning/dali.
 
 Pixels are copied on this module's own CUDA stream, so a batch that is decoded ahead does not wait
-for training's kernels. This has not been run on a GPU.
+for training's kernels. This module has not been run on a GPU.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class DaliDecoder:
     ) -> None:
         """Prepare the decoder. Raises ConfigError if DALI is not installed.
 
-        `choose(request, index)` is called for each image of a request. It returns a function, which
-        computes the crop from the image's height and width, and a flag, which says whether the
-        image is mirrored. `fallback` decodes a request without DALI.
+        `choose(request, index)` is called for each image of a request. `choose` returns a function
+        and a flag. The function computes the crop from the image's height and width. The flag says
+        whether the image is mirrored. `fallback` decodes a request without DALI.
         """
         self._read, self._choose, self._fallback = read, choose, fallback
         self._threads, self._device = max(1, workers), device
@@ -78,7 +78,8 @@ class DaliDecoder:
     def _hand_over(self, chunk: Chunk) -> Chunk:
         """Make a chunk safe to use on the current stream of the calling thread, and return it."""
         if chunk.pixels.is_cuda:
-            # Without this mark, a later copy could reuse the memory before training has read it.
+            # Without `record_stream`, a later copy could reuse the memory before training has read
+            # the pixels.
             chunk.pixels.record_stream(torch.cuda.current_stream(chunk.pixels.device))
         return chunk
 
@@ -93,7 +94,7 @@ class DaliDecoder:
             return Chunk(self._pixels(contents, crops, request.side), []) if crops else self._fallback(request)
         except UnreadableImage:
             return self._fallback(request)
-        # DALI cannot decode an image, and its pipeline is unusable after that.
+        # DALI cannot decode an image. After such an error, DALI's pipeline is unusable.
         except RuntimeError:
             self._pipelines.pop((size, request.side), None)
             return self._fallback(request)
@@ -101,7 +102,7 @@ class DaliDecoder:
     def _pixels(self, contents: Contents, crops: list[Crop], side: int) -> torch.Tensor:
         """Return the pixels of the crops, (n, 3, side, side) uint8.
 
-        They are a copy, because DALI reuses its own memory.
+        The result is a copy, because DALI reuses its own memory.
         """
         pipeline = self._pipelines.get((len(crops), side)) or self._build(len(crops), side)
         pipeline.feed_input(

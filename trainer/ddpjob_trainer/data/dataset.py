@@ -39,8 +39,8 @@ class Batch:
     (n,). If images are mixed, `labels` are shares of classes (n, classes). In the user's own data,
     `images` are inputs (n, ...), and `labels` are targets (n, ...); see `Targets`. n may be 0.
 
-    `unreadable` is the number of images that could not be read. They have weight zero: either their
-    label is UNREADABLE, or all their shares are 0.
+    `unreadable` is the number of images that could not be read. Unreadable images have weight zero:
+    either their label is UNREADABLE, or all their shares are 0.
     """
 
     images: torch.Tensor
@@ -114,12 +114,12 @@ class DataSet(Protocol):
     def train_stream(self, parts: Iterable[tuple[int, list[int]]]) -> Iterator[Batch]:
         """Yield an augmented training batch for each pair of an epoch and its list of numbers.
 
-        An empty list gives an empty batch. A number is `sample + repeat * train_size`
-        (data.repeats). The image belongs to the sample, and its augmentation is determined by the
-        number.
+        An empty list gives an empty batch. Each number is `sample + repeat * train_size`
+        (data.repeats). `sample` determines the image, and the number determines the image's
+        augmentation.
 
-        The stream continues while test batches are read. If reading is slow, it reads ahead of the
-        consumer.
+        The stream continues while test batches are read. If reading is slow, the stream reads ahead
+        of the consumer.
         """
 
     def shape_in(self, epoch: int) -> tuple[int, ...]:
@@ -148,15 +148,15 @@ class DataSet(Protocol):
         """Return a hash of the data.
 
         Two data sets have the same hash if each sample number stands for the same image and label
-        in both of them.
+        in both data sets.
         """
 
 
 def describe(data: DataSet) -> dict[str, Any]:
     """Return what a program needs to know about the data in order to use the model.
 
-    Checkpoints contain this description. Pixels become inputs by `(pixels / scale - mean) / std`,
-    per channel.
+    Checkpoints contain this description. For each channel, pixels are converted to inputs by
+    `(pixels / scale - mean) / std`.
     """
     found = data.normalize
     pixels = {} if found is None else {"scale": found.scale, "mean": list(found.mean), "std": list(found.std)}
@@ -168,7 +168,7 @@ def describe(data: DataSet) -> dict[str, Any]:
 def fingerprint(*parts: bytes | np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> int:
     """Return a 63-bit hash of several byte strings and arrays.
 
-    The hash also depends on where each of them ends.
+    The hash also depends on where each string or array ends.
     """
     whole = hashlib.blake2b(digest_size=8)
     for part in parts:
@@ -181,7 +181,8 @@ def fingerprint(*parts: bytes | np.ndarray[tuple[int, ...], np.dtype[np.generic]
 def existing_folder(config: DataConfig, remedy: str) -> Path:
     """Return the folder `data.dir`, which must exist and must not be empty.
 
-    Raises DataError with `remedy` if it is not set, missing, not a folder, or empty.
+    Raises DataError with `remedy` if data.dir is not set, or if the folder is missing, empty, or
+    not a folder.
     """
     if config.dir is None:
         raise DataError(f"data.name={config.name} needs data.dir (or DDPJOB_DATA_DIR): {remedy}")

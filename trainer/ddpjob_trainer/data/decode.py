@@ -18,8 +18,9 @@ import torch
 
 _JPEG = b"\xff\xd8\xff"
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
-"""Accepted formats. The content determines the format, not the file name. Pillow supports many
-other formats, but some are unsafe: its EPS decoder runs Ghostscript."""
+"""Accepted formats. The content of a file, not its name, determines the format. Pillow supports
+many other formats, but some are unsafe: its EPS decoder runs Ghostscript.
+"""
 MOST_PIXELS = 178_956_970
 """Maximum number of pixels in an image, which is Pillow's own limit. A file can declare any size,
 and decoding takes up to 18 bytes per pixel.
@@ -30,7 +31,7 @@ compression.
 """
 _MOST_SCANS = 500
 """Maximum number of scans in a progressive JPEG. Encoders write about 10. A file can have many tiny
-scans, and each of them takes a pass over all pixels.
+scans, and decoding each scan takes a pass over all pixels.
 """
 _TILE_WIDTH, _TILE_LENGTH = 322, 323  # tags in TIFF files
 # Factors by which JPEG may be reduced while it is decoded. libjpeg-turbo has vector code for these.
@@ -57,7 +58,7 @@ class Box:
 
 
 def crop(content: bytes, choose: Callable[[int, int], Box], size: int) -> torch.Tensor:
-    """Decode an image, and return one box of it, scaled to (3, size, size) uint8.
+    """Decode an image, and return one box of the image, scaled to (3, size, size) uint8.
 
     `choose(height, width)` returns the box, given the size of the image. Raises UnreadableImage.
     """
@@ -69,9 +70,9 @@ def crop(content: bytes, choose: Callable[[int, int], Box], size: int) -> torch.
 def middle(content: bytes, size: int, share: float = TEST_CROP) -> torch.Tensor:
     """Decode an image, scale its shorter side to `size` / `share`, and return the center.
 
-    The result is (3, size, size) uint8. Like torchvision's Resize and CenterCrop, this always
-    decodes all pixels, because a test result must not depend on how images are decoded. Raises
-    UnreadableImage.
+    The result is (3, size, size) uint8. Like torchvision's Resize and CenterCrop, this function
+    always decodes all pixels, because a test result must not depend on how images are decoded.
+    Raises UnreadableImage.
     """
     pixels, _ = _decode(content, lambda height, width: Box(0, 0, height, width), None)
     height, width = pixels.shape[1:]
@@ -140,13 +141,14 @@ def _decode(content: bytes, choose: Callable[[int, int], Box], size: int | None)
         try:
             height, width, colours, _ = simplejpeg.decode_jpeg_header(content)
             check_pixels(height, width)
-            if colours not in ("CMYK", "YCCK"):  # Only Pillow converts these two to RGB.
+            if colours not in ("CMYK", "YCCK"):  # Only Pillow converts CMYK and YCCK to RGB.
                 box = choose(height, width)
                 scale = _scale(box, size)
                 pixels = simplejpeg.decode_jpeg(content, min_height=-(-height // scale), min_width=-(-width // scale))
                 return _planes(pixels), _scale_box(box, pixels.shape[0] / height, pixels.shape[1] / width)
         except ValueError:
-            # This may be only a warning from libjpeg. Pillow distinguishes it from a broken file.
+            # The error may be only a warning from libjpeg. Pillow can tell such a warning from a
+            # broken file.
             pass
     pixels = _decode_with_pillow(content)
     return _planes(pixels), choose(*pixels.shape[:2])
@@ -194,7 +196,7 @@ def _open_image(content: bytes) -> Iterator[Any]:
 
     try:
         # Pillow allocates the memory for decoding a WebP image when it opens the image, so check
-        # its size before that.
+        # the image's size before opening it.
         if size := _webp_size(content):
             check_pixels(*size)
         with Image.open(io.BytesIO(content), formats=_FORMATS) as image:

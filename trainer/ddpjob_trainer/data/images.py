@@ -31,12 +31,13 @@ from ddpjob_trainer.errors import ConfigError, DataError
 
 _DRAWS = 41
 _MOST_EARLY_SIZES = 3
-"""Maximum number of sizes in data.early_sizes. torch.compile gives up after 8 shapes, and for each
-of up to 4 image sizes, ranks may have micro-batches of two sizes.
+"""Maximum number of sizes in data.early_sizes. With data.image_size, there are then up to 4 image
+sizes. For each of these, ranks may have micro-batches of two sizes, which makes 8 shapes.
+torch.compile gives up after 8 shapes.
 """
-# These errors are the fault of the machine, not of an image. EIO is not among them, because it may
-# be due to a single bad sector. An image with EIO counts as corrupt. If the whole mount is failing,
-# data.corrupt_limit ends the training.
+# These errors are the fault of the machine, not of an image. EIO is not included, because a single
+# bad sector may cause it. An image that causes EIO counts as corrupt. If the whole mount is
+# failing, data.corrupt_limit ends the training.
 _FILES, _MACHINE = (errno.EMFILE, errno.ENFILE), (errno.ESTALE, errno.ENOMEM)
 
 
@@ -54,7 +55,7 @@ class Encoded(Protocol):
     def identity(self) -> npt.NDArray[np.uint8]:
         """Return bytes that identify the image behind each number.
 
-        They do not depend on where the files are.
+        The bytes do not depend on where the files are.
         """
 
 
@@ -90,8 +91,8 @@ class ImageData(DataSet):
         self._side = partial(_side, _sizes(config))
         self._test_size = config.test_image_size or config.image_size
         self.train_size, self.test_size = len(train.labels), len(test.labels)
-        # Pixels are copied to a GPU on a separate stream. On the stream that trains, the copy would
-        # wait for earlier steps. This has not been tested on GPUs.
+        # Pixels are copied to a GPU on a separate stream. On the training stream, the copy would
+        # wait for earlier steps. The separate stream has not been tested on GPUs.
         self._copies: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.normalize: Normalize = Normalize(255.0, IMAGENET_MEAN, IMAGENET_STD, device)
         self._randaugment = RandAugment.of(config) if config.augment else None
@@ -103,8 +104,8 @@ class ImageData(DataSet):
 
     def train_stream(self, parts: Iterable[tuple[int, list[int]]]) -> Iterator[Batch]:
         """Yield an augmented training batch for each pair of an epoch and sample numbers."""
-        # The pool refers to the requests. They must not refer to this object, because of the
-        # reference cycle that `Pool` describes.
+        # The pool refers to the requests. The requests must not refer to this object, because they
+        # would form the reference cycle that `Pool` describes.
         augment, side = self._config.augment, self._side
         requests = (Request(False, epoch if augment else None, part, side(epoch)) for epoch, part in parts)
         return self._load(self._train, requests, self._pool.run if self._dali is None else self._dali.run)
@@ -156,8 +157,8 @@ class ImageData(DataSet):
         if apart:
             trains = torch.cuda.current_stream(self._device)
             trains.wait_stream(apart)
-            # Without this mark, the memory of the pixels could be reused while the stream that
-            # trains still reads it.
+            # Without `record_stream`, the memory of the pixels could be reused while the training
+            # stream still reads the pixels.
             pixels.record_stream(trains)
         if bad:
             whole = next((index for index in range(len(numbers)) if index not in bad), None)

@@ -2,8 +2,9 @@
 the list.
 
 Listing ImageNet's 1.3 million names takes seconds on an idle disk and minutes on a network file
-system. Every rank would need that time at every start. Adding, removing or renaming a file changes
-its folder's times, so one stat per folder is enough if all times are unchanged.
+system. Without the list, every rank would need that time at every start. Adding, removing or
+renaming a file changes its folder's times, so one stat per folder is enough if all times are
+unchanged.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class Listing:
     def paths(self, root: Path) -> npt.NDArray[np.bytes_]:
         """Return the paths of all images.
 
-        They are in one array. If they were in a list, each worker would copy the list's memory when
-        it updates reference counts.
+        The paths are in one array. With a list, each worker would copy the list's memory when the
+        worker updates reference counts.
         """
         prefixes = [os.fsencode(root / os.fsdecode(folder)) + b"/" for folder in self.folders.tolist()]
         return np.char.add(np.repeat(np.array(prefixes), self.counts), self.names)
@@ -155,7 +156,8 @@ def _times_of(path: Path) -> tuple[int, int]:
 def _read_kept(path: Path, root: Path) -> Listing | None:
     """Return the kept listing, or None if it cannot be used.
 
-    That is the case if it is missing or unreadable, or if a folder has changed since.
+    A listing cannot be used if it is missing or unreadable, or if a folder has changed since the
+    listing was made.
     """
     try:
         with path.open("rb") as file:
@@ -169,9 +171,10 @@ def _read_kept(path: Path, root: Path) -> Listing | None:
 def read_arrays(file: IO[bytes]) -> dict[str, npt.NDArray[Any]]:
     """Return the arrays in a numpy.savez file by name, if they have integers or strings.
 
-    numpy.load is not safe here. It would unpack compressed data of a thousand times the file's
-    size. It would also allocate the size that an array's header claims before it looks for the
-    content. Raises ValueError, KeyError, EOFError, NotImplementedError, zipfile.BadZipFile.
+    numpy.load is not safe for files that may be damaged or malicious. It would unpack compressed
+    data to a thousand times the file's size. It would also allocate the size that an array's header
+    claims before it looks for the content. Raises ValueError, KeyError, EOFError,
+    NotImplementedError, zipfile.BadZipFile.
     """
     with zipfile.ZipFile(file) as archive:
         parts = archive.infolist()

@@ -50,8 +50,8 @@ class OwnData(DataSet):
     """The data set returned by the user's function: (train, test) or (train, test, classes).
 
     A pair of tensors (or numpy arrays) is kept on the device; a Dataset is read by `data.workers`
-    processes. Images of uint8 are copied to the device as such, which takes a quarter of the bytes
-    of floats.
+    processes. uint8 images are copied to the device as uint8, because float images would take four
+    times as many bytes.
     """
 
     def __init__(self, config: DataConfig, device: torch.device) -> None:
@@ -219,9 +219,9 @@ class OwnData(DataSet):
     def _run_apart(self, each: Any, look: Callable[[], T]) -> T:
         """Run `look`, which reads a sample of `each`, and return its result.
 
-        If workers will be forked, `look` runs in a separate process. Otherwise, a file that a
-        Dataset opens at its first sample would be open in all workers, and they would share the
-        position in the file.
+        If workers will be forked, `look` runs in a separate process. The reason is that a Dataset
+        may open a file when it reads its first sample. If the rank's process opened the file, it
+        would be open in all workers, and the workers would share the position in the file.
         """
         workers = 0 if type(each) is TensorDataset else min(1, self._config.workers)
         # The pool's process ends together with the pool.
@@ -329,9 +329,10 @@ class OwnData(DataSet):
     def fingerprint(self) -> int:
         """Return a hash of the sizes, shapes and classes, and of part of the content.
 
-        If a set is a pair of tensors, the hash covers all targets and about a thousand inputs. If
-        it is a Dataset, the hash covers the result of its method `fingerprint`. If it has no such
-        method, the hash covers about 32 samples and its attribute `targets`.
+        If a set is a pair of tensors, the hash covers all targets and about a thousand inputs. If a
+        set is a Dataset, the hash covers the result of the Dataset's method `fingerprint`. If the
+        Dataset does not have this method, the hash covers about 32 samples and the attribute
+        `targets`.
         """
         parts: list[Any] = [
             repr((self.train_size, self.test_size, self.shape, self.classes, self.class_names)).encode()
@@ -367,7 +368,7 @@ _PARTS = ("input", "target")
 def _channels_first(pixels: torch.Tensor, first: int) -> torch.Tensor | None:
     """Return images with their channels at dimension `first`, or None if they are not images.
 
-    From that dimension on, images are (channels, height, width), (height, width, channels) or
+    From dimension `first` on, images are (channels, height, width), (height, width, channels) or
     (height, width), with 1, 3 or 4 channels.
     """
     shape = pixels.shape[first:]

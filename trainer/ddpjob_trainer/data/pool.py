@@ -55,9 +55,9 @@ class Pool(Generic[C]):
     """Runs `read` on requests in worker processes, in order and ahead of the consumer.
 
     With 0 workers, `read` runs in this process. If `read` is a bound method, the pool holds only a
-    weak reference to its object. Otherwise, the object and the loader would form a reference cycle.
-    The garbage collector would close the loader's queues before the loader itself, so each worker
-    would miss the request to end, and would be killed 5 s later.
+    weak reference to its object. With a strong reference, the object and the loader would form a
+    reference cycle. The garbage collector would close the loader's queues before the loader itself,
+    so each worker would miss the request to end, and would be killed 5 s later.
     """
 
     def __init__(self, read: Callable[[Request], C], workers: int, pinned: bool) -> None:
@@ -142,7 +142,7 @@ class _Reader(Dataset[C]):
         assert read is not None, "the pool is running, but its owner has been deleted"
         try:
             return read(request)
-        # The loader would take StopIteration for the end of the data.
+        # The loader would treat StopIteration as the end of the data.
         except StopIteration as error:
             raise RuntimeError("a Dataset raised StopIteration for a sample") from error
 
@@ -151,10 +151,10 @@ class _Reader(Dataset[C]):
 def _without_signals() -> Iterator[None]:
     """Block SIGTERM and SIGINT in the processes that are forked during the `with`.
 
-    They stay blocked until `_stay_with_the_rank` has run in the new process. The signal mask
-    applies only to this thread, so another thread may receive Ctrl-C. If KeyboardInterrupt were
-    raised in a fork hook, Python would only print it, and training would continue. Therefore, it is
-    raised only at the end of the `with`.
+    The signals stay blocked until `_stay_with_the_rank` has run in the new process. The signal mask
+    applies only to this thread, so Ctrl-C can still reach another thread. If KeyboardInterrupt were
+    raised in a fork hook, Python would only print it, and training would continue. Therefore,
+    KeyboardInterrupt is raised only at the end of the `with`.
     """
     handler, interrupts = signal.getsignal(signal.SIGINT), list[Any]()
     held = handler if callable(handler) and threading.current_thread() is threading.main_thread() else None
@@ -175,9 +175,9 @@ def _stay_with_the_rank(_: int) -> None:
     """Make sure that only the rank stops this worker.
 
     torchrun's SIGTERM and Ctrl-C go to the rank's whole process group. If a worker ended because of
-    them, the rank would abort before it has saved, so the worker leaves that group. On Linux, the
-    kernel kills the worker once the rank is gone. Elsewhere, the worker checks every few seconds
-    whether the rank still runs.
+    these signals, the rank would abort before it has saved, so the worker leaves the group. On
+    Linux, the kernel kills the worker once the rank is gone. Elsewhere, the worker checks every few
+    seconds whether the rank still runs.
     """
     os.setpgid(0, 0)
     for signum in signal.sigpending() & _GROUP_SIGNALS:

@@ -91,9 +91,10 @@ def uniform(seed: int, epoch: int, samples: npt.NDArray[np.int64], streams: int)
 def uniform_for_all(seed: int, epoch: int, count: int, streams: int, device: torch.device) -> torch.Tensor:
     """Return the result of `uniform` for samples 0 to count - 1, computed on the device.
 
-    All bits are identical to those of `uniform`. On the device, this takes a handful of kernels.
-    The CPU would need milliseconds, and longer while a thread writes a checkpoint. The computation
-    uses int64, which wraps as uint64 does, because torch cannot shift uint64 on all devices.
+    All bits are identical to those of `uniform`. A device needs only a handful of kernels for the
+    computation. The CPU would need milliseconds, and longer while a thread writes a checkpoint. The
+    computation uses int64, which wraps as uint64 does, because torch cannot shift uint64 on all
+    devices.
     """
     golden = _signed(_GOLDEN)
     keys = _mix64_signed((torch.arange(count, device=device) + 1) * golden + derive(seed, epoch))
@@ -126,7 +127,7 @@ def seed_torch(seed: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
         module = torch.get_device_module(device)
-        # `manual_seed` seeds the generator of the current device, which may be a different one.
+        # `manual_seed` seeds the generator of the current device, which may differ from `device`.
         with module.device(device):
             module.manual_seed(seed)
 
@@ -135,7 +136,7 @@ def seed_torch(seed: int, device: torch.device) -> None:
 def seed_draws(key: int) -> Iterator[None]:
     """Make random numbers that are drawn during the `with` depend only on `key`.
 
-    This applies to the global generators of Python, numpy and torch. After the `with`, the
+    The affected generators are the global ones of Python, numpy and torch. After the `with`, the
     generators continue where they were before.
     """
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()

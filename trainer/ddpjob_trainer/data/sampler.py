@@ -59,9 +59,9 @@ class Part:
     """One rank's part of a micro-batch that several ranks share.
 
     `number` and `key` belong to the micro-batch, which has `size` samples. The part has `count` of
-    them, and begins at the sample with index `start`. `holders` are the ranks that have a part of
-    the micro-batch, including this one. `before` is the sample that precedes this part in the
-    micro-batch; for the first part, it is the micro-batch's last sample. If images are mixed,
+    these samples, and begins at the sample with index `start`. `holders` are the ranks that have a
+    part of the micro-batch, including this one. `before` is the sample that precedes this part in
+    the micro-batch; for the first part, it is the micro-batch's last sample. If images are mixed,
     `before` is the partner of the part's first sample.
     """
 
@@ -186,13 +186,13 @@ def steps_per_epoch(size: int, batch: int) -> int:
 
 
 _WORTH_DIVIDING = 1.1
-"""Ranks share micro-batches if the busiest rank would otherwise compute more than this many times
-an even share of them.
+"""Ranks share micro-batches if, with whole micro-batches, the busiest rank would compute more than
+this many times an even share.
 """
 
 
 class Dividing(enum.Enum):
-    """What happens to micro-batches if distributing whole ones would leave ranks idle."""
+    """What to do if distributing whole micro-batches would leave ranks idle."""
 
     NO = 0
     """Distribute whole micro-batches, and leave ranks idle."""
@@ -236,7 +236,8 @@ class Dealing:
 
     def __post_init__(self) -> None:
         """Raise ConfigError for values that would silently leave a rank without samples."""
-        # A parameter server has rank `world`, because it does not take any samples.
+        # The rank `world` is valid, because it belongs to a parameter server, which does not take
+        # samples.
         if not 0 <= self.rank <= self.world or self.world < 1:
             raise ConfigError(
                 f"Dealing: rank={self.rank} is out of range for world={self.world}; pass "
@@ -267,7 +268,7 @@ class Dealing:
         return mine + [replace(self._deal_whole(0, samples, state), counts=False)] * (least - len(mine))
 
     def passes(self, samples: int) -> int:
-        """Return how many passes ranks that share micro-batches need for a global batch.
+        """Return the number of passes for a global batch if ranks share micro-batches.
 
         The global batch has `samples` samples. A result of 0 means that ranks take whole
         micro-batches. The result is the same on all ranks.
@@ -378,9 +379,9 @@ class ElasticSampler:
             taken = order[start : start + self.batch]
             if self.repeats > 1:
                 # A micro-batch consists of consecutive numbers in this order. Move the versions of
-                # a sample apart, so that a micro-batch rarely has two of them. Otherwise, the
-                # micro-batch's statistics would come from fewer images, and mixup would pair
-                # versions of the same image.
+                # a sample apart, so that a micro-batch rarely has two of them. With two versions of
+                # an image, the micro-batch's statistics would come from fewer images, and mixup
+                # would pair versions of the same image.
                 taken = taken[torch.argsort(taken // self.size, stable=True)]
             samples: list[int] = taken.tolist()
             after = replace(before, consumed=start + len(samples))

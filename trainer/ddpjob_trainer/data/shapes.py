@@ -1,9 +1,9 @@
 """Ten classes of generated shapes, hard enough to show what each part of a recipe contributes.
 
-The images do not need a download. Image n depends only on its number, and has identical bits on any
-machine and version of numpy. The computation uses integers, and only floating-point operations that
-IEEE 754 rounds in exactly one way (+ - * / and comparisons, but not sines or sums of unspecified
-order).
+The images do not need to be downloaded. Image n depends only on its number, and has identical bits
+on any machine and version of numpy. The computation uses integers, and only floating-point
+operations that IEEE 754 rounds in exactly one way (+ - * / and comparisons, but not sines or sums
+of unspecified order).
 """
 
 from __future__ import annotations

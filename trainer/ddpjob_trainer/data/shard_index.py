@@ -29,8 +29,9 @@ _IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "ppm", "pgm", "tif", "tiff")
 MOST_LABEL = 10_000_000
 """Maximum label, because the highest label determines the size of a model's last layer."""
 _MOST_HEADER, _MOST_DIGITS = 1 << 20, 32
-"""Maximum sizes in bytes: of an extended header in a tar, which holds a long name, and of a .cls
-file."""
+"""Maximum sizes in bytes. _MOST_HEADER limits an extended header in a tar, which holds a long name.
+_MOST_DIGITS limits a .cls file.
+"""
 _EXTENDED = (
     *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
     *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
@@ -164,9 +165,10 @@ def save(index: Index, path: Path) -> None:
 def stamp_of(entry: Mapping[str, Any]) -> str:
     """Return a stamp that changes with a file's content.
 
-    It is a checksum or, without one, the time of the last change. The stamp begins with its kind,
-    because only stamps of the same kind can be compared. It is empty if the file system has
-    neither. `entry` is what fsspec reports about the file.
+    The stamp is a checksum if the file system reports one. If it does not, the stamp is the time of
+    the last change. The stamp begins with its kind, because only stamps of the same kind can be
+    compared. The stamp is empty if the file system reports neither. `entry` is what fsspec reports
+    about the file.
     """
     kinds = ("ETag", "etag", "md5Hash", "content_md5", "mtime", "LastModified", "last_modified", "updated")
     return next((f"{kind.lower()} {entry[kind]}" for kind in kinds if entry.get(kind)), "")

@@ -17,8 +17,8 @@ _NOISE_IMAGES = 61
 class SyntheticData(DataSet):
     """A data set in which sample i shows the pattern for class i % classes, plus noise.
 
-    The noise is one of 61 images. The data is learnable, can have any shape, and takes little
-    memory.
+    The noise is one of 61 prepared images. The data is learnable, can have any shape, and takes
+    little memory.
     """
 
     def __init__(self, config: DataConfig, device: torch.device) -> None:

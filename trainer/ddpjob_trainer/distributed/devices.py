@@ -93,8 +93,8 @@ def _each_rank_sees_its_own(kind: str) -> bool:
 def search_algorithms(device: torch.device, *, repeatable: bool) -> None:
     """Let cuDNN time its algorithms for each convolution size and use the fastest one.
 
-    If runs must be `repeatable` with identical bits, turn this off, because the next run might
-    choose a different algorithm.
+    If runs must be `repeatable` with identical bits, turn this search off, because the next run
+    might choose a different algorithm.
     """
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = not repeatable
@@ -149,10 +149,11 @@ def cpu_limit(root: Path = Path("/sys/fs/cgroup")) -> float:
 def limit_threads(threads: int, local_world: int, *, repeatable: bool = False) -> None:
     """Set the number of threads that torch uses in this rank.
 
-    The number is `threads`. If that is 0, it is an equal share of the node's usable cores or, if
-    `repeatable`, one thread. Sums on a CPU depend on the number of threads, but must not depend on
-    the number of ranks. If `threads` is 0 and the user has set OMP_NUM_THREADS, this does nothing.
-    A value of 1 is ignored, because torchrun sets it by itself. Raises ConfigError.
+    The number is `threads`. If `threads` is 0, the number is an equal share of the node's usable
+    cores or, if `repeatable` is set, 1. Sums on a CPU depend on the number of threads, but must not
+    depend on the number of ranks. If `threads` is 0 and the user has set OMP_NUM_THREADS, this
+    function does nothing. OMP_NUM_THREADS=1 does not count as set by the user, because torchrun
+    sets this value by itself. Raises ConfigError.
     """
     if threads < 0:
         raise ConfigError(f"train.threads={threads}: must be at least 0; 0 is an equal share of the cores")
@@ -165,7 +166,7 @@ def limit_threads(threads: int, local_world: int, *, repeatable: bool = False) -
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # Parameters of mallopt, from malloc.h.
 _LARGEST_MMAP_THRESHOLD = 32 * 2**20
 """The largest mmap threshold in bytes that glibc chooses by itself. Once the trim threshold is set,
-glibc no longer adjusts the mmap threshold, so this module sets both."""
+glibc no longer adjusts the mmap threshold, so this module sets both thresholds."""
 
 
 def keep_freed_memory(device: torch.device) -> None:
@@ -173,8 +174,8 @@ def keep_freed_memory(device: torch.device) -> None:
 
     By default, glibc returns the memory to the kernel, which then clears every page again in every
     step: 90,000 page faults and 4% of the CPU time with ResNet-18 at 64 images. The peak memory use
-    stays the same. This does nothing on other devices, with other C libraries, or if the user has
-    tuned glibc's allocator (mallopt(3)).
+    stays the same. This function does nothing on other devices, with other C libraries, or if the
+    user has tuned glibc's allocator (mallopt(3)).
     """
     tuned = any(name.startswith("MALLOC_") for name in os.environ) or "GLIBC_TUNABLES" in os.environ
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

@@ -32,7 +32,7 @@ method is env://."""
 
 @dataclass(frozen=True)
 class Meeting:
-    """The place that an init method names: a file, or the address and port of a TCP store.
+    """The meeting place that an init method names: a file, or the address and port of a TCP store.
 
     With `agents`, a launcher's agent serves the store instead of rank 0.
     """
@@ -47,10 +47,10 @@ class Meeting:
 
 
 def read_method(method: str) -> Meeting:
-    """Return the place that an init method names.
+    """Return the meeting place that an init method names.
 
-    The method is `env://`, `tcp://HOST:PORT` or `file:///PATH`. For env://, the place comes from
-    the environment. Raises ConfigError with the remedy.
+    The method is `env://`, `tcp://HOST:PORT` or `file:///PATH`. For env://, the meeting place comes
+    from the environment. Raises ConfigError, whose message includes the remedy.
     """
     url = urlsplit(method)
     if url.scheme == "file" and url.path.startswith("/") and not url.netloc:
@@ -78,10 +78,12 @@ def meeting() -> Meeting:
 
 
 def open_store(group: Group, timeout_seconds: float) -> Any:
-    """Return this incarnation's store (torch.distributed.Store). A process opens it only once.
+    """Return this incarnation's store (torch.distributed.Store).
 
-    Rank 0 serves the store, unless a launcher's agent does. This does not wait for other ranks.
-    Raises RendezvousError if the store cannot be reached in time or rank 0 cannot listen.
+    A process opens each store only once.
+
+    Rank 0 serves the store, unless a launcher's agent does. This function does not wait for other
+    ranks. Raises RendezvousError if the store cannot be reached in time or rank 0 cannot listen.
     """
     where = meeting()
     incarnation = JobEnvironment.read().fence or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -89,7 +91,7 @@ def open_store(group: Group, timeout_seconds: float) -> Any:
         _stores[where, group, incarnation] = _open(where, group, incarnation, timeout_seconds)
     _stores[where, group, incarnation].set_timeout(
         datetime.timedelta(seconds=timeout_seconds)
-    )  # If preflight has opened the store, the store has a shorter timeout.
+    )  # If preflight has opened the store, the store still has preflight's shorter timeout.
     return _stores[where, group, incarnation]
 
 
@@ -140,7 +142,7 @@ def _open(where: Meeting, group: Group, incarnation: str, timeout_seconds: float
 def _loopback_listener(where: Meeting, group: Group) -> dict[str, Any]:
     """Return TCPStore's arguments for a store that only this machine can reach.
 
-    Without these arguments, torch would listen on every address, but the store has no
+    Without these arguments, torch would listen on every address, although the store has no
     authentication. The result is empty unless all ranks are on this machine and meet on its
     loopback. Raises OSError if the port is in use.
     """
@@ -172,9 +174,9 @@ def address_towards(host: str) -> str:
 def free_port(host: str = "127.0.0.1") -> int:
     """Return a TCP port that is free on the address `host`.
 
-    Rank 0 listens on the port only seconds later, and no other program should take it until then.
-    If possible, the port is therefore outside the range that systems use for outgoing connections.
-    Raises OSError.
+    Rank 0 listens on the port only seconds later. Until then, no other program should take the
+    port. If possible, the port is therefore outside the range that systems use for outgoing
+    connections. Raises OSError.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in random.SystemRandom().sample(range(16000, 20000), 100):

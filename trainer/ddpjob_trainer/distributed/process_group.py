@@ -83,9 +83,10 @@ class Group:
         return buffer.numpy().tobytes()
 
     def broadcast_tensors(self, tensors: list[torch.Tensor], source: int = 0) -> None:
-        """Overwrite `tensors` on every rank with the tensors of rank `source`, on their own device.
+        """Overwrite `tensors` on every rank with the tensors of rank `source`, on the tensors' own
+        device.
 
-        The tensors may have any dtype and memory layout.
+        Tensors can have any dtype and memory layout.
         """
         if self.world == 1:
             return
@@ -198,7 +199,7 @@ def done_in_thread(
 def wanted_world() -> int:
     """Return the number of ranks that the job requests, from the environment; 0 if unknown.
 
-    At first, the job may run with fewer ranks.
+    The job can start with fewer ranks than this number.
     """
     job = JobEnvironment.read()
     return int(job.nodes or 0) * int(job.procs_per_node or 0)
@@ -208,8 +209,8 @@ def destroy() -> None:
     """Destroy the process group, after a short wait.
 
     gloo's thread may still be waiting for the GIL, to free the tensors of the last collective.
-    Destroying the group holds the GIL while waiting for that thread, so both would wait forever
-    (seen with torch 2.6 and 2.9).
+    Destroying the group holds the GIL while waiting for gloo's thread, so both threads would wait
+    forever (seen with torch 2.6 and 2.9).
     """
     time.sleep(_LAST_TENSORS_SECONDS)
     dist.destroy_process_group()

@@ -5,20 +5,20 @@ DDP's exchange overlaps with the backward pass and ends within torch's backward 
 call would therefore show the slowest rank's time on every rank. At the end of a backward pass, the
 autograd engine runs callbacks in the order in which they were queued. The clock's callback is
 queued when the pass begins, but DDP queues its wait for the exchange when the last gradient is
-ready. The clock's callback therefore runs between a rank's own last gradient and the wait.
+ready. The clock's callback therefore runs after a rank's own last gradient, but before DDP's wait.
 
 All other waiting, even in the middle of a pass, goes through a single method, `Work.wait` of torch.
 The trainer calls this method, as do torch's FSDP, pipelines and blocking collectives. On the CPU,
 `wait` blocks until the other ranks have sent, so the time spent in it counts as exchange in every
 phase.
 
-On a GPU, marks are events in its stream. They are read when the numbers are reported, because the
-host has then waited for the device anyway. The time between two events includes the device's work
-and its waiting for a slow host. `wait` returns immediately, and a stream waits instead. In newer
-versions of torch, a blocking collective itself may run in the stream. So the time between events
-before and after a wait or a blocking collective counts as exchange. If a version of torch waits
-elsewhere, the ranks show equal times, and no rank is named. The clock has not been tested on
-several GPUs yet.
+On a GPU, marks are events in the GPU's stream. The events are read when the numbers are reported,
+because the host has then waited for the device anyway. The time between two events includes the
+device's work and its waiting for a slow host. `wait` returns immediately, and a stream waits
+instead. In newer versions of torch, a blocking collective itself may run in the stream. So the time
+between events before and after a wait or a blocking collective counts as exchange. If a version of
+torch waits in other functions, the ranks show equal times, and no rank is named. The clock has not
+been tested on several GPUs yet.
 """
 
 from __future__ import annotations

@@ -33,7 +33,8 @@ class Evaluation:
     accuracy: float | None
     """Share of samples whose highest score belongs to their class (top-1). If scores are equal, the
     first class counts as the highest. For optim.loss=bce with float targets, this is the share of
-    values whose probability is on the correct side of 0.5. For regression, it is None."""
+    values whose probability is on the correct side of 0.5. For regression, it is None.
+    """
     top5: float | None
     """Share of samples whose class is among the five highest scores."""
     mae: float | None
@@ -89,10 +90,10 @@ class Adding(Protocol):
 class ValueAccumulator:
     """Adds up the results of an evaluation whose targets are numbers rather than classes.
 
-    They are the loss and other numbers that are meaningful for such targets. If targets are floats
-    with the same shape as the scores, the other numbers are mae and rmse or, with `decisions`
-    (targets from 0 to 1), accuracy and f1. Their sums are over all values, and are divided by the
-    number of values on all ranks.
+    The results are the loss and other numbers that are meaningful for such targets. If targets are
+    floats with the same shape as the scores, the other numbers are mae and rmse or, with
+    `decisions` (targets from 0 to 1), accuracy and f1. Each of these other numbers is computed from
+    sums over all values on all ranks.
     """
 
     def __init__(self, each: Each, *, decisions: bool = False) -> None:
@@ -112,7 +113,8 @@ class ValueAccumulator:
         sums = [torch.zeros_like(loss)] * 5
         if labels.is_floating_point() and found.shape == truth.shape:
             if self._decisions:
-                # Training on an accelerator skips this check, because it would wait for the device.
+                # Training on an accelerator skips this check, because the check would wait for the
+                # device.
                 check_probabilities(labels)
                 guesses, positive = found > 0, truth > 0.5
                 right = (guesses == positive) & ~found.isnan()

@@ -57,8 +57,8 @@ class Curves:
     """Precision-recall curves and average precisions, for each class and for all decisions.
 
     `average_precision` has a value for each class, `macro` is the mean over classes, and `micro` is
-    the average precision of all decisions pooled. `of_class` and `pooled` are the curves. They are
-    thinned for storage and drawing, and exist only on rank 0.
+    the average precision of all decisions pooled. `of_class` and `pooled` are the curves. The
+    curves are thinned for storage and drawing, and exist only on rank 0.
     """
 
     average_precision: list[float]
@@ -185,8 +185,8 @@ def bin_of(probabilities: torch.Tensor, bins: int) -> torch.Tensor:
 def _gather(mine: torch.Tensor, group: Group) -> torch.Tensor:
     """Return all ranks' tensors, flattened and concatenated, on rank 0.
 
-    The other ranks get an empty tensor. While the tensors are gathered, these ranks hold only one
-    rank's part at a time.
+    The other ranks get an empty tensor. While the tensors are gathered, the other ranks hold only
+    one rank's part at a time.
     """
     if group.world == 1:
         return mine.flatten()

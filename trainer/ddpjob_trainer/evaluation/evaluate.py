@@ -35,9 +35,9 @@ def evaluate(
 
     The result is the same on every rank and for every number of ranks (up to the order of float64
     sums). `logits` returns the scores (n, classes) of images (n, channels, height, width) in
-    evaluation mode. `own` is this rank's share of the test samples. If the rank does not count, its
-    scores are ignored. `adding` computes the result; by default, it handles classes according to
-    `config`. `alive` is called every round.
+    evaluation mode. `own` is this rank's share of the test samples. If `own.counts` is false, this
+    rank's scores are ignored. `adding` computes the result; by default, it handles classes
+    according to `config`. `alive` is called every round.
 
     Every rank runs the same number of rounds and computes images in each round, because a forward
     pass may be a collective. A rank that has used up its samples computes the test set's first

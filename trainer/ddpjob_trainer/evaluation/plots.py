@@ -266,6 +266,6 @@ def _worst_pairs(panel: Axes, matrix: Matrix, names: list[str], most: int = 24) 
 
 
 if __name__ == "__main__":
-    os.nice(10)  # The ranks on this machine have priority.
+    os.nice(10)  # Give priority to the machine's ranks.
     for name in sys.argv[1:]:
         draw(Path(name))

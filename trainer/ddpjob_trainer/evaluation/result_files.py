@@ -25,8 +25,8 @@ _DRAWING_SECONDS, _PAUSE_SECONDS = 120, 60.0
 class EvaluationFiles:
     """Writes the evaluations of one run, on rank 0.
 
-    Another process draws the plots while training continues. It draws at most one evaluation per
-    minute, because drawing keeps a core busy for a second or two. The last evaluation is always
+    Another process draws the plots while training continues. At most one evaluation per minute is
+    drawn, because drawing keeps a core busy for a second or two. The last evaluation is always
     drawn.
     """
 

@@ -1,7 +1,7 @@
 """Test-time augmentation: the mean of a model's scores over several versions of an image.
 
-The weights are those of airbench (Jordan, 2024). Shifts reflect the border, as torch's padding
-mode `reflect` does.
+The mean weights the versions as airbench does (Jordan, 2024). Shifts reflect the border, as torch's
+padding mode `reflect` does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Running statistics of batch normalization, independent of which rank computed a micro-batch.
 
-In a step, every micro-batch starts from the same running statistics. Afterwards, they become the
-mean of the micro-batches' results, weighted by samples. This equals a single update with the mean
-of the micro-batches' statistics, as for a step on one rank.
+In a step, every micro-batch starts from the same running statistics. At the end of the step, the
+running statistics become the mean of the micro-batches' results, weighted by samples. This equals a
+single update with the mean of the micro-batches' statistics, as for a step on one rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ddpjob_trainer.distributed.process_group import Group
 def move_running(module: _BatchNorm, mean: torch.Tensor, variance: torch.Tensor) -> None:
     """Update a layer's running statistics as torch does.
 
-    `mean` and `variance`, which is unbiased, are the moments of the current batch.
+    `mean` and `variance` are the moments of the current batch. The variance is unbiased.
     """
     assert module.running_mean is not None and module.running_var is not None
     assert module.num_batches_tracked is not None
@@ -119,11 +119,10 @@ def _flattened(buffers: list[torch.Tensor]) -> list[torch.Tensor]:
         alike = [buffer for buffer in buffers if (buffer.device, buffer.dtype) == kind]
         flats.append(torch.cat([buffer.detach().flatten() for buffer in alike]))
         for buffer, piece in zip(alike, torch.split(flats[-1], [buffer.numel() for buffer in alike]), strict=True):
-            # Assign .data, so that the buffer remains the same tensor and autograd does not count
-            # later copies into it as changes. autograd keeps the buffers for the backward pass,
-            # although it does not read them there in training. In a pipeline, the buffers change
-            # before a micro-batch's backward pass, because the next micro-batch's forward pass
-            # comes first.
+            # Assign .data, so that the buffer remains the same tensor. autograd then does not count
+            # later copies into the buffer as changes. In training, autograd keeps the buffers for
+            # the backward pass but does not read them. In a pipeline, the buffers change before a
+            # micro-batch's backward pass, because the next micro-batch's forward pass comes first.
             buffer.data = piece.view_as(buffer)
     return flats
 
@@ -139,7 +138,7 @@ def ordered_parts(
     """Return all ranks' tensors, in micro-batch order, on every rank.
 
     Each of this rank's `parts` is the number of a micro-batch and a flat tensor of `size` values.
-    The result takes as much memory as one such tensor for each micro-batch on any rank. All ranks
+    The result takes as much memory as one such tensor for each micro-batch of all ranks. All ranks
     must call this together.
     """
     if group.world == 1:

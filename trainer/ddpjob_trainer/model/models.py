@@ -32,8 +32,8 @@ def build_model(
 ) -> nn.Module:
     """Return the network that the configuration names, on `device`.
 
-    It takes images of `shape` (channels, height, width). Its initial weights depend only on `seed`.
-    Raises ConfigError.
+    The network takes images of `shape` (channels, height, width). The initial weights depend only
+    on `seed`. Raises ConfigError.
     """
     if config.channels_last is True and len(shape) != 3:
         raise ConfigError(
@@ -234,8 +234,8 @@ def needs_two_samples(
 ) -> bool:
     """Return whether training fails on a micro-batch of one sample.
 
-    It fails if maps have shrunk to one pixel where a normalization needs more than one value per
-    channel. `early` is the shape of images in this epoch, if images grow to `shape` in later
+    Training fails if maps have shrunk to one pixel where a normalization needs more than one value
+    per channel. `early` is the shape of images in this epoch, if images grow to `shape` in later
     epochs. This check does not compute any values.
     """
     from torch.nn.modules.batchnorm import _BatchNorm
@@ -253,8 +253,8 @@ def needs_two_samples(
 def check_image_size(config: ModelConfig, shape: tuple[int, ...], classes: int, key: str) -> None:
     """Raise ConfigError if a model from torchvision or timm cannot process images of `shape`.
 
-    `key` is the name of the setting for the image size, for the message. It is empty if there is no
-    such setting.
+    `key` is the name of the setting for the image size, for the message. `key` is empty if there is
+    no such setting.
     """
     if is_own(config) or ":" not in config.name:
         return
@@ -280,8 +280,8 @@ def check_image_size(config: ModelConfig, shape: tuple[int, ...], classes: int, 
 def explain_image_size(config: ModelConfig, shape: tuple[int, ...], classes: int, key: str) -> Iterator[None]:
     """Run a model's first forward pass inside this `with`.
 
-    If the pass fails, `check_image_size` finds out whether the image size is the cause. That check
-    takes time, so it does not run before a pass has failed.
+    If the pass fails, `check_image_size` finds out whether the image size is the cause. The check
+    takes time, so it runs only after a pass has failed.
     """
     try:
         yield
@@ -305,7 +305,8 @@ def _torchvision_model(name: str, shape: tuple[int, ...], classes: int) -> nn.Mo
             f"model.name=torchvision:{name}: torchvision's models need images with 3 channels, but the data's"
             f" have {shape[0]}; use small_cnn, resnet18_cifar, timm:NAME or your own model"
         )
-    # Without this argument, these two models would also return the scores of their auxiliary heads.
+    # Without this argument, googlenet and inception_v3 would also return the scores of their
+    # auxiliary heads.
     plain = {"aux_logits": False} if name in ("googlenet", "inception_v3") else {}
     model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=classes, **plain)
     return model
@@ -362,7 +363,8 @@ def _own_model(name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
         )
     setattr(model, _OWN, True)
     # A user's function often returns a pretrained model in evaluation mode. Training must not begin
-    # in this mode, because the model would leave it at the end of the first evaluation.
+    # in evaluation mode, because the model would leave this mode only at the end of the first
+    # evaluation.
     return model.train()
 
 

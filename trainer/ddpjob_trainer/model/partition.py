@@ -151,8 +151,8 @@ class MetaModel:
     def costs(self, image: Sequence[int]) -> list[float]:
         """Return each layer's cost for one image of the shape `image` (channels, height, width).
 
-        The cost is the number of arithmetic operations plus a constant for each value written. It
-        is the same on every machine.
+        The cost is the number of arithmetic operations plus a constant for each value written. The
+        cost is the same on every machine.
         """
         from torch.utils.flop_counter import FlopCounterMode
 

@@ -15,12 +15,12 @@ class MovingAverage:
     """Averages, by name, of the tensors that training changes.
 
     These tensors are the weights and the running statistics. After each step, average = decay *
-    average + (1 - decay) * weights. The average starts as the weights after the first step, as in
-    torch's AveragedModel. Averages are float32, and each rank keeps the averages of the weights (or
-    shards of weights) that it holds. If the model has a tensor under several names, `others` maps
-    each additional name to the name in `tensors`. A checkpoint contains the average under the
-    additional names, too, because averages replace weights of the same name. Raises ConfigError if
-    `decay` is not between 0 and 1.
+    average + (1 - decay) * weights. The average initially equals the weights after the first step,
+    as in torch's AveragedModel. Averages are float32, and each rank keeps the averages of the
+    weights (or shards of weights) that it holds. If the model has a tensor under several names,
+    `others` maps each additional name to the name in `tensors`. A checkpoint lists such an average
+    under all names of its tensor, because an average replaces the weight that has the same name.
+    Raises ConfigError if `decay` is not between 0 and 1.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class MovingAverage:
             self._updates += 1
 
     def _update_unless(self, skipped: torch.Tensor) -> None:
-        """Update the averages if `skipped` is false, without waiting until its value is known."""
+        """Update the averages if `skipped` is false, without waiting for the value of `skipped`."""
         share = ~skipped * (1 - self._decay)
         for device in {average.device for average in self._averages}:
             pairs = [pair for pair in zip(self._averages, self._tensors, strict=True) if pair[0].device == device]

@@ -34,8 +34,9 @@ _OF_VALUES: dict[str, Each] = {
     "l1": lambda scores, targets: (scores - targets).abs(),
     "huber": _huber,
 }
-"""Losses that are computed for each value of a target. The loss of a sample is the mean over its
-values."""
+"""Losses that are computed for each value of a target. The loss of a sample is the mean over the
+sample's values.
+"""
 _NAMES = ("cross_entropy", *_OF_VALUES)
 
 
@@ -55,7 +56,7 @@ class Loss:
         return self.name == "bce"
 
     def check(self, data: DataConfig, targets: Targets, classes: int) -> None:
-        """Raise ConfigError if the data's targets do not suit the loss, or a setting has no effect.
+        """Raise ConfigError if the targets do not suit the loss, or if a setting has no effect.
 
         Afterwards, `sum` raises an error for scores whose number of classes is not `classes`.
         """
@@ -98,7 +99,7 @@ class Loss:
         return self.total(scores, batch.labels, batch.unreadable)
 
     def total(self, scores: torch.Tensor, labels: torch.Tensor, unreadable: int) -> torch.Tensor:
-        """Return the result of `sum` for labels. If `unreadable` is 0, all of them are valid."""
+        """Return the summed loss, as `sum` does. If `unreadable` is 0, all labels are valid."""
         self._check_scores(scores)
         targets = labels[: len(scores)]
         if self.name == "cross_entropy":
@@ -129,8 +130,8 @@ class Loss:
                 f" has {targets.shape[1]} values; set model.name to a model whose last layer has"
                 f" {targets.shape[1]} outputs"
             )
-        # The check reads the targets. On a device other than the CPU, reading them would mean
-        # waiting for the device.
+        # The check reads the targets. On a device other than the CPU, reading the targets would
+        # mean waiting for the device.
         if self.of_decisions and targets.device.type == "cpu":
             check_probabilities(targets)
         return _OF_VALUES[self.name](scores, targets).mean(1)
@@ -166,9 +167,10 @@ def loss_sum(
     """Return the sum of the samples' cross entropies, as a float32 scalar.
 
     `logits` are (n, classes). `labels` are class numbers (n,), or each sample's shares of the
-    classes (n, classes). Label smoothing (Szegedy et al. 2015) takes `smoothing` of each label and
-    spreads it over all classes. Each sample's loss is multiplied by its value in `weights` (n,).
-    The loss of a sample is zero if its label is -100, or if its shares are all 0.
+    classes (n, classes). Label smoothing (Szegedy et al. 2015) takes the fraction `smoothing` from
+    each label and spreads this fraction over all classes. Each sample's loss is multiplied by its
+    value in `weights` (n,). The loss of a sample is zero if its label is -100, or if its shares are
+    all 0.
     """
     if labels.is_floating_point() and smoothing:
         # torch's own smoothing would also give shares to a sample whose shares are all 0.

@@ -3,16 +3,17 @@
 Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024.
 
 Problem: the updates of a matrix that SGD and Adam compute are dominated by a few directions, so the
-matrix learns little in all others. Rule: replace an update with singular value decomposition U S V
-by roughly U V, which changes all directions by the same amount. A decomposition would be slow, so
-`orthogonalize` iterates a polynomial that moves each singular value to between 0.7 and 1.2.
+matrix learns little in all other directions. Rule: replace an update with singular value
+decomposition U S V by roughly U V, which changes all directions by the same amount. A decomposition
+would be slow, so `orthogonalize` iterates a polynomial that moves each singular value to between
+0.7 and 1.2.
 
 Example: a convolution with 64 outputs, 24 inputs and a kernel of 3x3 is a matrix of 64 x 216.
 Biases, normalization, and the matrices named in optim.muon_except are updated as SGD does.
 
 The iterations consist of matrix products, so a matrix must be whole on the rank that updates it
-(config/strategy_limits.py). Each rank computes them from the same gradients. Ranks with different
-kinds of devices would round differently, and their weights would drift apart.
+(config/strategy_limits.py). Each rank computes the products from the same gradients. Ranks with
+different kinds of devices would round differently, and their weights would drift apart.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from ddpjob_trainer.optim.grouped import GroupedOptimizer
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 """Coefficients of the polynomial a x + b x^3 + c x^5, which each iteration applies to the singular
-values. Of the polynomials whose iteration converges, it has the steepest slope at 0."""
+values. Among the polynomials whose iteration converges, this one has the steepest slope at 0.
+"""
 _EPSILON = 1e-7
 
 

@@ -25,8 +25,7 @@ While the scale falls, skipped steps are normal, because the scale adapts by ski
 """
 _NUMBERS_SHOWN = 16
 _NUMBERS_COMMON = 3
-"""Maximum number of samples that a message names because several non-finite steps have them in
-common."""
+"""Maximum number of samples that a message names as common to all steps with a non-finite loss."""
 
 Notify = Callable[[int, str, dict[int, list[int]]], None]
 """Called for a skipped step with (step, text, samples). `samples` maps each rank whose loss was not
@@ -79,7 +78,7 @@ class NonFiniteGuard:
     def record(
         self, step: int, samples: Sequence[int], losses: torch.Tensor, count: int, update: Update
     ) -> tuple[torch.Tensor, int | torch.Tensor]:
-        """Record whether step `step` was skipped. Return its losses and its number of samples.
+        """Record whether step `step` was skipped. Return the step's losses and number of samples.
 
         `losses` is the sum of this rank's losses over `samples`, its share of a global batch of
         `count` samples. If the step was skipped, both results are zero. If the outcome is not known

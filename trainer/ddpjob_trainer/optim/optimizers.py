@@ -33,8 +33,8 @@ def build_optimizer(
     weights = [weight for _, weight in named]
     groups = divide(config, named, depths)
     # On the CPU, fused kernels take half as long for SGD and a fifth as long for AdamW (11 million
-    # weights, one core). For DTensors (strategy=fsdp), torch does not have a fused SGD, and by
-    # default it updates them one by one, so foreach kernels are chosen for them.
+    # weights, one core). torch does not have a fused SGD for DTensors (strategy=fsdp), and its
+    # default kernels update DTensors one by one. So foreach kernels are chosen for DTensors.
     parts = any(is_sharded(weight) for weight in weights)
     kernels: dict[str, Any] = (
         {"foreach": True} if parts else {"fused": all(weight.device.type in ("cpu", "cuda") for weight in weights)}
@@ -56,8 +56,8 @@ def build_optimizer(
         case OptimizerName.MUON:
             from ddpjob_trainer.optim.muon import Muon
 
-            # A model that computes in float32 also uses float32 here. If bfloat16 were used,
-            # gradients that were only added up in a different order could be rounded to different
+            # If the model computes in float32, Muon's iterations use float32 too. With bfloat16,
+            # gradients that differ only in the order of their sums could be rounded to different
             # values.
             short = computed_in if computed_in is torch.float32 else torch.bfloat16
             return Muon(
@@ -163,7 +163,7 @@ def learning_rate(config: OptimConfig, at: Position) -> float:
         case ScheduleName.COSINE | ScheduleName.LINEAR:
             done = min(1.0, (at.consumed - warmup) / max(1.0, at.total - warmup))
             return config.lr * (1 - done) if config.schedule is ScheduleName.LINEAR else _cosine(config.lr, 0.0, done)
-        # The rate peaks at `top`, and it has reached its final value when the last step begins.
+        # The rate peaks at `top`, and has reached its final value when the last step begins.
         case ScheduleName.ONE_CYCLE:
             first, last = config.lr * config.start_factor, config.lr * config.end_factor
             top = config.rise * at.total - at.length

@@ -10,9 +10,9 @@ parameters:
     copy 2                  load  step 8 ...           step 18 ... 40    refused at the first step
     copy 3                                       load  step 18 ... 40    that differs from copy 1
 
-There are two loads because 7 steps alone are a whole period of an optimizer that acts at every
-seventh step. State that takes effect only after step 40 is not detected. The copies get different
-random numbers, as ranks would.
+The check loads twice because an optimizer may act only at every seventh step. The first load comes
+after a whole period of such an optimizer, so it would not show an error. State that takes effect
+only after step 40 is not detected. The copies get different random numbers, as ranks would.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def build_own(name: str, groups: list[dict[str, Any]], lr: float, decay: float) 
 
 
 def _check_resumes(name: str, make: Make, groups: list[dict[str, Any]]) -> None:
-    """Raise ConfigError if the optimizer takes different steps after a checkpoint is loaded."""
+    """Raise ConfigError if loading a checkpoint changes the steps that the optimizer takes."""
 
     def stand_ins(weights: list[torch.Tensor]) -> list[nn.Parameter]:
         # One stand-in for each kind of parameter is enough. Copying all parameters of a ResNet-50

@@ -65,7 +65,7 @@ def check_rules(config: OptimConfig, names: Sequence[str], model: str) -> str:
     """Check optim.groups, and return a description of its effect for the log.
 
     `names` are the trained parameters of the whole model. Raises ConfigError if a pattern selects
-    none of the parameters that earlier patterns have left.
+    none of the parameters that earlier patterns have not selected.
     """
     left, found = list(names), []
     for rule in map(GroupRule.read, config.groups):

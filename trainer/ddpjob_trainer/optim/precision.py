@@ -63,8 +63,8 @@ class Precision:
         self.dtype = _dtype(self.config, self._device)
         self._scale = _loss_scale(self.config, self.dtype)
         self._scaler = None if self._scale == 1 else _scaler(self._device, self._scale, self.config.scale_window)
-        # Only on the CPU can a number be read immediately. Reading it from an accelerator would
-        # wait until the accelerator's queue is empty.
+        # Numbers can be read immediately only on the CPU. Reading a number from an accelerator
+        # would wait until the accelerator's queue is empty.
         self._synchronous = self._device.type == "cpu"
         self._originals: dict[str, torch.Tensor] = {}
         self._masters: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
@@ -192,7 +192,7 @@ class Precision:
         self, optimizer: torch.optim.Optimizer, norm: torch.Tensor, weights: int
     ) -> bool | torch.Tensor:
         fused = optimizer.defaults.get("fused") and not self._synchronous
-        # The fused kernel can skip a step by itself, but it must not skip the first one, because
+        # The fused kernel can skip a step by itself, but it must not skip the first step, because
         # SGD's momentum would stay uninitialized.
         if fused and len(optimizer.state) >= weights:
             skipped = ~torch.isfinite(norm)
@@ -219,9 +219,10 @@ class Precision:
     # ------------------------------------------------------------ checkpoints
 
     def model_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Return the model's state dict, with float32 copies in place of weights that have them.
+        """Return the model's state dict, in which float32 copies replace their weights.
 
-        A run at a different level can therefore resume from this state.
+        Weights without a float32 copy are included as they are. A run at a different level can
+        therefore resume from this state.
         """
         state: dict[str, torch.Tensor] = model.state_dict()
         masters = {short: master.detach() for short, master in self._masters.values()}
@@ -230,7 +231,7 @@ class Precision:
         return {**state, **{name: masters[short] for name, short in named if short in masters}}
 
     def load_model(self, model: nn.Module, state: dict[str, torch.Tensor]) -> None:
-        """Load a state dict from `model_state`. Raises RuntimeError if it does not fit."""
+        """Load a state dict from `model_state`. Raises RuntimeError if `state` does not fit."""
         model.load_state_dict(state)
         with torch.no_grad():
             for name, (_, master) in self._masters.items():
@@ -239,7 +240,7 @@ class Precision:
     def state(self) -> dict[str, Any]:
         """Return the state of the loss scale, for a checkpoint.
 
-        It is empty unless the scale is dynamic.
+        The state is empty unless the scale is dynamic.
         """
         return {"scaler": self._scaler.state_dict()} if self._scaler is not None and self.scale_is_dynamic else {}
 
@@ -251,16 +252,16 @@ class Precision:
         """
         if self._scaler is not None and self.scale_is_dynamic and "scaler" in state:
             self._scaler.load_state_dict(state["scaler"])
-            # Do not use the saved window, because it comes from the configuration, which may have
-            # changed.
+            # Do not use the saved growth interval. The configuration determines this value, and may
+            # have changed.
             self._scaler.set_growth_interval(self.config.scale_window)
 
 
 class Autocasting(nn.Module):
     """Wraps a model so that each forward pass enters the autocast context.
 
-    It is meant for callers that run the model in their own threads, or that leave the autocast
-    context before they run it.
+    The wrapper is for callers that run the model in their own threads, or after they have left the
+    autocast context.
     """
 
     def __init__(self, model: nn.Module, precision: Precision) -> None:
@@ -299,10 +300,10 @@ def _part(weight: torch.Tensor) -> torch.Tensor:
 def choose_amp(config: AmpConfig, device: torch.device) -> AmpConfig:
     """Return the configuration with a definite level in place of `auto`.
 
-    `auto` becomes O1 on a GPU that supports bfloat16, or if amp.dtype is set on a GPU. On all other
-    devices, it becomes O0. bfloat16 has the range of float32 and does not need a loss scale, so the
-    rest of the configuration stays the same. At O0 and O1, weights, optimizer and checkpoints are
-    float32, so a run may continue at the other one of these levels on a different device.
+    On a GPU, `auto` becomes O1 if the GPU supports bfloat16 or if amp.dtype is set. In all other
+    cases, `auto` becomes O0. bfloat16 has the range of float32 and does not need a loss scale, so
+    the rest of the configuration stays the same. At O0 and O1, weights, optimizer and checkpoints
+    are float32, so a run can switch between O0 and O1 when it continues on a different device.
     """
     if config.level is not AmpLevel.AUTO:
         return config

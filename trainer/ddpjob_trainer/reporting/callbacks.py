@@ -33,7 +33,7 @@ from ddpjob_trainer.own_functions import explain, load_function
 _KEY = "train.callbacks"
 _MOST_METRICS = 20
 _ALL_METRICS = 60
-"""Maximum number of metrics in one evaluation, because a job's report must not be longer."""
+"""Maximum number of metrics in one evaluation. More metrics would make a job's report too long."""
 _OTHER_FIGURES = {
     "self", "event", "time", "round", "epoch", "step", "unreadable", "testLoss", "learningRate", "dataWait",
     "gradientNorm", "mfu", "skippedSteps", "corruptImages", "checkpointTime", "copyStep", "copyTime", "copyBehind",

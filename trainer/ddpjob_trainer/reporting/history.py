@@ -14,8 +14,9 @@ from ddpjob_pod.metrics_log import METRICS
 from ddpjob_trainer.errors import TrainerError
 
 _OF_EVERY_JOB = ("run", "checkpoints", "")
-"""Names of folders that occur in every job. They do not distinguish runs, so they do not serve as
-titles."""
+"""Names of folders that occur in every job. Such names do not distinguish runs, so they are not
+used as titles.
+"""
 
 
 @dataclass
@@ -49,7 +50,7 @@ class History:
     def gaps(self) -> list[tuple[float, float, bool]]:
         """The gaps between incarnations that took steps.
 
-        Each entry is (time of the last step before the gap, time of the first step after it,
+        Each entry is (time of the last step before the gap, time of the first step after the gap,
         whether the incarnation after the gap is a restart).
         """
         found = []

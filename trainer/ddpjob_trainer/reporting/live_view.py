@@ -109,8 +109,9 @@ def _keep(values: list[float], value: float) -> None:
 def sparkline(values: Sequence[float], width: int, *, from_zero: bool = False) -> str:
     """Return a curve of at most `width` block characters.
 
-    Each block shows the mean of a part of `values`. Its height is scaled so that the smallest mean
-    (or, with `from_zero`, zero) is the lowest block, and the largest mean is the highest.
+    Each block shows the mean of a part of `values`. The heights of the blocks are scaled so that
+    the smallest mean (or, with `from_zero`, zero) is the lowest block, and the largest mean is the
+    highest.
     """
     if not values:
         return ""

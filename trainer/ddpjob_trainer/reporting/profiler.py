@@ -16,9 +16,10 @@ _ROWS = 40
 
 
 class Profile:
-    """Profiles some global steps, given as (START, COUNT): START to START + COUNT - 1.
+    """Profiles COUNT global steps, beginning with step START.
 
-    In the step before START, the profiler warms up.
+    `steps` is (START, COUNT). If `steps` is empty, nothing is profiled. In the step before START,
+    the profiler warms up.
     """
 
     def __init__(self, steps: tuple[int, ...], run_dir: Path, rank: int) -> None:

@@ -1,7 +1,7 @@
 """Posts the newest progress to the job's coordinator in the background.
 
-Scripts post all their figures together. The trainer posts other figures separately from progress,
-because the coordinator takes posted progress as a sign that a step was taken.
+The trainer posts progress separately from its other figures, because the coordinator takes posted
+progress as a sign that a step was taken. Users' own scripts post all their figures together.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ class ProgressClient(Outbox):
         self._newest: dict[str, Any] | None = None
         self._copies: dict[str, float] | None = None
         self._activity: str | None = None
-        self._said: str | None = None  # The activity that the coordinator knows of; None for steps.
+        self._said: str | None = None  # The activity that was last sent; None for steps.
         # The newest stragglers. None before the first call to `post_stragglers`.
         self._stragglers: list[dict[str, float]] | None = None
-        # The coordinator instance that got stragglers, and those stragglers.
+        # The coordinator instance that last received stragglers, and the stragglers that it
+        # received.
         self._said_stragglers: Any = None
         super().__init__("coordinator-link")
 
@@ -41,7 +42,7 @@ class ProgressClient(Outbox):
         return cls(job.coordinator, job.token) if job.coordinator else None
 
     def post(self, progress: dict[str, Any]) -> None:
-        """Send `progress` with the next post. It replaces progress that has not been posted yet."""
+        """Send `progress` with the next post, in place of progress that has not been posted."""
         with self._changed:
             self._newest = progress
             self._changed.notify()
@@ -49,8 +50,8 @@ class ProgressClient(Outbox):
     def post_copies(self, copies: dict[str, float]) -> None:
         """Send the state of the checkpoints' copies in the bucket.
 
-        This state is posted separately from progress, because it does not show that a step was
-        taken.
+        This state is posted separately from progress, because a change of the state does not mean
+        that a step was taken.
         """
         with self._changed:
             self._copies = copies
@@ -59,17 +60,17 @@ class ProgressClient(Outbox):
     def post_stragglers(self, stragglers: list[dict[str, float]]) -> None:
         """Send the stragglers after the next post of progress.
 
-        They are sent only if they have changed, or if the current coordinator does not have them
-        yet.
+        The stragglers are sent only if they have changed, or if the current coordinator does not
+        have them yet.
         """
         with self._changed:
             self._stragglers = stragglers
 
     def post_activity(self, activity: str | None, *, again: bool = False) -> None:
-        """Send what this process is doing instead of taking steps. None means that it takes steps.
+        """Send what this process is doing instead of taking steps.
 
-        An activity that ends within a second is not sent. With `again`, the current activity is
-        posted again as a sign of life.
+        If `activity` is None, this process takes steps. An activity that ends within a second is
+        not sent. With `again`, the current activity is posted again as a sign of life.
         """
         with self._changed:
             self._activity = activity
@@ -106,8 +107,8 @@ class ProgressClient(Outbox):
     def _send_stragglers(self) -> None:
         """Send the stragglers in a separate post.
 
-        This is called after each post of progress. It sends the same stragglers again until a
-        coordinator has responded.
+        This method is called after each post of progress. The method sends the same stragglers
+        again until a coordinator has responded.
         """
         stragglers = self._stragglers
         if stragglers is None or (self._poster.instance, stragglers) == self._said_stragglers:

@@ -47,12 +47,12 @@ class Plan:
 class Machines:
     """Figures of the ranks' machines since the last report. Each sequence has one figure per rank.
 
-    `own` is the time in seconds that a rank itself works per step (0 if that cannot be measured),
-    and `even` is the time that it would work for an even share of the batch. `data` is the share of
-    time that it spends waiting for data, and `memory` is its peak number of bytes so far. `phases`
-    contains the seconds that this rank spends in each phase of a step. `flops` is the number of
-    FLOPs per sample, and `peak` the FLOP/s of all devices together; 0 means unknown. `stages` has
-    the same meaning as in `Strategy`.
+    `own` is the time in seconds that a rank itself works per step (0 if the time cannot be
+    measured), and `even` is the time that it would work for an even share of the batch. `data` is
+    the share of time that it spends waiting for data, and `memory` is its peak number of bytes so
+    far. `phases` contains the seconds that this rank spends in each phase of a step. `flops` is the
+    number of FLOPs per sample, and `peak` the FLOP/s of all devices together; 0 means unknown.
+    `stages` has the same meaning as in `Strategy`.
     """
 
     own: Sequence[float]
@@ -93,8 +93,8 @@ def open_log(run_dir: Path) -> MetricsLog:
 class Reporter:
     """Measures the speed of training, and reports progress.
 
-    With `writes`, this rank keeps metrics.jsonl. Rank 0 also prints progress, posts it to the
-    coordinator, and passes it to the sinks.
+    If `writes` is true, this rank writes metrics.jsonl. Rank 0 also prints progress, posts it to
+    the coordinator, and passes it to the sinks.
     """
 
     def __init__(
@@ -153,10 +153,11 @@ class Reporter:
     ) -> None:
         """Report that an incarnation begins after `step` steps, with `left` steps remaining.
 
-        `warning` states why training is slow, if it is. `precision` is the dtype of computations,
-        and `notes` contains other useful facts. `step + left` becomes the total number of steps,
-        because a restart with a different batch may change it. If the checkpoint has more complete
-        epochs than are configured, their number becomes the total number of epochs.
+        If training is slow, `warning` states why. `precision` is the dtype of computations, and
+        `notes` contains other useful facts. `step + left` becomes the total number of steps,
+        because a restart with a different batch size may change the total. If the checkpoint has
+        more complete epochs than are configured, the checkpoint's number becomes the total number
+        of epochs.
         """
         wanted, trained = self._plan.epochs, epoch - 1
         self._plan = replace(self._plan, steps=step + left, epochs=max(wanted, trained))
@@ -189,7 +190,7 @@ class Reporter:
     def restart_clock(self) -> None:
         """Exclude the time since the last report from the measured speed.
 
-        This may be the time spent on an evaluation or a checkpoint, for example.
+        Call this after an evaluation or a checkpoint, for example.
         """
         self._window_began, self._waited = time.perf_counter(), 0.0
 
@@ -441,9 +442,10 @@ class Reporter:
 
 
 def _found(evaluation: Evaluation) -> str:
-    """Return the main results of an evaluation as words that end in a comma.
+    """Return the main results of an evaluation as text that ends in a comma and a space.
 
-    These are the accuracy or, for a regression, the errors. The text is empty if there are neither.
+    The main results are the accuracy or, for a regression, the errors. The text is empty if the
+    evaluation has neither.
     """
     if evaluation.accuracy is not None:
         return f"test accuracy {evaluation.accuracy:.2%}, "

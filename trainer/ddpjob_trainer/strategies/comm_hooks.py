@@ -33,8 +33,8 @@ def register(network: DistributedDataParallel, config: DdpConfig) -> Callable[[]
     """Make DDP send the network's gradients through the hook that `config.comm_hook` names.
 
     Return a function that clears the hook's state, or None if the hook does not have a state. All
-    ranks must call this function after each step whose gradients were not finite. Such a step
-    leaves a state that is not finite either, and this state would corrupt the gradients of all
+    ranks must call the returned function after each step whose gradients were not finite. Such a
+    step leaves the hook with a state that is not finite, which would corrupt the gradients of all
     later steps.
     """
     match config.comm_hook:

@@ -104,7 +104,7 @@ class Ddp(Strategy):
         """Return the factor by which each sample's loss is multiplied.
 
         DDP averages gradients over the ranks, so the factor contains the number of ranks. With
-        ddp.ordered, the trainer sums gradients, so the factor does not.
+        ddp.ordered, the trainer sums gradients, so the factor does not contain this number.
         """
         return (1 if self.config.ddp.ordered else self.group.world) / count
 
@@ -118,8 +118,8 @@ class Ddp(Strategy):
     def update(self, rate: float) -> Update:
         """Take the optimizer's step.
 
-        If the communication hook has a state, this waits until the device reports whether the step
-        was skipped. The state of a skipped step must be cleared.
+        If the communication hook has a state, this method waits until the device reports whether
+        the step was skipped. After a skipped step, the hook's state must be cleared.
         """
         update = super().update(rate)
         if self._forget is not None and bool(update.skipped):

@@ -169,9 +169,10 @@ class _Precision(Precision):
 
 
 def _recomputed(forward: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
-    """Run a block's forward pass without keeping its values; the backward pass will repeat it.
+    """Run a block's forward pass without keeping its values.
 
-    The repetition does not stop early, because fully_shard counts the layers that have run.
+    The backward pass repeats this forward pass. The repetition does not stop early, because
+    fully_shard counts the layers that have run.
     """
     from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 

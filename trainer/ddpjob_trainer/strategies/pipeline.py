@@ -204,7 +204,7 @@ class Pipeline(Strategy):
         return outputs.float().contiguous()
 
     def _loss(self, scores: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-        """Return the loss that a micro-batch's backward pass begins with, on the last stage.
+        """Return the loss with which a micro-batch's backward pass begins on the last stage.
 
         `number` is the position of the micro-batch in the pipeline.
         """

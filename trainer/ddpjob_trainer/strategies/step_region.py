@@ -7,8 +7,8 @@ epoch has such a size, and so does the last batch of an evaluation.
 Rule: a region is compiled for the sizes of a full batch only. All other batches run eagerly, with
 the same weights. Padding them instead would change the statistics of batch normalization.
 
-Example: 203 samples and data.batch=32 have six compiled steps and one eager step of 11 per epoch.
-Training and evaluation are compiled once each, and never again.
+Example: with 203 samples and data.batch=32, an epoch has six compiled steps of 32 samples and one
+eager step of 11 samples. Training and evaluation are compiled once each, and never again.
 
 In the mode reduce-overhead, torch replays a region as CUDA graphs. The optimizer stays outside: its
 fused kernels take one launch, and its learning rate is a number, which is not part of a graph.
@@ -19,7 +19,7 @@ host time instead of 0.14 ms (62 weights, as in ResNet-18). Compiled optimizers 
 kernels, which take twice as long on the CPU. On the CPU, SGD compiles two graphs in all, whether
 its changing rate is a tensor or a number, and AdamW accepts a tensor only on GPUs. A graph of the
 whole step would save at most the time of the optimizer's step and of the gradients' norm, 0.35 ms
-of host time together. This has not been measured on a GPU.
+of host time together. The possible gain has not been measured on a GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ddpjob_trainer.optim.loss import Loss
 
 BACKEND = "inductor"
 """The backend with which torch.compile generates code. Tests that only count compilations set a
-faster one."""
+faster backend."""
 
 
 def compiler_options(mode: bool | CompileMode, *, dynamic: bool | None) -> dict[str, Any]:

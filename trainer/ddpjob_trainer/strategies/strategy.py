@@ -75,7 +75,9 @@ class Strategy:
     """Whether every rank must run the same number of micro-batches in a step, because the ranks
     communicate in each pass."""
     divides = False
-    """Whether several ranks may share a micro-batch if some ranks would be idle without that."""
+    """Whether several ranks can share a micro-batch. They do so if some ranks would otherwise be
+    idle.
+    """
     recomputes = False
     """Whether the backward pass repeats the forward pass. If it does, the forward pass cannot
     exchange the statistics of micro-batches that several ranks share (see `sampler.Part`)."""
@@ -183,8 +185,8 @@ class Strategy:
 
         The mean is over the global batch's `count` samples. `micro_batches` are this rank's
         micro-batches in the step, and all of them must be processed. The returned sum (a float64
-        scalar on the device) covers only this rank's micro-batches, without those that do not
-        count. All ranks must call this together.
+        scalar on the device) covers only those of this rank's micro-batches that count. All ranks
+        must call this together.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         if self.region is not None:
@@ -228,7 +230,10 @@ class Strategy:
         seed_torch(key, self.device)
 
     def loss(self, scores: torch.Tensor, batch: Batch, micro: Micro) -> torch.Tensor:
-        """Return a micro-batch's sum of losses; 0, with zero gradients, if it does not count."""
+        """Return a micro-batch's sum of losses.
+
+        If the micro-batch does not count, its loss and its gradients are 0.
+        """
         total = self.criterion.sum(scores, batch)
         return total if micro.counts else total * 0.0
 
@@ -311,7 +316,7 @@ class Strategy:
     def state(self) -> State:
         """Return the whole training state, for a checkpoint. All ranks must call this together.
 
-        The returned tensors may be DTensors. Their values may change when training continues.
+        The returned tensors may be DTensors. Their values can change when training continues.
         """
         return {
             "model": self.precision.model_state(self.model),

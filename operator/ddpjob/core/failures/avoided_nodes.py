@@ -46,9 +46,9 @@ def find_avoided_nodes(
 ) -> tuple[AvoidedNode, ...]:
     """Return the hosts that new pods are to avoid, sorted by name.
 
-    These are hosts that were avoided before and whose time is not over, and newly suspect hosts.
-    `trained` is true once the job has completed a step. `faults` are host faults in addition to the
-    restarts in the status.
+    The result contains hosts that were already avoided and whose time is not over, and newly
+    suspect hosts. `trained` is true once the job has completed a step. `faults` are host faults in
+    addition to the restarts in the status.
     """
     fresh = {entry.node: entry for entry in _suspects((*status.restarts.recent, *faults), now, trained=trained)}
     kept = {entry.node: entry for entry in status.avoided_nodes if entry.until > now}

@@ -3,8 +3,9 @@ counts against the restart budget.
 
 Kubernetes reports the reason in many places, often in several at once: a condition of the pod, its
 reason, the state of its container, the exit code, and the last output of the program. An evicted
-pod has an exit code too, and a container whose host was restarted has an arbitrary one. The sources
-are therefore read in a fixed order, and the first source with an answer decides (`explain_end`).
+pod has an exit code too, and a container whose host was restarted has an arbitrary exit code. The
+sources are therefore read in a fixed order, and the first source with an answer decides
+(`explain_end`).
 
 1. The pod as a whole (`_by_conditions`): a lost host, a disruption, an eviction, a rejection by the
    kubelet. These causes take precedence over every exit code.
@@ -95,7 +96,7 @@ PLANNED = frozenset({Cause.JOINED, Cause.SCALED, Cause.SPEC_CHANGED, Cause.KEY_C
 
 
 def names_pod(restart: Restart) -> bool:
-    """Whether a restart is caused by a single pod, which messages about the restart then name.
+    """Whether a single pod causes the restart, so that messages about the restart name this pod.
 
     A hang or a changed spec affects the whole group. Messages about such a restart name its reason.
     """
@@ -103,7 +104,7 @@ def names_pod(restart: Restart) -> bool:
 
 
 def describe_ranks(group_rank: int, procs: int) -> str:
-    """Describe the ranks of a node: `rank 1`, or `ranks 2 to 3` if it has several processes."""
+    """Describe the ranks of a node: `rank 1`, or `ranks 2 to 3` if the node has several."""
     first = group_rank * procs
     return f"rank {first}" if procs == 1 else f"ranks {first} to {first + procs - 1}"
 
@@ -117,8 +118,8 @@ def with_traceback(summary: str, traceback: str) -> str:
 def without_wait(message: str) -> str:
     """Return a restart's message without its last part about the back-off, such as `; waits 10 s`.
 
-    Messages about a failed job use this, because no pod follows. Comparisons of errors use it,
-    because the back-off differs each time.
+    Messages about a failed job use the result, because no new pod is created. Comparisons of errors
+    use the result too, because the back-off differs each time.
     """
     return _WAIT.sub("", message)
 
@@ -135,10 +136,10 @@ does not fit in /dev/shm."""
 
 
 def if_shared_memory_full(said: str, signal_name: str = "") -> str:
-    """Return advice on enlarging /dev/shm if it seems to have been full; otherwise empty.
+    """Return advice on enlarging /dev/shm if /dev/shm was probably full; otherwise an empty string.
 
-    /dev/shm has probably been full if the program was killed by SIGBUS, or if `said` is a message
-    of torch about shared memory.
+    It was probably full if the program was killed by SIGBUS, or if `said` is a message of torch
+    about shared memory.
     """
     return _SHARED_MEMORY_FULL if signal_name == "SIGBUS" or _SAYS_SHARED_MEMORY.search(said) else ""
 
@@ -161,10 +162,12 @@ class End:
     traceback: str = ""
     exit_code: int | None = None
     time: datetime | None = None
-    """When the program ended, according to the kubelet; None if it has not reported a time."""
+    """When the program ended, according to the kubelet; None if the kubelet has not reported a
+    time."""
     before_program: bool = False
-    """Whether the exit code belongs to an init container. It then says nothing about the program's
-    configuration."""
+    """Whether the exit code belongs to an init container. Such an exit code shows nothing about the
+    program's configuration.
+    """
     rank: int | None = None
     """The rank whose failure made a `command`'s torchrun exit, or the slow rank whose pod moves."""
 
@@ -182,8 +185,9 @@ _REJECTIONS = re.compile(
 """Matches the reasons that a kubelet gives when it does not admit a pod
 (pkg/kubelet/lifecycle/predicate.go)."""
 _LOST_BY_HOST = frozenset({("ContainerStatusUnknown", 137), ("Unknown", 255)})
-"""Pairs of a reason and an exit code. The kubelet reports the first pair for a container that
-disappeared when its host was restarted, and containerd reports the second."""
+"""Pairs of a reason and an exit code, for containers that disappeared when their host was
+restarted. The kubelet reports the first pair, and containerd reports the second.
+"""
 
 Hosts = Mapping[str, HostView] | None
 
@@ -191,9 +195,9 @@ Hosts = Mapping[str, HostView] | None
 def explain_vanished(name: str, host: str, hosts: Hosts, last: PodView | None = None, *, launcher: bool = True) -> End:
     """Return why a pod whose object is gone has ended, based on its last known state if possible.
 
-    If the last state shows no reason, the pod was force-deleted, was deleted with its host, or lost
-    the labels that the operator uses to find it. If it lost its labels, the watch reports a
-    deletion although nobody has requested one.
+    The last state may not show a reason. In that case, the pod was force-deleted, was deleted with
+    its host, or lost the labels by which the operator finds its pods. When a pod loses these
+    labels, the watch reports a deletion although nobody has requested one.
     """
     if last is not None and (last.disruption or last.status_reason or (last.ended and not last.succeeded)):
         return explain_end(last, hosts, launcher=launcher)
@@ -253,7 +257,8 @@ def _by_conditions(pod: PodView, hosts: Hosts) -> End | None:
 def _is_rejected(pod: PodView) -> bool:
     """Whether the kubelet did not admit the pod.
 
-    A restarted kubelet may reject even a running pod, whose exit code is then meaningless.
+    After a restart, a kubelet can reject even a running pod. The exit code of such a pod is
+    meaningless.
     """
     return bool(_REJECTIONS.fullmatch(pod.status_reason)) or pod.status_message.startswith("Pod was rejected")
 
@@ -288,8 +293,8 @@ def memory_limit(pod: PodView | None) -> str:
 def _by_rank(pod: PodView) -> End | None:
     """Return why a pod with a `command` has ended, based on the rank that failed in this pod.
 
-    The rank is known from its own report, or from torchrun's table in the log. Return None if no
-    rank is known.
+    The failed rank is known from the rank's own report, or from torchrun's table in the log. Return
+    None if the failed rank is unknown.
     """
     if pod.deleted_at is not None or pod.main.exit_code == 0:
         return None
@@ -361,8 +366,8 @@ def _never_began(pod: PodView) -> End:
 
     Either an init container failed or the host rejected the pod.
     """
-    # Init containers start in order, so the failed one is the one that started last. Sidecars
-    # started before it, and the kubelet stops them afterwards.
+    # Init containers start in order, so the last one to start is the one that failed. Sidecars
+    # started earlier, and the kubelet stops them later.
     for name, container in reversed(list(pod.init_containers.items())):
         if container.ended and container.exit_code != 0:
             written = read_termination_message(container)
@@ -385,8 +390,8 @@ def _never_began(pod: PodView) -> End:
 def names_entry_point(end: End, command: tuple[str, ...]) -> bool:
     """Whether a START_ERROR means that the job's own program is missing.
 
-    An example is the message `exec: "python3": executable file not found`. Other programs in a
-    container runtime's messages, such as its GPU hooks, belong to the host.
+    An example is the message `exec: "python3": executable file not found`. A container runtime's
+    message may also name a program that belongs to the host, such as a GPU hook.
     """
     programs = (path.rpartition("/")[2] for path in _QUOTED.findall(end.message))
     wanted = command[0].rpartition("/")[2] if command else "python"
@@ -440,8 +445,9 @@ class FailedRank:
 
 _ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\):")
 _OF_TABLE = {name: re.compile(rf"^ *{name} *: (-?[0-9]{{1,6}})\b", re.MULTILINE) for name in ("rank", "exitcode")}
-"""Matches the lines of torchrun's table of failures. If a signal terminated the rank, only this
-table names it, because the rank could not write a report."""
+"""Matches the lines of torchrun's table of failures. If a signal terminated a rank, the table is
+the only text that names this rank, because the rank could not write a report.
+"""
 
 
 def read_failed_rank(text: str) -> FailedRank | None:
@@ -482,9 +488,10 @@ _NO_SUCH_IMAGE = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 """Matches a registry's response that it does not have the image. A job does not wait for such an
-image, but it does wait if a registry denies access or limits the rate. The words "not found" alone
-are not enough, because containerd ends many other errors with them, for example if a mirror lacks a
-layer."""
+image. The job waits if a registry denies access or limits the rate. The words "not found" alone are
+not enough, because containerd also ends many other errors with these words, for example if a mirror
+lacks a layer.
+"""
 _WRONG_PLATFORM = re.compile(
     r"no match for platform|no matching manifest for|no image found in (?:manifest list|image index)|exec format error"
     r"|cannot be used on this platform",
@@ -498,9 +505,9 @@ _CANNOT_START = ("RunContainerError", "StartError", "ContainerCannotRun")
 
 
 def find_wrong_platform(pod: PodView) -> End | None:
-    """Return why a pod cannot run if its image does not fit its host's platform.
+    """Return why a pod cannot run, if its image is built for a different platform than its host.
 
-    Return None if the image fits.
+    Return None if the image fits the platform.
     """
     waiting = [c.waiting_message for c in (*pod.init_containers.values(), *pod.containers.values()) if c.waiting_reason]
     found = next((message for message in waiting if _WRONG_PLATFORM.search(message)), None)
@@ -534,11 +541,11 @@ class Stuck:
     reason: str
     message: str
     final: bool
-    """Whether waiting would not help, so the job fails."""
+    """Whether the job fails, because waiting would not help."""
 
 
 def find_stuck(pod: PodView, *, has_run: bool) -> Stuck | None:
-    """Return the first container in a pod that cannot start for now; None if every container can.
+    """Return the first of a pod's containers that cannot start for now; None if all can start.
 
     Only two faults are final, and only for a job that has never run a pod: an invalid image name,
     and a registry that does not have the image. The job waits if a registry is unreachable, denies

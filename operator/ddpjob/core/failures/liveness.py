@@ -5,11 +5,12 @@ its kubelet reported. Giving up a pod too early costs a restart for a short netw
 giving it up too late keeps all other nodes waiting. Two sources are consulted, because either of
 them may be wrong.
 
-- The host: Kubernetes reports it as not ready, or it has been deleted. This is believed unless no
-  host at all is ready, because then the control plane is partitioned from all hosts.
+- The host: Kubernetes reports it as not ready, or it has been deleted. The operator believes this
+  report unless no host at all is ready, because then the control plane is partitioned from all
+  hosts.
 - The coordinator: it has lost its connection to the pod, although the kubelet reports that the
-  program is running. This is believed unless it has lost most of its members, because then the
-  coordinator itself is partitioned (`World.deaf_since`).
+  program is running. The operator believes this report unless the coordinator has lost most of its
+  members, because then the coordinator itself is partitioned (`World.deaf_since`).
 
 The earlier of the two times is used (`lost_since`). The pod is abandoned when it has been silent
 for `recovery.nodeLostAfterSeconds` (`is_given_up`), or immediately if someone has marked its host
@@ -51,7 +52,7 @@ def lost_since(pod: PodView, world: World, now: datetime) -> datetime | None:
 def is_out_of_service(pod: PodView, world: World) -> bool:
     """Whether the pod's host was marked as permanently down and is not ready.
 
-    Waiting for the host is then pointless.
+    Waiting for such a host is pointless.
     """
     host = (world.hosts or {}).get(pod.host)
     return host is not None and host.out_of_service and not host.ready

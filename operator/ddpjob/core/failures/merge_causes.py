@@ -15,9 +15,9 @@ a node is drained.
     10:00:02    reconcile: rank 0's incident is within 5 s of break 4, which no incident has
                 explained yet, so it becomes a consequence of the eviction (rule 3)
 
-Nothing counts, and `restarts.recent` shows both, with the round of their cause. If one reconcile
-had seen both, rule 2 would have given the same result. A second incident at 10:00:03 would not be
-merged into break 4, but would open break 5 and count.
+Nothing counts, and `restarts.recent` shows the eviction and the incident, both with the round of
+the eviction. If one reconcile had seen both, rule 2 would have given the same result. A second
+incident at 10:00:03 would not be merged into break 4, but would open break 5 and count.
 
 If train-1-0 had ended with an ordinary failure of its worker, and one reconcile had seen this end
 and the incident, the incident would be the cause, because it names the rank, the exit code and the
@@ -38,8 +38,9 @@ from ddpjob.core.failures.classify import Cause, names_pod
 SAME_BREAK = timedelta(seconds=5)
 """Maximum time between a pod's end and an incident that belong to one break."""
 CLEARLY_BEFORE = timedelta(seconds=2)
-"""An incident counts as earlier than a pod's end only if it came more than this much earlier. The
-time is longer than any difference between the clocks, including the kubelets' rounding."""
+"""An incident is treated as earlier than a pod's end only if the incident came earlier by more than
+this time. It is longer than any difference between the clocks, including the kubelets' rounding.
+"""
 
 _EVER = datetime.max.replace(tzinfo=UTC)
 _HARD = frozenset({Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED})
@@ -58,21 +59,21 @@ class Finding:
     """The round in which the pod was created; None for incidents and for the coordinator's own
     end."""
     fails: str = ""
-    """The Failed condition's reason if the finding is a cause; empty if it would not fail the
-    job."""
+    """The Failed condition's reason if the finding is a cause; empty if such a cause would not fail
+    the job."""
     why: str = ""
-    """The rule that fails the job; empty if it is one of the defaults."""
+    """The rule that fails the job; empty if a default fails the job."""
     exit_code: int | None = None
     idle: bool = False
     """Whether this is the end of an idle spare, which does not break the group."""
 
     @property
     def contestable(self) -> bool:
-        """Whether this finding has an effect as a cause that it would not have as a consequence.
+        """Whether it makes a difference if this finding is a cause or a consequence.
 
-        As a cause, it may count or fail the job, and a consequence does neither. A program that
-        cannot start is never a consequence, so failing the job for the reason InitFailure is not
-        such an effect.
+        A cause may count or fail the job. A consequence does neither. A program that cannot start
+        is never a consequence, so a finding that only fails the job for the reason InitFailure is
+        not contestable.
         """
         return self.restart.counted or bool(self.fails and self.fails != Cause.INIT_FAILURE)
 
@@ -110,16 +111,18 @@ def attribute(
     The function is pure and records nothing. `status` holds the breaks of earlier reconciles
     (`restarts.recent`, `restarts.seen_round`, `round`). `ends` are the ends of pods since then, in
     any order. `incidents` are the coordinator's incidents, in the order of their numbers. `lost`
-    lists incidents, each as a pod and a time, that do not name a cause because the pod's end
-    explains them.
+    lists the incidents that do not name a cause, each as a pod and a time. Such an incident is
+    explained by the end of that pod.
 
-    1. An end that would count or fail the job joins the last recorded break if its pod was created
-       before that break. The group must also still be down because of the break, or the end must be
-       within SAME_BREAK of it. All other ends form one new break. The cause of the new break is an
-       end that does not count, if there is one, and the earliest end if there is none.
+    1. An end that would count or fail the job joins the last recorded break under two conditions.
+       Its pod was created before that break. Also, the group is still down because of the break, or
+       the end is within SAME_BREAK of the break. All other ends form one new break. If one of these
+       ends does not count, it is the cause of the new break. If all of them count, the earliest end
+       is the cause.
     2. The first incident within SAME_BREAK of the new break joins it. The incident is the cause if
        the ends are ordinary failures of a worker. If an end is an eviction, a deletion or a lack of
-       memory, the incident is a consequence of it, or a separate break if it was clearly earlier.
+       memory, the incident is a consequence of that end. If the incident was clearly earlier, it is
+       a separate break instead.
     3. An incident within SAME_BREAK of the last recorded break is a consequence of it, if no
        earlier incident has explained that break. Every other incident is a separate break.
 
@@ -138,7 +141,7 @@ def attribute(
     losses = sorted(lost, key=lambda loss: loss[1])
 
     def explain_losses(until: datetime = _EVER) -> None:
-        """Mark breaks as explained by an incident if a loss up to this time belongs to them.
+        """Mark every break that includes a loss up to this time as explained by an incident.
 
         Later losses must wait until earlier incidents have been merged. A coordinator that has just
         started may report a failure first, and then a loss that belongs to the same break.

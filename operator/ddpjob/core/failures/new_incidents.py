@@ -54,8 +54,9 @@ class NewIncidents:
     findings: tuple[Finding, ...] = ()
     """The incidents that name a cause, in the order of their numbers."""
     lost: tuple[tuple[str, datetime], ...] = ()
-    """The pod and the time of each incident that does not name a cause. How that pod ended explains
-    the incident."""
+    """The pod and the time of each incident that does not name a cause. The end of that pod
+    explains the incident.
+    """
     last: int = 0
     """Number of the newest incident that has been evaluated."""
 

@@ -50,8 +50,9 @@ from ddpjob.core.view import View
 from ddpjob.core.world import ANNOTATION_WORKLOAD, TRAINER_CONTAINER, HostView, PodView
 
 LASTS = timedelta(seconds=60)
-"""How long a node must have been unhealthy, by the operator's clock, before pods leave it. A sign
-that comes and goes more quickly does not move pods."""
+"""How long a node must have been unhealthy, by the operator's clock, before pods leave it. If the
+sign disappears sooner, no pod moves.
+"""
 SHARE = 0.25
 """Maximum share of unhealthy nodes among nodes of one kind. If more are unhealthy, either the agent
 is broken or no other node would be better."""
@@ -82,7 +83,7 @@ class NodeVerdict:
 
 
 def judge_nodes(view: View) -> list[NodeVerdict]:
-    """Decide for each slot's pod on an unhealthy node whether it leaves, in the order of indices.
+    """Decide, in the order of indices, which slots' pods leave their unhealthy nodes.
 
     The result is empty once one of the job's nodes has finished, because the job is about to
     finish.
@@ -228,7 +229,7 @@ def _why_it_leaves(view: View, failure: Restart, within: Sequence[Restart]) -> s
 def _link_breaks(view: View, failure: Restart, within: Sequence[Restart]) -> bool:
     """Whether the pod's own node, not the coordinator's, has been partitioned LINK_LOSSES times.
 
-    This is known only if another pod, on a third node, has kept its connection.
+    This is known only if a third node has another pod, and that pod has kept its connection.
     """
     breaks = [r for r in within if r.round and not r.consequence and r.reason not in PLANNED][1 - LINK_LOSSES :]
     again = len(breaks) == LINK_LOSSES - 1 and all((r.reason, r.pod) == (failure.reason, failure.pod) for r in breaks)
@@ -249,9 +250,9 @@ def _has_moved_too_often(view: View, within: Sequence[Restart]) -> bool:
 def _has_counted(failure: Restart, within: Sequence[Restart]) -> bool:
     """Whether an earlier failure in the same pod or on the same node has already counted.
 
-    The result is False after MAX_MOVES failures that did not count, so every later failure counts.
-    A pod's node may have been unknown when an earlier failure was recorded, so the pod's name is
-    compared too.
+    After MAX_MOVES failures that did not count, the result is False, so every later failure counts.
+    The pod's name is compared too, because the node may have been unknown when an earlier failure
+    was recorded.
     """
     replaced = {r.round for r in within if r.reason == Cause.POD_UNHEALTHY}
     free = [r for r in within if r.round in replaced and r.reason in _OF_PLACES and not r.counted]
@@ -262,8 +263,8 @@ def _has_counted(failure: Restart, within: Sequence[Restart]) -> bool:
 def _has_a_place(view: View, pod: PodView) -> bool:
     """Whether there is a place for the replacement of a pod: a ready spare, or the pod's own node.
 
-    It is unknown whether other nodes have room. If they have none, the replacement must return to
-    the pod's own node, which must therefore be able to take it.
+    It is unknown whether other nodes have room. If they do not, the replacement must return to the
+    node of the old pod, so that node must be able to take the replacement.
     """
     host, members = (view.world.hosts or {}).get(pod.host), view.report.members if view.report is not None else ()
     spares = len({m.pod for m in members} & view.current_names - {pod.name}) >= view.job.spec.nodes
@@ -271,10 +272,9 @@ def _has_a_place(view: View, pod: PodView) -> bool:
 
 
 def find_next_judgement(view: View) -> datetime | None:
-    """Return the time at which another unhealthy node will have been unhealthy for LASTS.
+    """Return the earliest time at which another unhealthy node will have been unhealthy for LASTS.
 
-    Return the earliest such time if there are several nodes, and None if no node is about to reach
-    it.
+    Return None if there is no such node.
     """
     hosts = view.world.hosts or {}
     begun = [hosts[p.host].unhealthy_since for p in view.pods if p is not None and p.host in hosts]
@@ -289,9 +289,9 @@ def _lasts(view: View, host: HostView) -> bool:
 def _came_after(pod: PodView, host: HostView) -> bool:
     """Whether the pod is newer than the sign that its node is unhealthy.
 
-    In that case the scheduler chose an unhealthy node, and would do so again. The two times come
-    from different clocks, the API server's and the operator's. If the clocks differ, a pod may stay
-    or move by mistake, but the module's other limits still hold.
+    If so, the scheduler placed the pod on an unhealthy node, and would do so again. The two times
+    come from different clocks, the API server's and the operator's. If the clocks differ, a pod may
+    stay or move by mistake, but the module's other limits still hold.
     """
     return pod.created is not None and host.unhealthy_since is not None and pod.created > host.unhealthy_since
 

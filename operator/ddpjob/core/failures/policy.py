@@ -15,9 +15,9 @@ the job has ever completed a step. Users who know better write `recovery.rules`.
    code (`find_repeated_error`) or on several ranks at once (`find_error_everywhere`) fail the job,
    because the program would be the same in the next attempt. Network, disk and device errors are
    usually temporary, and never fail a job in this way. The exception is a missing or unreadable
-   file, which usually means a wrong path. It fails the job if several ranks report it. (Whatever
-   the error, torchrun and Ray Train end at the first exception by default, and a Kubernetes Job
-   ends after six retries.)
+   file, which usually means a wrong path. Such an error fails the job if several ranks report it.
+   (Whatever the error, torchrun and Ray Train end at the first exception by default, and a
+   Kubernetes Job ends after six retries.)
 
 Example of a job without rules and with maxRestarts=10:
 
@@ -89,9 +89,8 @@ _OUTSIDE = re.compile(
 _WRONG_PATH = re.compile(
     r"\b(?:FileNotFound|NotADirectory|IsADirectory|Permission)Error: \[Errno (?:2|13|20|21)\] [\w ]+: '(?!\w+://)[^']*'"
 )
-"""Matches errors about the path of a file that is missing, or that the program is not permitted to
-read. Errors without a path do not match, because they may come from a socket whose server starts
-later."""
+"""Matches errors that name the path of a missing or unreadable file. Errors without a path do not
+match, because they may come from a socket whose server starts later."""
 _PROGRAM_ERROR = re.compile(
     r"^rank .* ended with exit code 1: ((?:SyntaxError|IndentationError|TabError|NameError|UnboundLocalError|KeyError"
     r"|ImportError|ModuleNotFoundError|AttributeError|TypeError|NotImplementedError|RecursionError): .*)$",

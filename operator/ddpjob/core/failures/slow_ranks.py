@@ -6,7 +6,7 @@ Moving a rank costs a restart, and helps only if the rank's host is the reason. 
 if all of these conditions hold:
 
 - It is reported as at least SLOWDOWN times as slow as the median rank, and each step would take at
-  least COST less time if it kept pace. If a script reports no costs, its slow ranks are only
+  least COST less time if the rank kept pace. If a script reports no costs, its slow ranks are only
   reported.
 - It has been reported for LASTS by the operator's clock. By default, the script reports a rank only
   after half a minute. Short loads, evaluations and checkpoints are over sooner.
@@ -15,7 +15,7 @@ if all of these conditions hold:
   gain nothing.
 - Within the last hour, the rank was not moved, the job has not left this Kubernetes node, and there
   were fewer than MAX_MOVES moves. If a rank is slow again after a move, its work is the reason.
-- The last such move was at least APART ago. Only one pod is moved at a time.
+- The last move of a slow rank was at least APART ago. Only one pod is moved at a time.
 
 Example with the trainer's defaults and one spare:
 
@@ -45,8 +45,9 @@ from ddpjob.core.world import PodView
 
 SLOWDOWN = 1.3
 COST = 0.1
-"""A rank moves only if this saves at least this share of each step's time. Such a move repays its
-restart in about a minute."""
+"""Minimum share of each step's time that a move must save. If a move saves this share, it repays
+its restart in about a minute.
+"""
 LASTS = timedelta(seconds=30)
 APART = timedelta(minutes=5)
 _MOVES = (Cause.SLOW_RANK, Cause.NODE_UNHEALTHY)
@@ -78,7 +79,7 @@ class _Slow:
 
 
 def judge_slow_ranks(view: View) -> list[PaceVerdict]:
-    """Decide for each pod with a clearly slow rank whether it moves, the slowest pod first.
+    """Decide which pods with clearly slow ranks move, starting with the slowest pod.
 
     The result is empty while the job is finishing, and until APART has passed since the last move.
     """

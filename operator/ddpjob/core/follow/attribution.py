@@ -3,7 +3,7 @@ group.
 
 Each break has one cause. All other failures in it are consequences, which never count. The rules
 are in `failures.merge_causes`. This stage turns ends and incidents into findings for these rules.
-It also handles two cases that the findings alone cannot show:
+The stage also handles two cases that the findings alone cannot show:
 
 - The end of an idle spare does not break the group (`_was_idle`).
 - A `command` has no coordinator that reports which rank failed first. If one node fails, all others
@@ -46,7 +46,7 @@ _LOSSES = frozenset({IncidentKind.PEER_LOST, IncidentKind.LEFT})
 
 
 def awaits_cause(ends: Ends) -> bool:
-    """Whether every ended node of a `command` lost a peer that may soon be seen to end too."""
+    """Whether every ended node of a `command` lost a peer whose own end may be observed soon."""
     if ends.view.job.spec.under_torchrun or not ends.slots:
         return False
     if all(slot.state is not SlotState.RUNNING for slot in ends.view.status.slots):

@@ -3,8 +3,8 @@ reasons.
 
 Each slot is compared with its pod, and the coordinator with its own pod. A pod has ended if it can
 no longer be used. It may have exited, vanished or been silent for too long, its image may be for a
-different platform, or it may have to leave an unhealthy or slow host. Each end gets its cause
-here. `attribution` then decides whether it is the cause of a break or a consequence.
+different platform, or it may have to leave an unhealthy or slow host. Each end gets its cause here.
+`attribution` then decides whether the end is the cause of a break or a consequence.
 
 Some ends look like a host's fault but are the job's own. They become InitFailure, which fails a job
 before its first step:
@@ -121,7 +121,7 @@ def _follow_slots(view: View) -> tuple[View, dict[int, Ended]]:
 
 
 def _silent_since(view: View, slot: Slot, pod: PodView | None) -> datetime | None:
-    """Return the time at which a slot's pod fell silent; None if it is not silent.
+    """Return the time at which a slot's pod fell silent; None if the pod is not silent.
 
     If the exact time is unknown, the slot remembers the time of the first reconcile that saw the
     silence.
@@ -181,9 +181,10 @@ def is_success(pod: PodView, *, launcher: bool) -> bool:
 
 
 def _follow_coordinator(view: View) -> tuple[View, Ended | None]:
-    """Return the view with the coordinator's state and endpoint, and how it ended if it has.
+    """Return the view with the coordinator's state and endpoint, and the coordinator's end.
 
-    With placement Master, the coordinator is a container in slot 0's pod.
+    The end is None if the coordinator has not ended. With placement Master, the coordinator is a
+    container in slot 0's pod.
     """
     job, rendezvous, hosts, pod = view.job, view.status.rendezvous, view.world.hosts, view.coordinator
     name = coordinator_pod_name(job, rendezvous.generation, rendezvous.attempt)
@@ -282,9 +283,9 @@ def _ended_soon(view: View, pod: PodView) -> bool:
 def _judge_preflights(ends: Ends) -> Ends:
     """Return the ends, changing failed preflights to InitFailure if no pod can pass them.
 
-    The reason may be a folder that the job cannot write to, or a wrong gpusPerNode. This is judged
-    only before the first step. There must be more than two failed preflights per slot, or more than
-    the status can list.
+    The reason may be a folder that the job cannot write to, or a wrong gpusPerNode. Ends change
+    only before the first step, and only after many preflights have failed: more than two per slot,
+    or more than the status can list.
     """
     view = ends.view
     failed = {i: e for i, e in ends.slots.items() if e.end.cause is Cause.PREFLIGHT_FAILED}

@@ -53,7 +53,7 @@ class Recorded:
 def record_restarts(attribution: Attribution) -> Recorded:
     """Record and count the restarts that result from the attribution.
 
-    No pod is replaced before this, so the pods that prove these restarts still exist.
+    Pods are replaced only after this stage, so the pods that prove these restarts still exist.
     """
     ends, merged = attribution.ends, attribution.merged
     view, coordinator = ends.view, ends.coordinator

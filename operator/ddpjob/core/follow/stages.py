@@ -38,7 +38,7 @@ from ddpjob.core.view import View
 
 @dataclass(frozen=True)
 class Followed:
-    """The result of all stages or, if one of them ended the evaluation early, up to that stage."""
+    """The result of all stages. If a stage ends the evaluation early, later stages add nothing."""
 
     ends: Ends
     view: View
@@ -49,7 +49,7 @@ class Followed:
     failure: Failure | None = None
     complete: bool = False
     undecided: bool = False
-    """Whether a pod seems to have ended because of something that has not been observed yet."""
+    """Whether a pod's end seems to have a cause that has not been observed yet."""
 
     @property
     def news(self) -> tuple[Restart, ...]:

@@ -128,8 +128,8 @@ def plan_actions(view: View, lost: frozenset[str]) -> PlannedActions:
 def _due(view: View, not_before: datetime | None, held: list[datetime | None]) -> bool:
     """Whether an object's back-off (`not_before`) is over, so the object may be created now.
 
-    If it is not over, add the time at which it ends to `held`. If more time remains than the
-    longest back-off takes, the clock was set back, and the back-off counts as over.
+    If the back-off is not over, add the time at which it ends to `held`. If the remaining time is
+    longer than the longest back-off, the clock was set back, and the back-off counts as over.
     """
     longest = max(timedelta(seconds=view.job.spec.recovery.backoff.maximum), ROOM) + timedelta(seconds=1)
     if not_before is None or not timedelta(0) < not_before - view.now <= longest:
@@ -139,10 +139,10 @@ def _due(view: View, not_before: datetime | None, held: list[datetime | None]) -
 
 
 def _held_until(view: View) -> datetime | None:
-    """Return the time at which a new generation's nodes stop waiting for the old generation's.
+    """Return the time at which a new generation's nodes stop waiting for the nodes of the old one.
 
-    The old nodes may be saving a checkpoint. The wait lasts only until their grace period is over,
-    because their host may be dead. Return None if there are no old nodes to wait for.
+    The old nodes may be saving a checkpoint. The wait ends with their grace period, because their
+    host may be dead. Return None if there are no old nodes to wait for.
     """
     latest = None
     for pod in view.world.nodes():
@@ -225,8 +225,9 @@ def _labels(view: View) -> list[Action]:
 def plan_notifications(view: View, restarts: tuple[Restart, ...], lost: frozenset[str]) -> tuple[Action, ...]:
     """Return the messages that the coordinator must get now.
 
-    They contain settings that its report does not show yet, and names of pods that are gone. A pod
-    on a dead host cannot close its connections, so without a message its peers would wait for it.
+    The messages contain settings that the coordinator's report does not show yet, and names of pods
+    that are gone. A pod on a dead host cannot close its connections, so without a message its peers
+    would wait for it.
     """
     endpoint, report, spec = view.status.rendezvous.endpoint, view.report, view.job.spec
     if not spec.under_torchrun:
@@ -267,7 +268,7 @@ longer, it has probably not noticed the deletion."""
 
 
 def send_away_deaf(view: View, endpoint: str) -> list[Action]:
-    """Return the message that stops launchers that have not noticed that their pods were deleted.
+    """Return the message that stops launchers unaware of the deletion of their pods.
 
     SIGTERM is lost if it arrives while a container's first process starts. Without the message,
     such a launcher would wait for a group until the kubelet kills it at the end of the grace
@@ -285,16 +286,18 @@ def _has_been_deleted_for(pod: PodView, time: timedelta, now: datetime) -> bool:
 
 
 LONGEST_DEAF = timedelta(seconds=20)
-"""The operator no longer asks the coordinator to stop a deleted pod's launcher once this much time
-has passed since the request to delete the pod."""
+"""The longest time after the request to delete a pod during which the operator still asks the
+coordinator to stop that pod's launcher.
+"""
 
 
 def _dismissal(view: View, lost: frozenset[str]) -> list[Action]:
     """Return the message that stops a replaced coordinator, which may still run on a lost host.
 
-    If the generation continues, the members of the replaced coordinator look for the next one. If a
-    new generation begins, they exit. A coordinator of an old generation whose host is not lost gets
-    no message, because its pods may be saving. It is deleted after its pods.
+    If the generation continues, the members of the replaced coordinator look for the next
+    coordinator. If a new generation begins, these members exit. In an old generation, a coordinator
+    gets no message while its host is not lost, because its pods may be saving. It is deleted after
+    these pods.
     """
     before, after = view.job.status.rendezvous, view.status.rendezvous
     name = coordinator_pod_name(view.job, before.generation, before.attempt)
@@ -302,7 +305,8 @@ def _dismissal(view: View, lost: frozenset[str]) -> list[Action]:
         return []
     if before.generation == after.generation:
         # The next coordinator may have the same address, as in the process backend. The field
-        # `before` makes it ignore the message, which is only for earlier attempts.
+        # `before` makes the next coordinator ignore the message, because only coordinators of
+        # earlier attempts must stop.
         return [
             NotifyCoordinator(
                 before.endpoint, Command.EXIT, {"why": f"{name} has been replaced", "before": after.attempt}

@@ -10,9 +10,9 @@ its pods. Only the scheduler can prevent this, so the operator creates a PodGrou
   not schedule a PodGroup's pods while fewer of them exist than its minimum.
 - A job whose gang has been placed can later be stuck with half of its nodes. It then yields: it
   gives up all its nodes and waits as a new gang. It does so if it has held nodes for YIELD without
-  training, and the scheduler finds no room for a pod that it needs. After a preemption that leaves
-  too few nodes, it yields immediately. A job whose pods hold the only copy of its newest state
-  keeps them (`only_copy`), unless another job waits for room.
+  training, and the scheduler finds no room for a pod that the job needs. After a preemption that
+  leaves too few nodes, it yields immediately. A job whose pods hold the only copy of its newest
+  state keeps these pods (`only_copy`), unless another job waits for room.
 
 Example of two jobs with 4 nodes each on a cluster with 6:
 
@@ -102,11 +102,11 @@ def is_broken_up(view: View, kept: list[Slot]) -> bool:
 
 
 def explain_yield(view: View) -> str:
-    """Return why the job gives up its nodes and waits as a gang again; empty if it does not.
+    """Return why the job gives up its nodes and waits as a gang again; empty if it keeps them.
 
-    A job gives them up if it has held nodes for YIELD without training, and the scheduler finds no
-    room for a pod that the job needs. The job first waits until its own terminating pods have
-    ended, because they may occupy that room.
+    A job gives up its nodes if two conditions are met: the job has held nodes for YIELD without
+    training, and the scheduler finds no room for a pod that the job needs. The job first waits
+    until its own terminating pods have ended, because they may occupy that room.
     """
     status, spec, now = view.status, view.job.spec, view.now
     running, scheduled = (status.condition(kind) for kind in (ConditionType.RUNNING, ConditionType.SCHEDULED))

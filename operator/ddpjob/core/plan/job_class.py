@@ -5,7 +5,7 @@ resumes, the values of its class are copied to its status. A change to the class
 running jobs, so each job gets the new values only when it next resumes.
 
 - If the namespace has no such class, the job waits (ClassMissing).
-- A new job that sets a field that the class fixes, or that exceeds a limit, fails. A resumed job
+- A new job fails if it sets a field that the class fixes, or if it exceeds a limit. A resumed job
   waits instead. The reason is ClassRefused in both cases.
 - If a running job is changed so that it violates the class, it keeps the class's values
   (ClassExceeded).

@@ -9,13 +9,13 @@ jobs, this owner is the operator.
   shape (`_holding`). `status.queue` holds the grant. Pods are built from the grant, so the job has
   the granted size.
 - A different size needs a new Workload, which names the current one as its predecessor. Kueue
-  admits it without stopping the job (Kueue calls this a "slice").
+  admits the new Workload without stopping the job (Kueue calls this a "slice").
 - An elastic job starts with the pods that have quota, at least `minNodes` (Kueue's "partial
   admission"). It asks for the remaining pods in additional Workloads. `status.queue.more` lists
   them in the order of their slots. If one of these Workloads is evicted, the job continues without
   that Workload's slots and without all later slots.
 - An evicted job loses its pods first, like a suspended job. Its quota is released only after the
-  pods are gone; otherwise two jobs would use it.
+  pods are gone; otherwise two jobs would use the same quota.
 
 Example of a job that is scaled from 4 nodes to 6:
 
@@ -51,8 +51,9 @@ from ddpjob.core.view import View
 from ddpjob.core.world import ANNOTATION_WORKLOAD, WorkloadView
 
 REPLACED = "WorkloadSliceReplaced"
-"""The reason that Kueue gives when it finishes a Workload because a newer Workload takes over its
-quota. The old Workload finishes a moment before the newer one is admitted."""
+"""The reason that Kueue gives when it finishes a Workload whose quota a newer Workload takes over.
+The old Workload finishes a moment before the newer one is admitted.
+"""
 _NOT_SERVED = (
     "the job's label names queue {}, but this cluster does not serve Workloads (kueue.x-k8s.io/v1beta2, in Kueue 0.15 "
     "or later); install Kueue, or remove the label kueue.x-k8s.io/queue-name to run the job without a queue"
@@ -63,13 +64,16 @@ the status, so this number limits the size of the status."""
 ONE_DOMAIN = "kueue.x-k8s.io/podset-required-topology"
 """The podTemplate annotation that requires one topology domain for all pods in a Workload."""
 _OFFSET = "kueue.x-k8s.io/pod-index-offset"
-"""The pod annotation that states the slot index of the first pod in the pod's Workload."""
+"""A pod annotation. Its value is the slot index of the first pod in the same Workload."""
 _STAYS = "the job does not grow, because spec.podTemplate requires one topology domain for all of its pods"
 _NO_LABEL = "the job's label kueue.x-k8s.io/queue-name was removed, so the job does not request a different quota"
 
 
 def shape_of(job: DDPJob) -> str:
-    """Return a hash of what each pod of a job needs. It does not depend on the number of pods."""
+    """Return a hash of the requirements of a single pod.
+
+    The hash does not depend on the number of pods.
+    """
     spec = job.spec
     needs = [spec.resources, spec.gpus_per_node, spec.gpu_resource, spec.pod_template]
     needs += [spec.rendezvous.resources, spec.rendezvous.placement]
@@ -81,8 +85,8 @@ def find_request(job: DDPJob, queue: QueueStatus | None) -> CreateWorkload | Non
 
     `queue` is the job's current quota. The Workload requests all of the job's pods or, if an
     elastic job has quota already, only the missing pods. The result is None if an elastic job lacks
-    no pods or cannot grow. The name is a hash of the request, so an unchanged request has the name
-    of the existing Workload.
+    no pods or cannot grow. The Workload's name is a hash of the request, so the name stays the same
+    while the request is unchanged.
     """
     pods, held = job.spec.pods, queue.workload if queue is not None else ""
     if job.spec.elastic is None and not (queue is not None and queue.more):
@@ -127,7 +131,8 @@ def is_queued(view: View) -> bool:
 def _holding(view: View) -> WorkloadView | None:
     """Return the Workload that holds the job's first quota; None if the job has no quota.
 
-    If there are several, prefer the Workload whose size is the spec's.
+    Additional Workloads are not considered. If several Workloads hold quota, prefer the Workload
+    that has the size in the spec.
     """
     job, shape = view.job, shape_of(view.job)
     request = find_request(job, None)
@@ -149,8 +154,7 @@ def _with_more(view: View, first: QueueStatus) -> QueueStatus:
     """Return the first quota together with the additional quota that the job may use.
 
     The additional grants are in the order of their slots, and slots are dropped only at the end. If
-    one grant was withdrawn or is no longer needed, the job therefore gives up all grants after it
-    too.
+    one grant was withdrawn or is no longer needed, the job therefore gives up all later grants too.
     """
     job, shape, queue, before = view.job, shape_of(view.job), first, view.status.queue
     usable = {
@@ -267,7 +271,7 @@ def plan_queue_actions(view: View) -> list[Action]:
     for workload in world.workloads:
         held = queue is not None and workload.uid in queue.uids
         if workload.leaving or held or (replaced and not (workload.finished or workload.additional)):
-            continue  # A successor that is about to take over is judged later.
+            continue  # A successor is judged only after it has taken over.
         if workload.additional and _uses_more(view):
             continue
         if workload.name != name or workload.finished or (queue is None and workload.asks != _asks(job)):

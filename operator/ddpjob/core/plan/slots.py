@@ -7,8 +7,8 @@ missing pod is created, and a running pod that no slot names is deleted.
 
 No pod name is ever used twice. A replacement therefore need not wait for a deletion, and a name
 never resolves to the address of a different pod. So attempts only grow, and a new slot starts above
-the highest attempt of any dropped slot. An operator may also have died right after creating a pod,
-before the status shows it, so the attempts of all existing pods are skipped.
+the highest attempt of any dropped slot. An operator may also have died right after it created a
+pod, before the status showed that pod, so the attempts of all existing pods are skipped.
 
 Example with 2 nodes:
 
@@ -21,9 +21,9 @@ A new generation replaces the coordinator and every pod, because the spec, the t
 has changed, or because the group cannot be repaired pod by pod (`begin_generation`).
 
 If a pod ends within QUICK of being created, and waiting may help, the next pod backs off
-(`count_repetition`). The first time there is no wait, the second time it is
-`recovery.backoff.initialSeconds`, and then it doubles each time. A pod that lasts longer resets the
-count.
+(`count_repetition`). The first replacement does not wait. The second one waits for
+`recovery.backoff.initialSeconds`, and after that the wait doubles each time. A pod that lasts
+longer resets the count.
 
 Why: docs/decisions/0009.
 """
@@ -68,7 +68,7 @@ first to end each time."""
 
 @dataclass(frozen=True)
 class Repeated:
-    """A cause, how many times in a row it has occurred, and the end of the next back-off."""
+    """A cause, how often in a row this cause has occurred, and the end of the next back-off."""
 
     reason: str = ""
     failures: int = 0
@@ -76,7 +76,7 @@ class Repeated:
 
 
 _MOST_FORMER_KEYS = 8
-"""Maximum number of replaced keys that the status keeps. The oldest are forgotten."""
+"""Maximum number of replaced keys that the status keeps. Older keys are dropped."""
 SUPPORTED_PROTOCOLS = frozenset({protocol.VERSION})
 """The runtime protocol versions that this operator can build pods for, whichever release the
 runtime comes from."""
@@ -85,8 +85,8 @@ runtime comes from."""
 def template_mark(view: View) -> str:
     """Return a string that identifies everything that all pods in a generation have in common.
 
-    It contains the spec that they are built from, the key of their token, and the protocol version
-    of their runtime.
+    The string covers the spec that the pods are built from, the key of their token, and the
+    protocol version of their runtime.
     """
     version = protocol_of(view.status) if view.status.runtime else protocol.VERSION
     return f"{_spec_and_key(view)}-{version}"
@@ -102,7 +102,8 @@ def key_of(status: JobStatus) -> str:
 
 
 def is_superseded(view: View) -> bool:
-    """Whether a different operator has replaced this operator's key, and may still run the job.
+    """Whether a different operator has replaced this operator's key, and possibly still runs the
+    job.
 
     Two operators with different keys act on the same job if they are not permitted to hold Leases.
     Each would mistake the other's key for a change of its own key, and they would restart the job
@@ -113,9 +114,10 @@ def is_superseded(view: View) -> bool:
         b sees key a         key b, formerKeys [a]: one planned restart
         a sees key b         a finds its own key in formerKeys, and leaves the job alone
 
-    This operator puts its key back only where that interrupts nothing: when the job resumes, or
-    when a change of its spec replaces its pods. An operator that holds the namespace's Lease is the
-    only one there, so an administrator must have restored its key. Such an operator always acts.
+    This operator puts its key back only if that interrupts nothing: when the job resumes, or when a
+    change of the job's spec replaces the job's pods. An operator that holds the namespace's Lease
+    is the only one there, so an administrator must have restored its key. Such an operator always
+    acts.
     """
     status, world = view.status, view.world
     if world.is_sole_operator or key_of(status) == world.key_mark or world.key_mark not in status.former_keys:
@@ -150,7 +152,7 @@ def can_replace(view: View) -> bool:
     """Whether single pods in the current generation can be replaced.
 
     A pod needs the same runtime as its peers. If the runtime's ConfigMap is gone and this operator
-    has a different runtime, a new pod could not join them.
+    has a different runtime, a new pod could not join its peers.
     """
     version, runtime = protocol_of(view.status), view.status.runtime
     if runtime and runtime == view.world.runtime:
@@ -177,10 +179,11 @@ def with_slots(status: JobStatus, slots: list[Slot]) -> JobStatus:
 def begin_generation(view: View) -> JobStatus:
     """Return the status of a new generation, with all slots planned again and a new coordinator.
 
-    A slot keeps its attempt if no pod has been created for it yet. Otherwise its next attempt is
-    higher than that of every pod with its index, in the status or in the world. Back-offs are kept.
-    The first generation is 0, and the coordinator's attempts begin at 0. If pods can no longer be
-    made with the job's current runtime, the job gets the operator's own runtime.
+    If no pod has been created for a slot yet, the slot keeps its attempt. If a pod has been
+    created, the slot's next attempt is higher than that of every pod with the same index in the
+    status and in the world. Back-offs are kept. The first generation is 0, and the coordinator's
+    attempts begin at 0. If pods can no longer be made with the job's current runtime, the job gets
+    the operator's own runtime.
     """
     if not can_replace(view):
         view = view.with_status(replace(view.status, runtime=""))
@@ -223,9 +226,9 @@ def resize(view: View) -> JobStatus:
 def keep_training(view: View) -> list[Slot] | None:
     """Return the slots if spec.spares was reduced but pods in the last slots must be kept.
 
-    A smaller spec.spares normally drops the last slots. If their pods train, idle slots lose their
-    pods instead, and get no new pods until a later loss frees the last slots. Return None if no
-    such pod trains, or if there are too few idle slots.
+    A smaller spec.spares normally drops the last slots. If the pods in these slots train, idle
+    slots lose their pods instead, and get no new pods until a later loss frees the last slots.
+    Return None if no such pod trains, or if there are too few idle slots.
 
     Example: the job has 2 nodes and 1 spare. Pod 0 was lost, and the spare, pod 2, trains. If
     spares becomes 0, the idle replacement of pod 0 is deleted, and pods 1 and 2 continue to train.
@@ -268,10 +271,10 @@ def plan_next_coordinator(status: JobStatus) -> JobStatus:
 
 
 def count_repetition(view: View, before: Repeated, end: End, pod: PodView | None) -> Repeated:
-    """Return how many similar ends have occurred, including this one, and the next back-off.
+    """Count similar ends, including this one. Return the count and the next back-off.
 
     The count rises if the pod ended quickly for the same cause, and a delay may help. In all other
-    cases it is reset. After a preemption, the next pod waits for ROOM instead.
+    cases, the count is reset. After a preemption, the next pod waits for ROOM instead.
     """
     if end.cause is Cause.PREEMPTED and view.world.serves_gangs:
         return Repeated(end.cause, 0, _whole(view.now + ROOM))
@@ -287,8 +290,8 @@ def count_repetition(view: View, before: Repeated, end: End, pod: PodView | None
 def count_in_a_row(view: View, cause: Cause) -> int:
     """Return how many times in a row pods of the job have ended quickly for the same cause.
 
-    The result is 0 for causes that do not come from the program, because they differ from pod to
-    pod.
+    The result is 0 for causes that do not come from the program, because such causes differ from
+    pod to pod.
     """
     if cause not in _PROGRAM:
         return 0

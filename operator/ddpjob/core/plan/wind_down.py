@@ -4,8 +4,8 @@ The end is written once, by `fail` or `complete`. Later reconciles only perform 
 due (`wind_down`), and no longer change the conditions:
 
 1. A failed job's running nodes are stopped by a message sent through the coordinator, because a pod
-   that exits on its own keeps its log. After STOP_SECONDS, or if no message can reach them, they
-   are deleted.
+   that exits on its own keeps its log. After STOP_SECONDS, or if no message can reach these nodes,
+   they are deleted.
 2. The coordinator's pod is deleted, and so are those other pods that runPolicy.cleanPodPolicy
    selects. Sidecars that are still running are stopped.
 3. The quota and the PodGroup are released once no pod of the job can be running.
@@ -59,7 +59,8 @@ STOP_SECONDS = 15
 """How long running nodes may take to stop on their own before they are deleted."""
 EXIT_SECONDS = 15
 """How long a coordinator that is a container in a node's pod may take to exit. After this time, the
-pod is deleted, and its log with it."""
+pod is deleted, and the coordinator's log is lost.
+"""
 
 
 # --- the end ----------------------------------------------------------------------------------------------------
@@ -223,7 +224,7 @@ def has_leftovers(pod: PodView) -> bool:
     """Whether the pod's main container has ended while another container is still running.
 
     A pod in phase Succeeded or Failed has no leftovers. If a container of such a pod has no exit
-    code, it never started, for example because an init container failed.
+    code, that container never started, for example because an init container failed.
     """
     return pod.ended and pod.phase not in ("Succeeded", "Failed") and not all(c.ended for c in pod.containers.values())
 

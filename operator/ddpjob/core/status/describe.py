@@ -129,7 +129,7 @@ def _has_run_long(status: JobStatus, now: datetime) -> bool:
 
 
 def _isolated(view: View) -> JobStatus:
-    """Set Isolated, which shows whether other jobs' pods are kept out, as spec.network requests."""
+    """Set Isolated, which shows whether the NetworkPolicy keeps other jobs' pods out."""
     status, spec, world = view.status, view.job.spec, view.world
     condition = partial(with_condition, status, ConditionType.ISOLATED, now=view.now)
 

@@ -9,7 +9,8 @@ of them, because Kubernetes drops events about a noisy object:
 - A condition that becomes false, or changes its reason, has an event (_WARNED), unless the reason
   occurs at every start, restart or end (_QUIET).
 - Running, a newly avoided host, and newly lagging ranks have one event each. If the first step
-  after a restart arrives later than Running, it has an event of its own, with the repeated steps.
+  after a restart arrives later than Running, that step has a separate event, which states the
+  number of repeated steps.
 
 Example: pod train-1-0 runs out of memory.
 

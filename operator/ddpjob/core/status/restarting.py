@@ -7,7 +7,8 @@ cases need care (`judge_restarting`):
   becomes true. But if the operator itself caused the break, for example by scaling, the report of a
   running group may be older than the break. Restarting then becomes true anyway.
 - For a `command`, no report shows when the group forms. If the program reported steps before, the
-  next reported step shows that training has resumed. Otherwise only the pods are known to run.
+  next reported step shows that training has resumed. If the program has never reported steps, it is
+  only known that the pods run.
 - A suspension may cut a restart short. Such a restart never gets a duration.
 
 Example of a drained node:
@@ -64,7 +65,7 @@ def judge_restarting(view: View, running: bool, broke: list[Restart]) -> JobStat
         known = view.job.spec.under_torchrun or _steps(reported_figures(view))
         known = known or (not broke and before is not None and before.reason == RECOVERED)
         reason, message = (RECOVERED, "the group runs again") if known else (PODS_RUN, _PODS_RUN)
-        message += and_repeats(current_restart(status))  # The steps are added when their count arrives.
+        message += and_repeats(current_restart(status))  # The repeated steps are added later.
         return with_condition(status, ConditionType.RESTARTING, False, reason, message, now)
     return status
 
@@ -89,11 +90,11 @@ def _steps(progress: Mapping[str, Any]) -> bool:
 def _timed(view: View) -> tuple[Restart, ...]:
     """Return the recent restarts, with the duration in seconds of each restart that is over.
 
-    If steps are reported to the coordinator, a restart is over when the next step is complete.
-    The coordinator measures the last restart more precisely than the operator, which may have seen
-    the break only after an outage of its own. But if several breaks are over at once, the
-    measurement begins with the first one. A restart that a suspension has cut short gets no
-    duration, because there was no recovery.
+    If steps are reported to the coordinator, a restart is over when the next step is complete. The
+    coordinator measures the last restart more precisely than the operator, which may have seen the
+    break only after an outage of its own. But if several breaks are over at once, the measurement
+    begins with the first break. A restart that a suspension has cut short gets no duration, because
+    there was no recovery.
     """
     report, recent = view.report, view.status.restarts.recent
     if report is not None and report.recovery.down_since is not None and view.job.spec.under_torchrun:

@@ -52,8 +52,9 @@ NO_GROUP = "NoGroup"
 NODES_RUN = "NodesRun"
 FINISHED_EARLY = "NodeFinishedEarly"
 LEFT_ALONE = timedelta(minutes=3)
-"""How long a pod may run without progress after another pod has exited with 0. Afterwards the
-condition reports it."""
+"""How long a pod may run without progress after another pod has exited with 0. After this time, the
+condition reports the running pod.
+"""
 
 
 def judge_running(view: View, training: int | None, running_pods: int) -> tuple[bool, str, str]:
@@ -163,9 +164,9 @@ UNREACHABLE_LONG = "worker failures are neither counted nor shown until it answe
 
 
 def _unreachable(view: View) -> str:
-    """Describe an unreachable coordinator, and say when it became unreachable.
+    """Describe an unreachable coordinator, and state when it became unreachable.
 
-    The condition's previous message contains this time.
+    That time is read from the condition's previous message, if there is one.
     """
     status = view.status
     where = f" at {status.rendezvous.endpoint}" if status.rendezvous.endpoint else ", whose pod has no address yet,"

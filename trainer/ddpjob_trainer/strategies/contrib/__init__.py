@@ -3,9 +3,9 @@
 dp and ddp_mp appear in older tutorials and are kept for comparison; use ddp and fsdp instead.
 horovod and deepspeed need libraries that are installed separately (scripts/install_horovod.py
 builds Horovod's last release from source; `pip install deepspeed`), and are tested only if these
-are installed. parameter_server is the synchronous variant of the architecture with this name, and
-is meant for study.
+libraries are installed. parameter_server is the synchronous variant of the parameter-server
+architecture, and is meant for study.
 
-They give the same guarantees on exactness, checkpoints and resuming as the other strategies, except
-that dp is not exact on several GPUs. New features might not support them.
+The strategies in this folder give the same guarantees on exactness, checkpoints and resuming as the
+other strategies, except that dp is not exact on several GPUs. New features might not support them.
 """

@@ -19,9 +19,10 @@ from ddpjob_trainer.strategies.ddp import Ddp
 
 
 class DdpMp(Ddp):
-    """Spreads the model's stages over several devices. Where a stage begins, its input moves there.
+    """Spreads the model's stages over several devices.
 
-    The model keeps its modules and their names.
+    Where a stage begins, its input is moved to the stage's device. The model keeps its
+    modules and their names.
     """
 
     compiles_step = False

@@ -125,7 +125,7 @@ class DeepSpeed(Strategy):
     def update(self, rate: float) -> Update:
         """Take the optimizer's step.
 
-        With ZeRO, DeepSpeed itself clips the gradients, and it skips the step if they are not
+        With ZeRO, DeepSpeed itself clips the gradients, and skips the step if the gradients are not
         finite.
         """
         # At stage 0, DeepSpeed would take the step even if the gradients were not finite.
@@ -379,8 +379,8 @@ def _import_deepspeed(device: torch.device) -> ModuleType:
             " strategy=fsdp, which also shards weights"
         ) from error
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # DeepSpeed warns about optimizers that are not its own.
-    # On a CPU, DeepSpeed would compile a shared-memory reduction when it starts for the first time.
-    # This reduction is useful only for ranks on the same node.
+    # On a CPU, DeepSpeed would compile a shared-memory reduction at its first start. This reduction
+    # is useful only for ranks on the same node.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     module: ModuleType = deepspeed
     return module

@@ -108,8 +108,8 @@ class ParameterServer(Strategy):
     def state(self) -> State:
         """Return the whole state. All ranks get the server's optimizer state.
 
-        Each node keeps the state in memory. If the server's node is lost, only workers' nodes might
-        be left.
+        Each node keeps this state in memory. If the server's node is lost, training can then
+        continue from the state on a worker's node.
         """
         state, content = super().state(), io.BytesIO()
         torch.save(state["optimizer"], content)
