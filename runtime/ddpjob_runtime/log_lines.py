@@ -22,7 +22,8 @@ from ddpjob_runtime import protocol
 PIECE = select.PIPE_BUF
 """Number of bytes that a pipe accepts in one write without blocking, if it can accept any bytes."""
 PATIENCE_SECONDS = 0.05
-"""How many seconds to wait for a slow reader. If the previous line was lost, there is no waiting.
+"""How many seconds to wait for a slow reader. If the previous line was lost, the next line does not
+wait.
 """
 
 

@@ -409,7 +409,7 @@ class World:
     """The last known states of pods that no longer exist, taken from their deletion events."""
     has_service: bool = False
     has_budget: bool = False
-    """Whether the job's PodDisruptionBudget exists. It has the same name as the job."""
+    """Whether the job's PodDisruptionBudget exists. Its name is the name of the job."""
     runtime: str = ""
     """Name of the ConfigMap that contains the runtime of the job's pods; empty if it does not
     exist."""
@@ -501,7 +501,7 @@ class World:
         return {p.name: p for p in self.nodes()}
 
     def last_of(self, name: str) -> PodView | None:
-        """Return the last known state of a pod that no longer exists; None if it is unknown."""
+        """Return the last known state of a pod that no longer exists; None if no state is known."""
         return self._departed_by_name.get(name)
 
     @cached_property

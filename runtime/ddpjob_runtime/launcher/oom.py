@@ -38,4 +38,4 @@ def _readable(paths: tuple[Path, ...]) -> Iterator[str]:
         try:
             yield path.read_text()
         except OSError:
-            continue  # This file belongs to the other version of cgroups.
+            continue  # The host uses the other version of cgroups, so this file does not exist.

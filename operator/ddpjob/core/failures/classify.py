@@ -162,7 +162,8 @@ class End:
     traceback: str = ""
     exit_code: int | None = None
     time: datetime | None = None
-    """When the program ended, according to the kubelet; None if it has not reported a time."""
+    """When the program ended, according to the kubelet; None if the kubelet has not reported a
+    time."""
     before_program: bool = False
     """Whether the exit code belongs to an init container. Such an exit code shows nothing about the
     program's configuration.

@@ -59,10 +59,10 @@ class Finding:
     """The round in which the pod was created; None for incidents and for the coordinator's own
     end."""
     fails: str = ""
-    """The Failed condition's reason if the finding is a cause; empty if it would not fail the
-    job."""
+    """The Failed condition's reason if the finding is a cause; empty if such a cause would not fail
+    the job."""
     why: str = ""
-    """The rule that fails the job; empty if it is one of the defaults."""
+    """The rule that fails the job; empty if a default fails the job."""
     exit_code: int | None = None
     idle: bool = False
     """Whether this is the end of an idle spare, which does not break the group."""
