@@ -39,11 +39,11 @@ class Offer:
     """A class for a job that would start now, and the reasons why the job cannot have it."""
 
     job_class: JobClass | None = None
-    """The class that the job names. None if no such class exists, or if jobs in this job's
-    namespace may not use it.
+    """The class that the job names. None if no such class exists, or if jobs in this namespace are
+    not allowed to use the class.
     """
     known: tuple[str, ...] = ()
-    """Names of all classes that jobs in this namespace may use."""
+    """Names of all classes that jobs in this namespace are allowed to use."""
     problems: tuple[str, ...] = ()
     """Reasons why the job cannot have the class. Each reason is a sentence with the faulty field
     and the remedy."""
@@ -51,7 +51,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class JobClasses:
-    """An operator's classes, and the namespaces whose jobs may use them."""
+    """An operator's classes, and the namespaces whose jobs are allowed to use each class."""
 
     classes: Mapping[str, JobClass] = field(default_factory=dict)
     namespaces: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -363,7 +363,7 @@ class Scheduling:
 
 
 class PreflightScope(StrEnum):
-    """Whether a pod is checked alone, or together with the other pods of its group."""
+    """Whether each pod is checked alone, or together with the other pods of its group."""
 
     NODE = "Node"
     GROUP = "Group"
@@ -510,8 +510,8 @@ def _template_hash(spec: Mapping[str, Any], mode: str) -> str:
     """Return a hash of the fields that pods are made from.
 
     Upgrading the CRD must not change the hash, because a new hash replaces all running pods. The
-    spec in the API server has the defaults from the cluster's CRD, which may be newer than this
-    operator. Therefore fields with their default value are left out, and so are fields that this
+    spec in the API server has the defaults from the cluster's CRD, which can be newer than this
+    operator. The hash therefore leaves out fields with their default value, and fields that this
     operator does not know.
     """
     fixed = {key: value for key, value in spec.items() if key not in _CHANGEABLE}

@@ -70,7 +70,7 @@ class ConditionType(StrEnum):
     SNAPSHOTS_HELD = "SnapshotsHeld"
     """The condition is absent until the newest training states do not fit into a pod's memory."""
     NOTIFIES = "Notifies"
-    """Set only if the job's namespace may not use the receiver that spec.notify names."""
+    """Set only if the job's namespace is not allowed to use the receiver that spec.notify names."""
     CLASS_APPLIED = "ClassApplied"
     """Set only for a job with spec.className: whether the job has the class's values and stays
     within the class's limits."""
@@ -431,8 +431,8 @@ class JobStatus:
     """Number of spares that are ready to take over immediately."""
     slots: tuple[Slot, ...] = ()
     rank_order: Annotated[tuple[_Number, ...], _OMIT_EMPTY] = ()
-    """Slot indices of the last group's nodes, in rank order. Empty if rank order is the same as
-    index order.
+    """Slot indices of the last group's nodes, in rank order. If rank order equals index order, the
+    list is empty.
     """
     highest_attempt: _Number = 0
     """The highest attempt that any slot has had so far."""
@@ -490,8 +490,8 @@ class JobStatus:
     def _wanted(self, spec: JobSpec) -> int:
         """Return the number of nodes that the job should have.
 
-        For a finished job, this is the number that its slots were last planned for. Later changes
-        to its spec are ignored.
+        For a finished job, the result is the number that the job's slots were last planned for.
+        Later changes to the job's spec are ignored.
         """
         return self.rendezvous.nodes if self.terminal and self.rendezvous.nodes else spec.nodes
 
@@ -516,10 +516,10 @@ class JobStatus:
     def read(cls, status: Mapping[str, Any]) -> JobStatus:
         """Read the `status` of a job.
 
-        Unknown fields are ignored, because a different release of the operator may have written the
-        status. The reader also ignores fields with invalid values, and objects that lack a required
-        field. These faults occur because the CRD admits some of them, and because a file with a
-        job's record can contain anything.
+        Unknown fields are ignored, because a different release of the operator might have written
+        the status. The reader also ignores fields with invalid values, and objects that lack a
+        required field. These faults occur because the CRD admits some of them, and because a file
+        with a job's record can contain anything.
 
         An empty status belongs to a new job. Raises an error if `status` is not a JSON object.
         """

@@ -186,7 +186,7 @@ class Caches:
         }
         for kind in ("Service", "ConfigMap", "PodDisruptionBudget"):
             more[kind] = _read_owned, self._owned_changed, {"selector": ours, "metadata_only": True}
-        # The operator possibly lacks the permission to list NetworkPolicies. Jobs then run without
+        # The operator might lack the permission to list NetworkPolicies. Jobs then run without
         # NetworkPolicies, and their Isolated condition shows this.
         more["NetworkPolicy"] = _read_owned, self._owned_changed, {**more["Service"][2], "optional": True}
         # These kinds are optional, because most clusters do not serve them.

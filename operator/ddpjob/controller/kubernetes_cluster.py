@@ -80,9 +80,9 @@ REPORT_RETRY = 1.0
 """Delay in seconds before a job is reconciled again if the coordinator has not yet answered the
 first request for its report. If the report arrives earlier, it wakes the job at once."""
 CREATIONS = 16
-"""Maximum number of ordinary requests to create an object that run at the same time, for all jobs
-together. In addition, the same number of slow requests can run (see `Turns`). The limit keeps a
-burst of new jobs from monopolizing the API server."""
+"""Maximum number of requests to create an object that run at the same time, for all jobs together.
+The number applies to ordinary requests, and separately to slow requests (see `Turns`). The limit
+keeps a burst of new jobs from monopolizing the API server."""
 LONGEST_PAUSE = 60.0
 """Maximum delay in seconds before a request that the API server has refused is sent again."""
 _DELETION, _LABEL, _CHANGE = "delete", "label", "change"
@@ -170,9 +170,9 @@ class KubernetesCluster:
         self.report_watch, self.notifier, self.classes = report_watch, notifier, classes
         self.creating, self.instance, self.is_sole = creating, instance, is_sole
         self._unsure: set[JobKey] = set()
-        """Jobs whose cached status may be stale. Either somebody else may have written the status,
-        or this operator has written it and got no response. Each of these jobs is read again before
-        its next reconcile."""
+        """Jobs whose cached status may be stale. Either somebody else might have written the
+        status, or this operator has written it and got no response. Each of these jobs is read
+        again before its next reconcile."""
         self._pauses: dict[JobKey, tuple[str, dict[str | tuple[str, str], _Pause]]] = {}
         """The uid and the pauses of each job. If creating an object was refused, the pause is
         stored under the object's kind and role. If changing an existing object was refused, the
@@ -204,7 +204,7 @@ class KubernetesCluster:
         job = self.caches.job(key)
         if job is None:
             # A job that is not in the caches is not read from the API server. The role that permits
-            # reading may have been deleted together with the job's namespace.
+            # reading might have been deleted together with the job's namespace.
             self._unsure.discard(key)
             for known in (self._pauses, self._tokens, self._found, self._faults):
                 known.pop(key, None)
@@ -260,8 +260,8 @@ class KubernetesCluster:
     async def _look_at_lost(self, hosts: Iterable[str]) -> None:
         """Read those of the given Kubernetes nodes that seem lost according to the caches.
 
-        The watch may lag behind. Without this check, the operator could then replace pods that run
-        on a healthy Kubernetes node.
+        The watch can lag behind. Without this check, a late watch could make the operator replace
+        pods that run on a healthy Kubernetes node.
         """
         known = self.caches.hosts.hosts
         if known is not None:
@@ -459,7 +459,7 @@ class KubernetesCluster:
     ) -> Json:
         """Send a change, and treat errors of admission webhooks specially.
 
-        All other errors are the same as those of `Rest.request`.
+        `Rest.request` defines all other errors.
 
         If an admission webhook fails or cannot be called, ApiError is raised instead of
         Unavailable. Such a failure can last a long time, and must not delay the job's other work.
@@ -530,7 +530,7 @@ class KubernetesCluster:
         """Return the Workload with its priority filled in.
 
         The priority is the value of the priority class that the Workload names. Raises Refused if
-        this class cannot be read, for example because it does not exist.
+        the priority class cannot be read, for example because the class does not exist.
         """
         named = manifest["spec"].get("priorityClassRef")
         if named is None:
@@ -558,7 +558,7 @@ class KubernetesCluster:
             elif error.status == 403 and "being terminated" in error.message:
                 raise NamespaceEnding(f"namespace {job.namespace} is being deleted", NAMESPACE_RETRY) from error
             elif error.status == 409:
-                # Two concurrent requests tried to update the same ResourceQuota.
+                # Two concurrent requests have tried to update one ResourceQuota.
                 raise Unavailable(str(error)) from error
             elif error.status == 404 and f'namespaces "{job.namespace}" not found' in error.message:
                 # The namespace is gone, so the job is gone too or will be soon.

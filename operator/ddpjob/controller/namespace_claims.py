@@ -1,9 +1,9 @@
 """Claims namespaces, so that if two operators watch a namespace, only the first acts on its jobs.
 
-Without claims, each operator would mistake the other's key for a change to its own key, and would
-therefore restart jobs. Helm prevents most installations that would make two operators watch the
-same namespace, but not all of them. Two operators without permission for Leases restart each job
-once (`slots.is_superseded`).
+Without claims, each operator would take the other operator's key for a change of its own key, and
+would therefore restart jobs. Helm prevents most installations that would make two operators watch
+the same namespace, but not all of them. Two operators without permission for Leases restart each
+job once (`slots.is_superseded`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class NamespaceClaims:
         """
         if name not in self._namespaces:
             # Forget namespaces that were not asked about recently. These namespaces have no jobs
-            # left, and possibly no longer exist.
+            # left, and might no longer exist.
             left = time.monotonic() - CLAIM_SECONDS
             self._namespaces = {n: k for n, k in self._namespaces.items() if k.due > left or k.lock.locked()}
             self._namespaces[name] = _Namespace(_Claim(self.rest, name, CLAIM_NAME, self.release))

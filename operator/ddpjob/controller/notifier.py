@@ -39,7 +39,8 @@ WORKERS = 2
 namespace gets one of the workers."""
 LONGEST_URL = 4096
 EVERYBODY = "*"
-"""Stands for all namespaces in the list of namespaces that may use a receiver."""
+"""In the list of namespaces that are allowed to use a receiver, this entry stands for all
+namespaces."""
 
 
 class Unsent(Exception):
@@ -56,7 +57,7 @@ class Unsent(Exception):
 
 @dataclass(frozen=True)
 class Receivers:
-    """The receivers, and the namespaces whose jobs may use each receiver.
+    """The receivers, and the namespaces whose jobs are allowed to use each receiver.
 
     `folder` contains one file for each receiver. The file's name is the receiver's name, and its
     content is the URL.
@@ -68,7 +69,7 @@ class Receivers:
     """URL of a web page about a job. It contains the placeholders {namespace} and {job}."""
 
     def usable_in(self, namespace: str) -> frozenset[str]:
-        """Return the names of the receivers that the jobs in a namespace may use."""
+        """Return the names of the receivers that the jobs in a namespace are allowed to use."""
         return frozenset(n for n, allowed in self.namespaces.items() if {namespace, EVERYBODY} & set(allowed))
 
     def url(self, name: str) -> str:

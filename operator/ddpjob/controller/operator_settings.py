@@ -45,8 +45,8 @@ class Settings:
     """A NetworkPolicy peer, in JSON, that matches the operator's own pods. If the peer is missing,
     no job gets a NetworkPolicy."""
     metrics_peers: tuple[Json, ...] = ()
-    """A JSON list of NetworkPolicy peers that may connect to coordinators in order to read
-    metrics."""
+    """A JSON list of NetworkPolicy peers that are allowed to connect to coordinators in order to
+    read metrics."""
     workers: int = 16
     """Maximum number of jobs that are reconciled at the same time."""
     lease_namespace: str = ""
@@ -152,7 +152,8 @@ class Settings:
 
 
 def _metrics_peers(found: list[Json]) -> tuple[Json, ...]:
-    """Read the peers that may read metrics, and correct their address blocks.
+    """Read the list of peers that are allowed to read metrics, and correct the address blocks in
+    this list.
 
     A block such as 10.0.0.1/8 has address bits that its prefix does not cover. Recent API servers
     reject such a block, and every job would then lack its NetworkPolicy. The surplus bits are

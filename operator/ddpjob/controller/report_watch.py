@@ -191,7 +191,7 @@ class ReportWatch:
         The delay is the time needed to read the last reports of all coordinators at this rate. If
         this report is smaller than the average, the delay is computed as if all reports had its
         `size`. A large report therefore waits only if many reports are large, and a small report
-        never waits because of large ones.
+        never waits because of large reports.
         """
         self._bytes += size - followed.size
         followed.size = size

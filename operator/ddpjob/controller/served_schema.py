@@ -1,7 +1,7 @@
 """Checks that the CRD in the cluster has the status fields that this operator writes.
 
 The status is the operator's only memory, and the API server drops fields that the CRD does not
-describe. `helm upgrade` does not update the CRD, so the CRD may be older than the operator.
+describe. `helm upgrade` does not update the CRD, so the CRD can be older than the operator.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ time, the operator acts without the check. The schema is unknown if the API serv
 or 5xx, if the API server's index does not list the schema, or if the API server answers all
 requests except requests for the schema."""
 INDEX = "/openapi/v3"
-"""URL path of the schema index. Every authenticated client may read it, so the operator needs no
-permission to read CRDs."""
+"""URL path of the schema index. Every authenticated client is permitted to read the index, so the
+operator needs no permission to read CRDs."""
 _API, _SCHEMA = f"apis/{GROUP}/{VERSION}", ".".join([*reversed(GROUP.split(".")), VERSION, KIND])
 _NOT_INSTALLED = ("status",)
 _SHOWN = 5

@@ -58,7 +58,7 @@ class LocalSpec:
     def visible_gpus(self, index: int) -> str | None:
         """Return the value of CUDA_VISIBLE_DEVICES for the pod in slot `index`.
 
-        None means that the pod gets the same value as this shell.
+        None means that the pod gets this shell's value.
         """
         if not self.gpus:
             return "" if self.spec.gpu_resource == NVIDIA else None

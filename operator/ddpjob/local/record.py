@@ -214,7 +214,7 @@ def requests(folder: JobFolder) -> list[tuple[Path, str, str]]:
             # user.
             continue
         except (ValueError, KeyError, TypeError):
-            # The file is not a request. Possibly, a synchronized folder has created a conflicting
-            # copy, or the file belongs to another tool.
+            # The file is not a request. It might be a conflicting copy in a synchronized folder, or
+            # belong to another tool.
             continue
     return found

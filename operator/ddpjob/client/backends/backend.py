@@ -41,7 +41,7 @@ class Mistake(Exception):
     """The request cannot be carried out. The message says why and what to do."""
 
     passing = False
-    """Whether the same request may succeed when it is repeated later."""
+    """Whether the request can succeed if it is repeated later."""
     denied = False
     """Whether the request failed because the caller is not authenticated or lacks a permission."""
 
@@ -58,7 +58,7 @@ class Unreachable(Mistake):
 
 
 class NoAnswer(Unreachable):
-    """The API server did not respond to a request. The next request may succeed."""
+    """The API server did not respond to a request. The next request might succeed."""
 
     passing = True
 

@@ -58,11 +58,12 @@ yet."""
 _PREPARED = ("ContainerCreating", "PodInitializing")
 """States of a pod whose containers do not report their own state yet."""
 _WARNED_PODS = 3
-"""Maximum number of starting pods whose events are read to find out why they have not started. The
-other pods usually wait for the same reason."""
+"""Maximum number of starting pods whose events are read to find out why the pods have not started.
+The other starting pods usually wait for one of the same reasons."""
 _EXEC_SECONDS = 60.0
 MOST_OUTPUT = 16 << 20
-"""Maximum number of bytes that a command in a pod may output. It is twice METRICS_BYTES."""
+"""Maximum number of bytes of output that are accepted from a command in a pod. The number is twice
+METRICS_BYTES."""
 _PRINTED = (b"\x01", b"\x02")
 """WebSocket channels for standard output and standard error."""
 _CHANGES = ("ADDED", "MODIFIED", "DELETED")

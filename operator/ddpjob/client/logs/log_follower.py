@@ -232,8 +232,8 @@ class LogFollower:
                 patience.tolerate(mistake)
             for pod in pods:
                 if pod.name not in self._begun and pod.state not in _NOT_STARTED:
-                    # `tail` applies only to the first pods. A pod that appears later may already
-                    # have written many lines, and all of them are read.
+                    # `tail` applies only to the first pods. If a pod appears later, all lines that
+                    # it has already written are read.
                     self._start(pod, replace(self.options, tail=None) if looked else self.options)
             looked = looked or bool(pods)
             deadline, quiet = time.monotonic() + _POLL, True
@@ -263,7 +263,7 @@ class LogFollower:
             every = self.backend.pods(self.job)
         except NoSuchJob:
             return []
-        # A pod that has ended or is about to end keeps its ranks, because its last lines may still
+        # A pod that has ended or is about to end keeps its ranks, because its last lines can still
         # arrive.
         running = {pod.name for pod in every if pod.state == "Running"}
         gone = {name: ranks for name, ranks in self.ranks.items() if name not in running}

@@ -55,8 +55,8 @@ class JobRequest:
     cpu: str = ""
     memory: str = ""
     checkpoints: str | os.PathLike[str] = ""
-    """`claim:NAME`, `s3://BUCKET/FOLDER`, or the absolute path of a folder on every Kubernetes
-    node.
+    """`claim:NAME`, `s3://BUCKET/FOLDER`, or the absolute path of a folder that exists on every
+    Kubernetes node.
     """
     entry: str | os.PathLike[str] = ""
     """The script to start, if the program is a folder."""

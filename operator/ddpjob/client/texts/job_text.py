@@ -472,8 +472,8 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
 def missing_pod(status: JobStatus, name: str, pods: Sequence[PodLine]) -> Iterator[str]:
     """Yield a line if a pod that the status shows as running does not exist.
 
-    A running operator replaces a lost pod immediately, so the operator has possibly stopped. If
-    `pods` is empty, nothing is yielded, because the user is possibly not permitted to list pods.
+    A running operator replaces a lost pod immediately, so the operator might have stopped. If
+    `pods` is empty, nothing is yielded, because the user might not be permitted to list pods.
     """
     there = {pod.name for pod in pods}
     for index, slot in enumerate(status.slots) if there else ():

@@ -64,8 +64,8 @@ class MetricSeries:
     starts: list[int] = field(default_factory=list)
     """The step after which training continued, for the first start and for each restart."""
     restarts: int = 0
-    """Number of starts, not counting the first start of each job. Several jobs have possibly used
-    the folder."""
+    """Number of starts, not counting the first start of each job. Several jobs might have used the
+    folder."""
     repeated: list[tuple[int, int]] = field(default_factory=list)
     """Ranges of repeated steps. Each has the step after which training continued, and the last step
     that is known to have been completed before the restart."""
@@ -180,13 +180,13 @@ def _fractions(epochs: Mapping[int, float]) -> dict[int, float]:
     for step in sorted(epochs):
         ends[epochs[step]] = step
     order = sorted(ends)
-    # Training has possibly continued in the middle of an epoch, so it is unknown where the first
+    # Training might have continued in the middle of an epoch, so it is unknown where the first
     # epoch with steps began.
     begin = min(epochs, default=1) - 1 if order and order[0] != 1 else 0
     spans, length = dict[float, tuple[int, int]](), 1
     for epoch in order:
-        # The last epoch is possibly unfinished, so assume that it is at least as long as the
-        # previous epoch.
+        # The last epoch might be unfinished, so assume that it is at least as long as the previous
+        # epoch.
         length = max(ends[epoch] - begin, length if epoch == order[-1] else 1, 1)
         spans[epoch], begin = (begin, length), ends[epoch]
     return {

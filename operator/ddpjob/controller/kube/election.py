@@ -66,8 +66,8 @@ class Lease:
         self.rest, self.name, self.namespace, self.identity = rest, name, namespace, identity
         self.collection = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
         self._own: Json | None = None
-        """The Lease as this replica last wrote it. If another replica has possibly written the
-        Lease since then, this is None."""
+        """The Lease as this replica last wrote it. If another replica might have written the Lease
+        since then, this is None."""
         self._version: str | None = None
         self._seen = 0.0
         """The time at which this replica first saw the current version of the Lease, in monotonic

@@ -184,7 +184,7 @@ class Cache(Generic[View]):
     def _note_version(self, version: int) -> None:
         """Record the collection's version, as returned by a list.
 
-        If this version is earlier than the latest known version, the API server has possibly been
+        If this version is earlier than the latest known version, the API server might have been
         restored from a backup. The versions of all cached objects are then forgotten, so that any
         version of an object from the API server replaces the cached one.
         """
@@ -283,7 +283,7 @@ class Informer(Cache[View]):
                     log.warning("%s could not be read; next list in %s s: %s", self.path, pause, error)
                 if error.status != HTTPStatus.GONE and pause == _RETRY:
                     # A pause other than _RETRY means that the collection is optional and cannot be
-                    # read. This does not count as an error, because an administrator has possibly
+                    # read. This does not count as an error, because an administrator might have
                     # forbidden it on purpose.
                     self._errors.inc()
             except Exception as error:

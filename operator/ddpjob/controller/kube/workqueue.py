@@ -68,9 +68,9 @@ class DelayQueue(Generic[Key]):
     """Decides which key is handled next, and when.
 
     Each key has a time from which it is due, on the event loop's clock. If several times are
-    requested for a key, the earliest one counts. Of the keys that are due, those with the lowest
-    `rank` come first, then those whose `group` has the fewest workers, and then the key that was
-    scheduled first. `crowded` returns whether each key should start less often than usual.
+    requested for a key, the earliest one counts. Due keys are ordered by `rank`, lowest first, then
+    by the number of workers of their `group`, fewest first, and then by the time at which they were
+    scheduled. `crowded` returns whether each key should start less often than usual.
     """
 
     def __init__(
@@ -216,8 +216,8 @@ class Turns:
     At most `most` ordinary turns and at most `most` slow turns are taken. A turn becomes slow after
     SLOW seconds.
 
-    While several groups wait, the group with the fewest recent turns gets the next one. A group
-    that holds half of all turns comes after the groups that do not.
+    While several groups wait, the group with the fewest recent turns gets the next turn. A group
+    that holds half of all turns comes after all other groups.
     """
 
     def __init__(self, most: int) -> None:
@@ -309,7 +309,7 @@ class Turns:
     def _comes(self, group: Hashable) -> tuple[bool, float]:
         """Return the sort key for waiting groups.
 
-        If several groups have equal keys, the group that comes first in `_waiting` is chosen. That
-        group has waited longest since its last turn.
+        If several groups have equal keys, the first of these groups in `_waiting` is chosen. It has
+        waited longest since its last turn.
         """
         return 2 * self._taken[group] >= self._most, self._had.get(group, 0.0)
