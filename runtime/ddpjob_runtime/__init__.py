@@ -13,4 +13,5 @@ _PACKAGE = Path(__file__).resolve().parent
 PROGRAM = _PACKAGE if _PACKAGE.is_dir() else _PACKAGE.parent
 """The path to give to Python: this folder or, in job pods, the archive that contains it."""
 WORKER = PROGRAM / "worker.py" if PROGRAM == _PACKAGE else PROGRAM.with_name("ddpjob_worker.py")
-"""The entry point of workers. In job pods, it is a separate file next to the archive."""
+"""The entry point of workers. In job pods, the entry point is a separate file next to the archive.
+"""

@@ -13,9 +13,8 @@ import signal
 import sys
 
 if os.getpid() == 1 and {"launcher", "coordinator"} & set(sys.argv[1:2]):
-    # The kernel drops signals that PID 1 neither handles nor blocks. If SIGTERM were not blocked, a
-    # pod that is deleted while this process still imports modules would stay for its whole grace
-    # period.
+    # The kernel drops signals that PID 1 neither handles nor blocks. Without this block, a pod that
+    # is deleted while this process still imports modules would stay for its whole grace period.
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
 
 import importlib
@@ -38,7 +37,8 @@ def main() -> None:
 
     del sys.argv[1]
     sys.path_hooks.insert(0, Archive)
-    # When Archive was imported, Python cached the loader of zipimport for the archive's path.
+    # The import of Archive made Python cache zipimport's loader for the archive's path. Remove that
+    # loader from the cache.
     sys.path_importer_cache.clear()
     program = importlib.import_module(PROGRAMS[name])
     sys.path_hooks.remove(Archive)
@@ -48,9 +48,9 @@ def main() -> None:
 def find_package() -> None:
     """Import the runtime's packages without changing `sys.path`, which belongs to the user.
 
-    Python has put the folder of this file on `sys.path`. In job pods, it has put the archive there
-    that contains this file. Once a package is imported, Python finds its submodules through the
-    package's own path.
+    Python has put the folder of this file on `sys.path` or, in job pods, the archive that contains
+    this file. Once a package is imported, Python finds its submodules through the package's own
+    path.
     """
     folder = Path(__file__).resolve().parent
     sys.path[0] = str(folder.parent if folder.is_dir() else folder)

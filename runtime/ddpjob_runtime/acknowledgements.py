@@ -24,7 +24,7 @@ def shows_acknowledgements() -> bool:
 def is_acknowledged(stream: socket.socket) -> bool:
     """Whether the peer's kernel has acknowledged all bytes that were sent to it.
 
-    The result is False if the system does not report acknowledgements. Raises OSError if this
+    If the system does not report acknowledgements, the result is False. Raises OSError if this
     process has closed the connection.
     """
     if not shows_acknowledgements():
@@ -36,8 +36,8 @@ def is_acknowledged(stream: socket.socket) -> bool:
 def resend_often(stream: socket.socket) -> None:
     """Make the kernel resend a small number of bytes every 0.2 s.
 
-    By default, it would resend them after 0.2, 0.4, 0.8 s and so on. A link that was down for 0.5 s
-    would then appear to be down for 0.8 s.
+    By default, the kernel would resend the bytes after 0.2, 0.4, 0.8 s and so on. A link that was
+    down for 0.5 s would then appear to be down for 0.8 s.
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # The kernel is too old for this option.

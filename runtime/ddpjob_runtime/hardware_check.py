@@ -2,9 +2,9 @@
 
     python3 PATH/ddpjob_runtime check JSON
 
-The check is a separate process, so that its device context ends with it and a hung driver does not
-block anything else. It writes lines of JSON: `{"step": NAME}` before each part, and `{"problem":
-TEXT, ...}` at the end. TEXT is empty if the check has passed.
+The check is a separate process. Its device context therefore ends with the process, and a hung
+driver does not block anything else. The check writes lines of JSON: `{"step": NAME}` before each
+part, and `{"problem": TEXT, ...}` at the end. TEXT is empty if the check has passed.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ FILE_BYTES = 1 << 20
 SUM_BYTES = 16 << 20
 """Size in bytes of the tensor in the all-reduce that is timed."""
 FREE_SHARE = 0.5
-"""The share of a GPU's memory that must be free. If less is free, another process uses the GPU. The
-share is not 1, because time-sliced GPUs are never completely free."""
+"""The share of a GPU's memory that must be free. If less memory is free, another process uses the
+GPU. The share is not 1, because time-sliced GPUs are never completely free.
+"""
 _SIDE = 1024
 _SIOCGIFADDR = 0x8915
 
@@ -46,7 +47,7 @@ def main() -> None:
     except Exception as error:
         found = {"problem": f"{type(error).__name__}: {str(error)[:1000]}"}
     _say(**found)
-    # Do not exit in the ordinary way, because a failed process group could prevent that.
+    # Exit immediately, because a failed process group could block an ordinary exit.
     os._exit(0)
 
 
@@ -67,8 +68,8 @@ def check_node(settings: dict[str, Any]) -> dict[str, Any]:
     """Check this node's checkpoint folder and devices.
 
     The result contains the problem, which is empty if the node passes. In `settings`, `folder` is
-    the checkpoint folder; if it is empty, no folder is checked. `pod` is the name of this pod.
-    `gpus` is the number of devices that the pod must have, and `resource` is their kind.
+    the checkpoint folder. If `folder` is empty, no folder is checked. `pod` is the name of this
+    pod. `gpus` is the number of devices that the pod must have, and `resource` is their kind.
     """
     folder = settings["folder"]
     if folder:
@@ -80,7 +81,7 @@ def check_node(settings: dict[str, Any]) -> dict[str, Any]:
     try:
         import torch
     except ImportError:
-        # The launcher will report that torch is missing, and how to correct that.
+        # The launcher will report that torch is missing, and will say what to do.
         return {"problem": ""}
     devices, problem = _devices(torch, settings["gpus"], settings["resource"])
     for device in devices:
@@ -111,7 +112,7 @@ def folder_problem(folder: Path, pod: str) -> str:
 def _devices(torch: Any, wanted: int, resource: str) -> tuple[list[str], str]:
     """Return torch's names for the node's devices, and what is wrong with their number.
 
-    The second part is empty if the number is right.
+    The second value is empty if the number is right.
     """
     if not wanted or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return ["cpu"], ""
@@ -190,7 +191,8 @@ def check_links(settings: dict[str, Any]) -> dict[str, Any]:
         wrong = int((numbers != expected[:count]).sum())
         if count > 1000:
             shortest = min(shortest, time.monotonic() - began)
-        # Do not end here. That would break the connections to other ranks, which may be healthy.
+        # Do not exit here. An exit would break the connections to other ranks, which may be
+        # healthy.
         if wrong and not problem:
             problem = f"an all-reduce with {backend} returned {wrong} wrong sums out of {count}"
     rate = 2 * (world - 1) / world * SUM_BYTES / shortest / 1e6 if world > 1 else None
@@ -236,8 +238,9 @@ def nccl_transport(log: str) -> str:
 def _gloo_interface() -> str:
     """Return the name of the network interface that gloo uses.
 
-    As in torch, this is GLOO_SOCKET_IFNAME. If that is not set, it is the interface with the
-    address of the host's name. If there is no such interface, it is the loopback interface.
+    As in torch, the variable GLOO_SOCKET_IFNAME names the interface. If the variable is not set,
+    gloo uses the interface that has the address of the host's name. If there is no such interface,
+    gloo uses the loopback interface.
     """
     named = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if named:

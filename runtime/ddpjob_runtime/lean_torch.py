@@ -21,7 +21,7 @@ fifth of torch's import time."""
 def for_rendezvous() -> Iterator[None]:
     """Defer META_KERNELS while torch is imported inside this `with`.
 
-    The module is run when it is first used, which may never be the case.
+    The deferred module runs when it is first used. If it is not used, it never runs.
     """
     hook = _MetaKernelsLater()
     sys.meta_path.insert(0, hook)
@@ -45,8 +45,8 @@ class _MetaKernelsLater:
 class _Later(Loader):
     """Loads a module, but runs it only when it is first used.
 
-    Python's own LazyLoader is not suitable. It would run the module as soon as torch lets `inspect`
-    look at it.
+    Python's own LazyLoader is not suitable. LazyLoader would run the module as soon as torch lets
+    `inspect` look at the module.
     """
 
     def __init__(self, loader: Loader) -> None:

@@ -8,10 +8,11 @@ OPEN_FILES = 65536
 
 
 def raise_open_files() -> None:
-    """Raise the limit on open files to OPEN_FILES, or to the hard limit if that is lower.
+    """Raise the limit on open files to OPEN_FILES or, if the hard limit is lower, to the hard
+    limit.
 
-    This applies to the process and its children. Containers often start with a soft limit of 1,024,
-    but the store has a connection to each rank and each node.
+    The new limit applies to this process and its children. Containers often start with a soft limit
+    of 1,024, but the store has a connection to each rank and each node.
     """
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if most == resource.RLIM_INFINITY else min(most, OPEN_FILES)

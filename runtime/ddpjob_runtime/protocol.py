@@ -23,13 +23,13 @@ from itertools import islice
 from typing import Any, Optional, Union
 
 VERSION = 1
-"""Version of this protocol and of how pods start the runtime. If a job's pods use a different
-version, the job gets a new generation.
+"""Version of this protocol, and of the way in which pods start the runtime. If a job's pods use a
+different version, the job gets a new generation.
 """
 NUMBERS_PER_ATTEMPT = 1_000_000
-"""The coordinator of attempt A numbers its rounds and incidents from 1 + A * NUMBERS_PER_ATTEMPT. A
-new coordinator cannot ask the previous one in its generation which numbers are already used, and no
-number must be used twice.
+"""The coordinator of attempt A numbers its rounds and incidents from 1 + A * NUMBERS_PER_ATTEMPT.
+No number must be used twice in a generation, and a new coordinator cannot ask the previous
+coordinator which numbers it has used.
 """
 
 
@@ -138,17 +138,20 @@ COMMUNICATION_ERROR = re.compile(
     re.I,
 )
 """Matches errors that a rank raises when its peer is gone. The pattern is applied to an exception's
-message. It is not applied to the traceback, because its source lines might contain the name of a
-backend."""
+message. The pattern is not applied to the traceback, because source lines in a traceback might
+contain the name of a backend.
+"""
 RANK_FAILURE = "RankFailed"
-"""Kind of the termination message that a failed rank writes if it was started by the torchrun of a
-`command` (worker.py)."""
+"""Kind of the termination message of a failed rank. Only a rank that the torchrun of a `command`
+has started writes this message (worker.py).
+"""
 
 RANK_ENDED = "(this rank has ended)"
 """Shown instead of the stacks of a rank whose process has ended."""
 RANK_FAILED = "(this rank has failed, and its process has not ended) "
 """Shown before the error of a failed rank, in the first line of its stacks. The process of such a
-rank has not ended yet, because it waits for one of its threads or for a device."""
+rank has not ended yet, because the process waits for one of its threads or for a device.
+"""
 DATA_WAITS = "waiting for another pod on this Kubernetes node, which is fetching the data"
 """Text of the DATA note of a pod that waits while another pod on its host fetches the data. The
 note of the fetching pod has the details."""
@@ -198,11 +201,12 @@ SILENCE_SECONDS = 6.0
 """A connection counts as dead if nothing has been received on it for this many seconds."""
 RECONNECT_SECONDS = 30.0
 """How many seconds a member in Standard mode continues after the connection to its coordinator was
-lost. The coordinator might only be suspended, and workers need its store only for a new round. If
-the coordinator has ended, the operator replaces all pods.
+lost. The coordinator might only be suspended, and workers need the coordinator's store only for a
+new round. If the coordinator has ended, the operator replaces all pods.
 
-In Fast mode, a member continues as long as its workers run. A member without workers waits as long
-for the new coordinator as it would have waited for the first one."""
+In Fast mode, a member continues as long as its workers run. A member without workers waits for a
+new coordinator for as long as a member waits for the first coordinator.
+"""
 
 MAX_LINE = 256 * 1024
 MAX_LOOKS = 96 * 1024
@@ -222,8 +226,9 @@ MAX_REASON = 300
 """Maximum length in characters of the reason why a member was lost."""
 MAX_INCIDENTS = 50
 MAX_NOTES = 100
-"""Maximum number of notes in a report. This is enough, because there are few kinds of notes, and
-each pod has at most one note of each kind."""
+"""Maximum number of notes in a report. The limit is high enough, because there are few kinds of
+notes, and each pod has at most one note of each kind.
+"""
 DETAILED_INCIDENTS = 10
 """Number of the newest incidents whose tracebacks the operator keeps. A status shows at most this
 number of incidents."""
@@ -252,13 +257,15 @@ MAX_SPARES = 100
 MAX_PODS = 1024 + MAX_SPARES
 """Maximum number of pods in one job: its nodes and spares."""
 MAX_NUMBER = 2**62
-"""Largest whole number that a member may send. The status can hold numbers of 63 bits, so a round
-number can still grow beyond this limit."""
+"""Largest whole number that a member is allowed to send. The status can hold numbers of 63 bits, so
+a round number can still grow beyond this limit.
+"""
 MAX_SECONDS = 2**31
-"""Longest time in seconds that a member or the operator may send."""
+"""Longest time in seconds that a member or the operator is allowed to send."""
 MAX_FIGURES = 100
-"""Maximum number of entries in a progress report, and also in its `metrics`. It is also the maximum
-length of an entry's name in characters."""
+"""Maximum number of entries in a progress report, and also in its `metrics`. The same number is the
+maximum length of an entry's name in characters.
+"""
 STRAGGLERS = "stragglers"
 """Key in a progress report for the lagging ranks, `[{"rank": 3, "slowdown": 1.8, "cost": 0.4}]`."""
 MAX_STRAGGLERS = 8
@@ -267,16 +274,16 @@ ROUND = "round"
 DDPJOB_FENCE.
 """
 UNGROUPED = "ungrouped"
-"""Key in the step counter's reports. It is true if the program takes steps, but has not formed a
-process group with the other ranks.
+"""Key in the step counter's reports. The value is true if the program takes steps, but has not
+formed a process group with the other ranks.
 """
 UNCOUNTABLE = "uncountable"
-"""Key in the step counter's reports. It is true if the counter might miss the next steps, as it
-does with a compiled optimizer.
+"""Key in the step counter's reports. The value is true if the counter might miss the next steps.
+For example, the counter cannot see the steps of a compiled optimizer.
 """
 EXCHANGING = "exchanging"
-"""Key in the step counter's reports. It is true if the ranks exchanged data in each of the first
-steps after step 1.
+"""Key in the step counter's reports. The value is true if the ranks exchanged data in each of the
+first steps after step 1.
 """
 FLAGS = (UNGROUPED, UNCOUNTABLE, EXCHANGING)
 RESUMED = "resumed"
@@ -302,19 +309,20 @@ AT_RISK = "stepsAtRisk"
 occurred now.
 """
 SNAPSHOT_BYTES = "snapshotBytes"
-"""Figure in a progress report: the number of bytes that two training states need in memory. It is
-sent only if a node does not have enough room for them.
+"""Figure in a progress report: the number of bytes that two training states need in memory. The
+figure is sent only if a node does not have enough memory for both states.
 """
 COUNTED_SPEED = "stepsPerSecond"
-"""The only metric that the step counter sends. It is used as the speed if a script does not report
-samples per second."""
+"""The only metric that the step counter sends. This metric is used as the speed if a script does
+not report samples per second.
+"""
 CHECKPOINT_TIME = "checkpointTime"
 """Metric from a script: when its newest checkpoint was completely on disk, in Unix seconds.
 """
 COPY_STEP, COPY_TIME, COPY_BEHIND = "copyStep", "copyTime", "copyBehind"
 """Metrics about the copies of checkpoints in a bucket. COPY_STEP is the step of the newest copy,
-and COPY_TIME is when that checkpoint was saved, in Unix seconds. COPY_BEHIND is for how many
-seconds a checkpoint has existed only on its machine, while no upload was completed.
+and COPY_TIME is when that checkpoint was saved, in Unix seconds. COPY_BEHIND is the number of
+seconds for which a checkpoint has existed only on its machine, without a completed upload.
 
 Reports with only these metrics are sent in the background, so they do not show that the script is
 taking steps."""
@@ -357,7 +365,7 @@ def clip(text: object, limit: int = MAX_TEXT) -> str:
     """Shorten the string to `limit` characters by leaving out its middle.
 
     The middle is the least useful part, because messages begin with the error, and tracebacks end
-    with it. If possible, whole lines are left out.
+    with it. Where possible, `clip` leaves out whole lines.
     """
     full = "" if text is None else str(text)
     if len(full) <= limit:
@@ -378,8 +386,8 @@ _NEWLINE = "\n"
 def last_lines(text: str, limit: int) -> str:
     """Return the last `limit` characters of the string.
 
-    If these begin within a line, and the next line begins soon after, the result starts with the
-    next line instead.
+    If these characters begin within a line, and the next line begins soon after, the result starts
+    with the next line instead.
     """
     text = text.strip()
     last = text[-limit:]
@@ -390,9 +398,9 @@ def last_lines(text: str, limit: int) -> str:
 def error_mark(message: str, traceback: str) -> tuple[str, str]:
     """Return the parts that are the same in all occurrences of one error.
 
-    The first part is the first line of the message. Its digits are removed, because they may be the
-    number of a rank. The second part is the last file and line of the traceback; empty if there is
-    no traceback.
+    The first part is the first line of the message. Digits are removed from this line, because they
+    may be the number of a rank. The second part is the last file and line of the traceback. It is
+    empty if there is no traceback.
     """
     lines = _FRAME.findall(traceback)
     return _DIGITS.sub("#", message.partition(_NEWLINE)[0]), lines[-1] if lines else ""
@@ -407,8 +415,8 @@ def clip_kept(text: str, limit: int) -> str:
     """Shorten the string to `limit` characters that take at most `2 * limit` bytes in memory.
 
     If a string contains a single character beyond 16 bits, such as an emoji, Python stores each of
-    its characters in four bytes. So such characters are replaced if the string has more than half
-    of `limit` characters.
+    its characters in four bytes. So these characters are replaced if the string is longer than half
+    of `limit`.
     """
     text = clip(text, limit)
     return text if text.isascii() or len(text) <= limit // 2 else _BEYOND_16_BITS.sub("\N{REPLACEMENT CHARACTER}", text)
@@ -493,7 +501,7 @@ def read_kept_log(name: str) -> Optional[tuple[str, str]]:
 def order_mark(pods: Iterable[str]) -> str:
     """Return a short hash that identifies an order of the pods; empty if there is no order.
 
-    The sender of a pod order recognizes by this mark that the report refers to its order.
+    By this mark, the sender of an order recognizes that the report refers to the same order.
     """
     names = "\n".join(pods)
     return hashlib.sha256(names.encode(errors="surrogatepass")).hexdigest()[:16] if names else ""
@@ -527,8 +535,9 @@ launcher itself ended.
 def largest_report(pods: int) -> int:
     """Return the maximum size in bytes of a report for a job with `pods` pods, including spares.
 
-    The coordinator does not know the number of spares. It limits its reports to MAX_TEXTS plus
-    the actual size of the lists of members, which is less than this maximum.
+    The coordinator does not know the number of spares. The coordinator limits its reports to
+    MAX_TEXTS plus the actual size of the lists of members. This sum is less than the maximum that
+    this function returns.
     """
     return min(MAX_REPORT, MAX_TEXTS + 64 * 1024 + 1024 * pods)
 
@@ -565,8 +574,9 @@ class Record:
 
 R = typing.TypeVar("R", bound=Record)
 Read = Callable[[Any, str], Any]
-"""A function that converts a JSON value. Its second argument is the value's path in the report, and
-it raises a ValueError that names this path if the value is invalid."""
+"""A function that converts a JSON value. The function's second argument is the value's path in the
+report. If the value is invalid, the function raises a ValueError that names this path.
+"""
 
 
 def _layout_of(cls: Any) -> tuple[tuple[str, str, Read, bool], ...]:
@@ -660,8 +670,8 @@ def read_start(value: Any) -> dict[str, Any]:
 
     The result says that training continued after step `step`, and that the state of this step came
     from `source`, which is one of SOURCES. `made` is the last step that was completed before the
-    restart; it is missing if unknown. `seconds` is how long it took until training had completed
-    step `made` again; it is missing until then.
+    restart. If that step is unknown, `made` is missing. `seconds` is how long it took until
+    training had completed step `made` again. Until then, `seconds` is missing.
     """
     if not isinstance(value, dict) or value.get("source") not in SOURCES or not _is_count(value.get("step")):
         return {}
@@ -800,7 +810,7 @@ def _read_text(kind: Any, value: Any, where: str) -> str:
 def escaped(text: str) -> str:
     """Escape lone surrogates, because APIs reject strings that contain them.
 
-    Python uses them in file names that are not UTF-8.
+    Python uses lone surrogates in file names that are not UTF-8.
     """
     return text.encode(errors="backslashreplace").decode()
 
@@ -935,11 +945,11 @@ class Recovery(Record):
 class RankLook(Record):
     """What a rank has done since the last check for a hang, and where it is now.
 
-    `text` is a part of the rank's stack, and `digest` is a hash of the whole stack. `seconds` have
-    passed since the last check. In this time, the processes in the worker's session used `cpu`
-    seconds of CPU time, and transferred `bytes` through files and sockets. `forks` is how many of
-    these processes began or ended. `wait` and `call` are what the worker waits for, according to
-    the kernel.
+    `text` is a part of the rank's stack, and `digest` is a hash of the whole stack. The last check
+    was `seconds` ago. Since then, the processes in the worker's session have used `cpu` seconds of
+    CPU time, and have transferred `bytes` through files and sockets. `forks` is how many of these
+    processes have begun or ended. `wait` and `call` are what the worker waits for, according to the
+    kernel.
     """
 
     rank: int
@@ -1002,7 +1012,9 @@ class Report(Record):
     progress: dict[str, Any] = field(default_factory=dict)
     recovery: Recovery = Recovery()
     overdue: Optional[Overdue] = None
-    """Set only if `hang_after` is None. Otherwise, an overdue step is reported as an incident."""
+    """The overdue step. This field is set only if `hang_after` is None. If `hang_after` is set, an
+    overdue step is reported as an incident.
+    """
     order: str = _at_most(MAX_FIGURES, "")
     """`order_mark` of the pod order that determines the ranks. It is empty if the ranks follow the
     indices."""

@@ -38,6 +38,6 @@ def write_termination_log(kind: str, message: str, traceback: str = "") -> None:
     try:
         path.write_text(text)
     except OSError as error:
-        # stderr may be on the same full disk, so this may also fail.
+        # stderr may be on the same full disk, so writing to stderr may also fail.
         with contextlib.suppress(OSError):
             sys.stderr.write(f"ddpjob: cannot write {path}: {error}\n")

@@ -4,10 +4,10 @@
     python3 -u worker.py --script FILE ARGUMENTS | --module NAME ARGUMENTS | --exec COMMAND ARGUMENTS
     worker.py -u FILE ARGUMENTS | -u -m NAME ARGUMENTS
 
-The launcher uses the first form. The second form has the same arguments as Python itself. It is
-used if a job's `command` runs torchrun, which starts its workers with the program that PYTHON_EXEC
-names. In that case no launcher reports errors, so this file also writes an error as the container's
-termination message.
+The launcher uses the first form. The second form has the same arguments as Python itself. The
+second form is used if a job's `command` runs torchrun, because torchrun starts its workers with the
+program that PYTHON_EXEC names. In that case no launcher reports errors, so this file also writes an
+error as the container's termination message.
 
 This file adds six features:
 
@@ -35,11 +35,12 @@ if TYPE_CHECKING:
 
 EXIT_STEPPED_ASIDE = 75
 OF_COMMAND = "--of-command"
-"""First argument of this file in a worker that was started by the torchrun of a job's `command`,
-and not by the launcher."""
+"""First argument of this file in a worker that the torchrun of a job's `command` has started.
+Workers that the launcher starts do not get this argument.
+"""
 STAY_SECONDS = 10.0
-"""How many seconds after the program's failure the kernel ends the process. Without this limit,
-exit handlers, threads and destructors could keep the process alive.
+"""Number of seconds after the program's failure when the kernel ends the process. Without this
+limit, exit handlers, threads and destructors could keep the process alive.
 """
 REASON_BYTES = 4096
 """Maximum size of a container's termination message in Kubernetes, in bytes."""
@@ -79,7 +80,7 @@ def main() -> None:
 def become_worker(words: list[str]) -> None:
     """Start this file again with the Python that runs torchrun.
 
-    This file's first line selects the first Python in PATH, which may be a different one.
+    This file's first line selects the first Python in PATH, and that may be a different Python.
     """
     import os
     import shutil
@@ -121,7 +122,7 @@ def run(words: list[str], hide: Callable[[], None] | None = None) -> None:
 def die_with_launcher() -> None:
     """Make the kernel kill this worker when its launcher dies.
 
-    The worker would otherwise continue to run, because it has its own session.
+    A worker has its own session, so without this signal it would continue to run.
     """
     import ctypes
     import os
@@ -135,9 +136,10 @@ def die_with_launcher() -> None:
 
 
 def descends_from(launcher: int) -> bool:
-    """Whether the launcher started this process.
+    """Whether the launcher started this process, directly or through a PYTHON_EXEC program.
 
-    It may have started a PYTHON_EXEC program, which then started this process.
+    In the second case, the launcher started the PYTHON_EXEC program, which then started this
+    process.
     """
     import os
 
@@ -168,8 +170,8 @@ def show_stacks_on_signal() -> None:
         file = open(os.path.join(folder, os.environ.get("RANK", "0") + ".txt"), "w")  # noqa: PTH118, PTH123, SIM115
     except OSError:
         return  # Training without the stacks of a later hang is better than no training.
-    # Write only the main thread's stack. The other threads keep running meanwhile, and reading
-    # their frames could crash a healthy process.
+    # Write only the main thread's stack. The other threads keep running while the stack is written,
+    # and reading their frames could crash a healthy process.
     faulthandler.register(signal.SIGRTMIN + 7, file=file, all_threads=False)
 
 
@@ -196,20 +198,21 @@ def offer_report() -> None:
 
 
 class ReportImport:
-    """Import hook that adds the folder of `ddpjob_report` to sys.path once a program imports it.
+    """Import hook that adds the folder of `ddpjob_report` to sys.path once a program imports
+    `ddpjob_report`.
 
-    If the image has its own `ddpjob_report`, the program gets that package, and sys.path stays as
-    it is. If the fork server has already imported `ddpjob_report` from the same file, the program
-    gets that module, and nothing is executed again. The same applies to the modules of
-    `ddpjob_pod`. Otherwise, the trainer would execute them a second time, and the trainer and
-    `ddpjob_report` would use different copies.
+    If the image has its own `ddpjob_report`, the program gets the image's package, and sys.path is
+    not changed. If the fork server has already imported `ddpjob_report` from the same file, the
+    program gets that module, and nothing is executed again. The modules of `ddpjob_pod` are handled
+    in the same way. If they were not, the trainer would execute these modules a second time, and
+    the trainer and `ddpjob_report` would use different copies.
 
     The folder stays in sys.path after the import, because processes spawned by multiprocessing can
     find the modules only through sys.path.
     """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Find `ddpjob_report` in the image or, if the image does not have it, in this runtime.
+        """Find `ddpjob_report` in the image or, if the image has no such package, in this runtime.
 
         A module that the fork server has imported from the same file is not executed again.
         """
@@ -264,8 +267,8 @@ the modules that it uses, by name."""
 def packages() -> str:
     """Return the sys.path entry from which the runtime's packages can be imported.
 
-    In job pods, it is the archive next to this file. Otherwise, it is the parent of this file's
-    folder.
+    In job pods, this entry is the archive next to this file. Outside job pods, it is the parent of
+    this file's folder.
     """
     import os
 
@@ -275,7 +278,9 @@ def packages() -> str:
 
 
 def put_compiler_off() -> None:
-    """Delay the import of torch's compiler in a job until it is needed (see late_dynamo.py)."""
+    """Delay the import of torch's compiler until the program needs the compiler (see
+    late_dynamo.py).
+    """
     import os
 
     if os.environ.get("DDPJOB_COORDINATOR") and "torch" not in sys.modules:
@@ -324,9 +329,9 @@ def mend_baton(module: Any) -> None:
 
     Except in its newest versions, torch only checks whether the lock file exists. If the rank that
     builds the extension is killed, for example by a restart of the group, the lock file stays, and
-    all later ranks wait forever. A kernel lock, however, is released when its process ends. So a
-    rank removes a lock file that contains MARK but is no longer locked by a process, and then
-    builds the extension itself.
+    all later ranks wait forever. A kernel lock, however, is released when its process ends.
+    Therefore a rank removes a lock file that contains MARK but is no longer locked by a process,
+    and then builds the extension itself.
     """
     import contextlib
     import fcntl
@@ -407,8 +412,8 @@ def run_recorded(mode: str, target: str) -> None:
     """Run the program until it ends.
 
     If the program raises an exception, write the exception to torchrun's error file, and print it
-    without this file's frames. The process then exits with code 1, or with EXIT_REFUSED if
-    ddpjob_report raised the exception because a restart would not help.
+    without this file's frames. The process then exits with code 1. If ddpjob_report raised the
+    exception because a restart would not help, the exit code is EXIT_REFUSED.
     """
     import os
 
@@ -433,8 +438,8 @@ def run_recorded(mode: str, target: str) -> None:
         raise
     except BaseException as error:
         failure = error
-    # This is not done in the except block, where Python would chain errors in the excepthook to the
-    # failure.
+    # Show the error only after the except block. Inside the block, Python would chain errors in the
+    # excepthook to the failure.
     if failure is not None:
         code = EXIT_REFUSED if getattr(failure, "ddpjob_refusal", False) is True else 1
         if os.getpid() == process:
@@ -497,8 +502,8 @@ def run_script(path: str) -> None:
 def load(path: str) -> tuple[Any, Any]:
     """Return the loader and the code object of a Python file.
 
-    As in Python, a file counts as bytecode if its name ends with .pyc or if it begins with Python's
-    magic number.
+    As in Python, a file counts as bytecode if its name ends with .pyc, or if its content begins
+    with Python's magic number.
     """
     import io
     from importlib.machinery import SourceFileLoader, SourcelessFileLoader
@@ -570,7 +575,7 @@ def remove_own_frames(error: BaseException) -> TracebackType | None:
 def program_frames(error: BaseException) -> TracebackType | None:
     """Return the error's traceback, starting with the program's first frame.
 
-    Not only this file's frames are removed, but also those of `python -m`.
+    The frames of this file and the frames of `python -m` are removed.
     """
     trace = remove_own_frames(error)
     while trace is not None and "runpy" in trace.tb_frame.f_code.co_filename:
@@ -581,7 +586,7 @@ def program_frames(error: BaseException) -> TracebackType | None:
 def record(error: BaseException, path: str, code: int) -> None:
     """Write the error to torchrun's error file, in the format of torch.distributed.elastic.
 
-    `path` names the error file. It is empty if there is no torchrun, and then nothing is written.
+    `path` names the error file. If there is no torchrun, `path` is empty and nothing is written.
     `code` is this process's exit code.
     """
     import json
@@ -626,8 +631,9 @@ class Reason:
     """
 
     wanted = False
-    """Whether this process writes its failure, which is the case if it was started by the torchrun
-    of a `command`."""
+    """Whether this process writes its failure. It does so if the torchrun of a `command` has
+    started this process.
+    """
 
     def __init__(self, code: int, is_init: bool, said: str, trace: str) -> None:
         import os
@@ -683,11 +689,13 @@ class Reason:
 
 
 def end_in_time() -> None:
-    """Make the kernel end this process in STAY_SECONDS, unless it ends earlier by itself.
+    """Make the kernel end this process after STAY_SECONDS, unless the process ends earlier by
+    itself.
 
-    This is called when the program has failed. Exit handlers, threads and destructors may then wait
-    forever for other ranks, which in turn wait for this rank. A Python thread could not end the
-    process, because threads do not run while the interpreter shuts down or a library holds the GIL.
+    This function is called when the program has failed. Exit handlers, threads and destructors may
+    then wait forever for other ranks, which in turn wait for this rank. A Python thread could not
+    end the process, because threads do not run while the interpreter shuts down or a library holds
+    the GIL.
     """
     import signal
 
@@ -723,7 +731,8 @@ def with_inner_error(said: str) -> str:
 
 
 def causes(error: BaseException, said: str) -> str:
-    """Describe the exceptions that led to `error`, without those that the message `said` contains.
+    """Describe the exceptions that led to `error`. Exceptions that the message `said` contains are
+    left out.
 
     A program may catch an exception and then call sys.exit(1), or raise a different exception. Only
     the original exception's message shows whether the failure is a consequence of a lost peer.
@@ -778,10 +787,10 @@ def collectives() -> int:
 def ignores_group() -> bool:
     """Whether Accelerate has formed a process group, but still lets this rank train alone.
 
-    Hugging Face's Trainer uses Accelerate, too. Without a GPU, Accelerate calls init_process_group,
-    but then acts as if this were the only process, unless it was given `cpu=True`. If the groups
-    have run collectives, the script uses only parts of Accelerate and exchanges data itself, so the
-    result is False.
+    Hugging Face's Trainer uses Accelerate, too. Without a GPU and without `cpu=True`, Accelerate
+    calls init_process_group, but then acts as if this were the only process. If the groups have run
+    collectives, the script uses only parts of Accelerate and exchanges data itself, so the result
+    is False.
     """
     state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
     shared = getattr(state, "_shared_state", None)
@@ -799,7 +808,9 @@ def exchanges_otherwise() -> bool:
 
 
 def count_steps() -> None:
-    """Count the optimizers' steps on rank 0, and post the count, once torch.optim is imported."""
+    """Count the optimizers' steps on rank 0, and post the count. Counting begins once torch.optim
+    is imported.
+    """
     import os
 
     if os.environ.get("RANK") != "0" or not os.environ.get("DDPJOB_COORDINATOR") or not os.environ.get("DDPJOB_TOKEN"):
@@ -899,15 +910,17 @@ class StepCounter:
         import threading
 
         with contextlib.suppress(OSError):
-            # When a process resolves its first name, glibc reads the environment, and crashes if
-            # the program changes it at the same time. So the thread must not be the first to
-            # resolve a name.
+            # When a process resolves its first name, glibc reads the environment. If the program
+            # changes the environment at the same time, glibc may crash. So the thread must not be
+            # the first to resolve a name.
             socket.getaddrinfo("localhost", None)
         threading.Thread(target=self.run, name="ddpjob-progress", daemon=True).start()
         atexit.register(self.post, 0.0, last=True)
 
     def run(self) -> None:
-        """Post the count whenever it has grown, and once when steps may no longer be countable."""
+        """Post the count whenever it has grown. Also post it once when the counter might begin to
+        miss steps.
+        """
         import time
 
         pace, last = load_of_pod("pace").Pace(), 0

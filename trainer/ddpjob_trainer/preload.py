@@ -1,8 +1,8 @@
 """Imports the modules that every rank needs, before a launcher forks its workers (DDPJOB_PRELOAD).
 
-A launcher that forks its workers imports this module once, before the first fork. It imports only
-modules that do not start threads or open files. The few runs that need torchvision, scikit-learn or
-matplotlib import them later.
+A launcher that forks its workers imports this module once, before the first fork. This module
+imports only modules that do not start threads or open files. The few runs that need torchvision,
+scikit-learn or matplotlib import them later.
 """
 
 from ddpjob_pod import late_dynamo

@@ -126,7 +126,7 @@ def check_optimizer(group: Group, config: Config, data: DataSet, model: nn.Modul
     """Check settings of the optimizer against the model and data, and return notes for the log.
 
     The settings are optim.groups, optim.muon_except, and the user's own schedule. Raises
-    ConfigError if one of them does not suit the model or the steps of the training. All ranks must
+    ConfigError if a setting does not suit the model or the steps of the training. All ranks must
     call this together.
     """
     notes, optim, size, batch = [], config.optim, data.train_size, config.data.batch

@@ -550,7 +550,7 @@ class Trainer:
     def resume(self) -> None:
         """Continue from the newest training state, which is in a checkpoint or the nodes' memory.
 
-        If there is none, begin a new run. Raises CheckpointError if the state belongs to a
+        If there is no such state, begin a new run. Raises CheckpointError if the state belongs to a
         different model, optimizer or data set.
         """
         kept = self.memory.restore()

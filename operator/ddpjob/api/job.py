@@ -98,9 +98,7 @@ class DDPJob:
 
     @property
     def checkpoint_folder(self) -> str:
-        """Path of the job's own folder in its checkpoint volume.
-
-        Empty for the volume's root.
+        """Path of the job's own folder in its checkpoint volume. Empty for the volume's root.
 
         If other jobs can use the volume too, the folder has the job's name. docs/decisions/0027
         explains why.

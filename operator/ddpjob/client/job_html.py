@@ -12,8 +12,8 @@ from ddpjob.client.texts.job_text import header, row
 
 _WIDTH, _HEIGHT, _POINTS = 480, 90, 480
 _LOG_FROM = 20
-"""The scale of a curve is logarithmic if its largest number is more than this many times its
-smallest number."""
+"""If the largest number of a curve is more than this many times the smallest number, the scale is
+logarithmic."""
 _COLOURS = {"Running": "#1a7f37", "Complete": "#1a7f37", "Failed": "#cf222e"}
 _OTHER = "#9a6700"
 
@@ -63,7 +63,7 @@ class MetricCurve:
     def _is_logarithmic(self) -> bool:
         """Whether the scale is logarithmic.
 
-        A logarithmic scale is used if a linear one would show only the beginning of the curve.
+        A logarithmic scale is used if a linear scale would show only the beginning of the curve.
         """
         numbers = [number for _, number in self.points]
         return min(numbers) > 0 and max(numbers) > _LOG_FROM * min(numbers)

@@ -3,7 +3,7 @@
 On this machine, the job's last manifest runs again in the background. A cluster cannot restart a
 finished job, so the job is deleted and created again. Checkpoints on volumes and in buckets are
 kept, and the new job resumes from them. The job's ConfigMaps with code are read first, because they
-are deleted with the job.
+are deleted together with the job.
 
 On a cluster, `fresh` does not delete any checkpoint. The new job uses a different folder, which
 cannot have been used before because its name contains a part of the old job's UID.
@@ -14,8 +14,8 @@ cannot have been used before because its name contains a part of the old job's U
     {url: s3://b/f}                          s3://b/f          url: s3://b/f/after-1c2d3e4f
     none: the folder is lost with its pod                      none
 
-`fresh` is refused if the folder is set by the job's class or podTemplate, and not by
-storage.checkpoints.
+If the job's class or podTemplate sets the folder instead of storage.checkpoints, `fresh` is
+refused.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def where_it_begins(name: str, resumes: bool) -> str:
 def checkpoints_that_stay(body: Json) -> str:
     """Return a phrase that says where a deleted job's checkpoints are kept on a cluster.
 
-    The phrase is empty if they are deleted.
+    If the checkpoints are deleted, the phrase is empty.
     """
     storage = (body.get("spec") or {}).get("storage") or {}
     volume = storage.get("checkpoints") or {}

@@ -36,7 +36,7 @@ def restart(backend: Backend, job: str, timeout: float) -> None:
 
     Raises Mistake, for example if the pods do not stop within `timeout` seconds.
     """
-    backend.pods(job)  # Fail before anything is changed if the user is not permitted to list pods.
+    backend.pods(job)  # If the user is not permitted to list pods, fail before anything is changed.
     change(backend, job, {"runPolicy": {"suspend": True}})
     try:
         _wait_until_suspended(backend, job, timeout)

@@ -470,9 +470,8 @@ def _move(
 ) -> None:
     """Replace one version of a pod or Workload with the next version.
 
-    The versions are stored under the object's job and name.
-
-    `before` is None for a new object, and `after` is None for a deleted one.
+    The versions are stored under the object's job and name. `before` is None for a new object, and
+    `after` is None for a deleted one.
     """
     if before is not None:
         job = before.job.namespace, before.job_uid

@@ -25,8 +25,8 @@ from ddpjob.controller.operator_settings import Settings
 
 log = logging.getLogger("ddpjob.kopf")
 Seen = Callable[[str | None, Json], None]
-"""Called with the kind of an event and the object. The kind is ADDED, MODIFIED or DELETED, or None
-for an object in a list."""
+"""A function that takes the kind of an event and the object. The kind is ADDED, MODIFIED or
+DELETED, or None for an object in a list."""
 
 CLIENT_TIMEOUT = WATCH_SECONDS + 30
 CONNECT_TIMEOUT = 10.0
@@ -37,9 +37,9 @@ RETRY = 2.0
 class Patience:
     """An endless sequence of the delays in seconds between kopf's attempts at one request.
 
-    Each request starts at the beginning of the sequence. kopf's own sequence is finite. With it,
-    kopf would give up after about a minute of 5xx responses, as happens while a control plane is
-    upgraded.
+    Each request starts at the beginning of the sequence. kopf's own sequence is finite. With a
+    finite sequence, kopf would give up after about a minute of 5xx responses, and an upgrade of a
+    control plane can cause such responses for longer.
     """
 
     def __iter__(self) -> Iterator[float]:
@@ -101,7 +101,7 @@ async def follow_jobs(settings: Settings, seen: Seen) -> None:
     """Run kopf until cancelled, and start it again whenever it exits with an error.
 
     An error in a watch makes kopf exit. kopf runs in a thread with an event loop of its own,
-    because it cancels all newer tasks of its event loop when it exits.
+    because kopf cancels all newer tasks of its event loop when it exits.
     """
     loop, ended = asyncio.get_running_loop(), threading.Event()
     running: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []

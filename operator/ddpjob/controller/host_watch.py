@@ -21,24 +21,24 @@ Changed = Callable[[Hosts | None, frozenset[str]], None]
 
 NODES = "/api/v1/nodes"
 _FORBIDDEN_RETRY = 600.0
-"""Delay in seconds before the Kubernetes nodes are requested again if the operator is not permitted
-to read them."""
+"""If the operator is not permitted to read the Kubernetes nodes, it requests them again after this
+number of seconds."""
 
 
 class HostWatch(Informer[HostView]):
     """Keeps a `HostView` of every Kubernetes node.
 
     `on_hosts(hosts, changed)` is called when at least one view has changed. A Kubernetes node's
-    heartbeat does not change its view. `hosts` is None before the first list, and also if the
-    operator is not permitted to list Kubernetes nodes.
+    heartbeat does not change its view. `hosts` is None before the first list. It is also None if
+    the operator is not permitted to list Kubernetes nodes.
     """
 
     def __init__(self, rest: Rest, on_hosts: Changed, signals: HealthSignals | None = None) -> None:
         super().__init__(rest, NODES, partial(HostView.read, signals=signals), self._changed)
         self.on_hosts = on_hosts
         self.hosts: Hosts | None = None
-        """The views by name. Each change replaces the whole mapping, so a reconcile that holds it
-        sees a consistent state."""
+        """The views by name. Each change replaces the whole mapping, so a reconcile that holds the
+        mapping sees a consistent state."""
         self._pending: set[str] = set()
         self._listing = False
 
@@ -52,7 +52,7 @@ class HostWatch(Informer[HostView]):
     async def list(self) -> None:
         """List the Kubernetes nodes, and call `on_hosts` once for all changes in the list.
 
-        If there are 1,000 new Kubernetes nodes, for example, they are reported together.
+        For example, 1,000 new Kubernetes nodes are reported in one call.
         """
         self._listing = True
         try:
@@ -65,7 +65,8 @@ class HostWatch(Informer[HostView]):
     def gone(self, name: str) -> None:
         """Record that the API server has no Kubernetes node with this name.
 
-        This is called for a pod's Kubernetes node, even if the watch has never shown it.
+        The method is called for the Kubernetes node of a pod, even if the watch has never shown
+        this Kubernetes node.
         """
         if self.hosts is not None and name not in self.hosts:
             self.hosts = {**self.hosts, name: HostView(name=name, ready=False, since=None, out_of_service=False)}

@@ -397,9 +397,8 @@ class KubernetesCluster:
     async def _runtime(self, job: DDPJob, name: str) -> str:
         """Return `name` if this ConfigMap exists and is usable.
 
-        Otherwise, return an empty string.
-
-        A usable ConfigMap has the right content and exists as long as the job needs it.
+        Otherwise, return an empty string. A usable ConfigMap has the right content and exists as
+        long as the job needs it.
         """
         found, jobs = (self.caches.known("ConfigMap", job.namespace, n) for n in (name, runtime_jobs_name(name)))
         if found is None:

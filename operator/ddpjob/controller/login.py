@@ -27,7 +27,7 @@ from ddpjob.controller.kube.rest import JSON, METADATA, METADATA_LIST, loads
 
 WATCH_PAUSE = 1.0
 """Minimum delay in seconds between the starts of two watches of the same collection. kopf itself
-starts the next watch immediately, even if the last one has just failed."""
+starts the next watch immediately, even if the last watch has just failed."""
 _IDENTITY = ("name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp", "deletionTimestamp")
 
 
@@ -35,8 +35,8 @@ class Connection(kopf.ConnectionInfo):
     """A connection that trusts the same certificates as kubectl.
 
     Since Python 3.13, the default SSL context rejects certificates without key identifiers (RFC
-    5280). Go accepts them. The certificate authorities of many older clusters have issued such
-    certificates.
+    5280). Go accepts such certificates, and the certificate authorities of many older clusters have
+    issued them.
     """
 
     def as_ssl_context(self) -> ssl.SSLContext:
@@ -77,7 +77,7 @@ def _is_of_jobs(response: Any) -> bool:
 
 
 class _Requests:
-    """Changes kopf's requests for jobs so that they ask only for metadata.
+    """Changes kopf's requests for jobs, so that the requests ask only for metadata.
 
     A watch request must not ask for a list type, because the API server would then end the watch at
     the first event.
@@ -102,7 +102,8 @@ class _Requests:
 def _answers(settings: kopf.OperatorSettings) -> type[aiohttp.ClientResponse]:
     """Return the class of the responses that kopf's session receives.
 
-    If a page of a list is too large, the class makes the next attempt use smaller pages.
+    If a page of a list is too large, an instance of this class makes the next attempt use smaller
+    pages.
     """
 
     class Answer(aiohttp.ClientResponse):

@@ -21,7 +21,7 @@ log = logging.getLogger("ddpjob.claims")
 
 CLAIM_NAME = "ddpjob-jobs"
 """Name of the Lease that an operator uses to claim a namespace. Each namespace with jobs contains
-one."""
+such a Lease."""
 CLAIM_SECONDS, RENEW_SECONDS, RETRY_SECONDS = 600, 200, 10
 
 
@@ -38,8 +38,8 @@ class _Claim(Lease):
 class _Namespace:
     """What this replica knows about the claim on one namespace.
 
-    `due` is the time at which the claim must be requested again, and `renewed` the time at which it
-    was last renewed. Both are in monotonic seconds.
+    `due` is the time at which the claim must be requested again, and `renewed` is the time at which
+    the claim was last renewed. Both are in monotonic seconds.
     """
 
     def __init__(self, claim: _Claim) -> None:
@@ -50,8 +50,8 @@ class _Namespace:
 class NamespaceClaims:
     """The namespaces that a release of the operator has claimed.
 
-    All replicas of the release share its claims. `release` is the name of the Lease that these
-    replicas use for their own election.
+    All replicas of the release share the release's claims. `release` is the name of the Lease that
+    these replicas use for their own election.
     """
 
     def __init__(self, rest: Rest, release: str) -> None:
@@ -64,8 +64,8 @@ class NamespaceClaims:
         If no release has claimed the namespace, claim it. Raises Unavailable.
         """
         if name not in self._namespaces:
-            # Forget namespaces that were not asked about recently. They have no jobs left, and may
-            # be gone.
+            # Forget namespaces that were not asked about recently. These namespaces have no jobs
+            # left, and possibly no longer exist.
             left = time.monotonic() - CLAIM_SECONDS
             self._namespaces = {n: k for n, k in self._namespaces.items() if k.due > left or k.lock.locked()}
             self._namespaces[name] = _Namespace(_Claim(self.rest, name, CLAIM_NAME, self.release))

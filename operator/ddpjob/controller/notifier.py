@@ -33,10 +33,10 @@ The body of the response is not read."""
 TRIES = 10
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 300.0
 """Shortest and longest delay in seconds between two attempts. The delay doubles after each attempt,
-unless the receiver asks for a longer one. All attempts together take about 10 minutes."""
+unless the receiver asks for a longer delay. All attempts together take about 10 minutes."""
 WORKERS = 2
-"""Number of workers for each receiver. If two namespaces use a receiver at the same time, each gets
-one of the workers."""
+"""Number of workers for each receiver. If two namespaces use a receiver at the same time, each
+namespace gets one of the workers."""
 LONGEST_URL = 4096
 EVERYBODY = "*"
 """Stands for all namespaces in the list of namespaces that may use a receiver."""
@@ -74,7 +74,7 @@ class Receivers:
     def url(self, name: str) -> str:
         """Read the URL of a receiver from its file.
 
-        This is done for each attempt, because the mounted Secret can change while the operator
+        The file is read for each attempt, because the mounted Secret can change while the operator
         runs. Raises Unsent if the file contains no usable URL.
         """
         try:

@@ -71,7 +71,8 @@ BUILD_INFO.labels(installed_version(), platform.python_version()).set(1)
 # --- the event loop ---------------------------------------------------------------------------------------------
 
 TURNS_SECONDS = 60.0
-"""Minimum number of seconds that a turn's duration is remembered. The maximum is twice as long."""
+"""Minimum number of seconds for which a turn's duration is remembered. A duration is remembered for
+at most twice this time."""
 
 
 class TurnMeter(selectors.DefaultSelector):
@@ -87,7 +88,7 @@ class TurnMeter(selectors.DefaultSelector):
         """The time at which the current turn began. None while the loop waits for events."""
         self._kept = 0, 0.0, 0.0
         """The number of the current period of TURNS_SECONDS, the longest turn in this period, and
-        the longest turn in the period before it.
+        the longest turn in the previous period.
         """
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
@@ -106,9 +107,10 @@ class TurnMeter(selectors.DefaultSelector):
             self._began = self._clock()
 
     def longest(self) -> float:
-        """Return the duration in seconds of the longest recent turn.
+        """Return the duration in seconds of the longest recent turn, which can be the turn in
+        progress.
 
-        The turn that is in progress counts too. This method can be called from any thread.
+        This method can be called from any thread.
         """
         now, began = self._clock(), self._began
         _, longest, before = self._at(now)
@@ -129,16 +131,16 @@ in the network can connect. Further clients are refused."""
 PATIENCE = 10.0
 """Maximum time in seconds that a connected client may be silent."""
 FRESH_SECONDS = 0.5
-"""Minimum time in seconds that the rendered text of the metrics is reused."""
+"""Minimum time in seconds for which the rendered text of the metrics is reused."""
 SHARE = 0.1
-"""Maximum share of one CPU's time that is spent on rendering metrics. Rendering takes long if there
-are many jobs, and the text is then reused for longer."""
+"""Maximum share of one CPU's time that is spent on rendering metrics. If there are many jobs,
+rendering takes longer, so the text is also reused for longer."""
 
 
 class Page:
     """A WSGI application that serves the text of all metrics.
 
-    The text is kept for a short time and then serves all clients.
+    The text is kept for a short time, and serves all clients during this time.
     """
 
     def __init__(self, render: Callable[[], bytes] = generate_latest) -> None:
@@ -188,7 +190,7 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
             return
         try:
             super().process_request(request, client_address)
-        # No thread was started, so none will release the semaphore.
+        # No thread was started, so no thread will release the semaphore.
         except BaseException:
             self._free.release()
             raise
@@ -208,7 +210,7 @@ class _Handler(WSGIRequestHandler):
     timeout = PATIENCE
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing. Otherwise every scrape would add a line to the log."""
+        """Log nothing, because every scrape would add a line to the log."""
 
 
 def serve(port: int, address: str, page: Page | None = None) -> MetricsServer:

@@ -32,8 +32,8 @@ class SettingsError(ValueError):
 class Settings:
     """The settings of the operator.
 
-    Most fields are read from the variable `DDPJOB_OPERATOR_<FIELD>`. The descriptions below name
-    other variables without this prefix.
+    Most fields are read from the variable `DDPJOB_OPERATOR_<FIELD>`. If a field is read from other
+    variables, its description names them without the prefix `DDPJOB_OPERATOR_`.
     """
 
     key: bytes
@@ -42,16 +42,16 @@ class Settings:
     namespaces: tuple[str, ...] = ()
     """Names of the namespaces to watch. If there are none, all namespaces are watched."""
     peer: Json | None = None
-    """A NetworkPolicy peer, in JSON, that matches the operator's own pods. If it is missing, no job
-    gets a NetworkPolicy."""
+    """A NetworkPolicy peer, in JSON, that matches the operator's own pods. If the peer is missing,
+    no job gets a NetworkPolicy."""
     metrics_peers: tuple[Json, ...] = ()
     """A JSON list of NetworkPolicy peers that may connect to coordinators in order to read
     metrics."""
     workers: int = 16
     """Maximum number of jobs that are reconciled at the same time."""
     lease_namespace: str = ""
-    """Namespace of the Lease for leader election. If it is empty, there is no election, so only one
-    replica may run."""
+    """Namespace of the Lease for leader election. If the value is empty, there is no election, and
+    only one replica is allowed to run."""
     lease_name: str = "ddpjob-operator"
     shards: int = 1
     """Number of shards into which the namespaces are divided. Each shard has a Lease, so at most
@@ -67,8 +67,9 @@ class Settings:
     receivers: Receivers = field(default_factory=Receivers)
     """Receivers of notifications, from three variables. RECEIVERS is a JSON object of the form
     {NAME: [NAMESPACE, ...]}, where "*" stands for all namespaces. RECEIVERS_FOLDER is the path of a
-    folder with one file for each name, which contains the receiver's URL. NOTIFY_LINK is the URL of
-    a web page about a job, with the placeholders {namespace} and {job}."""
+    folder with one file for each receiver. The file has the receiver's name and contains the
+    receiver's URL. NOTIFY_LINK is the URL of a web page about a job, with the placeholders
+    {namespace} and {job}."""
     node_health: HealthSignals = field(default_factory=HealthSignals)
     """Signs of an unhealthy Kubernetes node, from two variables with JSON lists. NODE_CONDITIONS
     lists conditions as TYPE=STATUS, and NODE_TAINTS lists keys of taints. A final * makes a type or
@@ -111,7 +112,7 @@ class Settings:
                 raise SettingsError(f"{PREFIX}{name}={found!r}: must be a list of at most {MOST_SIGNALS} names")
             return tuple(found)
 
-        # A Secret may contain bytes that are not text.
+        # A Secret can contain bytes that are not text.
         key = text("KEY", "").encode(errors="surrogateescape")
         if len(key) < 16:
             raise SettingsError(
@@ -154,8 +155,8 @@ def _metrics_peers(found: list[Json]) -> tuple[Json, ...]:
     """Read the peers that may read metrics, and correct their address blocks.
 
     A block such as 10.0.0.1/8 has address bits that its prefix does not cover. Recent API servers
-    refuse such a block, and every job would then lack its NetworkPolicy. These bits are therefore
-    cleared. Raises SettingsError for a block that is not a network.
+    reject such a block, and every job would then lack its NetworkPolicy. The surplus bits are
+    therefore cleared. Raises SettingsError for a block that is not a network.
     """
 
     def network(text: str) -> str:
@@ -221,8 +222,8 @@ _OF_A_HEALTHY_NODE = {
 def _signals(conditions: tuple[str, ...], taints: tuple[str, ...]) -> HealthSignals:
     """Read the signs of an unhealthy Kubernetes node.
 
-    Raises SettingsError for an invalid entry, for a condition that a healthy Kubernetes node has
-    too, and for a taint that belongs to Kubernetes itself.
+    Raises SettingsError for an invalid entry, for a condition that a healthy Kubernetes node also
+    has, and for a taint that belongs to Kubernetes itself.
     """
     pairs = []
     for text in conditions:

@@ -4,12 +4,12 @@ One process can reconcile only as many jobs as one CPU allows. With more jobs, s
 at the same time, but never two for the same job. Each shard has a Lease, whose holder is elected as
 in `election`. The rules in this module only decide which replica should take which Lease.
 
-- A replica without a Lease takes a free one immediately. A replica that already holds Leases first
-  leaves a free Lease to other replicas. It waits for PATIENCE seconds multiplied by the number of
-  Leases that it holds.
+- A replica without a Lease takes a free Lease immediately. A replica that already holds Leases
+  first leaves a free Lease to other replicas. It waits for PATIENCE seconds multiplied by the
+  number of Leases that it holds.
 - A replica with at least two fewer shards than another replica asks that replica for a shard by
   writing its own name into an annotation of the Lease. The holder stops acting for that shard and
-  releases it.
+  releases the shard's Lease.
 - The Leases' names contain the number of shards. While any replica holds a Lease for
   a different number, no replica takes a Lease for this number, because the two numbers put the
   same namespace into different shards.
@@ -49,8 +49,8 @@ WANTED_BY = "ddpjob.io/wanted-by"
 """Annotation of a Lease. Its value is the name of a replica that asks the holder to release the
 Lease."""
 PATIENCE = 3 * RETRY_SECONDS
-"""A replica that already holds Leases takes a further Lease only after that Lease has been free for
-a while. This is the waiting time in seconds for each Lease that the replica holds."""
+"""A replica that already holds Leases waits before it takes another free Lease. The wait is this
+number of seconds for each Lease that the replica holds."""
 
 
 def shard_of(namespace: str, count: int) -> int:
@@ -64,7 +64,7 @@ def shard_of(namespace: str, count: int) -> int:
 class Shards:
     """The Leases of all shards from the point of view of one replica.
 
-    `count` is the number of shards. If there is only one, `name` is the name of its Lease.
+    `count` is the number of shards. If there is only one shard, `name` is the name of its Lease.
     """
 
     def __init__(self, rest: Rest, namespace: str, name: str, identity: str, count: int) -> None:
@@ -84,14 +84,14 @@ class Shards:
     def asks(self, holder: str) -> bool:
         """Return whether this replica should ask `holder` for one of its shards now.
 
-        It should ask only if `holder` would still have at least as many shards as this replica
-        after giving one away.
+        This replica should ask only if `holder`, after giving a shard away, would still have at
+        least as many shards as this replica.
         """
         theirs = Counter(lease.holder for lease in self.leases)[holder]
         return theirs >= self.held + 2 and time.monotonic() - self._asked >= LEASE_SECONDS
 
     def has_asked(self) -> None:
-        """Record that this replica has asked for a shard, so it does not soon ask again."""
+        """Record that this replica has asked for a shard, so that it does not ask again soon."""
         self._asked = time.monotonic()
 
     async def another_number_is_held(self) -> bool:
@@ -141,11 +141,11 @@ class ShardLease(Lease):
         return self.held
 
     async def _is_alone(self) -> bool:
-        """Return whether no Lease for a different number of shards is held.
+        """Return whether no replica holds a Lease for a different number of shards.
 
-        If such a Lease is held, release this Lease and wait a moment. Two replicas that are
-        configured with different numbers of shards can take their Leases at the same time. Each of
-        them then sees the other's Lease here, and tries again later.
+        If a replica holds such a Lease, release this Lease and wait a moment. Two replicas with
+        different numbers of shards can take their Leases at the same time. Each of the two replicas
+        then sees the other's Lease here, and tries again later.
         """
         if not await self.shards.another_number_is_held():
             return True

@@ -52,8 +52,8 @@ _MAIN = (TRAINER_CONTAINER, COORDINATOR_CONTAINER)
 def read_pod(body: Mapping[str, Any]) -> PodView:
     """Make the view of a pod from a Pod object.
 
-    The size of the view is limited, because anyone who may create pods can label a pod as belonging
-    to a job. Raises KeyError or ValueError if the labels are missing or invalid.
+    The size of the view is limited, because anyone who is permitted to create pods can label a pod
+    as belonging to a job. Raises KeyError or ValueError if the labels are missing or invalid.
     """
     meta, spec, status = body["metadata"], body.get("spec", {}), body.get("status", {})
     labels = meta.get("labels", {})
@@ -107,11 +107,11 @@ def _devices(spec: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _default_memory(meta: Mapping[str, Any], spec: Mapping[str, Any]) -> str:
-    """Return the memory limit of the pod's main container, if a LimitRange has set it.
+    """Return the memory limit of the pod's main container if a LimitRange has set this limit.
 
-    The result is empty if the pod's author has set the limit. The admission plugin records the
-    values that it sets in an annotation on the pod. An example is `LimitRanger plugin set: cpu,
-    memory request for container trainer; memory limit for container trainer`.
+    If the pod's author has set the limit, the result is empty. The admission plugin sets the
+    missing values, and lists them in an annotation on the pod. An example is `LimitRanger plugin
+    set: cpu, memory request for container trainer; memory limit for container trainer`.
     """
     said = str((meta.get("annotations") or {}).get(_OF_LIMIT_RANGE, "")).partition(": ")[2].split("; ")
     for container in spec.get("containers", ()):
@@ -193,7 +193,7 @@ def read_workload(body: Mapping[str, Any]) -> WorkloadView:
     grant, message = None, _said(conditions, held, status)
     if "Admitted" in held and nodes is not None:
         asked = sets.get(NODE_SET, {}).get("count", 1)
-        # Kueue may leave out the count if it equals the requested one.
+        # If the count equals the requested count, Kueue can leave it out.
         pods = nodes.get("count", asked)
         if isinstance(pods, int) and 1 <= pods <= asked:
             grant = QueueStatus(
@@ -255,7 +255,8 @@ def _checks_changes(status: Mapping[str, Any], pod_set: str) -> PodChanges:
 def _with_topology(
     changes: PodChanges, workload: str, assignment: Mapping[str, Any], sets: Mapping[Any, Any]
 ) -> PodChanges:
-    """Return the changes for the pods in a pod set, with the marks that Kueue needs to place them.
+    """Return the changes for the pods in a pod set, with the marks that Kueue needs to place these
+    pods.
 
     Kueue recognizes the pods by a label and annotations, and writes a topology domain into the node
     selector of each pod. If Kueue has assigned no topology domains to the pod set, the changes stay
@@ -267,7 +268,7 @@ def _with_topology(
     asked = sets.get(name, {}).get("topologyRequest") or {}
     marks = {ANNOTATION_WORKLOAD: workload}
     if not asked.keys() & {*TOPOLOGIES, "unconstrained"}:
-        # The job did not ask for a topology, so all of the queue's flavors have one.
+        # The job did not ask for a topology, so all of the queue's flavors have a topology.
         marks[UNCONSTRAINED] = "true"
     return added(changes, {"labels": {"kueue.x-k8s.io/podset": name}, "annotations": marks}, None)
 

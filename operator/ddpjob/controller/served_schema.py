@@ -22,9 +22,10 @@ log = logging.getLogger("ddpjob.schema")
 
 LOOK_SECONDS, RETRY_SECONDS = 60.0, 2.0
 UNKNOWN_SECONDS = 45.0
-"""How long an unknown schema can keep the operator from acting, in seconds. Afterwards the operator
-acts without the check. The schema is unknown if the API server responds with 429 or 5xx, if its
-index does not list the schema, or if it answers all requests except those for the schema."""
+"""Maximum number of seconds for which an unknown schema keeps the operator from acting. After this
+time, the operator acts without the check. The schema is unknown if the API server responds with 429
+or 5xx, if the API server's index does not list the schema, or if the API server answers all
+requests except requests for the schema."""
 INDEX = "/openapi/v3"
 """URL path of the schema index. Every authenticated client may read it, so the operator needs no
 permission to read CRDs."""
@@ -37,14 +38,15 @@ REMEDY = "kubectl apply --server-side --force-conflicts --filename charts/ddpjob
 class ServedSchema:
     """Checks every minute which status fields the API server's schema has.
 
-    While the schema lacks fields that this operator writes, it is checked every RETRY_SECONDS.
+    While the schema lacks fields that this operator writes, the check is repeated every
+    RETRY_SECONDS.
     """
 
     def __init__(self, rest: Rest) -> None:
         self.rest = rest
         self.missing: tuple[str, ...] | None = None
-        """Paths of the status fields that the API server would drop. None if they are not known
-        yet."""
+        """Paths of the status fields that the API server would drop. None if these fields are not
+        known yet."""
         self._fits = asyncio.Event()
         self._seen = ""
         """URL of the schema that was read last. The URL contains a hash of the schema, so it
@@ -54,7 +56,10 @@ class ServedSchema:
 
     @property
     def fits(self) -> bool:
-        """Whether the schema has all fields, so the operator may act."""
+        """Whether the schema has all fields that this operator writes.
+
+        Only then does the operator act.
+        """
         return self.missing == ()
 
     async def wait(self) -> None:
@@ -78,7 +83,7 @@ class ServedSchema:
                 elif now() - self._unknown_since >= UNKNOWN_SECONDS:
                     self._judge(self.missing or ())
             except Exception as error:
-                # The operator may lack the permission, or a proxy may block the request. The check
+                # Either the operator lacks the permission, or a proxy blocks the request. The check
                 # is useful but not necessary, so the operator acts without it.
                 log.log(
                     logging.DEBUG if self.missing == () else logging.INFO,
@@ -125,7 +130,7 @@ class ServedSchema:
     async def _is_served(self) -> bool:
         """Whether the API server's discovery lists DDPJobs.
 
-        INDEX alone does not show this, because it may lag behind, or a proxy may filter it.
+        INDEX alone does not show this, because the index can lag behind, and a proxy can filter it.
         """
         try:
             found = await self.rest.request("GET", f"/{_API}")

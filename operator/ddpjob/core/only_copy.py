@@ -82,7 +82,8 @@ def _mounts_a_volume(spec: JobSpec) -> bool:
 def explain_kept(view: View) -> str:
     """Return why pods beyond spec.nodes and spec.spares stay for now; empty if no such pod stays.
 
-    A smaller size drops the last slots, but they stay while only their pods hold the newest state.
+    A smaller size drops the last slots, but these slots stay while only their pods hold the newest
+    state.
     """
     going = {pod.name for pod in view.pods[view.job.spec.pods :] if pod is not None}
     holders = find_holders(view) if going else frozenset()

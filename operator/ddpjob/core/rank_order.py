@@ -91,7 +91,7 @@ def judge_order(view: View, report: Report, group: Sequence[str]) -> tuple[bool,
 
 
 def place_of(name: str, host: HostView | None, labels: Sequence[str]) -> Place:
-    """Return a Kubernetes node's place in the network; `host` is None if its labels are unknown."""
+    """Return a Kubernetes node's place in the network; `host` is None if no labels are known."""
     values = (host.labels.get(label, "") if host is not None else "" for label in labels)
     known = tuple(takewhile(bool, values))
     # Label values never begin with a slash, so no label value equals this name.

@@ -117,7 +117,7 @@ def suspend(view: View, reason: str = "Suspended", waits: str = "", events: list
 
 
 def _send_away(view: View, leaving: list[PodView]) -> list[Action]:
-    """Return messages to coordinators about deleted pods whose launchers have not noticed.
+    """Return messages to coordinators about launchers that have not noticed their pods' deletion.
 
     A coordinator of an earlier generation may still exist, so each one is notified at its own
     address.

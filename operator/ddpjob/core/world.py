@@ -59,7 +59,7 @@ class Role(StrEnum):
 
 NODE_ROLES = (Role.NODE, Role.SPARE)
 """Roles of the pods in slots. The coordinator chooses which of these pods train, and the operator
-then changes their labels."""
+then changes the labels of these pods."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +159,7 @@ less time.
 class HealthSignals:
     """The conditions and taints that a health agent uses to mark a Kubernetes node as unhealthy.
 
-    A name that ends with `*` stands for every name with this prefix.
+    A name that ends with `*` stands for every name that begins with the part before the `*`.
     """
 
     conditions: tuple[tuple[str, str], ...] = ()
@@ -205,8 +205,8 @@ class HostView:
     `remembered`). None if unknown.
     """
     out_of_service: bool
-    """Whether an administrator has marked the host as shut down, with the out-of-service taint.
-    Nothing is running on it."""
+    """Whether an administrator has set the out-of-service taint, which marks the host as shut down.
+    Nothing is running on such a host."""
     deleted: bool = False
     """Whether the host's object has been deleted since the operator first saw it."""
     unhealthy: str = ""
@@ -409,7 +409,7 @@ class World:
     """The last known states of pods that no longer exist, taken from their deletion events."""
     has_service: bool = False
     has_budget: bool = False
-    """Whether the job's PodDisruptionBudget exists. It has the same name as the job."""
+    """Whether the job's PodDisruptionBudget exists. Its name is the name of the job."""
     runtime: str = ""
     """Name of the ConfigMap that contains the runtime of the job's pods; empty if it does not
     exist."""
@@ -501,7 +501,7 @@ class World:
         return {p.name: p for p in self.nodes()}
 
     def last_of(self, name: str) -> PodView | None:
-        """Return the last known state of a pod that no longer exists; None if it is unknown."""
+        """Return the last known state of a pod that no longer exists; None if no state is known."""
         return self._departed_by_name.get(name)
 
     @cached_property
@@ -510,7 +510,8 @@ class World:
 
     @cached_property
     def silent(self) -> Mapping[str, datetime]:
-        """Running pods without a connection to the coordinator, each with the time of the loss."""
+        """Running pods without a connection to the coordinator, and when each connection was
+        lost."""
         if self.report is None:
             return {}
         connected = {member.pod for member in self.report.members}

@@ -26,8 +26,8 @@ from ddpjob.objects.pods import SECRET_KEYS
 NVIDIA = "nvidia.com/gpu"
 _SMI_SECONDS = 30.0
 MOST_RANKS = max(64, 8 * (os.cpu_count() or 1))
-"""Maximum number of ranks that this machine runs. Without a limit, a typing error would start
-processes until its memory is full."""
+"""Maximum number of ranks that this machine runs. Without a limit, a typing error could start
+processes until the machine's memory is full."""
 
 
 @dataclass(frozen=True)
@@ -44,16 +44,16 @@ class LocalSpec:
 
     spec: JobSpec
     gpus: tuple[str, ...]
-    """The GPUs for the job's pods, named as in CUDA_VISIBLE_DEVICES. There are none if the job does
-    not request NVIDIA GPUs, or requests more of them than this machine has."""
+    """The GPUs for the job's pods, named as in CUDA_VISIBLE_DEVICES. The list is empty if the job
+    requests no NVIDIA GPUs, or more NVIDIA GPUs than this machine has."""
     data: Path | None
     code: Path | None
     """The folder that the code from spec.code is fetched into."""
     working_dir: Path
     warnings: tuple[str, ...]
     problems: tuple[str, ...]
-    """The reasons why the job cannot run here. Each is one sentence, with the field and the remedy.
-    If there are any, the job is not started."""
+    """The reasons why the job cannot run here. Each reason is one sentence, with the field and the
+    remedy. If there is any reason, the job is not started."""
 
     def visible_gpus(self, index: int) -> str | None:
         """Return the value of CUDA_VISIBLE_DEVICES for the pod in slot `index`.
@@ -71,7 +71,7 @@ class LocalSpec:
 def adapt_spec(job: DDPJob, folder: JobFolder, options: Options) -> LocalSpec:
     """Adapt a job's spec to this machine, and find out what is missing or ignored here.
 
-    The machine is inspected, but nothing on it is changed.
+    This function inspects the machine, but changes nothing on it.
     """
     spec = job.spec if options.working_dir is None else replace(job.spec, code=None)
     gpus = usable_gpus() if spec.gpus_per_node and spec.gpu_resource == NVIDIA else ()
@@ -111,10 +111,10 @@ def _adapted(spec: JobSpec, given: Path | None, code: Path | None, *, on_cpu: bo
     """Return the spec in the form that this machine can run.
 
     The class, the gang, the rank order, the receiver and the network interface are removed, because
-    they need a cluster. The time to live is removed too, because the job's folder with its logs is
-    to be kept. If `given` is set, it replaces the folder with the training data. If the job trains
-    on the CPU, the backend nccl is not used. A script below CODE_FOLDER is taken from `code`, the
-    folder with the fetched code.
+    they need a cluster. The time to live is also removed, because the job's folder with its logs
+    should be kept. If `given` is set, `given` is used as the folder with the training data. If the
+    job trains on the CPU, the backend nccl is not used. A script below CODE_FOLDER is taken from
+    `code`, the folder with the fetched code.
     """
     storage = spec.storage
     if given is not None and (storage.data is None or storage.data.url):
@@ -163,7 +163,7 @@ def usable_gpus() -> tuple[str, ...]:
 def _listed_gpus() -> tuple[str, ...]:
     """Return the numbers of all NVIDIA GPUs in this machine.
 
-    The result is empty if nvidia-smi cannot run, fails, or hangs because of a broken driver.
+    If nvidia-smi cannot run, fails, or hangs because of a broken driver, the result is empty.
     """
     tool = shutil.which("nvidia-smi")
     if tool is None:
@@ -243,7 +243,8 @@ def _data_note(spec: JobSpec, data: Path | None, options: Options) -> Iterator[s
 def _working_dir(spec: JobSpec, code: Path | None) -> Path:
     """Return this machine's folder for spec.workingDir.
 
-    If the job fetches code, a path below CODE_FOLDER is looked up in the folder with this code.
+    If the job fetches code, a path below CODE_FOLDER is looked up in the folder with the fetched
+    code.
     """
     if code is None:
         return Path(spec.working_dir or Path.cwd())
@@ -259,7 +260,7 @@ def _code_note(spec: JobSpec, options: Options) -> Iterator[str]:
 def _folders(spec: JobSpec, data: Path | None, working_dir: Path, options: Options, *, fetched: bool) -> Iterator[str]:
     """Yield a message for each missing folder or script.
 
-    If the code is fetched later, the script is not checked here, but by the launcher.
+    If the code is fetched later, the launcher checks the script, and this function does not.
     """
     if options.data is not None and not options.data.is_dir():
         yield f"--data {options.data}: no such folder"
@@ -282,8 +283,8 @@ def _without_torch(spec: JobSpec) -> Iterator[str]:
     """Yield a message if the Python that runs this command does not have torch.
 
     For instance, pipx installs the command in an environment of its own, which lacks the packages
-    of the user's Python. If the job sets PYTHONPATH, torch may be in one of these folders, so
-    nothing is yielded.
+    of the user's Python. If the job sets PYTHONPATH, torch can be in one of the folders in
+    PYTHONPATH, so nothing is yielded.
     """
     names = {entry["name"] for entry in (*spec.env, *(_trainer(spec)[0].get("env") or ()))}
     if spec.command or "PYTHONPATH" in names or importlib.util.find_spec("torch") is not None:
@@ -298,8 +299,8 @@ def _without_torch(spec: JobSpec) -> Iterator[str]:
 def _module_note(spec: JobSpec, working_dir: Path) -> Iterator[str]:
     """Yield a message if spec.module was not found.
 
-    The message is only a warning, because the job's own variables may add folders where Python
-    finds the module.
+    The message is only a warning, because the job's own environment variables can add folders in
+    which Python finds the module.
     """
     top = spec.module.partition(".")[0] if spec.module and "$(" not in spec.module else ""
     if not top or not working_dir.is_dir() or (working_dir / top).is_dir() or (working_dir / f"{top}.py").exists():

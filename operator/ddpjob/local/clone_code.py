@@ -18,7 +18,10 @@ class CloneError(Exception):
 
 
 def clone(git: GitCode, folder: Path) -> None:
-    """Clone the commit into the folder, unless it is already there. Raises CloneError, OSError."""
+    """Clone the commit into the folder, unless the folder already contains it.
+
+    Raises CloneError, OSError.
+    """
     if shutil.which("git") is None:
         raise CloneError("spec.code.git: git is not installed here; install it, or specify a folder with --workdir DIR")
     folder.mkdir(parents=True, exist_ok=True)

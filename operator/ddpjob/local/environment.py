@@ -62,9 +62,10 @@ def field_value(pod: Json, path: str) -> str | None:
 def manifest_variables(pod: Json, container: Json) -> dict[str, str]:
     """Return the variables of a container's `env`.
 
-    If a variable refers to a Secret or ConfigMap, it gets the value that the variable with the same
-    name has in this shell. It is left out if the shell does not have this variable. The names of
-    credentials for the data and code buckets have a prefix in the container, but not in the shell.
+    If a variable refers to a Secret or ConfigMap, it gets the value of the variable with the same
+    name in this shell. If the shell does not have a variable with this name, the container's
+    variable is left out. The names of credentials for the data and code buckets have a prefix in
+    the container, but not in the shell.
     """
     variables: dict[str, str] = {}
     for entry in container.get("env", ()):
@@ -82,8 +83,8 @@ def manifest_variables(pod: Json, container: Json) -> dict[str, str]:
 def inherited(cores_per_rank: int) -> dict[str, str]:
     """Return this shell's environment, adapted to one machine.
 
-    Variables that belong to another job or to torchrun are removed. Variables are added that keep
-    the traffic between ranks on loopback and limit the threads of each rank. The folder that
+    Variables that belong to another job or to torchrun are removed. Some variables are added, which
+    keep the traffic between ranks on loopback and limit the threads of each rank. The folder that
     contains this interpreter is added to PATH, so that its torchrun and python are found.
     """
     environment = {name: value for name, value in os.environ.items() if not _NOT_INHERITED.fullmatch(name)}

@@ -17,9 +17,9 @@ from ddpjob.local.environment import ADDRESS
 from ddpjob.objects.platform import Platform
 
 _LOWEST, _HIGHEST = 20000, 32000
-"""The range that ports are chosen from. It is below the kernel's ephemeral ports. Otherwise, an
-outgoing connection could take a port between the time when it is chosen and the time when the
-coordinator listens on it."""
+"""The range that ports are chosen from. The range is below the kernel's ephemeral ports. An
+outgoing connection could take an ephemeral port after the port is chosen and before the coordinator
+listens on it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +34,9 @@ class LocalPlatform(Platform):
     def store_host(self, job: DDPJob, status: JobStatus) -> str:
         """Return the loopback address.
 
-        For a `command`, return an address of this machine that torchrun does not recognize as its
-        own, because torchrun would otherwise host the store itself.
+        For a `command`, return an address of this machine that torchrun does not recognize as the
+        machine's own. With an address that torchrun recognizes, torchrun would host the store
+        itself.
         """
         return ADDRESS if job.spec.under_torchrun else "0.0.0.0"
 
@@ -73,16 +74,17 @@ class NoFreePorts(Exception):
 def free_ports() -> tuple[int, socket.socket]:
     """Return a port P such that P, P+1 and P+2 are free, and a socket that reserves these ports.
 
-    The reservation ends when the socket is closed. It is needed because a coordinator starts to
-    listen only later, and does not listen while it is being replaced. Without the reservation, two
-    runs that start at the same time could choose the same ports. Raises NoFreePorts.
+    The reservation ends when the socket is closed. The reservation is needed because a coordinator
+    starts to listen only later, and does not listen while it is being replaced. Without the
+    reservation, two runs that start at the same time could choose the same ports. Raises
+    NoFreePorts.
     """
     for _ in range(100):
         port = random.SystemRandom().randrange(_LOWEST, _HIGHEST, 4)
         mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
-            # Reserve the ports by binding an abstract socket. It does not create a file, and it
-            # belongs to the network namespace, as the ports do.
+            # Reserve the ports by binding an abstract socket. An abstract socket does not create a
+            # file and, like the ports, belongs to the network namespace.
             mark.bind(f"\0ddpjob-ports-{port}")
         except OSError:
             mark.close()

@@ -23,8 +23,8 @@ _CURVES = Path("run", "metrics.jsonl")
 def memory_folder(uid: str) -> Path:
     """Return the folder where a run keeps its newest training states.
 
-    If the machine has an in-memory file system, the folder is there. The watchdog deletes the
-    folder when the run ends.
+    If the machine has an in-memory file system, the folder is in this file system. The watchdog
+    deletes the folder when the run ends.
     """
     shared = Path("/dev/shm")
     return (shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())) / f"ddpjob-{uid}"
@@ -66,8 +66,8 @@ class RunFolder(_Folder):
     """The program that torchrun uses in place of Python to start workers, if the job's `command`
     starts torchrun."""
     earlier = _Below("earlier-checkpoints")
-    """Checkpoints of earlier runs. They were moved here if this run started from scratch
-    (--fresh)."""
+    """Checkpoints of earlier runs. If this run started from scratch (--fresh), the checkpoints were
+    moved to this folder."""
     disposable = _Below(_DISPOSABLE)
     """A file that exists if the earlier checkpoints were disposable (see `JobFolder`)."""
 
@@ -99,13 +99,15 @@ class JobFolder(_Folder):
     disposable = _Below(_DISPOSABLE)
     """A file that exists while all of the job's checkpoints are disposable.
 
-    They are disposable if every run that used them had a claimTemplate with whenDeleted Delete.
+    Checkpoints are disposable if every run that used them had a claimTemplate with whenDeleted
+    Delete.
     """
     data = _Below("data")
     code = _Below("code")
     """Code that was submitted as text, such as the source of a function, and not as a file."""
     fetched_code = _Below("fetched-code")
-    """The fetched code that spec.code refers to. Each archive has a folder of its own."""
+    """The fetched code that spec.code refers to. In this folder, each archive has a folder of its
+    own."""
 
     def has_checkpoints(self) -> bool:
         """Return whether `checkpoints` has files other than the record of rounds.

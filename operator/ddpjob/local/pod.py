@@ -54,9 +54,9 @@ class Pod:
 
     Raises OSError if the containers' logs cannot be written. `inherited` is the environment to
     which the manifest's variables are added. With a `delay`, a shell starts the containers'
-    commands after this many seconds. If a command cannot be executed, its container then ends with
-    the shell's exit code. `devices` maps the name of a resource to how many of this machine's
-    devices the pod uses.
+    commands after this number of seconds. If the shell cannot execute a command, the command's
+    container ends with the shell's exit code. `devices` maps the name of a resource to the number
+    of this machine's devices that the pod uses.
     """
 
     def __init__(

@@ -96,8 +96,8 @@ class ProcessCluster:
         self.stalls: list[float] = []
         """Seconds from each break to the first step after it, as reported by the coordinators."""
         self.stopped_by = ""
-        """The signal that suspended the job; empty if a user suspended the job, or if it is not
-        suspended."""
+        """The signal that suspended the job; empty if a user suspended the job, or if the job is
+        not suspended."""
         self.changed = asyncio.Event()
         self._objects: set[tuple[str, str]] = set()
         self._ports: dict[int, tuple[int, socket.socket]] = {0: ports}
@@ -110,7 +110,7 @@ class ProcessCluster:
     def job(self) -> DDPJob:
         """The job as this machine runs it.
 
-        Every generation has its own ports, because the coordinators of two generations may run at
+        Every generation has its own ports, because the coordinators of two generations can run at
         the same time.
         """
         job = DDPJob.read(self.body)
@@ -124,8 +124,8 @@ class ProcessCluster:
             try:
                 self._ports[generation] = free_ports()
             except NoFreePorts:
-                # Use the ports of the previous generation. The new coordinator can listen on them
-                # once the previous one has ended.
+                # Use the ports of the previous generation. The new coordinator can listen on these
+                # ports once the previous coordinator has ended.
                 self._ports[generation] = self._ports[max(self._ports)]
         return self._ports[generation][0]
 
@@ -149,7 +149,7 @@ class ProcessCluster:
 
     def _note_stall(self, report: Report | None) -> None:
         # If the script reports no steps, the coordinator measures only the time until the next
-        # round runs. This is not the length of a stall.
+        # round runs. This time is not the length of a stall.
         seconds = report.recovery.last_seconds if report is not None and report.progress.get("step") else None
         if seconds is not None and seconds not in self.stalls:
             self.stalls.append(seconds)
@@ -275,7 +275,7 @@ class ProcessCluster:
             "reason": event.reason,
             "message": event.message,
         }
-        # If the disk is full, training continues. The event is shown, but it is not written to the
+        # If the disk is full, training continues. The event is shown, but is not written to the
         # file.
         with suppress(OSError), self.folder.events.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

@@ -22,7 +22,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def become_subreaper() -> None:
-    """Make orphaned descendants of this process its children, so that it can kill and reap them."""
+    """Make this process adopt its orphaned descendants, so that it can kill and reap them."""
     if _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
 
@@ -64,9 +64,9 @@ def _environment(process: str) -> bytes:
     """Return a process's environment.
 
     While a process executes a new program (exec), it has no environment for an instant. This
-    function waits until the process has one. Otherwise, the process would be overlooked, and would
-    survive when the job's processes are killed. Raises OSError if the process has ended or belongs
-    to another user.
+    function waits until the process has its environment, because the process would otherwise be
+    overlooked when the job's processes are killed. Raises OSError if the process has ended or
+    belongs to another user.
     """
     deadline = time.monotonic() + _EXEC_SECONDS
     while not (found := Path(process, "environ").read_bytes()) and time.monotonic() < deadline:
@@ -118,7 +118,8 @@ def reap_orphans(own: Collection[subprocess.Popen[bytes]]) -> None:
     A child in `own` is reaped through its Popen object, so that the object's owner can read its
     exit code.
     """
-    # Leave out children that have already been reaped, because their ids may have been reused.
+    # Leave out children that have already been reaped, because other processes can have their ids
+    # now.
     by_pid = {process.pid: process for process in own if process.returncode is None}
     while True:
         try:
@@ -180,9 +181,9 @@ def end_children(others: Collection[int], own: Collection[subprocess.Popen[bytes
     """Kill and reap all children except `others`.
 
     Return the ids of those that remain after `seconds`. `own` are the children that have a Popen
-    object. All children are killed, and not only those that have the job's marks, because adopted
-    children may lack them. They may have been started with a different environment, or may have
-    overwritten it with their title.
+    object. All children are killed, even children without the job's marks. An adopted child can
+    lack the marks because it was started with a different environment, or because it has
+    overwritten its environment with its title.
     """
     deadline = time.monotonic() + seconds
     while left := set(children()) - set(others):

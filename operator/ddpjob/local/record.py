@@ -30,7 +30,7 @@ class RequestRefused(Exception):
 def held(folder: JobFolder) -> Iterator[None]:
     """Hold the job's lock during this `with`.
 
-    The kernel releases the lock when the process ends, even if it is killed.
+    The kernel releases the lock when the process ends, even if the process is killed.
 
     Raises AlreadyRunning, OSError.
     """
@@ -43,7 +43,7 @@ def held(folder: JobFolder) -> Iterator[None]:
             )
         os.ftruncate(descriptor, 0)
         # Write this process's id to the lock file without delay. If another process tries to lock
-        # the job, it reports this id.
+        # the job, that process reports this id.
         os.write(descriptor, str(os.getpid()).encode())
         try:
             if parent := _unlocked_runner(folder):
@@ -76,7 +76,7 @@ def _unlocked_runner(folder: JobFolder) -> int | None:
     """Return the id of a `ddpjob run` process that still runs this job without holding the lock.
 
     This happens if the job's folder was removed, together with the lock, while the job ran. Pods of
-    a run that was killed do not count. They end within a moment, and if processes of them remain,
+    a killed run do not count. Such pods end within a moment. If processes of these pods remain,
     their parent is not a `ddpjob` process.
     """
     marks = {"DDPJOB_NAME": folder.name, "DDPJOB_CHECKPOINT_DIR": str(folder.checkpoints)}
@@ -109,9 +109,9 @@ def runner(folder: JobFolder) -> int | None:
 def holds(folder: JobFolder, pid: int) -> bool:
     """Whether process `pid` of this machine has the job's lock file open.
 
-    If the id in the lock file was written on another machine or in a container, it may belong to an
-    unrelated process on this machine. Raises PermissionError if the process belongs to another
-    user.
+    If the id in the lock file was written on another machine or in a container, an unrelated
+    process on this machine can have the same id. Raises PermissionError if the process belongs to
+    another user.
     """
     lock = folder.lock.stat()
     with suppress(FileNotFoundError, ProcessLookupError):  # There is no such process, or it has ended.
@@ -166,7 +166,7 @@ def read_record(folder: JobFolder) -> Json | None:
 def ask(folder: JobFolder, verb: str, subject: str, seconds: float = 10.0) -> bool:
     """Write a request for the job's runner, and wait up to `seconds` until it has been processed.
 
-    Return False if the request is not processed in time, or if the runner ends before that. Raises
+    If the request is not processed in time, or if the runner ends first, return False. Raises
     RequestRefused if the runner refuses the request.
     """
     folder.requests.mkdir(exist_ok=True)
@@ -214,7 +214,7 @@ def requests(folder: JobFolder) -> list[tuple[Path, str, str]]:
             # user.
             continue
         except (ValueError, KeyError, TypeError):
-            # The file is not a request. It may be a conflicting copy in a synchronized folder, or
-            # belong to another tool.
+            # The file is not a request. Possibly, a synchronized folder has created a conflicting
+            # copy, or the file belongs to another tool.
             continue
     return found

@@ -34,8 +34,8 @@ from ddpjob.local.record import refuse, requests, write_record
 TICK = 0.25
 """Seconds between checks for requests and updates of the display."""
 RECONCILE_SECONDS = 0.5
-"""Maximum number of seconds between reconciles while the job runs. It can be this small because the
-coordinator's report costs one request on loopback."""
+"""Maximum number of seconds between reconciles while the job runs. The number can be this small
+because the coordinator's report costs only one request on loopback."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -95,8 +95,9 @@ def prepare(folder: JobFolder, *, fresh: bool, now: datetime, disposable: bool =
     """Create the folders of a new run.
 
     With `fresh`, the checkpoints of earlier runs are moved into the folder of the new run. With
-    `disposable`, the checkpoints of the new run are deleted together with the job, unless the
-    checkpoint folder also contains checkpoints of a run that was not disposable. Raises OSError.
+    `disposable`, the checkpoints of the new run are deleted together with the job. If the
+    checkpoint folder also contains checkpoints that are not disposable, all checkpoints in the
+    folder are kept. Raises OSError.
     """
     name = now.astimezone().strftime("%Y%m%d-%H%M%S")
     run = folder.run(name)
@@ -118,8 +119,9 @@ def prepare(folder: JobFolder, *, fresh: bool, now: datetime, disposable: bool =
     elif not folder.has_checkpoints():
         folder.disposable.touch()
     shutil.rmtree(folder.requests, ignore_errors=True)
-    # Create the folder for requests now. If a user sent the first request with sudo, the folder
-    # would belong to root, and this process could not remove any requests from it.
+    # Create the folder for requests now. If a user sent the first request with sudo and the request
+    # created the folder, the folder would belong to root. This process could then not remove any
+    # requests from the folder.
     folder.requests.mkdir(exist_ok=True)
     return run
 
@@ -127,7 +129,7 @@ def prepare(folder: JobFolder, *, fresh: bool, now: datetime, disposable: bool =
 def _set_aside(checkpoints: Path, earlier: Path) -> None:
     """Move the checkpoints to `earlier`.
 
-    If the folder is a link, for instance to a larger disk, both old and new checkpoints stay on
+    If the folder is a link, for instance to a larger disk, both old and new checkpoints are kept on
     that disk.
     """
     if not checkpoints.is_symlink():
@@ -268,7 +270,10 @@ class Runner:
             path.unlink(missing_ok=True)
 
     def _scale(self, nodes: int) -> str:
-        """Scale the job. If this is refused, return the reason, and otherwise an empty text."""
+        """Scale the job.
+
+        If the scaling is refused, return the reason. If it is accepted, return an empty text.
+        """
         refused = too_many_nodes(self.cluster.local_spec, nodes)
         self._note(f"scale to {count(nodes, 'node')}: {refused or 'spec.nodes has changed'}")
         if not refused:
@@ -285,9 +290,9 @@ class Runner:
 
         An output error must not interrupt training or prevent a signal from stopping it. If the
         reader of the output has exited (`| head`), the job is suspended, as after Ctrl-C. If Ctrl-C
-        has also stopped the reader (`| tee`), this does not count as a second signal. If the
-        terminal was closed, SIGHUP has already been sent. If SIGHUP is ignored, or the disk is
-        full, training continues without output.
+        has also stopped the reader (`| tee`), the output error does not count as a second signal.
+        If the terminal was closed, SIGHUP has already been sent. If SIGHUP is ignored, or the disk
+        is full, training continues without output.
         """
         try:
             update()

@@ -51,7 +51,8 @@ class Platform:
     need that. The store then listens only on POD_IP, because the store has no authentication.
     """
     checkpoints_shared: bool | None = None
-    """Whether all nodes see the same checkpoint files. None if it depends on the kind of volume."""
+    """Whether all nodes see the same checkpoint files. None if the answer depends on the kind of
+    volume."""
 
     def bucket_folder(self, job: DDPJob) -> str:
         """Return the path of the job's folder, relative to storage.checkpoints.url.
@@ -93,9 +94,8 @@ class Platform:
 
     @property
     def cluster(self) -> str:
-        """A short hash of the operator's key, which differs between clusters.
-
-        It distinguishes this operator's jobs from jobs with the same names in other clusters.
+        """A short hash of the operator's key. This hash differs between clusters, so it
+        distinguishes this operator's jobs from jobs with the same names in other clusters.
         """
         return self.key_mark
 

@@ -18,7 +18,7 @@ from ddpjob.objects.service import make_object, metadata
 API_VERSION, KIND = "scheduling.k8s.io/v1alpha2", "PodGroup"
 VOLCANO_API = "scheduling.volcano.sh/v1beta1"
 VOLCANO_KIND = "PodGroup.scheduling.volcano.sh"
-"""The name that the operator uses for the kind of Volcano's PodGroups, because Kubernetes' own
+"""The operator's own name for the kind of Volcano's PodGroups. It is needed because Kubernetes'
 PodGroups have the same kind."""
 QUEUE_ANNOTATION = "scheduling.volcano.sh/queue-name"
 """Name of the pod annotation whose value is the Volcano queue."""

@@ -148,7 +148,7 @@ def _queued(pod: Json, changes: PodChanges | None) -> Json:
 
     Without these fields, the pod could run on machines that the job's quota does not cover. If
     Kueue assigns topology domains, the pod also gets a scheduling gate. The gate delays the pod
-    until Kueue has written a domain into its node selector.
+    until Kueue has written a domain into the pod's node selector.
     """
     if changes is None:
         return pod

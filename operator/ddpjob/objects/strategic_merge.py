@@ -1,6 +1,7 @@
 """Merges spec.podTemplate into the pods that the operator builds.
 
-A null does not remove anything, because JobSpec.read returns a template without nulls.
+A null in the template does not remove a field, because JobSpec.read returns a template without
+nulls.
 """
 
 from __future__ import annotations

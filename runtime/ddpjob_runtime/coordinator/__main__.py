@@ -65,8 +65,8 @@ async def _read(output: asyncio.StreamReader, said: bytearray, server: Server) -
     """Read all output from the store's process. When the line `ready PORT` appears, record that the
     store is ready.
 
-    The last KEPT_OUTPUT bytes are kept in `said`. Other lines of any length may appear, because the
-    code in the image may print something when Python starts, when torch is imported, or later.
+    The last KEPT_OUTPUT bytes are kept in `said`. The output can contain other lines of any length,
+    because code in the image can print text when Python starts, when torch is imported, or later.
     """
     ready = False
     while piece := await output.read(KEPT_OUTPUT):
@@ -90,9 +90,9 @@ async def run(arguments: argparse.Namespace, settings: CoordinatorSettings, toke
     """Run the coordinator until it is asked to exit (exit code 0) or its store has ended (1, or 78
     if torch is unusable).
 
-    SIGTERM ends the process immediately with exit code 143. Once the job has succeeded, the code is
-    0 instead, so that the pod is not shown as failed. Never returns. Raises OSError if it cannot
-    listen on the port.
+    SIGTERM ends the process immediately with exit code 143. If the job has succeeded, SIGTERM ends
+    the process with exit code 0 instead, so that the pod is not shown as failed. Never returns.
+    Raises OSError if it cannot listen on the port.
     """
     server = Server(settings, token, store_ready=arguments.store_port is None)
     rounds = server.coordinator.rounds
@@ -163,11 +163,11 @@ def main() -> None:
     if not token:
         parser.error("the environment variable DDPJOB_TOKEN is missing or empty: set it to the job's token")
     signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
-    # As PID 1, this process has blocked SIGTERM until now.
+    # Until now, SIGTERM was blocked, because this process may be PID 1 of its container.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
     divert_loggers(log)  # This also diverts the loggers of asyncio.
-    # Each pod's connection needs a file descriptor, and connections from unknown peers need a few
-    # more.
+    # Each pod's connection needs a file descriptor, and so does each connection from an unknown
+    # peer.
     raise_open_files()
     try:
         asyncio.run(run(arguments, settings, token))

@@ -1,14 +1,14 @@
 """Decides how long to delay a round after the job has failed repeatedly without making progress.
 
-Without back-off, a script that fails at its first step would restart several times a minute. It
-would fill the logs and use up its restarts before anybody can look. A job that trains for hours
-between failures, however, should not wait at all.
+Without back-off, a script that fails at its first step would restart several times a minute. Its
+messages would fill the logs, and the job would use up its restarts before anybody could react. A
+job that trains for hours between failures, however, should not wait at all.
 
-- After the first failure in a row there is no wait. After the second, the group waits `initial`
-  seconds. Each later wait is twice as long as the previous one, up to `maximum`.
-- A row ends when the job completes a step beyond the furthest one so far, or when a round has run
-  for HEALTHY_SECONDS. A step that only repeats work lost since the last checkpoint does not end a
-  row.
+- After the first failure in a series, the group does not wait. After the second failure, the group
+  waits `initial` seconds. Each later wait is twice as long as the previous wait, up to `maximum`.
+- A series ends when the job completes a step beyond the furthest step so far, or when a round has
+  run for HEALTHY_SECONDS. A step that only repeats work lost since the last checkpoint does not end
+  a series.
 - Only failures of the job itself count. After the loss of a node, the next round begins without
   delay.
 
@@ -31,13 +31,13 @@ HEALTHY_SECONDS = 60.0
 """A round that has run for this many seconds does not count as part of a crash loop."""
 VERDICT_SECONDS = 5.0
 """Number of seconds that a job without restarts waits after its own failure. In this time, the
-operator can decide whether the failure counts, and end the job. If the job has not been ended by
-then, it continues, because the operator could be down.
+operator can decide whether the failure counts, and end the job. If the operator has not ended the
+job by then, the job continues, because the operator might be down.
 """
 
 
 class RoundBackoff:
-    """Computes how long the next round waits after failures in a row.
+    """Computes how long the next round is delayed after a series of failures.
 
     With `no_restarts`, the job also waits for the operator's decision after every failure.
     """

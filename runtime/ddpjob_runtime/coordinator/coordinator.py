@@ -3,9 +3,9 @@
 `Coordinator` only distributes each event and reads the report. The decisions are made in:
 
 - `round_sequence`, `formation` and `round`: when a round begins, breaks and ends;
-- `evidence` and `first_cause`: which event broke it;
+- `evidence` and `first_cause`: which event broke a round;
 - `hang` and `standstill`: whether a group that completes no steps is hung;
-- `takeover`: how a new coordinator finds the members' round;
+- `takeover`: how a new coordinator takes over the round of the previous one;
 - `witnesses`: whether an unreachable host is declared lost early.
 
 After each event, `_advance` does whatever is due. Example: a member reports `failure`. The method
@@ -51,7 +51,9 @@ from ddpjob_runtime.protocol import (
 )
 
 _NO_STEP = frozenset({ACTIVITY, STRAGGLERS, ROUND, START, ENVIRONMENT, AT_RISK, SNAPSHOT_BYTES})
-"""Keys in a progress report that do not show that a step in the current round was completed."""
+"""Keys whose presence in a progress report does not show that the current round has completed a
+step.
+"""
 
 
 class Coordinator:
@@ -87,7 +89,7 @@ class Coordinator:
         progress.
         """
         self.exit_why: str | None = None
-        """Why this coordinator exits, because it is no longer needed; None while it is needed."""
+        """The reason why this coordinator exits; None as long as it does not exit."""
 
     def _bump(self, news: bool = True) -> None:
         self.news += news
@@ -136,8 +138,8 @@ class Coordinator:
             return ToMember.DONE, {}
         if self._stop is not None:
             return ToMember.STOP, self._stop
-        # This is an error instead of `stop`, so that the member keeps its workers and looks for the
-        # next coordinator.
+        # Respond with an error and not with `stop`. After an error, the member keeps its workers
+        # and looks for the next coordinator.
         if self.rounds.over:
             return ToMember.ERROR, {"why": f"this coordinator has stopped: {self.exit_why}"}
         why = self.members.why_refused(pod, index, attempt)
@@ -146,7 +148,8 @@ class Coordinator:
     def _reconnect(self, old: Member, send: Send, resumed: Resume | None) -> None:
         """Continue with the same launcher process over a new connection.
 
-        Lines may have been lost with the old connection, so their effects are repeated here.
+        Lines that were sent over the old connection may have been lost, so this method repeats
+        their effects.
         """
         old.reconnect(send, self._now())
         send(ToMember.WELCOME, {"generation": self.settings.generation})
@@ -169,14 +172,14 @@ class Coordinator:
         self.rounds.remove(old, f"replaced by {pod}")
 
     def lost(self, member: Member, why: str) -> None:
-        """Handle the loss of a member, whose connection has ended or which was
-        silent for too long.
-        """
+        """Handle the loss of a member. Its connection has ended, or it was silent for too long."""
         self.rounds.lose(member, why)
         self._advance()
 
     def gone(self, pod: str, why: str) -> None:
-        """Remove a pod that the operator reports as gone, even if its connection is still open."""
+        """Remove a pod that the operator reports as gone, even if the pod's connection is still
+        open.
+        """
         self.members.dismiss(pod, why)
         self.members.forget_missing(pod)
         self._notes = {key: text for key, text in self._notes.items() if key[0] != pod}
@@ -189,11 +192,10 @@ class Coordinator:
         self._advance()
 
     def send_away(self, pod: str, why: str) -> None:
-        """Remove a pod that is being deleted, and refuse it from now on. Do nothing if its workers
-        may be saving.
+        """Remove a pod that is being deleted, and refuse it from now on.
 
-        A launcher that is starting or ready has nothing to save, and might not have noticed the
-        deletion.
+        If the pod's workers may be saving, do nothing. A launcher that is starting or ready has
+        nothing to save, and might not have noticed that its pod is being deleted.
         """
         members = (member for member in self.members if member.pod == pod)
         if all(member.state in (MemberState.STARTING, MemberState.READY) for member in members):
@@ -202,11 +204,10 @@ class Coordinator:
     # ---- what members report
 
     def ready(self, member: Member, after: int, host: str, port: int, check: int = 0, watch: int = 0) -> None:
-        """Record that the member can take part in a round.
-
-        `after` is the number of the last round that the member knows of. `check` is how many
-        seconds the next round may spend on checking the links. `watch` is the port on which the
-        member's neighbours watch it.
+        """Record that the member can take part in a round. `after` is the number of the last round
+        that the member knows of. `check` is the maximum number of seconds that the next round
+        spends on checking the links. `watch` is the port on which the member's neighbours watch the
+        member.
         """
         self.rounds.ready(member, after, host, port, check, watch)
         self._advance()
@@ -239,7 +240,8 @@ class Coordinator:
         self._witnesses.report(member, number, rank, silent)
 
     def stacks(self, member: Member, number: int, rank: int, text: str, idle: bool | None = True) -> None:
-        """Add the stacks of one rank, which were requested to find out whether the group hangs.
+        """Add the stacks of one rank. The stacks were requested to find out whether the group
+        hangs.
 
         `idle` indicates whether the rank has been idle since the last check; None means unknown.
         """
@@ -284,7 +286,7 @@ class Coordinator:
     ) -> None:
         """Set the time limit for hangs, the back-off, and what to do about a proven hang (`hangs`).
 
-        If `hangs` is None, that setting stays as it is.
+        If `hangs` is None, the setting for proven hangs is not changed.
 
         Raises:
             ValueError: the message names the field and states the rule.
@@ -304,8 +306,9 @@ class Coordinator:
         self._advance()
 
     def stood_still(self, seconds: float) -> None:
-        """Extend the time limit for hangs by `seconds`, during which this process, and perhaps
-        others, did not run.
+        """Extend the time limit for hangs by the `seconds` for which this process was suspended.
+
+        Other processes of the job may have been suspended at the same time.
         """
         self.rounds.watch.forgive(seconds)
 
@@ -338,7 +341,7 @@ class Coordinator:
             member.send(ToMember.STOP, self._stop)
 
     def exit(self, why: str) -> None:
-        """Let this process exit, because the job has ended and nobody will request its report
+        """Let this process exit, because the job has ended and nobody will request the report
         again.
         """
         self.exit_why = why
@@ -347,9 +350,9 @@ class Coordinator:
     def replaced(self, generation: int, attempt: int) -> None:
         """Exit because a member has found another coordinator at the job's name.
 
-        Do nothing unless the other coordinator is later than this one. All members then look up the
-        name again, and find the later coordinator. Until this one exits, it does not judge any
-        round.
+        If the other coordinator is not later than this one, do nothing. Once this coordinator has
+        exited, all members look up the name again and find the later coordinator. Until it exits,
+        this coordinator does not judge any round.
         """
         if (generation, attempt) <= (self.settings.generation, self.settings.attempt):
             return
@@ -361,7 +364,7 @@ class Coordinator:
         """Merge a progress report whose format has been checked. The first step after a restart
         ends the downtime.
 
-        If the report names a round other than the current one, it comes from a fenced rank and is
+        A report that names a round other than the current round comes from a fenced rank and is
         ignored.
         """
         current = self.rounds.current
@@ -412,15 +415,17 @@ class Coordinator:
 
 
 def _same_workers(old: Member, resumed: Resume | None) -> bool:
-    """Whether this coordinator and the reconnecting launcher agree on the round of its workers.
+    """Whether this coordinator and the reconnecting launcher agree on the round of the launcher's
+    workers.
 
     If they do not, a line was lost with the old connection.
     """
     if old.state == MemberState.LEAVING:
-        return True  # The member is leaving in any case, and the round breaks once it is gone.
+        # The member is leaving in any case, and the round breaks once the member is gone.
+        return True
     if not old.has_workers:
         return resumed is None or not resumed.has_workers
-    # If the member's workers have ended since the connection was lost, it will report their
-    # failures and `ready` again. That is not a loss of the member, and other members may still be
-    # saving.
+    # If the member's workers have ended since the connection was lost, the member will report the
+    # workers' failures and `ready` again. The member is not lost in that case, and other members
+    # may still be saving.
     return resumed is not None and resumed.round == old.round

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 
 class Downtime:
-    """Measures the time from a break to the next step. Until the job's first step is reported, it
-    ends with the next round instead.
+    """Measures the downtime, which is the time from a break to the next step.
+
+    Until the job's first step is reported, a downtime ends when the next round begins to run.
     """
 
     def __init__(self) -> None:
@@ -19,9 +20,10 @@ class Downtime:
         self.since = self.since or now
 
     def round_runs(self, now: float) -> None:
-        """End the downtime because a round runs, if the job has never reported a step.
+        """Record that a round has begun to run.
 
-        If steps are reported, the downtime lasts until the next step.
+        If the job has never reported a step, the downtime ends now. Otherwise, the downtime lasts
+        until the next step.
         """
         if not self._steps_are_seen and self.since is not None:
             self._since_before_first_step = self.since
@@ -30,8 +32,8 @@ class Downtime:
     def step(self, now: float, running: bool) -> None:
         """Record that a step was reported. If a round is running, the downtime ends.
 
-        With the job's first step, the time since the last break replaces the time that a round has
-        ended.
+        Before the job's first step, `round_runs` ended the downtime. At the first step, that
+        downtime is replaced by the time from the same break to this step.
         """
         self._steps_are_seen = True
         if running:
@@ -41,9 +43,7 @@ class Downtime:
             self._end(now)
 
     def forget(self) -> None:
-        """Discard the current downtime, because its break belongs to a round of this coordinator
-        that was superseded.
-        """
+        """Discard the current downtime, because the round that broke was superseded."""
         self.since = None
 
     def _end(self, now: float) -> None:

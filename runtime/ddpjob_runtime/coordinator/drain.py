@@ -9,26 +9,26 @@ from ddpjob_runtime.coordinator.members import Member, Members
 from ddpjob_runtime.protocol import ToMember
 
 DRAIN_SECONDS = 30.0
-"""Maximum number of seconds from `restart` to `ready`. It is long because a killed worker that
-holds a device or a lot of memory takes many seconds to disappear.
+"""Maximum number of seconds from `restart` to `ready`. The limit is high because a killed worker
+that holds a device or a lot of memory takes many seconds to disappear.
 """
 PLANNED_SLACK = 5.0
-"""Number of seconds that a member gets in a planned restart after its grace period, during which
-its workers may be saving.
+"""Number of seconds after a member's grace period in which the member can still report `ready`. In
+a planned restart, the member's workers can save during the grace period.
 """
 
 
 class Drains:
-    """Asks members to stop their workers, and calls `fence(late)` with the members that did not do
-    so in time.
+    """Asks members to stop their workers, and calls `fence(late)` with the members that did not
+    stop their workers in time.
     """
 
     def __init__(self, members: Members, loop: Loop, fence: Callable[[list[Member]], None]) -> None:
         self._members, self._loop, self._fence = members, loop, fence
 
     def ask(self, member: Member, why: str, planned: bool) -> None:
-        """Ask `member` to stop its workers. If `planned`, the workers can save during its grace
-        period.
+        """Ask `member` to stop its workers. If `planned`, the workers can save during the member's
+        grace period.
         """
         seconds = member.grace + PLANNED_SLACK if planned else DRAIN_SECONDS
         if member.drain(self._loop.now() + seconds, planned):

@@ -36,7 +36,7 @@ class Evidence:
         self._failures.append(failure)
 
     def knows(self, failure: WorkerFailure) -> bool:
-        """Whether this failure has been reported before. A member that reconnects reports its
+        """Whether this failure has been reported before. When a member reconnects, it reports its
         failures again.
         """
         worker = failure.source, failure.rank, failure.local_rank
@@ -50,14 +50,12 @@ class Evidence:
 
     @property
     def somebody_leaves(self) -> bool:
-        """Whether a member was asked to leave. In that case, the other members may be saving
-        together with it.
-        """
+        """Whether a member was asked to leave. In that case, all members may be saving together."""
         return any(loss.leaving for loss in self._losses)
 
     @property
     def saving(self) -> bool:
-        """Whether the members have agreed to save because one of them leaves."""
+        """Whether a member is leaving, and a worker has already exited after saving."""
         return self.somebody_leaves and any(f.exit_code == EXIT_STEPPED_ASIDE for f in self._failures)
 
     def resized(self, time: float, details: dict[str, Any]) -> None:
@@ -75,8 +73,8 @@ class Evidence:
         self._absent = Verdict(IncidentKind.PEER_LOST, time, details, self._count, sure=False)
 
     def came_apart(self, time: float, details: dict[str, Any]) -> None:
-        """Set the cause that is used if no better one is known: a member has left the round for an
-        unknown reason.
+        """Record that a member has left the round for an unknown reason. This cause is used only if
+        no other cause is known.
         """
         self._fallback = Verdict(IncidentKind.PEER_LOST, time, details, 0, sure=False)
 

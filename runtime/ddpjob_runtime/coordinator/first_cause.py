@@ -7,12 +7,13 @@ reported before the error that caused it.
 1. Each failure gets a suspicion (`_suspicion`): 0 for a worker's own error, 1 for an abort, 2 for a
    communication error, and 3 for any failure after the members were asked to stop their workers.
    The higher the suspicion is, the more likely the failure is a consequence. The failure with the
-   lowest suspicion is the cause. If several failures have it, the earliest of them is the cause.
+   lowest suspicion is the cause. If several failures have the same lowest suspicion, the earliest
+   of these failures is the cause.
 2. If members were lost or have left, these events compete with the failures whose suspicion is 0,
-   and the earliest is the cause. A death by signal does not compete, unless it is an OOM kill,
-   because the workers of a lost pod are killed with it.
+   and the earliest event is the cause. A worker that was killed by a signal does not compete,
+   because the workers of a lost pod are killed together with the pod. An OOM kill does compete.
 3. If only suspicious failures are known, and a worker has ended with exit code 0, that exit is the
-   cause, because the worker's peers were still waiting for it in a collective.
+   cause. The other workers were still waiting in a collective for the worker that had exited.
 
 Example. All times are in seconds on the coordinator's clock, to which the times in reports are
 converted:
@@ -21,8 +22,9 @@ converted:
     10.03  rank 3  SIGABRT      "watchdog"                          suspicion 1
     10.05  rank 5  exit code 1  "ValueError: label 1000 of 1000"    suspicion 0: the cause
 
-A `Verdict` is `sure` if no later report could change it, as here. If rank 5 has not reported yet,
-the verdict names rank 3 and is not sure, so the coordinator waits for the other members.
+A `Verdict` is `sure` if no later report could change the verdict, as in this example. If rank 5 has
+not reported yet, the verdict names rank 3 and is not sure, so the coordinator waits for the other
+members.
 
 Why: docs/decisions/0010. `merge_causes` in the operator adds Kubernetes' own information.
 """
@@ -40,8 +42,8 @@ DEVICE_ERROR = re.compile(r"unhandled cuda error|\bCuda failure\b", re.I)
 """Matches NCCL's reports of a driver error that concerns this rank's own device."""
 SIGABRT = 6
 ORDER_SECONDS = 0.05
-"""Number of seconds after the coordinator's `restart`. A failure later than that counts as a
-consequence of the `restart`.
+"""A failure that occurs more than this many seconds after the coordinator sent `restart` counts as
+a consequence of the `restart`.
 """
 
 
@@ -142,7 +144,7 @@ def _suspicion(failure: WorkerFailure, ended_at: float | None) -> int:
     The higher the number, the more likely the failure is a consequence:
 
     - 0: the worker's own error.
-    - 1: an abort, which is how communication libraries end a process when a peer is gone, or an
+    - 1: an abort, which is how communication libraries end a process when a peer is gone; or an
       NCCL error about this rank's own device.
     - 2: a communication error.
     - 3: any failure after the members were asked to stop their workers.
@@ -164,7 +166,7 @@ def _own(failure: WorkerFailure, losses: list[MemberLoss], ended_at: float | Non
         return True
     died_by_signal = failure.exit_code is not None and failure.exit_code < 0
     if died_by_signal and losses:
-        return False  # The workers of a lost pod are killed with it.
+        return False  # The workers of a lost pod are killed together with the pod.
     return not (failure.stepped_aside and any(loss.leaving for loss in losses))
 
 
@@ -216,7 +218,7 @@ def _find_alike(
 ) -> set[tuple[str, int | None]]:
     """Return the (pod, rank) of each worker that failed with the same error as the cause.
 
-    The set is empty if any worker has failed with a different error of its own.
+    If any worker has failed on its own with a different error, the set is empty.
     """
     mark = error_mark(cause.message, cause.traceback)
     same = [f for f in failures if error_mark(f.message, f.traceback) == mark]

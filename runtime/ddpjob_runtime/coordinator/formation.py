@@ -1,18 +1,19 @@
 """Decides when a round begins, with which members, and when it restarts with a different size.
 
 If a round begins with too few nodes, the nodes that come later are wasted until the next round. If
-it waits for them, it wastes the nodes that are ready. The rules weigh these costs by what is known
-about the missing nodes:
+it waits for them, it wastes the nodes that are ready. The rules compare these costs, using what is
+known about the missing nodes:
 
 - A round of `nodes` nodes begins immediately; a round of fewer than `min_nodes` never begins.
 - If the number of ready nodes is in between, the first round waits FIRST_GRACE for more nodes,
   because pods start at different times.
-- A later round begins immediately if as many nodes are ready as the last round had. With fewer, it
-  waits SHRINK_GRACE for more nodes. That is 10 s in Standard mode and 0 in Fast mode, where a
-  restart is cheap.
-- If a running round could have more nodes, it is restarted with them. If the new nodes complete the
-  group, the round must have run for FILL_SECONDS. If they do not complete it, the round must have
-  run for GROW_SECONDS, because every restart costs steps.
+- A later round begins immediately if as many nodes are ready as the last round had. If fewer nodes
+  are ready, the round waits SHRINK_GRACE for more nodes. SHRINK_GRACE is 10 s in Standard mode. It
+  is 0 in Fast mode, where a restart is cheap.
+- If new nodes could join a running round, the round is restarted with the new nodes. If the new
+  nodes complete the group, the round must have run for FILL_SECONDS. If the group is still
+  incomplete with the new nodes, the round must have run for GROW_SECONDS, because every restart
+  costs steps.
 
 Example, nodes=8 and min_nodes=6:
 
@@ -24,8 +25,8 @@ Example, nodes=8 and min_nodes=6:
 
 Survivors of the last round are chosen first (`choose`), then the members that have waited longest.
 If there are too many survivors, those with the highest indices are excluded, because a smaller job
-loses those slots. The operator sends the order of the ranks, because it knows where the pods are:
-docs/decisions/0019.
+loses those slots. The operator sends the order of the ranks, because only the operator knows which
+hosts the pods run on: docs/decisions/0019.
 """
 
 from __future__ import annotations
@@ -42,16 +43,17 @@ SHRINK_GRACE = {Mode.STANDARD: 10.0, Mode.FAST: 0.0}
 """How many seconds a later round waits for more nodes if fewer are ready than the last round had.
 """
 FILL_SECONDS = 10.0
-"""Minimum number of seconds that a round runs before it is restarted with new nodes that complete
-the group.
+"""Minimum number of seconds that a round runs before it is restarted, if the new nodes complete the
+group.
 """
 GROW_SECONDS = 60.0
-"""Minimum number of seconds that a round runs before it is restarted with new nodes that do not
+"""Minimum number of seconds that a round runs before it is restarted, if the new nodes do not
 complete the group.
 """
 ORDER_SECONDS = 10.0
 """Maximum number of seconds that a round waits for the operator to send a new member's position in
-the order. It rarely waits at all, because the operator knows the position before the pod starts.
+the order. A round rarely has to wait, because the operator knows the position before the pod
+starts.
 """
 
 
@@ -69,25 +71,26 @@ class Size:
 class RankOrder:
     """The order in which pods get their ranks.
 
-    The operator sets it, because it knows which hosts the pods run on.
+    The operator sets the order, because the operator knows which hosts the pods run on.
     """
 
     expected: bool = False
     """Whether the operator sends an order in which each member has a position."""
     places: dict[str, int] = field(default_factory=dict)
-    """{pod: its position in the order}. If it is empty, ranks follow the indices."""
+    """{pod: its position in the order}. If the mapping is empty, ranks follow the indices."""
 
     def ranked(self, chosen: Iterable[Member]) -> list[Member]:
         """Return the members in the order of their ranks.
 
-        Index 0 always comes first, because it gets rank 0. Members without a position come last.
+        The member with index 0 always comes first, so it gets rank 0. Members without a position
+        come last.
         """
         last = len(self.places)
         return sorted(chosen, key=lambda m: (m.index != 0, self.places.get(m.pod, last), m.index))
 
     def known_at(self, chosen: Iterable[Member]) -> float:
-        """Return when the round should stop waiting for these members' positions; 0 if it need not
-        wait.
+        """Return when the round should stop waiting for these members' positions; 0 if the round
+        need not wait.
         """
         if not self.expected:
             return 0.0
@@ -115,8 +118,8 @@ def begins_at(
 def choose(ready: list[Member], nodes: int, last: int) -> list[Member]:
     """Choose the members of the next round from the ready ones.
 
-    Survivors of round `last` are preferred, in the order of their indices, and then the members
-    that have waited longest.
+    Survivors of round `last` come first, in the order of their indices. The members that have
+    waited longest come next.
     """
     survivors = sorted((m for m in ready if last and m.round == last), key=lambda m: m.index)
     others = sorted((m for m in ready if m not in survivors), key=lambda m: (m.ready_at, m.index))

@@ -9,16 +9,16 @@ alone only raises a suspicion, and the ranks' activity decides:
   such as evaluating. If no report arrives for FACTOR times the 99th percentile of these gaps, and
   for at least LEAST_SECONDS, the coordinator checks the ranks. Until LEAST_GAPS gaps are known, the
   minimum is longer than LEAST_SECONDS, especially at the start of a round (UNKNOWN). A round's
-  first check comes after EARLY_LOOK seconds. But until the minimum has passed, checks cannot end
-  the round. They only report ranks that wait for other ranks, for example because of a wrong
-  MASTER_ADDR.
+  first check comes after EARLY_LOOK seconds. Until the minimum has passed, however, checks cannot
+  end the round. Such early checks only report ranks that wait for other ranks, for example because
+  of a wrong MASTER_ADDR.
 - **Proof.** If two more checks, LOOK_EVERY seconds apart, show a standstill (`standstill`), the
   round ends as a hang, unless recovery.hangs is Report. From the first of these two checks on, the
-  coordinator's report shows the step as overdue. If a check shows that something moves, the pause
+  coordinator's report shows the step as overdue. If a check shows that a rank has moved, the pause
   before the next check grows.
-- **hangAfterSeconds** ends the round after that time even without a proof. If the script's steps
-  are not counted, silence proves nothing. In that case the ranks' stacks are compared, and the
-  round ends only if all ranks have been idle for that time.
+- **hangAfterSeconds** ends the round after that many seconds without a step, even if no hang was
+  proved. If the script's steps are not counted, silence proves nothing. In that case the ranks'
+  stacks are compared, and the round ends only if all ranks have been idle for hangAfterSeconds.
 - A group that is active but completes no steps is reported as overdue after max(300 s, 20 times the
   longest gap). Without hangAfterSeconds, its round is never ended.
 
@@ -56,8 +56,8 @@ round has completed a step.
 """
 EARLY_LOOK = 45.0
 """Number of seconds from the start of a round to its first check. This check can report a problem,
-but cannot end the round. Without it, ranks that cannot form their group would be noticed only after
-torch's own timeout, which takes minutes.
+but cannot end the round. Without this check, ranks that cannot form their group would be noticed
+only after torch's own timeout, which takes minutes.
 """
 LOOK_EVERY, MOST_BETWEEN_LOOKS = 5.0, 30.0
 
@@ -67,8 +67,8 @@ LEAST_REPORTS = 20
 DUMP_SECONDS = 3.0
 """Maximum number of seconds to wait for the stacks of all ranks."""
 LAST_STACKS_SECONDS = 0.3
-"""The stacks of a member's other ranks arrive within this many seconds after those of its first
-rank.
+"""Once the stacks of a member's first rank have arrived, the stacks of the member's other ranks
+arrive within this many seconds.
 """
 
 
@@ -118,8 +118,8 @@ class HangWatch:
         self._usual = UsualGaps()
         self._reports, self._longest_gap, self._longest_start = 0, 0.0, 0.0
         self.since: float | None = None
-        """When the last step was completed or, if the round has no step yet, when it began to run.
-        None between rounds.
+        """When the last step was completed or, if the round has no step yet, when the round began
+        to run. None between rounds.
         """
         self.activity = TRAINING
         """What the script says that it is doing between steps, such as evaluating."""
@@ -164,22 +164,20 @@ class HangWatch:
         return self._reports > 0
 
     def look_again(self, now: float) -> None:
-        """Let the time limit start again, without counting a step, because the ranks may be
-        working.
-        """
+        """Restart the time limit without counting a step, because the ranks may be working."""
         if self.since is not None:
             self.since = now
 
     def forgive(self, seconds: float) -> None:
-        """Do not count `seconds` of the time since the last step, and forget the checks that were
-        made since then.
+        """Subtract `seconds` from the time since the last step, and forget all checks since that
+        step.
         """
         if self.since is not None:
             self.since += seconds
             self._suspicion = None
 
     def note(self, activity: str) -> None:
-        """Record what the script says that it is doing; empty if it says nothing."""
+        """Record what the script says that it is doing; empty if the script says nothing."""
         self.activity = activity
 
     @property
@@ -208,11 +206,13 @@ class HangWatch:
         return self.since + (limit if self._in_round else min(limit, EARLY_LOOK))
 
     def may_end(self, now: float) -> bool:
-        """Whether the time without a report is long enough to end the round after a proof."""
+        """Whether enough time without a report has passed for a proven hang to end the round."""
         return self.since is not None and now >= self.since + self._usual.limit(self._phase)
 
     def suspect(self) -> Suspicion:
-        """Return the results of the checks since the last step. They begin empty."""
+        """Return the results of the checks since the last step. There are none until the first
+        check.
+        """
         if self._suspicion is None:
             self._suspicion = Suspicion()
         return self._suspicion
@@ -229,7 +229,7 @@ class Suspicion:
     def ask(self, now: float) -> bool:
         """Begin a check, and return whether this check could be the one that proves a hang.
 
-        If so, the members should keep its stacks in their logs.
+        If the result is True, the members should keep the stacks from this check in their logs.
         """
         self._asked = now
         return self.standstill.looks == 1
@@ -269,7 +269,7 @@ class HangDump:
     ) -> None:
         """Add the stacks of one rank.
 
-        `expected` returns the asked members that are still connected.
+        `expected` returns the members that were asked and are still connected.
         """
         self.stacks.texts[rank], self._idle[rank] = text, idle
         self.stacks.members[rank] = member

@@ -32,7 +32,9 @@ REASONS = {
 
 
 class BadRequest(Exception):
-    """A request is invalid. The client gets a response with this status and text."""
+    """A request is invalid. The response to the client has the status and the text of this
+    exception.
+    """
 
     def __init__(self, status: int, why: str) -> None:
         super().__init__(why)
@@ -77,7 +79,7 @@ def _is_proved(server: Any, method: str, target: str, headers: dict[str, str], b
 
 
 def _has_token(server: Any, headers: dict[str, str]) -> bool:
-    """Whether the request contains the token itself. Scripts in the job's pods send it."""
+    """Whether the request contains the token itself, as requests from the job's scripts do."""
     scheme, _, given = headers.get("authorization", "").partition(" ")
     return scheme.lower() == "bearer" and hmac.compare_digest(
         given.strip().encode("latin-1", "replace"), server.token.encode()
@@ -144,10 +146,10 @@ async def _answer(
 
 
 def _report(report: Report) -> str:
-    """Return the report as JSON. If it is larger than the operator accepts, its strings are
-    shortened.
+    """Return the report as JSON. If the JSON is larger than the operator accepts, the report's
+    strings are shortened.
     """
-    # The job cannot have more pods than this. The operator also ignores longer lists.
+    # The job cannot have more pods than `most`, and the operator ignores the entries beyond that.
     most = report.nodes + protocol.MAX_SPARES
     report = replace(report, members=report.members[:most], lost=report.lost[:most])
     text, allowed = _json(report), protocol.MAX_TEXTS
@@ -257,8 +259,8 @@ def _order(coordinator: Coordinator, content: Any) -> None:
 def _exit(coordinator: Coordinator, content: Any) -> None:
     to_some = isinstance(content, dict) and "before" in content
     _fields(content, {"why": str, "before": int} if to_some else {"why": str})
-    # If the request names "before", it is meant for a coordinator of an earlier attempt. It may
-    # have reached this one because both have the same address.
+    # A request that names "before" is meant for a coordinator of an earlier attempt. The request
+    # may have reached this coordinator because both coordinators have the same address.
     if not to_some or coordinator.settings.attempt < content["before"]:
         coordinator.exit(content["why"])
 
@@ -287,16 +289,16 @@ ROUTES = {
     Command.EXIT.path: ("POST", _exit),
 }
 GUARDED = {protocol.STATUS_PATH, *(command.path for command in Command)}
-"""Paths that need the job's token, because they change the job or reveal more than numbers about
-it.
+"""Paths that need the job's token, because requests to them change the job, or because the
+responses contain more than numbers.
 """
 
 
 async def _wait(server: Any, reader: asyncio.StreamReader, query: dict[str, list[str]]) -> None:
-    """Wait as the query asks (long polling): until the report's version differs from `news`, or for
-    `wait` seconds.
+    """Wait until the report's version differs from the query's `news`, or for `wait` seconds (long
+    polling).
 
-    Return immediately if both parameters are missing. Raises ConnectionResetError if the client
+    If both parameters are missing, return immediately. Raises ConnectionResetError if the client
     disconnects.
     """
     news, seconds = _number(query, "news"), _number(query, "wait")

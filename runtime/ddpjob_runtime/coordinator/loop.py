@@ -50,10 +50,10 @@ class Alarm:
 async def within(seconds: float, what: Awaitable[T], left: Callable[[], float] = lambda: 0.0) -> T | None:
     """Await `what`, and return its result, or None after a timeout.
 
-    When `seconds` have passed, `left` returns how many more seconds to wait; 0 means none. In
-    Python before 3.12, `asyncio.wait_for` would create a task. This function awaits `what` in the
-    current task, because a task for each line took a third of the CPU time when hundreds of members
-    connected at the same time.
+    After `seconds`, `left` is called. This function returns how many more seconds to wait; 0 means
+    that the timeout has expired. In Python before 3.12, `asyncio.wait_for` would create a task.
+    `within` awaits `what` in the current task, because a task for each line took a third of the CPU
+    time when hundreds of members connected at the same time.
     """
     task, loop, over = asyncio.current_task(), asyncio.get_running_loop(), False
     assert task is not None
@@ -69,15 +69,15 @@ async def within(seconds: float, what: Awaitable[T], left: Callable[[], float] =
 
     def due() -> None:
         nonlocal timer
-        # Call `end` only in the next turn, so that data that arrived while this process was
-        # suspended is read first.
+        # Call `end` only in the next turn of the event loop. Data that arrived while this process
+        # was suspended is then read first.
         timer = loop.call_soon(end)
 
     timer = loop.call_later(seconds, due)
     try:
         return await what
     except asyncio.CancelledError:
-        # If other code has cancelled the task too, its cancellation must take effect.
+        # If other code has cancelled the task too, the cancellation by that code must take effect.
         if not over or (hasattr(task, "uncancel") and task.uncancel()):
             raise
         return None

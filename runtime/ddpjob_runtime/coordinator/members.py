@@ -37,8 +37,8 @@ class Member:
         watch it.
         """
         self.check = 0
-        """Maximum number of seconds that the member's next round spends on checking the links; 0 if
-        the member does not request a check.
+        """Maximum number of seconds that the member's next round spends on checking the links. If
+        the member does not request a check, the value is 0.
         """
         self.drain_by: float | None = None
         """Time by which the member must have stopped its workers; None if it was not asked to stop
@@ -60,8 +60,8 @@ class Member:
 
     @property
     def has_workers(self) -> bool:
-        """Whether the member may have live workers of its round. A leaving
-        member does not count.
+        """Whether the member is in a round, so that it may have workers; False if the member is
+        leaving.
         """
         return self.state in (MemberState.RUNNING, MemberState.FINISHED)
 
@@ -124,13 +124,15 @@ class Member:
         self.drain_by = None
 
     def lose(self) -> None:
-        """Record that this launcher is no longer a member. Its round may still refer to it."""
+        """Record that this launcher is no longer a member. The round that the member was in may
+        still refer to this object.
+        """
         self._become(MemberState.LOST)
 
     def drain(self, until: float, planned: bool) -> bool:
         """Set the deadline for the member to stop its workers, and return True.
 
-        If the member already has an earlier deadline, keep that one, and return False.
+        If the member already has an earlier deadline, keep the earlier deadline and return False.
         """
         self.drain_planned = planned
         if self.drain_by is not None and self.drain_by <= until:
@@ -139,7 +141,7 @@ class Member:
         return True
 
     def dismiss(self, why: str) -> None:
-        """Fence the member: it must exit, whatever it is doing."""
+        """Fence the member, so that it exits whatever it is doing."""
         self.send(ToMember.STOP, {"ok": False, "why": why, "fenced": True})
 
 
@@ -147,17 +149,17 @@ class Members:
     """Keeps three lists: the members (one per index), the missing members, and the pods that are
     never admitted again.
 
-    Every line from a member needs the number of ready members, so a tally is updated whenever a
-    state changes. Without the tally, counting a thousand members for each line took half of the CPU
-    time before a round began.
+    The number of ready members is needed for every line from a member, so a tally is updated
+    whenever a state changes. Without the tally, counting a thousand members for each line took half
+    of the CPU time before a round began.
     """
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
         self.by_index: dict[int, Member] = {}
         self.missing: dict[int, LostMember] = {}
-        """Members that were lost without notice, by index. Each one is listed until a pod with that
-        index connects or the operator reports that the member's pod is gone.
+        """Members that were lost without notice, by index. Each member is listed until a pod with
+        the same index connects, or until the operator reports that the member's pod is gone.
         """
         self._dismissed: dict[str, str] = {}
         self._tally: Counter[MemberState] = Counter()
@@ -166,7 +168,7 @@ class Members:
         return iter(list(self.by_index.values()))
 
     def holds(self, member: Member) -> bool:
-        """Whether this member still has its index. A newer member may have taken it."""
+        """Whether this member still has its index; False if a newer member has taken the index."""
         return self.by_index.get(member.index) is member
 
     @property
@@ -201,20 +203,22 @@ class Members:
         self._dismissed[pod] = why
 
     def forget_missing(self, pod: str) -> None:
-        """Stop listing a pod as missing, because the operator knows that it is gone."""
+        """Stop listing a pod as missing, because the operator knows that the pod is gone."""
         for index in [index for index, lost in self.missing.items() if lost.pod == pod]:
             del self.missing[index]
 
     def miss(self, member: Member, why: str) -> None:
-        """List a member as lost without notice. The operator then checks what
-        happened to its pod.
+        """List a member as lost without notice. The operator then checks what happened to the
+        member's pod.
         """
         if self.holds(member) and member.state != MemberState.LEAVING:
             why = protocol.clip(why, protocol.MAX_REASON)
             self.missing[member.index] = LostMember(member.pod, time_of(member.heard), member.index, why)
 
     def remove(self, member: Member) -> None:
-        """Remove a member. If another member has already taken its index, that one stays."""
+        """Remove a member. If a newer member has already taken the same index, the newer member
+        stays.
+        """
         if self.holds(member):
             del self.by_index[member.index]
         member.lose()

@@ -55,8 +55,8 @@ SAVED = {
     COPY_TIME: "ddpjob_train_copy_timestamp_seconds",
     COPY_BEHIND: "ddpjob_train_copy_behind_seconds",
 }
-"""Metrics reported by the script that have a family of their own, instead of appearing in
-ddpjob_progress_metric.
+"""Metrics from the script that do not appear in ddpjob_progress_metric, because each of them has a
+family of its own.
 """
 PROGRESS = {
     "epoch": "ddpjob_train_epoch", "step": "ddpjob_train_step", "steps": "ddpjob_train_planned_steps",

@@ -1,15 +1,15 @@
 """The job's progress: the last value of each figure reported by the script or the step counter.
 
 Scripts call `ddpjob_report`. The step counter in the workers reports without any help from the
-script. Both may run in one job, so their reports are merged:
+script. A job can have reports from both, so the reports are merged:
 
-- Once the script reports a step, the step counter's figures are ignored, and the speed that it has
-  measured is dropped.
+- Once the script reports a step, the step counter's figures are ignored, and the speed that the
+  step counter has measured is dropped.
 - A figure keeps its value until it is reported again. Only figures about ranks are dropped at the
   end of their round.
 - An activity, such as evaluating, applies until the next report. `shows_life` decides whether a
-  report restarts the time limit for hangs. If a report repeats a known step, it does not restart
-  the limit.
+  report restarts the time limit for hangs. A report that repeats a known step does not restart the
+  time limit.
 - Reports about copies in the bucket are sent in the background, so they do not show that the script
   is alive.
 
@@ -139,7 +139,7 @@ class MergedProgress:
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
         self.updated_at: float | None = None
-        # (epoch, step) after the last report that contained one of them
+        # (epoch, step) after the last report that contained an epoch or a step
         self.position: tuple[float, float] | None = None
         self._script_counts = False
 
@@ -188,7 +188,8 @@ class MergedProgress:
             elif name == STRAGGLERS:
                 self.values[name] = read_stragglers(value)
             elif name == START:
-                if "seconds" not in self.values.get(name, {}):  # A start that has `seconds` is complete, so keep it.
+                # A known start that has `seconds` is complete and is not replaced.
+                if "seconds" not in self.values.get(name, {}):
                     self.values[name] = read_start(value)
             elif name not in (AUTOMATIC, *FLAGS, RESUMED, ACTIVITY, ROUND, ENVIRONMENT):
                 self.values[name] = value if is_number(value) else None
@@ -220,7 +221,7 @@ class MergedProgress:
 
     @property
     def activity(self) -> str:
-        """What the script says that it is doing between steps; empty if it says nothing."""
+        """What the script says that it is doing between steps; empty if the script says nothing."""
         return str(self.values.get(ACTIVITY, ""))
 
     def report(self) -> dict[str, Any]:

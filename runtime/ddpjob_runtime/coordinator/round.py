@@ -10,8 +10,8 @@ happen at the same time, so that finding the cause does not delay the restart:
   the end of the round is planned (a resize, or a node that leaves), workers can save first. A
   planned end can become unplanned, but not the reverse.
 - The coordinator judges the round, once: it determines the first cause of the break. SETTLE_SECONDS
-  after the break, the verdict is final if it is sure and no member is silent. If it is not, the
-  coordinator judges when every worker has ended.
+  after the break, the verdict is final if it is sure and no member is silent. If the verdict is not
+  sure, or if a member is silent, the coordinator judges when every worker has ended.
 
 Example: one of four nodes has an error in its program.
 
@@ -84,7 +84,9 @@ class Round:
         self.broken_at: float | None = None
         self._ended_at: float | None = None  # when the members were first asked to stop their workers
         self.ended_planned = False
-        """Whether the members were asked for a planned end, before which their workers can save."""
+        """Whether the members were asked to end the round in a planned way, so that their workers
+        can save first.
+        """
         self._dump: HangDump | None = None
         self._hangs = ""
         self._look: HangDump | None = None
@@ -138,8 +140,8 @@ class Round:
     def drains(self) -> bool:
         """Whether any member's workers may still be alive.
 
-        This is needed for every line from a member. To make it fast, the member that was found last
-        is checked first.
+        The answer is needed for every line from a member. To find it fast, the member that was
+        found last is checked first.
         """
         known = self._drains
         if known is None or not self._has(known) or not self._may_have_workers(known):
@@ -161,7 +163,7 @@ class Round:
     def absent(self) -> int:
         """Number of ranks that `absent_ranks` would return.
 
-        It is needed for every hello, so it is computed without making the list.
+        The number is needed for every hello, so it is computed without making the list.
         """
         return self.world - len(self._joined)
 
@@ -207,7 +209,7 @@ class Round:
     def readmit(self, member: Member, rank: int, joined: bool) -> None:
         """Take back a member that took part in this round under an earlier coordinator.
 
-        `joined` indicates whether it had started its workers by then.
+        `joined` indicates whether the member had already started its workers in the round.
         """
         assert 0 <= rank < self.world, f"rank {rank} of {self.world}"
         self.members[rank] = member
@@ -229,7 +231,7 @@ class Round:
     def finish(self, member: Member) -> None:
         """Record that all workers of the member have ended with exit code 0.
 
-        When this was the last member, the round succeeds.
+        If this was the last member, the round succeeds.
         """
         assert member.rank is not None
         self._finished[member.rank] = self._loop.now()
@@ -258,16 +260,20 @@ class Round:
             return
         self._evidence.add_failure(failure)
         if member.state == MemberState.LEAVING:
-            return  # The member was asked to leave, so its round breaks later. Its peers may still be saving.
+            # The member was asked to leave, so the round breaks only when the member is gone. Until
+            # then, other members may still be saving.
+            return
         if self.ended_planned and self._ended_at is not None and failure.time > self._ended_at + ORDER_SECONDS:
-            return  # A script can fail like this when it is asked to stop. The peers of its worker may still be saving.
+            # A script can fail late because it was asked to stop. Workers on other nodes may still
+            # be saving.
+            return
         self._break_up()
         asked = self._evidence.somebody_leaves or self.ended_planned
         if asked and failure.exit_code == EXIT_STEPPED_ASIDE:
             self._end_workers("a node is leaving the group", planned=True)
         elif failure.communication or self._evidence.somebody_leaves:
-            # Wait, because the cause may not have been reported yet, or other workers may still be
-            # saving.
+            # Wait, because the cause might not have been reported yet, and because other workers
+            # might still be saving.
             why = f"a worker in {member.pod} lost contact with its peers"
             self._loop.later(SETTLE_SECONDS, lambda: self._end_workers(why, planned=self._evidence.saving))
         else:
@@ -286,8 +292,8 @@ class Round:
         if member.rank in self._finished:
             return
         if self.judged:
-            # The round may have ended as planned. Then members that save may be waiting for the
-            # lost member.
+            # If the round has a planned end, members that are saving may be waiting for the lost
+            # member.
             if was == MemberState.RUNNING:
                 self._end_workers(f"node {member.pod} was lost: {why}")
             return
@@ -301,7 +307,7 @@ class Round:
         self._end_workers(f"node {member.pod} {what}: {why}", planned=left and self._evidence.saving)
 
     def come_apart(self, member: Member, planned: bool = False) -> None:
-        """Break the round because a member has left it, or is about to, for an unknown reason.
+        """Break the round because a member has left or is about to leave, for an unknown reason.
 
         `planned` means that an earlier coordinator had already begun a planned end of the round, in
         which workers can save.
@@ -322,7 +328,8 @@ class Round:
     def restart_with(self, world: int, joiner: Member | None) -> None:
         """End the round in a planned way, so that the next one has `world` nodes.
 
-        `joiner` is the first of the new members if the group grows, otherwise None.
+        If the group grows, `joiner` is the first of the new members. If the group shrinks, `joiner`
+        is None.
         """
         why = f"the group continues with {world} nodes instead of {self.world}"
         who = {} if joiner is None else {"pod": joiner.pod, "index": joiner.index}
@@ -334,7 +341,8 @@ class Round:
         """Break a hung round: ask for the stacks of all ranks, and stop the workers once the stacks
         have arrived.
 
-        `why` is the beginning of the incident's message. It includes the time since the last step.
+        `why` is the beginning of the incident's message. That beginning includes the time since the
+        last step.
         """
         self._dump, self._hangs = HangDump(self._loop, self._end_dump), why
         self._break_up()
@@ -389,7 +397,7 @@ class Round:
         self._end_dump()
 
     def stacks(self, member: Member, rank: int, text: str, idle: bool | None) -> None:
-        """Pass the stacks of one rank to `hang` or `look`, whichever has asked for them."""
+        """Pass the stacks of one rank to the method that asked for them (`hang` or `look`)."""
         for dump in (self._dump, self._look):
             if dump is not None:
                 dump.add(member, rank, text, idle, self.draining)
@@ -412,9 +420,8 @@ class Round:
         self._evidence.hangs(self.broken_at or self._loop.now(), details)
 
     def _break_up(self) -> None:
-        """Mark the round as broken. It can then no longer succeed.
-
-        Only the first call has an effect.
+        """Mark the round as broken. A broken round can no longer succeed. Only the first call has
+        an effect.
         """
         if self.broken:
             return

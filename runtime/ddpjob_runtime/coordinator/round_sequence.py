@@ -9,9 +9,9 @@ round can have workers. A member that does not stop its workers in time is fence
 permanently, and the group continues without it. Without this rule, one frozen node would stop the
 job forever.
 
-Round numbers only grow. A member that reconnects compares its round's number with the newest one,
-and so learns whether its round is over. Coordinators of different attempts use different ranges of
-numbers.
+Round numbers only grow. A member that reconnects compares its round's number with the newest
+number, and so learns whether its round is over. Coordinators of different attempts use different
+ranges of numbers.
 
 Example, with three nodes, when node 2's machine loses power:
 
@@ -23,8 +23,8 @@ Example, with three nodes, when node 2's machine loses power:
 
 A change in the group's size also breaks a running round, but in a planned way. `formation` decides
 when that is worthwhile. After repeated failures of the job itself, the next round begins only after
-a delay (`backoff`). A coordinator that replaces another one first waits for the members of the
-earlier one. Meanwhile, it neither begins nor judges a round (`takeover`).
+a delay (`backoff`). A coordinator that replaces an earlier coordinator first waits for the earlier
+coordinator's members. During this wait, no round begins or is judged (`takeover`).
 
 Why the coordinator forms rounds: docs/decisions/0001.
 """
@@ -172,8 +172,8 @@ class Rounds:
     def record(self, event: str, **fields: Any) -> None:
         """Ask one member, rank 0 if possible, to record a line that outlives the job's pods.
 
-        The coordinator cannot record the line itself, because it has no volume and is gone soon
-        after the job ends.
+        The coordinator cannot record the line itself, because the coordinator has no volume and
+        exits soon after the job ends.
         """
         writer = self._writer()
         if writer is None:
@@ -190,8 +190,8 @@ class Rounds:
         self._recorded = new[-1].id if new else self._recorded
 
     def record_start(self, start: dict[str, Any]) -> None:
-        """Ask one member to record the step at which the round continued, and the steps that it
-        repeated.
+        """Ask one member to record the step at which the round continued, and the steps that the
+        round repeated.
         """
         if (writer := self._writer()) is not None:
             line = {"event": "start", "time": iso(time_of(self._now())), "round": self.last_number, "start": start}
@@ -271,10 +271,10 @@ class Rounds:
         return f"no step for {self._now() - (self.watch.since or 0.0):.0f} s{said}"
 
     def _counts_steps(self) -> bool:
-        """Whether the lack of reported steps means that the job takes no steps.
+        """Whether a lack of reported steps means that the job takes no steps.
 
-        It does if steps have been counted, unless the step counter has since reported that it can
-        no longer count them.
+        The result is True if steps have been counted. It is False once the step counter has
+        reported that it can no longer count steps.
         """
         return self.watch.steps_known and not self._progress.values.get(UNCOUNTABLE)
 
@@ -282,8 +282,9 @@ class Rounds:
         """Decide whether a round whose steps are not counted is hung. `dump` holds the stacks of
         all ranks.
 
-        The round is hung if all ranks are idle. If a rank is working, or if that is unknown (as it
-        is after the first check), the time limit for a hang starts again.
+        The round is hung if all ranks are idle. If a rank is working, the time limit for a hang
+        starts again. The limit also starts again if it is unknown whether a rank is working, as
+        after the first check.
         """
         current = self.current
         if self.watch.since != since or current is None or current.broken or self.watch.hang_after is None:
@@ -316,14 +317,15 @@ class Rounds:
     def ready(self, member: Member, after: int, host: str, port: int, check: int = 0, watch: int = 0) -> None:
         """Record that the member has no workers and can take part in a round.
 
-        `after` is the number of the last round that the member knows of. `check` is how many
-        seconds the next round may spend on checking the links. `watch` is the port on which the
-        member's neighbours watch it.
+        `after` is the number of the last round that the member knows of. `check` is the maximum
+        number of seconds that the next round spends on checking the links. `watch` is the port on
+        which the member's neighbours watch the member.
         """
         if member.state in (MemberState.LEAVING, MemberState.LOST):
             return
         if member.has_workers and member.round is not None and member.round > after:
-            return  # The member sent this `ready` before it received our `go`, so it is outdated.
+            # The member sent this `ready` before it received our `go`, so the `ready` is outdated.
+            return
         self.last_number = max(self.last_number, after)
         current = self.current
         left = current is not None and current.holds(member) and not current.broken
@@ -392,8 +394,8 @@ class Rounds:
         self.advance()
 
     def stacks(self, member: Member, number: int, rank: int, text: str, idle: bool | None) -> None:
-        """Add the stacks of one rank, which were requested to find out whether
-        the round is hung.
+        """Add the stacks of one rank. The stacks were requested to find out whether the round is
+        hung.
         """
         if self.current is not None and number == self.current.number:
             self.current.stacks(member, rank, text, idle)
@@ -406,8 +408,8 @@ class Rounds:
     # ---- ends
 
     def drain(self, member: Member, why: str, planned: bool = False) -> None:
-        """Ask a member to stop its workers and to report `ready`. If it does not do so in time, it
-        is fenced.
+        """Ask a member to stop its workers and to report `ready`. A member that does not report
+        `ready` in time is fenced.
         """
         self._drains.ask(member, why, planned)
 
@@ -416,9 +418,7 @@ class Rounds:
             self.fence(late, "it did not stop its workers in time")
 
     def fence(self, late: list[Member], why: str) -> None:
-        """Continue without these members, which did not respond in time. They may still have
-        workers.
-        """
+        """Continue without these late members, which may still have live workers."""
         for member in late:
             self._members.dismiss(member.pod, why)
             self._loop.log(f"fencing {member.pod}: {why}")
@@ -430,18 +430,19 @@ class Rounds:
         self.advance()
 
     def lose(self, member: Member, why: str) -> None:
-        """Remove a member that has disappeared without notice, and remember that it is missing.
+        """Remove a member that has disappeared without notice, and list the member as missing.
 
-        The caller must call `advance` after removing all lost members.
+        After the caller has removed all lost members, it must call `advance`.
         """
         if not self.over:
             self._members.miss(member, why)
         self.remove(member, why)
 
     def remove(self, member: Member, why: str) -> None:
-        """Remove a member that is gone. If it belonged to the current round, the round breaks.
+        """Remove a member that is gone. If the member belonged to the current round, the round
+        breaks.
 
-        The caller must call `advance` after removing all members that are gone.
+        After the caller has removed all members that are gone, it must call `advance`.
         """
         current, was = self.current, member.state
         held = current is not None and current.holds(member)
@@ -466,8 +467,8 @@ class Rounds:
     def on_verdict(self, judged: Round, verdict: Verdict, own: bool, ran: float) -> None:
         """Record the first cause that was found for the break of a round.
 
-        `own` indicates whether the cause is a failure of the job itself, which delays the next
-        round. `ran` is how many seconds the round ran.
+        `own` indicates whether the cause is a failure of the job itself. Such a failure delays the
+        next round. `ran` is how many seconds the round ran.
         """
         wait = self.backoff.fail(self._now(), ran) if own else 0.0
         pod, message = verdict.details.get("pod") or "no pod", verdict.details["message"]
@@ -488,8 +489,8 @@ class Rounds:
     def release(self) -> None:
         """Allow rounds to begin and to be judged again.
 
-        If a round was taken over, it now runs, or breaks because some of its members did not
-        reconnect.
+        If all members of a round that was taken over have reconnected, the round now runs. If some
+        have not reconnected, the round breaks.
         """
         self.held = False
         if self.current is not None and not self.over:
@@ -516,8 +517,8 @@ class Rounds:
                 self.drain(other, f"round {number} started without this node")
 
     def resize(self, size: Size) -> bool:
-        """Set the desired and the minimum number of nodes. Return whether they differ from the
-        previous ones.
+        """Set the desired and the minimum number of nodes. Return whether these numbers have
+        changed.
         """
         changed, self.size = size != self.size, size
         return changed
@@ -539,8 +540,8 @@ class Rounds:
         if step:
             self.downtime.step(self._now(), self.state == CoordinatorState.RUNNING)
         if alive:
-            # The time since the last step was spent on the previous activity, so count it before
-            # `activity` is set.
+            # The time since the last step was spent on the previous activity, so count that time
+            # before `activity` is set.
             self.watch.step(self._now())
         self.watch.note(activity)
         if alive:

@@ -55,21 +55,21 @@ STARTING_SECONDS = 120.0
 cold disk stalls all threads of a launcher.
 """
 PROBE_SECONDS = 1.0
-"""Number of seconds within which the kernel of a silent member's host must acknowledge data. If it
-does so, the member counts as suspended but alive.
+"""Number of seconds within which the kernel of a silent member's host must acknowledge data. If the
+kernel has acknowledged the data, the member counts as suspended but alive.
 """
 SLOW_SECONDS, BLIND_SECONDS = 15.0, 30.0
 """Maximum silence in seconds: for a suspended member, and for any member while most members are
 silent.
 """
 RETURN_SECONDS = 10.0
-"""Number of seconds within which a member can reconnect if its connection ended after the member
-was silent or this process was suspended.
+"""Number of seconds that a member has to reconnect after its connection has ended. This applies
+only if the member was silent, or this process was suspended, before the connection ended.
 """
 TICK_SECONDS, STALL_SECONDS = 0.25, 1.0
 MAX_BACKLOG = 1024 * 1024
-"""Maximum number of bytes that wait to be sent to a member. If a member reads so slowly that there
-are more, its connection is closed.
+"""Maximum number of bytes that wait to be sent to a member. If a member reads so slowly that more
+bytes are waiting, the member's connection is closed.
 """
 DEFAULT_GRACE = 30.0
 """Grace period of a member's pod in seconds, if the launcher does not report it."""
@@ -78,8 +78,8 @@ MAX_STRANGERS = protocol.MAX_PODS + 512
 token.
 
 All pods of a job may connect at the same time, each from its own address. The limit must be high
-enough for all of them. If they displaced each other, then on a slow host their attempts would be
-closed and repeated forever.
+enough for all of these connections. If the limit were lower, new connections would close older
+ones, and on a slow host the pods would reconnect forever.
 """
 MAX_NONCES = 4096
 """Maximum number of nonces to remember in order to refuse repeated requests. Only requests that
@@ -111,8 +111,8 @@ class MemberSilent(Exception):
 class Strangers:
     """Keeps track of connections whose peers have not proved that they know the job's token.
 
-    If there are too many of these connections, one is closed: the oldest one from the address that
-    has the most of them. So strangers that hold connections open cannot lock out members and the
+    If there are too many of these connections, the address with the most of them loses its oldest
+    connection. This prevents strangers that hold connections open from locking out members and the
     operator.
     """
 
@@ -121,7 +121,9 @@ class Strangers:
         self._logged, self._unlogged = float("-inf"), 0
 
     def meet(self, writer: asyncio.StreamWriter) -> None:
-        """Count a new connection as a stranger's. If there are too many now, close one of them."""
+        """Count a new connection as a stranger's. If there are now too many strangers, close the
+        connection of one stranger.
+        """
         self._open[writer] = str((writer.get_extra_info("peername") or ("",))[0])
         if len(self._open) > MAX_STRANGERS:
             [(busiest, _)] = Counter(self._open.values()).most_common(1)
@@ -166,7 +168,9 @@ class MemberConnection(asyncio.StreamReaderProtocol):
         self._on_beat = on_beat
 
     def data_received(self, data: bytes) -> None:
-        """Receive bytes. If they are exactly one heartbeat, as is usual, handle it here."""
+        """Receive bytes. If the bytes are exactly one heartbeat, as is usual, handle the heartbeat
+        here.
+        """
         if data != BEAT or self._on_beat is None or not self._on_beat():
             super().data_received(data)
 
@@ -199,12 +203,12 @@ class Server:
         self._used: set[str] = set()
 
     def use(self, nonce: str) -> bool:
-        """Mark a nonce as used. Return False if it was used before, because the request is then a
-        replay.
+        """Mark a nonce as used. If the nonce was used before, the request is a replay, so return
+        False.
 
-        Only clients that know the token get here. After MAX_NONCES nonces, a new `instance` is
-        chosen, so all earlier proofs become invalid. Clients learn the new number from the next
-        response.
+        This method is called only for clients that know the token. After MAX_NONCES nonces, a new
+        `instance` is chosen, and all earlier proofs become invalid. Clients learn the new
+        `instance` from the next response.
         """
         if nonce in self._used:
             return False
@@ -228,9 +232,8 @@ class Server:
 
         A process is suspended when its host is migrated or has no CPU time for it.
 
-        Suspensions are noticed by the event loop's timers, which run in the order of their times.
-        So a suspension is noticed before it could be mistaken for a hang whose time limit ended
-        meanwhile.
+        A timer of the event loop notices the suspension. Timers run in the order of their times, so
+        this timer runs before any time limit for hangs that expired during the suspension.
         """
         asyncio.get_running_loop().call_later(TICK_SECONDS, self._look_for_a_stall, time.monotonic())
 
@@ -297,7 +300,8 @@ class Server:
         finally:
             if member.send is send and not judged and self._may_return(member):
                 await asyncio.sleep(RETURN_SECONDS)
-            if member.send is send:  # If `send` differs, the member is already using a newer connection.
+            # If the member has a different `send`, it is already using a newer connection.
+            if member.send is send:
                 together = self._silent_members() if judged else []
                 self._lose(member, f"{why}, like most members" if together else why)
                 for other in together:
@@ -312,7 +316,7 @@ class Server:
         """Answer the member's heartbeats in the connection itself, without waking the member's
         task.
 
-        The task still gets a heartbeat if it may have to end the connection.
+        If the connection may have to end, the heartbeat is left to the task.
         """
         transport, answer = writer.transport, protocol.encode(ToMember.HEARTBEAT)
 
@@ -330,9 +334,9 @@ class Server:
     def _lose(self, member: Member, why: str) -> None:
         """Report a member as lost, unless it has been reported already.
 
-        If most members are silent, the caller must report all of them at the same moment. If they
-        were reported one by one, the operator would not recognize a partition, and would replace
-        each of them instead of this coordinator.
+        If most members are silent, the caller must report all of them at the same moment. If the
+        members were reported one by one, the operator would not recognize a partition. It would
+        then replace each member instead of this coordinator.
         """
         if member.state == MemberState.LOST:
             return
@@ -340,10 +344,9 @@ class Server:
         self.coordinator.lost(member, why)
 
     def _prove(self, line: bytes, send: Any) -> tuple[str, str] | None:
-        """Answer a member's challenge, and send a challenge to the member.
-
-        Return both nonces, the member's first. Return None if the member's line is not a valid
-        challenge; the member is then refused.
+        """Answer a member's challenge, and send a challenge to the member. Return the member's
+        nonce and this coordinator's nonce. If the member's line is not a valid challenge, refuse
+        the member and return None.
         """
         try:
             challenge = protocol.decode(line)
@@ -366,7 +369,8 @@ class Server:
 
     def _admit(self, line: bytes, nonces: tuple[str, str], send: Any) -> Member | None:
         if not line:
-            return None  # The peer has closed the connection, because it found that this is not its coordinator.
+            # The peer has closed the connection, because this is not the peer's coordinator.
+            return None
         try:
             hello = protocol.decode(line)
             if hello["t"] != FromMember.HELLO:
@@ -443,7 +447,8 @@ class Server:
         long.
         """
         allowed = STARTING_SECONDS if member.state == MemberState.STARTING else protocol.SILENCE_SECONDS
-        # `probed` is the time of the member's last line when a heartbeat was last sent to it.
+        # When a heartbeat is sent to a silent member, `probed` is set to the time of the member's
+        # last line.
         seconds, probed = allowed, 0.0
         while True:
             line = await within(seconds, reader.readline(), lambda: member.heard + allowed - now())
@@ -457,8 +462,8 @@ class Server:
             probed, seconds = member.heard, PROBE_SECONDS
 
     def _lives(self, member: Member, writer: asyncio.StreamWriter) -> bool:
-        """Whether a silent member may still be alive: it may only be slow, or most members may be
-        silent.
+        """Whether a silent member is perhaps still alive, because it is only slow or because most
+        members are silent.
         """
         silence = now() - member.heard
         if silence < SLOW_SECONDS and is_acknowledged(writer.get_extra_info("socket")):
@@ -510,7 +515,9 @@ class Server:
 
 
 def _unexpected(error: Exception) -> str:
-    """Describe an unexpected error that a member's line has caused, and where it was raised."""
+    """Describe an unexpected error that a member's line has caused, and the place where the error
+    was raised.
+    """
     place = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {str(error)!r:.200} ({place.filename}:{place.lineno})"
 
@@ -528,8 +535,8 @@ def _sender(writer: asyncio.StreamWriter) -> Any:
 
 
 async def _line(reader: asyncio.StreamReader) -> bytes:
-    """Return the next line from a peer that is still unknown, or no bytes if the line does not
-    arrive in time or is too long.
+    """Return the next line from a peer that is still unknown. If the line is too long or does not
+    arrive in time, return no bytes.
     """
     with contextlib.suppress(ValueError):
         return await within(HELLO_SECONDS, reader.readline()) or b""

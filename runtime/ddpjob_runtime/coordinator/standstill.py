@@ -11,11 +11,11 @@ the same, and one of these is true:
 - Every rank is in a collective, and no rank has transferred anything.
 
 A rank that uses a GPU may spend CPU time while its stack stays the same, because it spins while it
-waits for the GPU. A long computation on the GPU looks the same. Such a rank is not a culprit, but
-while there is one, the others must stand still for SPIN_LOOKS checks to prove a hang. In all other
-cases, LEAST_LOOKS checks are enough. Some waits often end by themselves: waits for a stopped
-process, for storage or for a server, and sleeps. They are a proof only if they last longer
-(PATIENCE). After any movement, the comparison starts again.
+waits for the GPU. A long computation on the GPU looks the same. Such a rank is not a culprit. While
+there is such a rank, a hang is proved only after the other ranks have stood still for SPIN_LOOKS
+checks. In all other cases, LEAST_LOOKS checks are enough. Some waits often end by themselves: waits
+for a stopped process, for storage or for a server, and sleeps. Such a wait proves a hang only if it
+lasts longer (PATIENCE). After any movement, the comparison starts again.
 
 Example, 5 s between checks:
 
@@ -38,17 +38,17 @@ from ddpjob_runtime.coordinator.members import Member
 from ddpjob_runtime.protocol import RankLook, ToMember, WaitKind
 
 LEAST_MEMBERS = 3
-"""Minimum number of members for naming the member whose stacks differ from all others as the
-culprit. With two members, it is unclear which one waits for the other, unless only one of them is
-in a collective.
+"""Minimum number of members in a comparison of stacks. In such a comparison, the culprit is the
+member whose stacks differ from all others. With only two members, the comparison does not show
+which member waits for the other.
 """
 NAMED_RANKS = 8
 
 LOOK_SECONDS = 4.0
 """Maximum number of seconds that a check waits for all members' responses."""
 LEAST_LOOKS, SPIN_LOOKS = 2, 6
-"""Number of checks after the first one that must show a standstill for a proof: the usual number,
-and the number if a rank spins while it uses a GPU.
+"""Number of checks after the first check that must show a standstill to prove a hang. LEAST_LOOKS
+is the usual number. SPIN_LOOKS applies if a rank spins while it uses a GPU.
 """
 LEAST_GAP = 2.0
 """Minimum number of seconds between two checks. If they are closer together, they prove nothing."""
@@ -60,8 +60,9 @@ PATIENCE = {
     WaitKind.STOPPED: 60.0, WaitKind.STORAGE: 120.0, WaitKind.SERVER: 120.0, WaitKind.ASLEEP: 120.0,
     WaitKind.TRACED: float("inf"),
 }  # fmt: skip
-"""Kinds of waits that often end by themselves, each with how many seconds ranks must stand still in
-it. A process under a debugger never proves a hang, because it waits for the debugger.
+"""Kinds of waits that often end by themselves, each with the number of seconds after which a
+standstill in such a wait proves a hang. A process under a debugger never proves a hang, because it
+waits for the debugger.
 """
 
 FRAME = re.compile(r'^[ \t]*File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$', re.M)
@@ -87,8 +88,8 @@ BACKWARD = "_engine_run_backward"
 class Look:
     """Collects the responses of all members to one check.
 
-    Once all members have responded, it calls `done` with itself. If they have not done so after
-    LOOK_SECONDS, it calls `done` with None.
+    Once all members have responded, `done` is called with this object. If a member has not
+    responded after LOOK_SECONDS, `done` is called with None.
     """
 
     def __init__(self, loop: Loop, members: list[Member], done: Callable[[Look | None], None]) -> None:
@@ -122,7 +123,7 @@ class Look:
 
 
 class Standstill:
-    """Compares each check since the last step with the one before it."""
+    """Compares each check since the last step with the previous check."""
 
     def __init__(self) -> None:
         self._before: Look | None = None
@@ -130,8 +131,8 @@ class Standstill:
         self.looks = 0
         """How many of the newest checks in a row have shown a standstill."""
         self.awaited: frozenset[int] = frozenset()
-        """The ranks that the others wait for. If every rank is in a collective, these are all
-        ranks.
+        """The ranks that the others wait for. If every rank is in a collective, this set contains
+        all ranks.
         """
 
     def add(self, now: float, look: Look) -> bool:
@@ -230,8 +231,8 @@ class Stacks:
     """The stacks of all ranks in a round without steps.
 
     `texts` contains each rank's stacks, and `members` the member that runs the rank. `apart`
-    contains the ranks that the others wait for; it is empty if that is unknown. `waits` describes
-    what ranks wait for, as far as that is known.
+    contains the ranks that the others wait for. If these ranks are unknown, `apart` is empty.
+    `waits` describes the known waits of ranks.
     """
 
     def __init__(
@@ -246,10 +247,10 @@ class Stacks:
     def culprit(self) -> Member | None:
         """Return the member that the others wait for; None if the stacks do not show it.
 
-        If a rank has failed, the culprit is its member, unless several members have failed ranks.
-        If no rank has failed, the culprit is the only member outside the collective that the others
-        are in. If there is no such member, the culprit is the only one whose stacks differ from
-        those of all other members.
+        If exactly one member has failed ranks, that member is the culprit. If several members have
+        failed ranks, the culprit is unknown. If no rank has failed, the culprit is the only member
+        outside the collective that the others are in. If there is no such member, the culprit is
+        the only one whose stacks differ from those of all other members.
         """
         failed = {m.index: m for r, m in self.members.items() if self.texts[r].startswith(protocol.RANK_FAILED)}
         if failed:
@@ -331,8 +332,9 @@ def _main_thread(text: str) -> str:
     """Return the part of a stack dump that is about the main thread.
 
     The workers' faulthandler dumps only the main thread, under the heading "Stack". If a script has
-    its own handler, that one dumps all threads, and calls the one that received the signal "Current
-    thread". In a dump that another process made, the main thread comes last.
+    installed its own handler, that handler dumps all threads. In its dump, the heading of the
+    thread that received the signal is "Current thread". In a dump that another process made, the
+    main thread comes last.
     """
     blocks = re.split(r"^(?=(?:Current thread|Thread) )", text, flags=re.M)
     current = [block for block in blocks if block.startswith("Current thread")]

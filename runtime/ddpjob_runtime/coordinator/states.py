@@ -45,7 +45,7 @@ ROUND_TRANSITIONS: Mapping[RoundState, set[RoundState]] = {
     RoundState.SUPERSEDED: set(),
 }
 """Allowed changes to a round's state. A round that was taken over becomes Superseded when a member
-reconnects whose round is later.
+of a later round reconnects.
 """
 
 COORDINATOR_TRANSITIONS: Mapping[CoordinatorState, set[CoordinatorState]] = {
@@ -71,8 +71,8 @@ COORDINATOR_TRANSITIONS: Mapping[CoordinatorState, set[CoordinatorState]] = {
     CoordinatorState.STOPPED: set(),
 }
 """Allowed changes to the coordinator's state. The state returns to Forming if the round was
-superseded. It becomes Succeeded without having been Running if all members of a round that was
-taken over had already finished.
+superseded. If a round is taken over after all its members have finished, the state becomes
+Succeeded without having been Running.
 """
 
 S = TypeVar("S", bound=Enum)

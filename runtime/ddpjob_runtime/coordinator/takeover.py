@@ -3,15 +3,16 @@
 The coordinator is a single process and does not keep anything on disk, so a new one begins without
 any knowledge. Meanwhile the members continue to train. They report everything that matters in their
 hello: the number and size of their round, their rank, and whether their workers are running. The
-danger is that a new coordinator, knowing only the members that have reconnected so far, begins a
-second, concurrent round with them.
+danger is that a new coordinator begins a second, concurrent round with the members that have
+reconnected so far, because it does not know about the others.
 
 So from the first hello on, no round begins or is judged (`hold`) until one of these is true:
 
 - Every rank of the round has reconnected. Then the round continues.
 - ADOPT_SECONDS have passed. Then the round breaks because some ranks did not reconnect.
-- The round is known to be over, or as many pods are known to be gone as ranks have not reconnected.
-  Then the hold ends after another BROKEN_SECONDS, in which the remaining members can reconnect.
+- The round is known to be over. Or the number of pods that are known to be gone is at least the
+  number of ranks that have not reconnected. In both cases the hold ends after another
+  BROKEN_SECONDS, in which the remaining members can reconnect.
 
 Example, with four nodes in round 7, when the coordinator's pod is replaced:
 
@@ -22,9 +23,9 @@ Example, with four nodes in round 7, when the coordinator's pod is replaced:
 If node 3 had died together with the coordinator, the operator would report that node 3's pod is
 gone. The hold would end 5 s later, and round 7 would break with the cause PeerLost.
 
-If a member reconnects whose round is later than the adopted one, the later round is adopted
-instead, and members of the earlier round are drained. Rounds of different coordinators never have
-the same number (NUMBERS_PER_ATTEMPT).
+If a member of a later round reconnects, the later round is adopted instead, and members of the
+earlier round are drained. Rounds of different coordinators never have the same number
+(NUMBERS_PER_ATTEMPT).
 
 Why the loss of the coordinator does not lose a step in Fast mode: docs/decisions/0008.
 """
@@ -41,8 +42,8 @@ from ddpjob_runtime.protocol import MAX_PODS, MemberState, whole_number
 
 ADOPT_SECONDS = 45.0
 """Maximum number of seconds that a new coordinator waits for all members of an undisturbed round to
-reconnect. It is long because members look for a new coordinator only every 10 s while the old one
-is still running, and a name server may return the old address for 30 s.
+reconnect. The limit is high because members look for a new coordinator only every 10 s while the
+old one is still running, and a name server may return the old address for 30 s.
 """
 BROKEN_SECONDS = 5.0
 """Number of seconds in which members can still reconnect once the round is known to be over."""
@@ -161,9 +162,10 @@ class Takeover:
         if current is None:
             known = self._members.ready_count >= self._rounds.size.nodes
         else:
-            # The names of the members that have not reconnected are unknown. So if as many pods are
-            # gone as members are missing, assume that they are the same. After a planned end, keep
-            # the long limit, because members may be saving before they look for this coordinator.
+            # The names of the members that have not reconnected are unknown. If the number of pods
+            # that are gone is at least the number of missing members, assume that the missing
+            # members ran in those pods. After a planned end, keep the long limit, because members
+            # may be saving before they look for this coordinator.
             over = current.broken and not current.ended_planned
             known = over or len(self._gone) >= current.absent
         if known and self._until > self._loop.now() + BROKEN_SECONDS:

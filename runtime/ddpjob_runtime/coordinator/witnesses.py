@@ -39,12 +39,13 @@ from ddpjob_runtime.protocol import MemberState, ToMember
 CONFIRM_SECONDS = 0.35
 """Number of seconds in which the kernels of the members' hosts must acknowledge a heartbeat."""
 LATE_SECONDS = 0.3
-"""Maximum number of seconds by which a check may be late. If it is later, this process or its host
-was paused, so the check proves nothing and is repeated.
+"""Maximum number of seconds by which a check may be late. If a check is later than that, this
+process or its host was paused. The check then proves nothing and is repeated.
 """
 FRESH_SECONDS = 2.0
 """Number of seconds for which a neighbour's report is valid. Neighbours repeat a report every
-second while it is true. Reports expire because the line that withdraws one may be lost.
+second while the reported member is silent. Reports expire because the line that withdraws a report
+may be lost.
 """
 PAUSE_SECONDS = 1.0
 """Minimum number of seconds from a check that finds no loss to the next check."""
@@ -85,10 +86,10 @@ class Witnesses:
         self._look()
 
     def _look(self) -> None:
-        """Send a heartbeat to all members, if a neighbour has reported one of them and a spare is
-        ready.
+        """Begin a check if a neighbour has reported a member and a spare is ready.
 
-        `_judge` then checks which kernels have acknowledged the heartbeat.
+        A check sends a heartbeat to all members. `_judge` then checks which kernels have
+        acknowledged the heartbeat.
         """
         now = self._loop.now()
         if self._looked_at is not None or now < self._rests_until:

@@ -50,8 +50,9 @@ from ddpjob_runtime.protocol import FromMember, Mode
 LOST_GRACE = 3.0
 """How many seconds workers have to save if the coordinator is gone or this launcher fails."""
 REPORT_SECONDS = 15.0
-"""If the entry point cannot start, the launcher waits this many seconds for the coordinator, to
-report the failure."""
+"""If the entry point cannot start, the launcher waits up to this many seconds for the coordinator,
+so that it can report the failure.
+"""
 WORKER = str(ddpjob_runtime.WORKER)
 REQUIRED = ("coordinator", "token", "pod", "index", "attempt")
 
@@ -92,7 +93,7 @@ def main() -> NoReturn:
     shutdown.clean_up = clean_up
     watch_signals(lambda number: on_signal(number, client, shutdown))
     shutdown.close_client = client.close
-    # Without this, a replaced node would never find the store of rank 0.
+    # Without this variable, a replaced node would never find the store of rank 0.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ["DDPJOB_LAUNCHER_PID"] = str(os.getpid())
     if preflight is not None:
@@ -117,9 +118,8 @@ def main() -> NoReturn:
 
 
 def grace_seconds() -> float:
-    """Return how many seconds workers have between SIGTERM and SIGKILL.
-
-    This is the grace period of the pod, minus two seconds that the launcher itself needs.
+    """Return how many seconds workers have between SIGTERM and SIGKILL. The number is the pod's
+    grace period minus two seconds, which the launcher itself needs.
     """
     text = JobEnvironment.read().grace_seconds or "30"
     try:
@@ -130,7 +130,7 @@ def grace_seconds() -> float:
 
 
 def recovery_mode() -> Mode:
-    """Return the job's recovery mode, which is Standard if it is not set."""
+    """Return the job's recovery mode; Standard if no mode is set."""
     text = JobEnvironment.read().recovery or Mode.STANDARD
     try:
         return Mode(text)
@@ -213,7 +213,7 @@ def torchrun(
         check_entry_point(parsed)
     if str(parsed.nproc_per_node).isdigit():
         # All nodes have the same number of workers. So torchrun's agents need not exchange these
-        # numbers, and a dying node cannot block the exchange.
+        # numbers. Without an exchange, a dying node cannot block the other nodes.
         os.environ.setdefault("TORCH_ELASTIC_WORKER_IDENTICAL", "1")
     client.wait_welcome()
     if client.done:
@@ -243,7 +243,7 @@ def torchrun(
 
 
 def pass_node(preflight: NodePreflight, client: MemberClient, shutdown: Shutdown) -> None:
-    """Wait for this node's check. If it has found a problem, end the launcher."""
+    """Wait for this node's check. If the check has found a problem, end the launcher."""
     try:
         problem = preflight.node_problem(lambda: shutdown.begun or client.done)
     except Abandoned:
@@ -319,8 +319,8 @@ def data_note(client: MemberClient) -> Callable[[str], None]:
 def await_fetch(field: str, fetch: Any, shutdown: Shutdown) -> None:
     """Run a fetch to completion.
 
-    BucketRefusal fails the job, as an InitFailure. Unfit ends only this node, because its disk
-    cannot hold the files.
+    BucketRefusal fails the job, as an InitFailure. Unfit ends only this node, because the node's
+    disk cannot hold the files.
     """
     from ddpjob_runtime.launcher.fetch_data import FetchAbandoned, Unfit
     from ddpjob_runtime.launcher.s3_reader import BucketRefusal
@@ -338,11 +338,13 @@ def await_fetch(field: str, fetch: Any, shutdown: Shutdown) -> None:
 def warm_up() -> tuple[Any, str]:
     """Import torch and start the fork server.
 
-    Return (fork server, why workers cannot be forked). The fork server is None, or the reason is
-    empty. If the image has no torch, the launcher will end later, when it imports torchrun.
+    Return (fork server, why workers cannot be forked). One of the two values is always missing: the
+    fork server is None, or the reason is empty. If the image has no torch, the launcher ends later,
+    when it imports torchrun.
     """
     if "OMP_NUM_THREADS" not in os.environ and processes_per_node() > 1:
-        # torchrun sets this value, too. torch reads it when it is imported, which follows below.
+        # torchrun also sets this value, but later. torch reads the value when torch is imported,
+        # which happens below.
         os.environ["OMP_NUM_THREADS"] = "1"
     if not hasattr(os, "fork"):
         return None, "this system cannot fork"
@@ -364,8 +366,8 @@ def processes_per_node() -> int:
 def torchrun_options() -> str:
     """Return the arguments before `--`, which belong to torchrun itself.
 
-    The script's arguments follow after `--`. They are left out, because they may have the same
-    names.
+    The script's arguments follow after `--`. These are left out, because a script's argument may
+    have the same name as an argument of torchrun.
     """
     options = sys.argv[1:]
     return " ".join(options[: options.index("--")] if "--" in options else options)
@@ -397,13 +399,13 @@ def warm_workers(fork_server: Any, report_cold: Callable[[str], None]) -> str:
 def require_torchrun() -> Any:
     """Import and return torch.distributed.run.
 
-    Raises InitFailure if the image has no usable torchrun, because a retry would not help.
+    Raises InitFailure if the image has no usable torchrun. A retry would not help then.
     """
     try:
         with lean_torch.for_rendezvous():  # In Fast mode, all of torch was already imported.
             run = import_torchrun()
             lacks = torch_parts.missing()
-    # This includes OSError, which is raised if a library of CUDA is missing.
+    # These errors include OSError, which is raised if a library of CUDA is missing.
     except Exception as error:
         if isinstance(error, MemoryError) or getattr(error, "errno", None) is not None:
             raise  # This node has a temporary problem. An error about a missing library has no errno.
@@ -420,7 +422,7 @@ def require_torchrun() -> Any:
 def parse(run: Any, arguments: list[str]) -> Any:
     """Parse the launcher's arguments as torchrun does.
 
-    Raises InitFailure if torchrun rejects them, because the job's manifest must then be corrected.
+    Raises InitFailure if torchrun rejects the arguments. The job's manifest must then be corrected.
     """
     parser = run.get_args_parser()
 
@@ -498,7 +500,8 @@ def classify(error: BaseException) -> tuple[str, int]:
     this node.
     """
     if "torch.distributed.elastic.rendezvous.api" not in sys.modules:
-        # There was no rendezvous yet. Importing torch here might raise the same error again.
+        # torch is not imported, so there was no rendezvous yet. Importing torch here might raise
+        # the same error again.
         return "Error", 1
     import torch.distributed as dist
     from torch.distributed.elastic.rendezvous.api import RendezvousError

@@ -8,13 +8,14 @@ workers of a round are gone before the next round begins:
   ended are not reported, because their errors are consequences.
 - When the coordinator sends `restart`, the launcher stops all workers and their sessions with
   SIGTERM, and with SIGKILL after the grace period. The launcher then waits until the kernel has
-  removed them, because they may hold the device. In a planned restart, workers have the pod's grace
-  period to save a checkpoint.
+  removed these processes, because they may hold the device. In a planned restart, workers have the
+  pod's grace period to save a checkpoint.
 - A worker that exits with EXIT_STEPPED_ASIDE has saved a checkpoint. The launcher then waits until
   the node's other workers have ended, too.
 
 Example: rank 5 fails on node 1. Node 1 reports the ValueError and ends its other workers. Nodes 0
-and 2 get `restart` and stop their workers within 0.3 s (Fast mode). All three then send `ready`.
+and 2 get `restart` and stop their workers within 0.3 s (Fast mode). All three nodes then send
+`ready`.
 
 This module overrides or calls these parts of torch.distributed.elastic (2.6 and later):
 `_rendezvous`, `_start_workers`, `_stop_workers`, `_monitor_workers` and `_exit_barrier` of
@@ -67,24 +68,25 @@ LOADER_KILLED = re.compile(r"DataLoader worker \(pid.*\) (is killed by signal: K
 killed."""
 GONE_SECONDS = 60.0
 """How many seconds workers can take to exit after SIGKILL. The kernel needs time to release a
-device or a lot of memory.
+device or a large amount of memory.
 """
 TRACKER_SECONDS = 1.0
-"""How many seconds resource trackers can take to exit by themselves. After that, they are killed,
-because a tracker continues as long as a process outside its session uses it.
+"""How many seconds resource trackers can take to exit by themselves. Trackers that take longer are
+killed, because a tracker does not exit while a process outside its session uses it.
 """
 _COUNTS_PER_ATTEMPT = 1000
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
-"""Sequences that control a terminal. torch prints bold words, and other packages colours, in the
-messages of their errors, which are also shown where there is no terminal.
+"""Sequences that control a terminal. The error messages of torch contain bold words, and those of
+other packages contain colours. The messages are also shown where there is no terminal.
 """
 LAST_SECONDS = 3.0
 """How many seconds workers can take to exit after SIGKILL if this launcher itself is ending.
 Processes that take longer are killed together with the container.
 """
 RESTART_GRACE = {Mode.STANDARD: 2.0, Mode.FAST: 0.3}
-"""Seconds between SIGTERM and SIGKILL for the workers of a broken round. They need no more time,
-because their step can no longer be completed."""
+"""Seconds between SIGTERM and SIGKILL for the workers of a broken round. The workers need no more
+time, because their current step can no longer be completed.
+"""
 
 
 class CoordinatedAgent(LocalElasticAgent):
@@ -111,12 +113,12 @@ class CoordinatedAgent(LocalElasticAgent):
         self._grace = RESTART_GRACE[mode]
         # The exit codes of workers that this launcher has not ended, by local rank.
         self._ended: dict[int, int] = {}
-        # The exit codes of programs that have failed, but whose process has not ended yet.
+        # The exit codes of programs that have failed, although their processes have not ended yet.
         self._ending: dict[int, int] = {}
         self._oom_kills = 0
         self._activity = stacks.Activity()
         shutdown.stop_workers = self._stop_for_good
-        # The vitals that the last check has read, by the worker's pid.
+        # The vitals that the last check has read, by each worker's pid.
         self._vitals: dict[int, Vitals] = {}
         self._looks = threading.Lock()
         client.on_dump, client.on_look, client.on_hurry = self._dump, self._look, self._hurry
@@ -134,7 +136,8 @@ class CoordinatedAgent(LocalElasticAgent):
             try:
                 super()._rendezvous(worker_group)
                 break
-            # A node died after the rendezvous, before it had written its first key to the store.
+            # A node died after the rendezvous, before that node had written its first key to the
+            # store.
             except dist.DistStoreError as error:
                 log(f"the round broke ({str(error)[:200]}); waiting for the next one")
         self._round = worker_group.spec.rdzv_handler.number
@@ -144,8 +147,8 @@ class CoordinatedAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: Any) -> Any:
         self._node_shutdown.block_if_begun()
         assert self._round is not None
-        # TORCHELASTIC_RESTART_COUNT must be equal on all nodes, even if they joined at different
-        # times, because scripts and stores use it.
+        # Scripts and stores use TORCHELASTIC_RESTART_COUNT, so it must be equal on all nodes, even
+        # on nodes that joined at different times.
         self._remaining_restarts = worker_group.spec.max_restarts - restarts_before(self._round)
         os.environ["DDPJOB_FENCE"] = f"{JobEnvironment.read().generation or 0}.{self._round}"
         self._oom_kills = oom.oom_kills()
@@ -196,10 +199,11 @@ class CoordinatedAgent(LocalElasticAgent):
     def _end_workers(self, context: Any, death_sig: signal.Signals) -> bool:
         """Stop the workers, and return whether they and their children have ended.
 
-        They get SIGTERM, and SIGKILL after the grace period. This method waits until they have
-        ended, because new workers must not start while a process of an earlier round still holds
-        the device. torch does not do that: after SIGKILL, it waits for workers either forever (2.6)
-        or only as long as the grace period (2.15), and it never waits for the workers' children.
+        The workers get SIGTERM, and SIGKILL after the grace period. This method waits until all
+        these processes have ended, because new workers must not start while a process of an earlier
+        round still holds the device. torch waits differently. After SIGKILL, torch 2.6 waits for
+        workers forever, and torch 2.15 waits only for the length of the grace period. torch never
+        waits for the workers' children.
         """
         handlers = list(context.subprocess_handlers.values())
         for handler in handlers:
@@ -273,13 +277,13 @@ class CoordinatedAgent(LocalElasticAgent):
     def _report(self, context: Any, number: Any, ranks: dict[int, int]) -> None:
         """Report the workers that have ended without being stopped by this launcher.
 
-        This includes a worker whose error file has an exception although its process still waits
-        for a thread or a device. Exit code 0 is also reported, because this worker's exit may
-        explain its peers' errors.
+        A worker whose error file has an exception is reported even if its process still waits for a
+        thread or a device. A worker with exit code 0 is also reported, because its exit may explain
+        the errors of its peers.
         """
         codes = {**self._ending, **self._ended}
         if not any(codes.values()) and len(codes) == len(ranks):
-            return  # All workers have finished, which the coordinator already knows.
+            return  # All workers have finished, and the coordinator already knows that.
         for local_rank, code in codes.items():
             path = _error_files(context)[local_rank]
             self._send_failure(number, ranks[local_rank], local_rank, context.pids()[local_rank], code, path)
@@ -344,7 +348,8 @@ class CoordinatedAgent(LocalElasticAgent):
             ranks=[
                 {
                     "rank": rank,
-                    "text": text[:share],  # The beginning of the text has the innermost frames.
+                    # Keep the beginning of the text, because it has the innermost frames.
+                    "text": text[:share],
                     "digest": hashlib.sha256(text.encode()).hexdigest()[:16],
                     **now[pid].since(before.get(pid)),
                 }
@@ -363,11 +368,11 @@ class CoordinatedAgent(LocalElasticAgent):
 def restarts_before(number: int) -> int:
     """Return TORCHELASTIC_RESTART_COUNT for the round `number`.
 
-    Workers use the count to find each other in the store, so it must be equal on all nodes.
-    Therefore it depends only on the round's number. It is not 0 in any round after a restart,
-    because scripts use it to decide whether to resume. It never repeats, because torchrun empties
-    the log folder of a repeated count. With each coordinator that takes over, it grows by a
-    thousand.
+    Workers use the count to find each other in the store, so the count must be equal on all nodes.
+    Therefore the count depends only on the round's number. In every round after a restart, the
+    count is greater than 0, because scripts use it to decide whether to resume. A count is never
+    used twice, because torchrun empties the log folder of a repeated count. With each coordinator
+    that takes over, the count grows by a thousand.
     """
     attempt, number_of_attempt = divmod(number, NUMBERS_PER_ATTEMPT)
     return _COUNTS_PER_ATTEMPT * attempt + number_of_attempt - 1
@@ -377,10 +382,10 @@ def _ask_to_end(handler: Any, number: signal.Signals) -> None:
     """Send the signal to a worker, and in most cases also to the worker's children.
 
     If the worker runs the same Python as the launcher and handles the signal, only the worker gets
-    it. Its data-loader processes must survive until the worker has completed its step and saved.
-    They are killed once it has exited. All other workers get the signal together with their
-    children, just as in torchrun. For example, a shell with a trap may be waiting for the training
-    that it started. Raises ProcessLookupError if the worker has exited.
+    the signal. The worker's data-loader processes must survive until the worker has completed its
+    step and saved. They are killed once the worker has exited. All other workers get the signal
+    together with their children, just as in torchrun. For example, a shell with a trap may be
+    waiting for the training that it started. Raises ProcessLookupError if the worker has exited.
     """
     try:
         pid = handler.proc.pid
@@ -398,8 +403,8 @@ def _kill_sessions(context: Any, spare_trackers: bool) -> set[int]:
     """Send SIGKILL to the workers' processes, and return the pids of those that have not ended yet.
 
     Every worker leads its own session, whose processes are killed with it. With `spare_trackers`,
-    Python's resource trackers are not killed. A tracker removes what killed processes have left in
-    /dev/shm, and ends by itself after the processes that use it.
+    Python's resource trackers are not killed. A tracker removes the files that killed processes
+    have left in /dev/shm. It ends by itself once all processes that use it have ended.
     """
     left = set()
     for pid in _processes_of(set(context.pids().values())):
@@ -445,7 +450,7 @@ def _find_running(handlers: list[Any]) -> set[int]:
 
 
 def _wait(handlers: list[Any], until: float) -> None:
-    """Wait until all workers have ended, but not beyond `until` (monotonic seconds)."""
+    """Wait until all workers have ended, or until the time `until` (monotonic seconds)."""
     while time.monotonic() < until and _find_running(handlers):
         time.sleep(POLL_SECONDS)
 
@@ -476,7 +481,8 @@ def send_failure(
     """Report to the coordinator a worker that this launcher has not ended.
 
     The report contains the content of the worker's error file. `kernel_killed` indicates whether
-    the kernel has killed this worker, or another process in the container, to free memory.
+    the kernel has killed a process in the container to free memory. That process may be this worker
+    or a different one.
     """
     error = read_error_file(error_file)
     message = error.message
@@ -514,9 +520,9 @@ def signal_name(code: int) -> str | None:
 class ErrorFile:
     """A worker's own record of why it failed.
 
-    `init` means that the worker had not begun to train, and that a retry would not help.
-    `exit_code` is the exit code of the program if it ended with this error. It is None if the
-    program may have caught the error and continued.
+    `init` means that the worker had not begun to train, and that a retry would not help. If the
+    program ended with this error, `exit_code` is the program's exit code. If the program might have
+    caught the error and continued, `exit_code` is None.
     """
 
     message: str = ""

@@ -29,7 +29,8 @@ def check_script(script: str) -> None:
         raise InitFailure(unreadable) from None
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-            raise  # The script may exist. This node or its volume has a problem.
+            # The script might exist, because the error shows a problem of this node or its volume.
+            raise
         raise InitFailure(
             f"script {where} does not exist; correct the path, or put the file into the image or a volume"
         ) from None
@@ -71,8 +72,9 @@ def check_module(name: str) -> None:
 def _missing_part(name: str, placeholders: list[str]) -> str:
     """Return what is wrong with a dotted module name; empty if the module can be found.
 
-    The import system expects parent packages in sys.modules. This function puts placeholders there
-    instead of importing them, and adds the placeholders' names to `placeholders`.
+    The import system expects parent packages in sys.modules. Instead of importing these packages,
+    this function puts placeholders into sys.modules. The names of the placeholders are added to
+    `placeholders`.
     """
     path: list[str] | None = None
     parts = name.split(".")

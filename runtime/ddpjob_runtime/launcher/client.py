@@ -7,7 +7,7 @@ lose information for the coordinator.
   Before a hello, the coordinator proves that it knows the job's token.
 - Lines that cannot be sent wait for the next welcome. Notes are part of every hello. If this node
   reconnects to the same coordinator, it resends the current round's failures, because the broken
-  connection may have lost them.
+  connection may have lost these lines.
 - In Standard mode, a node gives up after RECONNECT_SECONDS. In Fast mode, a node with workers never
   gives up; a node without workers gives up after torchrun's join timeout.
 - In Fast mode, a coordinator that was replaced may still be running. So `_look` checks whether the
@@ -41,12 +41,13 @@ from ddpjob_runtime.protocol import FromMember, MemberState, Mode, ToMember
 CONNECT_SECONDS = 2.0
 LOOKUP_SECONDS = 10.0
 """Seconds between two checks of whether the coordinator's name already leads to a later
-coordinator. A coordinator whose host was unreachable may have been replaced, but still be running.
+coordinator. If a coordinator's host was unreachable, the coordinator may have been replaced
+although it is still running.
 """
 FIRST_SECONDS = 60.0
-"""If there is no coordinator for this many seconds, attempts to connect become less frequent."""
+"""Number of seconds without a coordinator after which attempts to connect become less frequent."""
 MAX_UNSENT = 1000
-"""Maximum number of lines that wait for a connection. It is large because a node reports the
+"""Maximum number of lines that wait for a connection. The limit is high because a node reports the
 failure of each of its ranks, and any of these failures may be the first cause.
 """
 SHORT_MESSAGE = 300
@@ -56,11 +57,9 @@ GOODBYE_SECONDS = 1.0
 
 
 class MemberClient:
-    """The launcher's connection to the coordinator. It reconnects when it breaks.
-
-    `on_end(exit_code, kind, message)` is called on the client's thread when this process has to
-    end. This is the case if the coordinator refuses or stops this node, or if there is no
-    coordinator.
+    """The launcher's connection to the coordinator. A broken connection is replaced by a new one.
+    If the coordinator refuses or stops this node, or if there is no coordinator, this process has
+    to end. In these cases, `on_end(exit_code, kind, message)` is called on the client's thread.
     """
 
     def __init__(
@@ -84,13 +83,15 @@ class MemberClient:
         """
         self._place, self._outdated = (-1, -1), False
         """Generation and attempt of the latest coordinator known to this node. The client never
-        connects to an earlier one."""
+        connects to an earlier coordinator.
+        """
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
         self._unsent: list[tuple[str, dict[str, Any]]] = []
         self._notes: dict[str, str] = {}
-        """The last note of each kind. All of them are part of every hello, because a later
-        coordinator does not know them, and because a broken link may have lost some."""
+        """The last note of each kind. Every hello contains all notes, because a later coordinator
+        does not know them, and because a broken link may have lost some of them.
+        """
         self._failures: list[tuple[tuple[int, int], dict[str, Any]]] = []
         """The failures of this node in the current round. Each is stored with the generation and
         attempt of the coordinator that it was sent to.
@@ -119,8 +120,8 @@ class MemberClient:
     def start(self) -> None:
         """Start the threads that connect, and return immediately."""
         with contextlib.suppress(OSError):
-            # glibc reads the environment at the first lookup of a name. If a thread did that, it
-            # could crash, because a variable may be set at the same time.
+            # glibc reads the environment at the first lookup of a name. If the first lookup were in
+            # a thread, the process could crash, because a variable may be set at the same time.
             socket.getaddrinfo("localhost", None)
         self._thread.start()
         threading.Thread(target=self._guard, args=(self._beat,), name="ddpjob-heartbeat", daemon=True).start()
@@ -133,13 +134,13 @@ class MemberClient:
     def wait_welcome(self, seconds: float | None = None) -> bool:
         """Wait until the coordinator has admitted this node, or has reported that the job is done.
 
-        Return whether that has happened within `seconds`.
+        Return False if neither has happened within `seconds`.
         """
         with self.changed:
             return self.changed.wait_for(lambda: self.welcomed or self.done, seconds)
 
     def must_restart(self, number: int | None) -> bool:
-        """Whether the coordinator has ended round `number`, so its workers must be restarted."""
+        """Whether the coordinator has ended round `number`, so that workers must be restarted."""
         return number is not None and self._restart_round >= number
 
     def is_planned(self, number: int | None) -> bool:
@@ -194,8 +195,8 @@ class MemberClient:
     def note(self, kind: str, why: str) -> None:
         """Send a note about this pod, which the operator will read in the coordinator's report.
 
-        The note replaces the previous note of the same kind. If `why` is empty, it only removes
-        that note.
+        The note replaces the previous note of the same kind. If `why` is empty, the previous note
+        is removed.
         """
         why = protocol.clip(why, protocol.MAX_NOTE)
         with self._lock:
@@ -203,7 +204,9 @@ class MemberClient:
         self.send(FromMember.NOTE, kind=kind, why=why)
 
     def report_neighbour(self, number: int, rank: int, silent: bool) -> None:
-        """Report that a neighbour's host has stopped acknowledging bytes, or does so again."""
+        """Report that a neighbour's host has stopped acknowledging bytes, or acknowledges bytes
+        again.
+        """
         log(
             f"the host of group rank {rank} " + ("does not acknowledge bytes" if silent else "acknowledges bytes again")
         )
@@ -229,10 +232,10 @@ class MemberClient:
             del self._unsent[:-MAX_UNSENT]
 
     def _keep_failure(self, verb: str, fields: dict[str, Any]) -> None:
-        """Keep a failure that was sent, because lines sent over a broken link may never arrive.
+        """Keep a failure that was sent, because a broken link may lose the line with the failure.
 
-        If the coordinator did not learn of it, it would take an error on another node for the first
-        cause.
+        If the coordinator did not learn of the failure, it would take an error on another node for
+        the first cause.
         """
         if verb == FromMember.FAILURE:
             self._failures.append((self._place, fields))
@@ -247,10 +250,10 @@ class MemberClient:
     def _write_all_kept(self) -> None:
         """Send the waiting lines, and resend failures that this coordinator may have missed.
 
-        The coordinator recognizes failures that it already knows. If this is a different
-        coordinator than before, failures sent to the previous one are not resent, because the new
-        one might count the same break again. Each failure is resent once in full, and once more
-        without its long texts, because some broken links lose only large packets.
+        The coordinator recognizes failures that it already knows. Failures that were sent to a
+        previous coordinator are not resent to a new one, because the new coordinator might count
+        the same break again. Each failure is resent once in full, and once more without its long
+        texts, because some broken links lose only large packets.
         """
         failures, self._failures = self._failures, []
         for place, fields in failures:
@@ -272,8 +275,8 @@ class MemberClient:
             self._socket.sendall(data)
             return True
         except OSError:
-            # The thread that reads from this connection will notice that it is broken, and open a
-            # new one.
+            # The thread that reads from this connection will notice that the connection is broken,
+            # and will open a new one.
             return False
 
     def close(self) -> None:
@@ -298,8 +301,8 @@ class MemberClient:
     def _guard(self, work: Callable[[], None]) -> None:
         """Run the function of a thread, and end the launcher if the function fails.
 
-        Without this thread, the launcher would train or wait forever, and the coordinator could not
-        reach it.
+        If the launcher continued without this thread, it would train or wait forever, and the
+        coordinator could not reach it.
         """
         try:
             work()
@@ -310,7 +313,8 @@ class MemberClient:
     def _keep(self) -> None:
         missed_since, known = time.monotonic(), False
         pause, why = 0.05, "no attempt yet"
-        # This spreads out the attempts of members that lost the coordinator at the same moment.
+        # A random pause spreads out the attempts of members that lost the coordinator at the same
+        # moment.
         chance = random.Random()
         while not self._gives_up(missed_since, known):
             try:
@@ -335,8 +339,8 @@ class MemberClient:
     def _gives_up(self, missed_since: float, known: bool) -> bool:
         """Whether this node has waited long enough for a coordinator.
 
-        `known` indicates whether any coordinator has ever admitted this node. `missed_since` says
-        since when there has been no coordinator.
+        `known` indicates whether any coordinator has ever admitted this node. `missed_since` is the
+        time since which there has been no coordinator.
         """
         if known and self._mode == Mode.STANDARD:
             return time.monotonic() >= missed_since + self._reconnect_seconds
@@ -346,8 +350,8 @@ class MemberClient:
     def _connect(self) -> socket.socket:
         """Connect to the coordinator of this job.
 
-        Its name may have several addresses. They are tried in order, until the coordinator responds
-        at one of them. Raises OSError.
+        The coordinator's name may have several addresses. The addresses are tried in order, until
+        the coordinator responds at one of them. Raises OSError.
         """
         problem = OSError(f"no address was found for {self._address[0]}")
         for host in self._resolve():
@@ -421,7 +425,7 @@ class MemberClient:
         parts = "coordinator", *nonces, str(generation), str(attempt)
         if not protocol.is_sealed(answer.get("proof"), self._token, *parts):
             raise ConnectionError("the coordinator at this address does not know this job's token (DDPJOB_TOKEN)")
-        # The proof does not exclude that a relay has sent strings instead of these numbers.
+        # Even with a valid proof, a relay may have sent strings instead of these numbers.
         if not isinstance(generation, int) or not isinstance(attempt, int):
             raise ConnectionError("the coordinator's generation or attempt is not a number")
         return nonces, (generation, attempt)
@@ -460,8 +464,8 @@ class MemberClient:
     def _leave_generation(self, found: int) -> None:
         """End this launcher when a later generation is found for the second time.
 
-        By then, the kubelet of this pod's host would have asked the pod to end, if the host were
-        still connected to the cluster.
+        If this pod's host were still connected to the cluster, the kubelet would have asked the pod
+        to end by then.
         """
         if self._outdated:
             expected = self._identity["generation"]
@@ -472,7 +476,7 @@ class MemberClient:
     def _move(self, stream: socket.socket, place: tuple[int, int]) -> None:
         """Leave the current coordinator and connect to the later one.
 
-        The current coordinator is notified. It then exits, so that the other members leave it, too.
+        The current coordinator is notified and then exits, so that the other members leave it, too.
         """
         log("a later coordinator (generation {}, attempt {}) has taken over; connecting to it".format(*place))
         self._place = place
@@ -579,8 +583,8 @@ class MemberClient:
             self.welcomed = True
             self._write_all_kept()
             # Read `_ready` only after `welcomed` was set. `wait_go`, on another thread, first sets
-            # `_ready`, and then sends it only if `welcomed` is set. So at least one of the two
-            # threads sends it.
+            # `_ready`, and then sends the `ready` only if `welcomed` is set. So at least one of the
+            # two threads sends the `ready`.
             ready = self._ready
             if ready is not None:
                 self._write(protocol.encode(FromMember.READY, **ready))

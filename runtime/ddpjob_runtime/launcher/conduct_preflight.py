@@ -1,15 +1,15 @@
 """The launcher's part of `spec.preflight`, which runs the checks and finds the faulty node.
 
 A new pod checks its own node before it is ready. With scope Group, a new pod's first round begins
-with a link check in stages. The later stages are needed only if the first one fails:
+with a link check in stages. The later stages are needed only if the first stage fails:
 
-1. `group`: all nodes do an all-reduce together. If it passes, training begins.
+1. `group`: all nodes do an all-reduce together. If the all-reduce passes, training begins.
 2. `alone`: the ranks of each node do an all-reduce, if a node has several ranks.
 3. `pairs0` to `pairs2`: neighbours in a ring do an all-reduce, so that each link is tried once.
 
-A node fails if its own ranks fail, or if both of its links fail. If only one of a node's links
-fails, the fault may be at either end of the link. In that case, one of the two nodes ends with an
-ordinary failure, and no culprit is named.
+A node fails if an all-reduce among its own ranks fails, or if both of its links fail. If only one
+of a node's links fails, the fault may be at either end of the link. In that case, one of the two
+nodes ends with an ordinary failure, and no culprit is named.
 
 Example: the all-reduce of 4 nodes fails. Pairs (0, 1) and (2, 3) are tried, then (1, 2) and (3, 0).
 The pairs (0, 1) and (1, 2) fail, so the node of rank 1 is the culprit and ends as unfit.
@@ -56,15 +56,15 @@ Group = tuple[int, ...]
 
 
 class Abandoned(Exception):
-    """A check was cancelled, because its result is no longer needed."""
+    """A check was cancelled because its result is no longer needed."""
 
 
 @dataclass(frozen=True)
 class PreflightSettings:
     """The settings in DDPJOB_PREFLIGHT.
 
-    `least` is the minimum rate of an all-reduce in 10^6 bytes per second. If it is 0, any rate is
-    enough.
+    `least` is the minimum rate of an all-reduce in 10^6 bytes per second. If `least` is 0, any rate
+    is enough.
     """
 
     group: bool
@@ -102,8 +102,8 @@ class HardwareCheck:
     def wait(self, until: float, cancelled: Cancelled) -> dict[str, Any]:
         """Wait for the process, and return the result of its check.
 
-        If there is no result at the time `until` (monotonic seconds), the returned problem names
-        the step that hangs. Raises Abandoned.
+        If the check has no result by the time `until` (monotonic seconds), the returned problem
+        names the step that hangs. Raises Abandoned.
         """
         assert self._process.stdout is not None
         try:
@@ -238,9 +238,8 @@ class NodePreflight:
         return NodeResult(pod, on, problem, min(rates, default=0.0), str(found[0].get("transport", "")))
 
     def _linger(self, store: Any, stage: str, group: Group, cancelled: Cancelled) -> None:
-        """Keep the store of the group open until the group's other nodes no longer need it.
-
-        For them, the loss of the store would look like a broken link.
+        """Keep the store of the group open until the group's other nodes no longer need it. To
+        these nodes, the loss of the store would look like a broken link.
         """
         until = time.monotonic() + MARGIN_SECONDS
         while time.monotonic() < until and not store.check([f"{stage}/{other}" for other in group[1:]]):
@@ -257,7 +256,7 @@ def _collect(store: Any, stage: str, rank: int, until: float, cancelled: Cancell
 def _await(store: Any, key: str, until: float, cancelled: Cancelled) -> str:
     """Wait until the store has a key, and return its value.
 
-    If there is no value at the time `until` (monotonic seconds), return an empty string. Raises
+    If the key has no value by the time `until` (monotonic seconds), return an empty string. Raises
     Abandoned.
     """
     pause = 0.01
@@ -303,10 +302,10 @@ class NodeResult:
 class LinkVerdict:
     """The verdict of a link check.
 
-    `failed` is the reason why the check failed. If it is empty, all nodes can train, and `passed`
-    describes the group. `culprits` has the group ranks of the nodes that must not train, with the
-    reason for each. If no culprit is known, `ends` is the group rank of the node that ends with an
-    ordinary failure.
+    `failed` is the reason why the check failed. If `failed` is empty, all nodes can train, and
+    `passed` describes the group. `culprits` has the group ranks of the nodes that must not train,
+    with the reason for each. If no culprit is known, `ends` is the group rank of the node that ends
+    with an ordinary failure.
     """
 
     passed: str = ""
@@ -344,10 +343,10 @@ def stages(world: int, procs: int) -> Iterator[tuple[str, list[Group]]]:
 def judge(world: int, procs: int, results: Mapping[str, Mapping[int, NodeResult]], least: float) -> LinkVerdict | None:
     """Return the verdict after the stages in `results`; None if another stage is needed.
 
-    A node is a culprit if its ranks fail without other nodes. It is also a culprit if its links to
-    both neighbours in the ring fail while other links pass. If this is true for several consecutive
-    nodes, the smallest number of them that explains the failures is named. The next check tests the
-    others again.
+    A node is a culprit if the all-reduce among its own ranks fails. A node is also a culprit if its
+    links to both neighbours in the ring fail while other links pass. If both links of several
+    consecutive nodes fail, the verdict names the smallest number of these nodes that explains the
+    failures. The next check tests the remaining nodes again.
     """
     group = results["group"]
     faults = {rank: fault for rank, result in group.items() if (fault := result.fault(least))}
@@ -388,7 +387,8 @@ def judge(world: int, procs: int, results: Mapping[str, Mapping[int, NodeResult]
 
 
 def _middles(world: int, group: Mapping[int, NodeResult], broken: Mapping[Group, str]) -> dict[int, str]:
-    """Return every second node in each sequence of broken links, and why it is a culprit.
+    """Return every second node in each sequence of broken links, with the reason why the node is a
+    culprit.
 
     A sequence begins with the first node whose links to both neighbours are broken.
     """

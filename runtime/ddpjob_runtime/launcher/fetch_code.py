@@ -6,8 +6,8 @@ escape from its folder, fill the disk or exhaust the memory. Therefore, three ru
 1. The archive is not read until its SHA-256 is known to equal spec.code.digest.
 2. Only ordinary files and folders are unpacked, below one folder. A link, a device, a sparse file,
    an absolute path, a path with `..` or a name that occurs twice ends the job (InitFailure).
-3. Sizes and counts are limited (protocol.MOST_*), and are checked while reading, because the
-   numbers in an archive's headers may be wrong.
+3. Sizes and counts are limited (protocol.MOST_*). They are checked while the archive is read,
+   because the numbers in an archive's headers may be wrong.
 
 Example: a small archive that unpacks to 100 GiB of zeros is refused after 8 GiB, because unpacked
 bytes are counted. An archive that claims a header of 4 GiB is refused immediately, because no
@@ -120,8 +120,9 @@ class CodeSettings:
 class CodeFetch:
     """Fetches the archive once, when a launcher starts.
 
-    While the fetch runs, `report(text)` is called now and then to update the job's status. At the
-    end, it is called with an empty string. If `cancelled()` returns true, the fetch is abandoned.
+    While the fetch runs, `report(text)` is called at intervals to update the job's status. At the
+    end, `report` is called with an empty string. If `cancelled()` returns true, the fetch is
+    abandoned.
     """
 
     def __init__(self, settings: CodeSettings, cancelled: Callable[[], bool], report: Callable[[str], None]) -> None:
@@ -236,7 +237,7 @@ class CodeFetch:
             time.sleep(min(0.1, left))
 
     def _say(self, text: str) -> None:
-        """Report `text` to the coordinator, but only every FIRST_NEWS_SECONDS."""
+        """Report `text` to the coordinator, at most once every FIRST_NEWS_SECONDS."""
         if (now := time.monotonic()) >= self._due and text != self._reported:
             self._due, self._reported = now + FIRST_NEWS_SECONDS, text
             self._report(text)
@@ -280,19 +281,19 @@ class _Unpacked:
 def unpack(archive: Path, folder: Path, most: int = MOST_UNPACKED_BYTES, most_files: int = MOST_CODE_FILES) -> int:
     """Unpack an untrusted .tar.gz into a folder, and return the number of files.
 
-    An existing file with the same name is replaced, so an interrupted call can be repeated. Files
-    get mode 755 if their owner is allowed to execute them, and otherwise 644. Raises BadArchive,
-    OSError.
+    An existing file with the same name is replaced, so an interrupted call can be repeated. A file
+    that its owner is allowed to execute gets mode 755. All other files get mode 644. Raises
+    BadArchive, OSError.
     """
     names, count = set[str](), 0
     with archive.open("rb") as packed, _malformed():
-        # In addition to the files' own bytes, 2 KiB are allowed for the headers and padding of each
-        # file.
+        # The limit includes 2 KiB per file for headers and padding, in addition to the files' own
+        # bytes.
         plain: Any = _Unpacked(packed, most + 2048 * most_files)
         tar: Any = tarfile.TarFile(fileobj=plain, mode="r")
         unpacked = 0
         while (member := tar.next()) is not None:
-            tar.members = []  # tarfile would otherwise keep every header in memory.
+            tar.members = []  # Without this line, tarfile would keep every header in memory.
             name = _checked(member)
             if not name:
                 continue

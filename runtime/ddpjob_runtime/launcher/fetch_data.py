@@ -10,8 +10,9 @@ All pods that mount the folder wait for the lock. The first pod fetches the obje
 then find all of them in the folder. A pod that starts again with the same folder downloads only
 what has changed:
 
-- The bucket is listed. An object counts as fetched if the record has its ETag, and the file still
-  has the recorded size and time. Recorded files that the bucket no longer has are deleted.
+- The bucket is listed. An object counts as fetched if the record has the object's ETag, and the
+  file still has the recorded size and time. Recorded files that the bucket no longer has are
+  deleted.
 - THREADS threads download the missing objects. They continue partial downloads that were begun
   since the host booted.
 - A part is renamed only if its size and checksums match. After WRONG_TRIES downloads of an object
@@ -21,8 +22,8 @@ what has changed:
   the fetch, it is listed again.
 
 Example: the pod is killed after it has fetched 60 of 100 objects. Its successor lists the bucket
-and finds 60 objects in the record. It reads the partial downloads of the others to compute their
-checksums, and continues these downloads.
+and finds 60 objects in the record. It reads the partial downloads of the other 40 objects to
+compute their checksums, and continues these downloads.
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ LOG_SECONDS = 30.0
 FIRST_NEWS_SECONDS = 3.0
 """A fetch is reported to the coordinator only if it runs for more than this many seconds."""
 WRONG_TRIES = 3
-"""Maximum number of downloads of one object, if its checksum is wrong each time."""
+"""Maximum number of downloads of one object. An object is downloaded again if its checksum is
+wrong.
+"""
 LISTINGS = 5
 """Maximum number of listings of the bucket in one fetch. The bucket is listed again if it changes
 during the fetch."""
@@ -125,8 +128,9 @@ class FetchSettings:
 class Fetch:
     """Fetches the data once, when a launcher starts.
 
-    While a fetch runs, `report(text)` is called now and then to update the job's status. At the
-    end, it is called with an empty string. If `cancelled()` returns true, the fetch is abandoned.
+    While a fetch runs, `report(text)` is called at intervals to update the job's status. At the
+    end, `report` is called with an empty string. If `cancelled()` returns true, the fetch is
+    abandoned.
     """
 
     def __init__(self, settings: FetchSettings, cancelled: Callable[[], bool], report: Callable[[str], None]) -> None:
@@ -270,14 +274,15 @@ class Fetch:
             with contextlib.suppress(OSError, ValueError):
                 (self._folder / name).unlink()
                 for folder in list((self._folder / name).parents)[: name.count("/")]:
-                    # If the folder is not empty, this raises an error, which ends the loop.
+                    # If the folder is not empty, this call raises an error, and the error ends the
+                    # loop.
                     folder.rmdir()
 
     def _part(self, remote: Remote) -> Path:
         """Return the path for the partial download of this version of an object.
 
         The path depends on the boot ID of the host. So a download is not continued after the host
-        was booted again, because a power failure may have truncated the file.
+        has been booted again, because a power failure may have truncated the file.
         """
         text = f"{remote.name}\0{remote.etag}\0{_read_boot_id()}"
         return self._folder / (_PART + hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:32])
@@ -362,7 +367,7 @@ class Fetch:
         with os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), "r+b") as file:
             try:
                 if os.fstat(file.fileno()).st_size > remote.size:
-                    # The runtime has not written this file, because it is longer than the object.
+                    # The file is longer than the object, so the runtime has not written the file.
                     file.truncate(0)
                 while piece := file.read(PIECE):
                     sums.update(piece)
@@ -371,7 +376,7 @@ class Fetch:
                     headers, pieces = reader.open(remote, counted)
                     sums.expect(headers)
                     with self._lock:
-                        # The bucket responds again. The download of the rest may take hours.
+                        # The bucket responds again, and the remaining download may take hours.
                         self._problem = ""
                     for piece in pieces:
                         if counted + len(piece) > remote.size:
@@ -399,7 +404,8 @@ class Fetch:
         target = self._folder / remote.name
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.is_dir() and not target.is_symlink():
-            target.rmdir()  # In an earlier version of the bucket, this name was a folder.
+            # In an earlier version of the bucket, this object's name was the name of a folder.
+            target.rmdir()
         part.replace(target)
         line = json.dumps([remote.name, remote.etag, remote.size, target.stat().st_mtime_ns])
         with self._lock:
@@ -418,7 +424,7 @@ class Fetch:
     def _retry(self, act: Callable[[], _Found], ended: Callable[[], bool]) -> _Found:
         """Return the result of `act`, which is called again while the bucket is unreachable.
 
-        `ended()` says whether to give up. Raises BucketRefusal, Changed, FetchAbandoned, OSError.
+        If `ended()` returns true, give up. Raises BucketRefusal, Changed, FetchAbandoned, OSError.
         """
         failures = 0
         while True:
@@ -430,7 +436,7 @@ class Fetch:
                 with self._lock:
                     known, self._problem = self._problem, str(error)
                 # If the bucket is unreachable, all eight downloads fail, but only one of them logs
-                # that.
+                # the failure.
                 if not known or failures > 3:
                     log(f"data: {error}; retrying in {pause:.0f} s")
                 if not self._total:
@@ -452,7 +458,7 @@ class Fetch:
         return f" ({self._problem})" if self._problem else ""
 
     def _say(self, text: str) -> None:
-        """Log `text`, but at most every LOG_SECONDS.
+        """Log `text`, at most once every LOG_SECONDS.
 
         Also report it to the coordinator after each 5 % of the data, and when the problem changes.
         """
@@ -489,8 +495,8 @@ class Sums:
     def problem(self) -> str:
         """Return which checksum is wrong; empty if all of them match.
 
-        The ETag of an object is its MD5 if the object was uploaded in one part, and is not
-        encrypted with a KMS key or a customer's key.
+        If an object was uploaded in one part and is not encrypted with a KMS key or a customer's
+        key, its ETag is its MD5.
         """
         said = self._headers.get
         encrypted = said("x-amz-server-side-encryption", "AES256") != "AES256"
@@ -507,7 +513,7 @@ class Sums:
 def check_names(objects: list[Remote], url: str) -> None:
     """Raise BucketRefusal unless each object can be a separate file below the folder.
 
-    Also raise it if there are no objects.
+    Also raise BucketRefusal if there are no objects.
     """
     if not objects:
         raise BucketRefusal(f"{url} contains no objects; check storage.data.url, which must be a folder in the bucket")
@@ -534,7 +540,7 @@ def check_names(objects: list[Remote], url: str) -> None:
 
 
 def why_not_a_file(name: str) -> str:
-    """Return why an object's name cannot be a path below a folder; empty if it can be one."""
+    """Return why an object's name cannot be a path below a folder; empty if the name is valid."""
     if re.search(r"[\x00-\x1f\x7f]", name):
         return "its name contains a control character"
     if "\\" in name or re.match(r"[A-Za-z]:", name):
@@ -552,7 +558,7 @@ def why_not_a_file(name: str) -> str:
 def pause_after(failures: int) -> float:
     """Return how many seconds to wait before the next attempt, after this number of failures.
 
-    The pause is random because otherwise all pods of a job would retry at the same moment.
+    The pause is random so that the pods of a job do not all retry at the same moment.
     """
     return min(LONGEST_PAUSE, 2.0 ** (min(failures, 10) - 1)) * random.Random().uniform(0.5, 1.5)
 

@@ -68,16 +68,21 @@ PRELOADED = ("torch", "torch.optim", "torch.nn.parallel", "torch.utils.data")
 """Modules that every DDP training script imports."""
 IDLE_SECONDS = 30.0
 """If no worker is ordered for this many seconds, the fork server imports torch's compiler, which
-some scripts need (see late_dynamo). An order that arrives during the import has to wait. So the
-import does not begin earlier, because losses are common in a job's first seconds."""
+some scripts need (see late_dynamo). An order that arrives during the import has to wait. The import
+does not begin earlier, because losses, after which workers are ordered, are common in a job's first
+seconds.
+"""
 SHARED_PACKAGES = ("ddpjob_report", "ddpjob_pod", "ddpjob_runtime")
-"""Packages of DDPJob that a program can import. The fork server hides them until then."""
+"""Packages of DDPJob that a program can import. The fork server hides these packages until the
+program imports them.
+"""
 SHARED_RUNTIME = ("ddpjob_runtime", "ddpjob_runtime.protocol")
 """Modules that both the launcher and `ddpjob_report` use."""
 POLL_SECONDS = 0.002
 PRELOAD_SECONDS = 300.0
-"""Time limit in seconds for importing the modules in DDPJOB_PRELOAD. If it is exceeded, workers are
-started cold. They then import the modules themselves, without a limit."""
+"""Time limit in seconds for importing the modules in DDPJOB_PRELOAD. If the import takes longer,
+workers are started cold. Cold workers import the modules themselves, without a limit.
+"""
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 TORCH_PATHS: list[str] = []
 """Paths that torch added to sys.path when it was imported. Up to version 2.8, torch adds a folder
@@ -135,8 +140,8 @@ class ForkServer:
 
     def __init__(self, more: str = "") -> None:
         ours, theirs = socket.socketpair()
-        # Without this, a garbage collection in a worker would copy the memory pages that all
-        # workers share.
+        # If the collector were not frozen, a collection in a worker would copy the memory pages
+        # that all workers share.
         gc.freeze()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -335,7 +340,9 @@ def _serve(orders: socket.socket, modules: list[str]) -> NoReturn:
             except ConnectionError:  # The launcher has died before it read all events.
                 data = b""
             if not data:
-                os._exit(0)  # The kernel then ends the workers, because their parent is gone.
+                # When this process exits, the kernel ends the workers, because their parent is
+                # gone.
+                os._exit(0)
             *lines, buffer = (buffer + data).split(b"\n")
             for line in lines:
                 _fork(json.loads(line), orders, (reader, writer))
@@ -344,9 +351,9 @@ def _serve(orders: socket.socket, modules: list[str]) -> NoReturn:
 def import_report(place: str) -> None:
     """Import `ddpjob_report` for all workers, and hide it until their programs import it.
 
-    Without this, each restarted worker would spend a tenth of a second of CPU time on the import
-    while its group waits. The package is hidden because an image may have installed a different
-    version of it, and that version needs its own modules.
+    Without this shared import, each restarted worker would spend a tenth of a second of CPU time on
+    the import while the group waits. The package is hidden because an image may have installed a
+    different version of it, and that version needs its own modules.
     """
     spec = importlib.util.find_spec("ddpjob_report")
     if spec is not None and spec.origin != str(Path(place, "ddpjob_report", "__init__.py")):
@@ -362,7 +369,8 @@ def import_report(place: str) -> None:
     for name in names:
         del sys.modules[name]
         package, _, child = name.rpartition(".")
-        # Otherwise, `from package import child` would still find the hidden module.
+        # If the parent package kept this attribute, `from package import child` would still find
+        # the hidden module.
         if package in sys.modules:
             delattr(sys.modules[package], child)
 
@@ -382,7 +390,7 @@ def _import(modules: list[str], orders: socket.socket) -> str:
     if why := _find_obstacle():
         return f"{why} when Python starts or torch is imported in this image, so workers cannot be forked safely"
     asked = os.environ.get(NVML_CHECK)
-    # With this, torch.cuda.is_available() does not initialize CUDA when it checks for a GPU.
+    # If this variable is set, torch.cuda.is_available() checks for a GPU without initializing CUDA.
     os.environ[NVML_CHECK] = "1"
     for name in modules:
         _send(orders, importing=name)
@@ -406,8 +414,7 @@ def _import(modules: list[str], orders: socket.socket) -> str:
 def _import_compiler(orders: socket.socket) -> None:
     """Import torch's compiler at a time when no worker is ordered.
 
-    If forked processes would not survive the import, the server refuses to fork workers from now
-    on.
+    If the import makes this process unsafe to fork, the server refuses to fork workers from now on.
     """
     try:
         with _remove_traces():
@@ -422,7 +429,8 @@ def _import_compiler(orders: socket.socket) -> None:
                 orders,
                 ready=f"{why} when torch._dynamo is imported in this image, so workers cannot be forked safely",
             )
-    # There are too many processes to fork. This must not end the workers that are running.
+    # There are too many processes to fork. The workers that are running must not end because of
+    # this error.
     except OSError as error:
         _send(
             orders, ready=f"it is unknown whether workers can be forked safely after torch._dynamo is imported: {error}"
@@ -434,8 +442,8 @@ def _find_obstacle() -> str:
 
     Raises OSError if the process cannot fork at all.
     """
-    # Test this with a fork, because libraries that support forks, such as OpenBLAS, stop their
-    # threads before one.
+    # Fork before counting threads, because libraries that support forks, such as OpenBLAS, stop
+    # their threads before a fork.
     child = os.fork()
     if child == 0:
         code = 2
@@ -508,7 +516,8 @@ def _fork(order: dict[str, Any], orders: socket.socket, pipe: tuple[int, int]) -
 def _become(order: dict[str, Any], parent: int) -> NoReturn:
     """Turn this forked process into a worker, and run the worker's program.
 
-    worker.py finds the same state as in a new interpreter, except that torch is already imported.
+    For worker.py, the process is in the same state as a new interpreter, except that torch is
+    already imported.
     """
     code = 1
     try:
@@ -537,8 +546,8 @@ def _become(order: dict[str, Any], parent: int) -> NoReturn:
 
 
 def _redirect(order: dict[str, Any]) -> None:
-    """Redirect the output to the files in the order, and make the streams like those of `python
-    -u`.
+    """Redirect the output to the files that the order names, and make the streams unbuffered, as
+    with `python -u`.
     """
     for target, path in ((1, order["stdout"]), (2, order["stderr"])):
         if path:
@@ -570,7 +579,8 @@ def _redirect(order: dict[str, Any]) -> None:
 
 
 def _renew_libraries() -> None:
-    """Renew the state that all workers would otherwise share, or that depends on the environment.
+    """Renew the state that would be the same in all forked workers, and the state that depends on
+    the environment.
 
     Python's own random generator needs no renewal, because it reseeds itself after a fork.
     """
@@ -609,11 +619,11 @@ def _finalize(shared: set[str]) -> None:
     torch and the other modules in `shared` are not finalized, because that would take a second.
     """
     threading._shutdown()  # type: ignore[attr-defined]
-    # Python 3.9 raises the last exception again, although it has already printed it.
+    # Python 3.9 raises the last exception again, although this exception was already printed.
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
-    # While an interpreter ends, it suspends daemon threads. Here, a long switch interval keeps them
-    # from running after their modules have lost their globals.
+    # An interpreter suspends daemon threads while it ends. Here, a long switch interval keeps
+    # daemon threads from running after their modules have lost their globals.
     sys.setswitchinterval(1000.0)
     threading.excepthook = lambda _: None
     program = [sys.modules.pop(name) for name in list(sys.modules) if name not in shared or name == "__main__"]

@@ -31,7 +31,7 @@ def _backport() -> Iterator[None]:
 
     torch imports `entry_points` from this package, but does not install it
     (pytorch/pytorch#163946). If an image lacks the package, the substitute exists only while torch
-    is imported, because scripts must not find it later.
+    is imported, because scripts must not find the substitute later.
     """
     if sys.version_info >= (3, 10) or importlib.util.find_spec(BACKPORT) is not None:
         yield

@@ -4,22 +4,25 @@ Problem: `kubectl logs` cannot show the log of a pod that is gone, such as an ev
 of a lost Kubernetes node.
 
 Rule: the launcher and its workers write into two pipes instead of the container's output. The
-container's first process (pid1.py), which exists anyway, reads them. It adds each piece to a
-bounded buffer and passes it on unchanged. A thread writes the buffer to a file or to the bucket.
+container's first process (pid1.py), which exists anyway, reads the pipes. This process adds each
+piece of output to a bounded buffer and passes the piece on unchanged. A thread writes the buffer to
+a file or to the bucket.
 
     worker, launcher --pipe--> PID 1 --> container's output    as fast as its reader takes it
                                     \\-> buffer --> file        by a thread
 
 - Adding to the buffer never waits, so a full or hung volume costs only the kept log. A line in the
-  pod's own log reports this once, and the kept log contains the number of missing bytes.
-- Closing the log takes at most three seconds, or a quarter of the grace period if that is less.
-  The grace period of the launcher and its workers is shorter by this time, so that PID 1 returns
-  the exit code before the pod is killed.
-- PID 1 outlives the launcher and the workers, so their last lines are kept no matter what ends
-  them. If the whole container is killed without warning, the output of the last second is lost.
-  If the log is kept in a bucket, the output of the last minute is lost.
-- A pod keeps at most MAX_KEPT_LOG bytes. When it starts, it removes the oldest logs of its slot.
-  DDPJOB_LOGS_KEPT is the number of logs per slot. If it is 0 or unset, no logs are kept.
+  pod's own log reports such a problem once, and the kept log contains the number of missing bytes.
+- Closing the log takes at most three seconds, or a quarter of the grace period if a quarter is
+  less. The launcher and its workers get a grace period that is shorter by this time, so that PID 1
+  returns the exit code before the pod is killed.
+- PID 1 outlives the launcher and the workers, so the last lines of the launcher and the workers are
+  kept no matter what ends these processes. If the whole container is killed without warning, the
+  output of the last second is lost. If the log is kept in a bucket, the output of the last minute
+  is lost.
+- A pod keeps at most MAX_KEPT_LOG bytes. When a pod starts, it removes the oldest logs of its slot.
+  DDPJOB_LOGS_KEPT is the number of logs per slot. If DDPJOB_LOGS_KEPT is 0 or unset, no logs are
+  kept.
 
 Example: DDPJOB_LOGS_KEPT is 3. When the pod `first-1-7` starts, it removes the log of `first-1-2`
 and leaves those of `first-1-4` and `first-1-5`. The attempt in the name determines which log is
@@ -45,14 +48,16 @@ from ddpjob_runtime import protocol
 from ddpjob_runtime.launcher.shutdown import log
 
 PIECE = 65536
-"""Maximum number of bytes to read at once. A pipe can hold as many."""
+"""Maximum number of bytes to read at once. A pipe can hold this many bytes."""
 FILE_BYTES = protocol.MAX_KEPT_LOG // 2
-"""Maximum size in bytes of each of a log's two files. A full file is renamed and then replaces the
-older one."""
+"""Maximum size in bytes of each of a log's two files. A full file is renamed, and replaces the
+older file.
+"""
 _NOTE_BYTES = 100
 _FILE_SECONDS, _BUCKET_SECONDS = 1.0, 60.0
-"""Seconds between two writes of new output. A bucket is written less often, because an object can
-only be replaced as a whole."""
+"""Seconds between two writes of new output. Output is written to a bucket less often, because an
+object can only be replaced as a whole.
+"""
 _CLOSE_SECONDS = 3.0
 """Maximum number of seconds for passing on and writing the last output. A hung volume must not keep
 the pod from ending.
@@ -72,7 +77,8 @@ class Tail:
         with self._lock:
             self._data += data
             self._added += len(data)
-            # This is not done at each addition, because dropping bytes moves all bytes after them.
+            # Old bytes are not dropped at each addition, because dropping bytes moves all bytes
+            # after them.
             if len(self._data) > 2 * self._limit:
                 self._drop(len(self._data) - self._limit)
 
@@ -81,7 +87,8 @@ class Tail:
         self._dropped += count
 
     def read(self, take: bool) -> tuple[bytes, int, int]:
-        """Return the newest bytes, how many were dropped before them, and how many were ever added.
+        """Return the newest bytes, the number of bytes dropped before these, and the number of
+        bytes ever added.
 
         With `take`, the returned bytes are removed from the buffer.
         """
@@ -115,10 +122,7 @@ class FileKeeper:
         (self._folder / name).unlink()
 
     def write(self) -> None:
-        """Append the new output to the file. Raises OSError.
-
-        If that fails, the output is lost.
-        """
+        """Append the new output to the file. If this fails, the output is lost. Raises OSError."""
         data, dropped, _ = self.tail.read(take=True)
         self._lost += dropped
         if not data:
@@ -130,8 +134,9 @@ class FileKeeper:
             if self._folder.parent.is_dir():
                 self._append(left)
         finally:
-            # The next note must include the bytes that were not written. If this note was not
-            # written completely, the next one must also include the losses that this one reported.
+            # The next note must include the bytes that were not written. If the current note was
+            # not written completely, the next note must also include the losses that the current
+            # note reports.
             self._lost = len(left) if len(left) <= len(data) else self._lost + len(data)
 
     def _append(self, left: bytearray) -> None:
@@ -149,8 +154,8 @@ class FileKeeper:
 
 
 def _open_file(path: str, flags: int) -> int:
-    # Give the file the same mode as checkpoints. Its readers, such as a dashboard, may be other
-    # users.
+    # Give the file the same mode as checkpoints. Programs that read the file, such as a dashboard,
+    # may run as other users.
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
@@ -239,8 +244,8 @@ class KeptLog:
     def divert(self) -> None:
         """Make this process, which is the launcher, write its output into the pipes.
 
-        Also shorten its grace period, so that it ends before PID 1 has to. The workers inherit the
-        pipes and the shorter grace period.
+        Also shorten the launcher's grace period, so that the launcher ends before PID 1 has to end.
+        The workers inherit the pipes and the shorter grace period.
         """
         if self._grace is not None:
             os.environ["DDPJOB_GRACE_SECONDS"] = str(max(0.0, self._grace - self._close_seconds))
@@ -265,7 +270,7 @@ class KeptLog:
     def finish(self) -> None:
         """Pass on and write the rest of the output after the launcher has ended.
 
-        This does not wait for the pipes to close, because other processes may still have them open.
+        Do not wait for the pipes to close, because other processes may still have them open.
         """
         os.close(self._end[1])
         deadline = time.monotonic() + self._close_seconds
@@ -331,7 +336,7 @@ def surplus(names: Iterable[str], job: JobEnvironment, kept: int) -> list[str]:
     """Return the logs of this pod's slot that must be removed so that only `kept` logs remain.
 
     The log of this pod is one of the `kept`. Logs of an earlier job with the same name count as
-    older than those of this job.
+    older than the logs of this job.
     """
     found: dict[tuple[bool, int, str], list[str]] = {}
     own = protocol.read_kept_log(protocol.kept_log_name(job.pod, job.uid))

@@ -2,8 +2,8 @@
 already imported.
 
 In a worker that was forked with torch imported, torch is hidden until the program imports it. At
-that import, torch rereads those variables that the program has changed. If it cannot reread some of
-them, a line on stderr names them.
+that import, torch rereads those variables that the program has changed. If torch cannot reread some
+of these variables, a line on stderr names them.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ READ_ONCE = (
     "PYTORCH_JIT", "KINETO_", "TORCH_CPP_LOG_LEVEL", "TORCH_SHOW_CPP_STACKTRACES", "TORCH_DEVICE_BACKEND_AUTOLOAD",
     "TORCH_CUDA_SANITIZER", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_", "TORCH_LINALG_PREFER_",
 )  # fmt: skip
-"""Prefixes of variables that torch or its libraries read only when they are loaded. They cannot be
-read again."""
+"""Prefixes of variables that torch or its libraries read only when they are loaded. Such variables
+cannot be read again.
+"""
 
 
 def hide_torch(paths: list[str]) -> None:
     """Remove torch from sys.modules until the program imports it.
 
-    When the program does so, restore torch, and find the variables that the program has changed in
-    the environment. `paths` are the entries that torch has added to sys.path. They are also removed
-    until then.
+    When the program imports torch, restore torch, and find the variables that the program has
+    changed in the environment. `paths` are the entries that torch has added to sys.path. These
+    entries are also removed from sys.path until the program imports torch.
     """
     hidden = {name: module for name, module in sys.modules.items() if name == "torch" or name.startswith("torch.")}
     for name in hidden:
@@ -45,7 +46,7 @@ def hide_torch(paths: list[str]) -> None:
 def hide_loggers() -> dict[str, logging.Logger]:
     """Remove torch's loggers, and return them by name.
 
-    They are removed because logging.config would disable loggers that exist already.
+    The loggers are removed because logging.config would disable loggers that exist already.
     """
     known = logging.root.manager.loggerDict
     names = [name for name in known if name == "torch" or name.startswith("torch.")]
@@ -56,8 +57,8 @@ def hide_loggers() -> dict[str, logging.Logger]:
 def reveal_loggers(hidden: dict[str, logging.Logger]) -> None:
     """Restore torch's loggers.
 
-    If the program has configured a logger with the same name in the meantime, its settings are
-    kept. torch's own logger object then shares the state of the program's logger.
+    If the program has configured a logger with the same name in the meantime, the program's
+    settings are kept. torch's own logger object then shares the state of the program's logger.
     """
     manager: Any = logging.root.manager
     for name, logger in hidden.items():
@@ -159,8 +160,8 @@ RENEWALS: tuple[tuple[frozenset[str], Callable[[Any], None]], ...] = (
 def read_configurations(changed: Iterable[str]) -> None:
     """Give the modules with torch's settings the defaults that follow from the new environment.
 
-    Such modules belong to dynamo and inductor, for example. A copy of a module is run if its source
-    mentions one of the changed variables.
+    Such modules belong to dynamo and inductor, for example. If the source of a module mentions one
+    of the changed variables, a copy of the module is run.
     """
     words = [name.encode() for name in changed]
     for name, module in list(sys.modules.items()):

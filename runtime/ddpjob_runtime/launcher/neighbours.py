@@ -2,13 +2,13 @@
 early.
 
 A host without power or network sends nothing, and neither does a process that is paused for a few
-seconds. All other nodes wait until it is clear which of the two has happened. The kernel of a live
-host acknowledges bytes even for a paused process (`acknowledgements`).
+seconds. All other nodes wait until it is clear whether the host is unreachable or the process is
+paused. The kernel of a live host acknowledges bytes even for a paused process (`acknowledgements`).
 
-So the nodes of a round form a ring. Each connects to the next one, and both ends of a connection
-send a byte every TICK_SECONDS, if their previous byte is acknowledged. An end whose byte is not
+So the nodes of a round form a ring. Each node connects to the next node. Each end of a connection
+sends a byte every TICK_SECONDS, if its previous byte is acknowledged. An end whose byte is not
 acknowledged for SILENT_SECONDS reports this to the coordinator, and reports again when the byte is
-acknowledged. In a job of any size, a node has only two such connections, and they cost the
+acknowledged. In a job of any size, a node has only two such connections, and these cost the
 coordinator nothing.
 
 A single connection may also break although both hosts are alive. So the coordinator also checks its
@@ -47,13 +47,15 @@ from ddpjob_runtime.launcher.shutdown import log
 
 TICK_SECONDS = 0.1
 SILENT_SECONDS = 0.5
-"""A neighbour is reported as silent if its kernel has acknowledged nothing for this many seconds.
+"""A neighbour is reported as silent if the kernel of its host has acknowledged nothing for this
+many seconds.
 """
 REPEAT_SECONDS = 1.0
 """A silent neighbour is reported again after this many seconds, in case the report was lost."""
 STALL_SECONDS = 0.5
-"""If a tick comes this many seconds after the previous one, this process or its host was paused,
-and the measurement of the neighbours' silence begins again."""
+"""If a tick comes this many seconds after the previous tick, this process or its host was paused.
+The measurement of the neighbours' silence then begins again.
+"""
 GREETING_SECONDS = 2.0
 """How many seconds the two sides of a new connection have to prove that they know the token."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
@@ -116,7 +118,7 @@ class RingPlace:
         return protocol.seal(token, *self._parts(side, rank, nonce))
 
     def is_sealed(self, proof: Any, token: str, side: str, rank: int, nonce: str) -> bool:
-        """Whether `proof` is what `seal` returns for the same arguments."""
+        """Whether `proof` equals the proof that `seal` returns for the same arguments."""
         return protocol.is_sealed(proof, token, *self._parts(side, rank, nonce))
 
     def _parts(self, side: str, rank: int, nonce: str) -> tuple[str, ...]:
@@ -126,7 +128,7 @@ class RingPlace:
 def _read_address(given: Any) -> tuple[str, int] | None:
     """Return the IP address and port to connect to; None if they are invalid.
 
-    A name instead of an IP address is also invalid, because looking it up could take long.
+    A name instead of an IP address is also invalid, because looking up a name could take long.
     """
     if not isinstance(given, dict):
         return None
@@ -141,7 +143,7 @@ class _Link:
     """One connection to a neighbour.
 
     `rank` is None until the neighbour has proved who it is. `nonce` is part of the line that this
-    node sends after it has connected. It is empty if the other node connects.
+    node sends after it has connected. If the other node connects, `nonce` is empty.
     """
 
     def __init__(self, stream: socket.socket, until: float, nonce: str = "") -> None:
@@ -156,8 +158,8 @@ class Neighbours:
     """Watches the neighbours of this node, in one round after another.
 
     `report(round, rank, silent)` is called with `silent=True` when a neighbour becomes silent, and
-    again every REPEAT_SECONDS. It is called with `silent=False` when the neighbour is heard again.
-    `host` is the address to listen on. Raises OSError.
+    again every REPEAT_SECONDS. When the neighbour is heard again, `report` is called with
+    `silent=False`. `host` is the address to listen on. Raises OSError.
     """
 
     def __init__(self, host: str, token: str, report: Callable[[int, int, bool], None]) -> None:
@@ -165,7 +167,7 @@ class Neighbours:
         self._listener = socket.create_server((host, 0), family=_family(host), backlog=16)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
-        # The place that another thread has set; it applies from the next tick on.
+        # The place that another thread has set. This place applies from the next tick on.
         self._wanted: RingPlace | None = None
         self._place: RingPlace | None = None
         self._links: list[_Link] = []
@@ -181,7 +183,7 @@ class Neighbours:
     def run(self) -> None:
         """Call `tick` regularly until this process ends.
 
-        An exception ends only the watching, and not the launcher.
+        An exception ends only this method, and not the launcher.
         """
         try:
             while True:
@@ -248,7 +250,7 @@ class Neighbours:
             return
         self._connect_at, self._pause = now + self._pause, min(2 * self._pause, LONGEST_PAUSE)
         stream = _prepared(socket.socket(_family(place.next[0])))
-        # If connecting fails, that is noticed later, when the greeting is sent.
+        # If connecting fails, the failure is noticed later, when the greeting is sent.
         stream.connect_ex(place.next)
         self._links.append(_Link(stream, now + GREETING_SECONDS, secrets.token_hex(16)))
 
@@ -298,7 +300,7 @@ class Neighbours:
         return True
 
     def _read_greeting(self, link: _Link, place: RingPlace) -> bool:
-        """Check the other side's line, if it is complete. Return False if it is wrong."""
+        """If the other side's line is complete, check it. Return False if the line is wrong."""
         line, newline, _ = link.received.partition(b"\n")
         if len(line) > MAX_GREETING:
             return False
@@ -327,7 +329,7 @@ class Neighbours:
         return True
 
     def _beat(self, link: _Link, place: RingPlace, rank: int, now: float, stalled: bool) -> None:
-        """Send the next byte, or report that the neighbour has not acknowledged the last one."""
+        """Send the next byte, or report that the neighbour has not acknowledged the last byte."""
         if is_acknowledged(link.stream):
             self._withdraw(place, rank)
             link.stream.send(BEAT)

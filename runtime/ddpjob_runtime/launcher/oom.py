@@ -15,7 +15,7 @@ LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.
 def oom_kills() -> int:
     """Return how many processes of this container the kernel has killed to free memory.
 
-    The result is 0 if the number is unknown.
+    If the number is unknown, the result is 0.
     """
     for text in _readable(FILES):
         for line in text.splitlines():
@@ -38,4 +38,4 @@ def _readable(paths: tuple[Path, ...]) -> Iterator[str]:
         try:
             yield path.read_text()
         except OSError:
-            continue  # This file belongs to the other version of cgroups.
+            continue  # The host uses the other version of cgroups, so this file does not exist.

@@ -17,8 +17,8 @@ PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 def become_init(kept: KeptLog | None = None) -> None:
     """Fork this process. Return only in the child, which continues as the launcher.
 
-    The parent stays PID 1. It passes on the child's output, adds it to the log that `kept` keeps,
-    and exits when the child has ended.
+    The parent stays PID 1. It passes on the child's output, adds the output to the log that `kept`
+    keeps, and exits when the child has ended.
     """
     # No signal must be lost between the fork and the installation of the handlers.
     signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)

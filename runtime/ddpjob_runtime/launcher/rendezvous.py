@@ -3,9 +3,9 @@ round.
 
 To get its next group, torchrun's agent calls its handler's `next_rendezvous`. It then starts
 workers with the rank, world size and store that the handler returns. With torchrun's own handler,
-c10d, the agents find each other through a store. Each agent polls the store about once a second,
-and if there are many agents, they overwrite each other's view of the group. Here the coordinator
-knows which agents are ready, so an agent only waits for its `go`.
+c10d, the agents find each other through a store. Each agent polls the store about once a second. If
+there are many agents, they overwrite each other's view of the group. Here the coordinator knows
+which agents are ready, so an agent only waits for its `go`.
 
     agent -> coordinator   ready {host, port}      no workers here; a store would be at host:port
     coordinator -> agent   go {round 8, rank 2, world 3, members [rank 0's host and port]}
@@ -54,22 +54,25 @@ from ddpjob_runtime.launcher.shutdown import Shutdown, log
 
 FAST_BACKEND = "ddpjob"
 STORE_SECONDS = 15.0
-"""How many seconds to wait for a key in a complete rendezvous. After that time, the node that
-should have written the key must be dead."""
+"""How many seconds to wait for a key in a complete rendezvous. If the key does not appear in this
+time, the node that should have written it must be dead.
+"""
 CONNECT_SECONDS = 2.0
 LOOKUP_SECONDS = 25.0
 """How many seconds connecting to a listening store can take. torch first looks up the name of the
 store's address, and the name server may be slow or down."""
 LONGEST_PAUSE = 0.5
 """Longest pause in seconds between checks of whether the store has a key. The store's own wait is
-not used, because it could not be interrupted when the round is over.
+not used, because that wait could not be interrupted when the round is over.
 """
 VERDICT_SECONDS = 30.0
-"""If a link check has found a faulty node, that node exits. This is how many seconds the other
-nodes wait for the round to end."""
+"""How many seconds the other nodes wait for the round to end after a link check has found a faulty
+node. The faulty node exits in this time.
+"""
 CAME_APART = (RendezvousClosedError, RendezvousTimeoutError, dist.DistStoreError)
-"""Errors that mean that a node has died before the round was complete. The coordinator then forms a
-new round."""
+"""Errors which show that a node has died before the round was complete. The coordinator then forms
+a new round.
+"""
 
 
 class CoordinatedRendezvous(RendezvousHandler):
@@ -109,8 +112,8 @@ class CoordinatedRendezvous(RendezvousHandler):
     def _check_links(self, preflight: NodePreflight, info: Any) -> None:
         """Check the links between the round's nodes, before the workers start.
 
-        Raises RendezvousClosedError if the round is over, or if the check has failed and the round
-        will end.
+        Raises RendezvousClosedError if the round is over or if the check has failed. After a failed
+        check, the round ends.
         """
 
         def over() -> bool:
@@ -139,21 +142,25 @@ class CoordinatedRendezvous(RendezvousHandler):
         raise RendezvousClosedError(verdict.failed)
 
     def _offer(self) -> int:
-        """Return the port of the store that this node would host as rank 0; 0 without one."""
+        """Return the port of the store that this node would host as rank 0; 0 if the node has no
+        such store.
+        """
         raise NotImplementedError
 
     def _join(self, go: dict[str, Any]) -> Any:
-        """Form and return the group of this round. Raises one of CAME_APART if that fails."""
+        """Form and return the group of this round. Raises one of CAME_APART if the group cannot be
+        formed.
+        """
         raise NotImplementedError
 
     # ---- other methods that torchrun calls
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether the workers use a store that rank 0's launcher hosts, which is always the case.
+        """Whether the workers use a store that rank 0's launcher hosts; always True.
 
-        A store that a worker hosted would listen on every address of the machine. Its port would
-        also be chosen some time before the store opens it, so another program could take the port
+        A store that a worker hosted would listen on every address of the machine. The port of such
+        a store would also be chosen before the store opens, so another program could take the port
         in between.
         """
         return True
@@ -170,7 +177,7 @@ class CoordinatedRendezvous(RendezvousHandler):
         """Do nothing, because only the coordinator ends rounds."""
 
     def shutdown(self) -> bool:
-        """Do nothing. Shutting down the rendezvous would end it for the other nodes, too."""
+        """Do nothing, because a shutdown would end the rendezvous for the other nodes, too."""
         return True
 
 

@@ -19,8 +19,9 @@ MAX_BYTES = 4 << 20
 replaces an earlier file with that name."""
 _WAITING = 100
 _CLOSE_SECONDS = 2.0
-"""How many seconds writing the remaining lines can take when the launcher ends. A volume that does
-not respond must not keep the pod from ending."""
+"""Maximum number of seconds for writing the remaining lines when the launcher ends. A volume that
+does not respond must not keep the pod from ending.
+"""
 
 
 class RoundLog:
@@ -41,7 +42,7 @@ class RoundLog:
     def write(self, line: dict[str, Any]) -> None:
         """Queue a line for writing, and return immediately.
 
-        The names of the job and the pod are added to it.
+        The names of the job and the pod are added to the line.
         """
         if self._path is None:
             return
@@ -76,14 +77,14 @@ class RoundLog:
     def _append(self, line: bytes) -> None:
         path = self._path
         if path is None or not path.parent.is_dir():
-            # The folder is not created. If the volume is not mounted, it would be on the host's own
-            # disk.
+            # Do not create the folder. If the volume is not mounted, the folder would be on the
+            # host's own disk.
             return
         with path.open("ab+", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
             if size:
                 file.seek(size - 1)
-                # The process that wrote the last line was killed before it was complete.
+                # The process that wrote the last line was killed before the line was complete.
                 line = line if file.read(1) == b"\n" else b"\n" + line
             file.write(line)
         if size + len(line) > MAX_BYTES:

@@ -27,7 +27,8 @@ from urllib.parse import quote, unquote, urlencode, urlsplit
 
 MOST_OBJECTS = 500_000
 """Maximum number of objects that are listed. Their names take about 150 MiB of memory. A data set
-with more objects should be packed into shards, which can also be read faster."""
+with more objects should be packed into shards. Shards can also be read faster.
+"""
 MOST_BYTES = 2**60
 PIECE = 2**20
 """Maximum number of bytes that a download reads at once."""
@@ -65,7 +66,7 @@ class Away(Exception):
 
 
 class Changed(Exception):
-    """An object is different from what the listing said."""
+    """An object differs from its entry in the listing."""
 
 
 @dataclass(frozen=True)
@@ -130,9 +131,9 @@ class Keys:
 class Credentials:
     """Gets signing keys from the source that a container's variables name, and renews them in time.
 
-    The source is the first one of these that is set: keys in the variables themselves, a role for
-    the service account's token (IRSA), and EKS Pod Identity. If none is set, requests are not
-    signed, which is enough for a public bucket.
+    The source is the first of the following that is set: keys in the variables themselves, a role
+    for the service account's token (IRSA), and EKS Pod Identity. If none is set, requests are not
+    signed. Unsigned requests are enough for a public bucket.
     """
 
     def __init__(self, variables: Mapping[str, str], region: str, field: str = "storage.data") -> None:
@@ -150,7 +151,8 @@ class Credentials:
     def renew(self, refused: Keys) -> bool:
         """Discard keys that the server has refused as expired.
 
-        The server's clock decides whether they are. Return whether new keys may be available.
+        The server's clock decides whether keys have expired. Return whether new keys may be
+        available.
         """
         with self._lock:
             if self._keys is refused and refused.until < float("inf"):
@@ -218,7 +220,7 @@ def _answer(request: urllib.request.Request, what: str) -> bytes:
                     raise Away(f"cannot get credentials from {what}: the response is incomplete")
                 return body
         except urllib.error.HTTPError as error:
-            # The connection may break while this is read.
+            # The connection may break while the response is read.
             text = error.read(_ERROR_BYTES).decode(errors="replace")
             kind = Away if error.code >= 500 or error.code == 429 or _PASSING_OF_KEYS.search(text) else BucketRefusal
             raise kind(
@@ -332,7 +334,7 @@ class Reader:
     def _pieces(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
         while True:
             # Use `read1`, because `read` would wait until a piece is full. On a slow connection,
-            # that may take minutes.
+            # this wait may take minutes.
             piece = self._read(response.read1, PIECE)
             if not piece:
                 # Before Python 3.13, the connection cannot send its next request while this

@@ -3,7 +3,7 @@
 Signals, the coordinator's `stop`, a lost coordinator and errors can all end the launcher, on
 different threads and at the same time. The first caller decides the exit code, and the others
 sleep. The steps have a fixed order: announce the departure, stop the workers, close the connection
-to the coordinator, clean up, and write the termination log. If a step fails, the next ones still
+to the coordinator, clean up, and write the termination log. If a step fails, the later steps still
 run.
 
 Example: SIGTERM arrives while a worker fails. The launcher sends `leaving`, gives the workers the
@@ -33,8 +33,8 @@ PR_SET_PDEATHSIG = 1
 
 
 class Shutdown:
-    """Ends this process. The first caller of `exit` decides how; later callers wait for the process
-    to end.
+    """Ends this process. The first caller of `exit` decides the exit code. Later callers wait for
+    the process to end.
     """
 
     def __init__(self, grace_seconds: float) -> None:
@@ -80,7 +80,8 @@ class Shutdown:
     def block_if_begun(self) -> None:
         """Block the calling thread until the process ends, if the shutdown has begun.
 
-        The agent calls this between its actions, so that it takes no more of them.
+        The agent calls this method between its actions, so that no more actions follow once the
+        shutdown has begun.
         """
         if self.begun:
             wait_for_the_end()
@@ -89,7 +90,8 @@ class Shutdown:
 def _attempt(act: Callable[[], None]) -> None:
     """Run one step of the shutdown.
 
-    If the step fails, log that, and return. The later steps must still run and end this process.
+    If the step fails, log the error and return, because the later steps must still run and end this
+    process.
     """
     try:
         act()

@@ -30,18 +30,19 @@ PREFIX = "ddpjob-worker-stacks-"
 
 
 def prepare() -> None:
-    """Create a folder for the files with stacks, and put its name into the workers' environment.
+    """Create a folder for the files with stacks, and put the folder's name into the workers'
+    environment.
 
-    If that fails, stacks are not available in this job.
+    If the folder cannot be created, stacks are not available in this job.
     """
     try:
-        # A launcher that was killed has left this folder.
+        # Remove folders that were left by launchers that were killed.
         for old in Path(tempfile.gettempdir()).glob(PREFIX + "*"):
             with contextlib.suppress(OSError):
                 descriptor = _lock(old)
                 shutil.rmtree(old)
                 os.close(descriptor)
-        # Other launchers do not remove folders whose names begin like this.
+        # Other launchers do not remove folders whose names begin with "new-".
         made = Path(tempfile.mkdtemp(prefix="new-" + PREFIX))
         prepare.lock = _lock(made)  # type: ignore[attr-defined]
         os.environ[ENVIRONMENT] = str(made.rename(made.with_name(made.name[len("new-") :])))
@@ -125,7 +126,7 @@ class Activity:
     def idle(self, pid: int) -> bool | None:
         """Whether the worker was idle since the last check.
 
-        The result is None at the first check, or if the worker has ended.
+        At the first check, or if the worker has ended, the result is None.
         """
         before, now = self._before.get(pid), _counters(pid)
         if before is None or now is None:
@@ -166,7 +167,8 @@ def _processor_ticks(path: Path, session: int) -> int:
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether the process handles the signal. The signal would end a process without a handler.
+    """Whether the process handles the signal. A process without a handler would be ended by the
+    signal.
 
     Raises FileNotFoundError or ProcessLookupError if the process does not exist.
     """

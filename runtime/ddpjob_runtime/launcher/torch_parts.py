@@ -14,10 +14,10 @@ version.
         __post_init__                                   a damaged error file is ignored
 
 agent.py and rendezvous.py override or call the other names in NAMES, SET and CALLED. A version of
-torch that lacks one of them is refused at startup, with a message that names it (`missing`).
-Otherwise the launcher would fail with an AttributeError in the middle of a job, or silently use
-torchrun's own handler or barrier. Only `get_subprocess_handler` has a fallback: workers are then
-started cold, and the log says so.
+torch that lacks one of these names is refused at startup, with a message that gives the missing
+name (`missing`). Without this check, the launcher would fail with an AttributeError in the middle
+of a job, or silently use torchrun's own handler or barrier. Only `get_subprocess_handler` has a
+fallback: workers are then started cold, and the log says so.
 
 worker.py itself replaces `FileBaton.try_acquire`, because it cannot import other modules. The
 modules `late_*.py` call the parts of torch that exist, and report the parts that they cannot find.
@@ -123,9 +123,9 @@ def use_worker_handler(make: Callable[[Any], Callable[..., Any]]) -> bool:
 
 
 def tolerate_error_files() -> None:
-    """Make torch ignore error files that cannot be read. They would otherwise end the launcher.
-
-    A full disk can leave an empty error file, and a killed worker can leave an incomplete one.
+    """Make torch ignore error files that cannot be read. Without this function, such a file would
+    end the launcher. A full disk can leave an empty error file, and a killed worker can leave an
+    incomplete one.
     """
 
     def tolerate(read: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -144,7 +144,10 @@ def tolerate_error_files() -> None:
 
 
 def _replace(module: str, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace the value of a name with `make(VALUE)`. `missing` has checked that it exists."""
+    """Replace the value of a name with `make(VALUE)`.
+
+    `missing` has already checked that the name exists.
+    """
     *owners, attribute = name.split(".")
     place: Any = importlib.import_module(module)
     for owner in owners:

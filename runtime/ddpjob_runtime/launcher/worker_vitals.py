@@ -1,9 +1,9 @@
 """Reads from /proc what workers have done since the last check, and what they are waiting for.
 
-A worker is judged together with all processes of its session, because its data-loader processes or
-a program that it started may do its work. Activity that the kernel does not show is not counted.
-This is safe, because a lack of activity alone does not prove a hang. The stacks must also be equal,
-and the coordinator compares several checks (`standstill`).
+A worker is judged together with all processes of its session, because the worker's data-loader
+processes, or a program that the worker started, may do its work. Activity that the kernel does not
+show is not counted. This is safe, because a lack of activity alone does not prove a hang. The
+stacks must also be equal, and the coordinator compares several checks (`standstill`).
 
     stat         CPU time, and whether a process is stopped (T) or waits in the kernel (D)
     io           bytes read and written through files and pipes
@@ -12,10 +12,10 @@ and the coordinator compares several checks (`standstill`).
     syscall      whether a thread is in a system call on storage, or the main thread asleep
     fd           whether a GPU is open
 
-A request is unanswered if no data on its connection was received after it was sent. Stacks would
-not show such a wait, because it may be in a different thread or process, or in a native library.
-Other ranks do not count as servers. Their ports are ephemeral, so only connections to lower ports
-are examined.
+A request is unanswered if no data was received on its connection after the request was sent. Stacks
+would not show a wait for the answer, because the wait may be in a different thread or process, or
+in a native library. Other ranks do not count as servers. Their ports are ephemeral, so only
+connections to lower ports are examined.
 
 Only the names of open files are read, because even a stat of a file on a dead server would block.
 Why: docs/decisions/0024.
@@ -94,7 +94,8 @@ class Vitals:
     def since(self, before: Vitals | None) -> dict[str, object]:
         """Return the fields of a RankLook that describe what this worker has done.
 
-        Each counter is the difference from the last check (`before`). At the first check, it is 0.
+        Each counter is the difference from the last check (`before`). At the first check, each
+        counter is 0.
         """
         start = self if before is None else before
         return {
@@ -181,8 +182,8 @@ def _is_storage(name: str) -> bool:
 def _read_sockets() -> dict[str, tuple[int, str]]:
     """Return the bytes that each TCP socket has transferred, and the server that it waits for.
 
-    The server is "" if none owes a response. The keys are the sockets' names in `fd` folders. The
-    result is empty if the kernel refuses to report sockets.
+    If no server owes a response, the server is "". The keys are the sockets' names in `fd` folders.
+    The result is empty if the kernel refuses to report sockets.
     """
     found: dict[str, tuple[int, str]] = {}
     with contextlib.suppress(OSError, ValueError, struct.error):

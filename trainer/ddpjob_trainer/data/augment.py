@@ -104,8 +104,8 @@ class CropAndFlip:
     def _draw(self, epoch: int) -> None:
         """Draw an epoch's random numbers for the whole set.
 
-        They are drawn on the set's device, so no step has to transfer random numbers or wait for
-        them.
+        The numbers are drawn on the set's device, so no step has to transfer random numbers or wait
+        for them.
         """
         draws = uniform_for_all(self._seed, epoch, self._versions, 3, self._crops.device)
         self._top, self._left = ((draws[:, i] * self._shifts).long() for i in (0, 1))

@@ -15,8 +15,9 @@ Example: of 128 images, 46 are warped by one `grid_sample`, although each has it
 
 Every pixel has the same bits as with torchvision, whose own functions fill the tables. Where
 torchvision's kernels use a fused multiply-add, this module computes the sum in float64, which is
-exact, and rounds it once. The draws equal those of a torch generator seeded for each image, and are
-computed for a whole epoch at once. Results were compared on CPUs, but not on a GPU.
+exact, and rounds it once. The random numbers equal those of a torch generator that is seeded for
+each image, but they are computed for a whole epoch at once. Results were compared on CPUs, but not
+on a GPU.
 """
 
 from __future__ import annotations
@@ -251,11 +252,12 @@ def _map(name: str, size: float, ramp: torch.Tensor) -> torch.Tensor:
 def _levels(pixels: int, ramp: torch.Tensor) -> torch.Tensor:
     """Return a table with the new values of pixels for equalize and autocontrast.
 
-    A channel has `pixels` pixels, and selects a row; each of its pixels selects a column. Row s > 0
-    equalizes a channel in which at least 255 * s but fewer than 255 * (s + 1) pixels are below the
-    channel's largest value. In this row, a pixel's column is the number of pixels with a smaller
-    value. Row -r stretches the contrast of a channel whose largest and smallest values differ by r.
-    In this row, a pixel's column is the difference between its value and the smallest value.
+    A channel has `pixels` pixels. The channel selects a row of the table, and each of its pixels
+    selects a column. Row s > 0 equalizes a channel in which at least 255 * s but fewer than 255 *
+    (s + 1) pixels are below the channel's largest value. In this row, a pixel's column is the
+    number of pixels with a smaller value. Row -r stretches the contrast of a channel whose largest
+    and smallest values differ by r. In this row, a pixel's column is the difference between its
+    value and the smallest value.
     """
     from torchvision.transforms.v2 import functional
 

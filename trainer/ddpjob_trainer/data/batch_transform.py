@@ -34,8 +34,8 @@ class BatchTransform:
     def __call__(self, batch: Batch, key: int) -> Batch:
         """Return the micro-batch after the function has transformed it.
 
-        Unreadable images are not passed to the function. Raises TrainingError if its result is
-        invalid.
+        Unreadable images are not passed to the function. Raises TrainingError if the function's
+        result is invalid.
         """
         if len(batch.labels) == batch.unreadable:
             return batch

@@ -1,7 +1,7 @@
 """CIFAR-10 and CIFAR-100, in both official versions: binary and python (pickles).
 
 Formats: https://www.cs.toronto.edu/~kriz/cifar.html. Only downloads use torchvision. Reading does
-not need it, because importing torchvision takes seconds.
+without torchvision, because importing it takes seconds.
 """
 
 from __future__ import annotations

@@ -63,9 +63,10 @@ class _Dtype:
 
 @dataclass
 class _Array:
-    """An array in the file. The opcode BUILD sets its layout and content after its creation.
+    """An array in the file.
 
-    `content` has one character or byte for each byte of the array.
+    After the array is created, the opcode BUILD sets its layout and content. `content` has one
+    character or byte for each byte of the array.
     """
 
     shape: tuple[int, ...] | None = None
@@ -76,7 +77,7 @@ class _Array:
     def fill(self, shape: Any, dtype: Any, order: Any, content: Any) -> _Array:
         """Set the layout and content that the file states.
 
-        Raises ValueError if they are invalid or do not match.
+        Raises ValueError if the layout or content is invalid, or if they do not match each other.
         """
         content = content.text if isinstance(content, _Encoded) else content
         if not isinstance(shape, tuple) or len(shape) > 2 or not all(type(side) is int and side >= 0 for side in shape):

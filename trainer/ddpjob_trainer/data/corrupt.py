@@ -79,8 +79,8 @@ class CorruptCount:
 def check_test_images(unreadable: int, size: int, config: DataConfig) -> None:
     """Raise DataError if all test images, or more than data.corrupt_limit allows, were unreadable.
 
-    A score on the remaining images belongs to a different test set, so it must not decide which
-    checkpoint is the best one.
+    A score on the remaining images belongs to a different test set, so this score must not decide
+    which checkpoint is the best one.
     """
     if unreadable > config.corrupt_limit * size or unreadable == size:
         raise DataError(

@@ -102,7 +102,7 @@ class DaliDecoder:
     def _pixels(self, contents: Contents, crops: list[Crop], side: int) -> torch.Tensor:
         """Return the pixels of the crops, (n, 3, side, side) uint8.
 
-        They are a copy, because DALI reuses its own memory.
+        The result is a copy, because DALI reuses its own memory.
         """
         pipeline = self._pipelines.get((len(crops), side)) or self._build(len(crops), side)
         pipeline.feed_input(

@@ -39,8 +39,8 @@ class Batch:
     (n,). If images are mixed, `labels` are shares of classes (n, classes). In the user's own data,
     `images` are inputs (n, ...), and `labels` are targets (n, ...); see `Targets`. n may be 0.
 
-    `unreadable` is the number of images that could not be read. They have weight zero: either their
-    label is UNREADABLE, or all their shares are 0.
+    `unreadable` is the number of images that could not be read. Unreadable images have weight zero:
+    either their label is UNREADABLE, or all their shares are 0.
     """
 
     images: torch.Tensor
@@ -148,7 +148,7 @@ class DataSet(Protocol):
         """Return a hash of the data.
 
         Two data sets have the same hash if each sample number stands for the same image and label
-        in both of them.
+        in both data sets.
         """
 
 
@@ -181,7 +181,8 @@ def fingerprint(*parts: bytes | np.ndarray[tuple[int, ...], np.dtype[np.generic]
 def existing_folder(config: DataConfig, remedy: str) -> Path:
     """Return the folder `data.dir`, which must exist and must not be empty.
 
-    Raises DataError with `remedy` if it is not set, missing, not a folder, or empty.
+    Raises DataError with `remedy` if data.dir is not set, or if the folder is missing, empty, or
+    not a folder.
     """
     if config.dir is None:
         raise DataError(f"data.name={config.name} needs data.dir (or DDPJOB_DATA_DIR): {remedy}")

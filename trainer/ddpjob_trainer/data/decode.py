@@ -31,7 +31,7 @@ compression.
 """
 _MOST_SCANS = 500
 """Maximum number of scans in a progressive JPEG. Encoders write about 10. A file can have many tiny
-scans, and each of them takes a pass over all pixels.
+scans, and decoding each scan takes a pass over all pixels.
 """
 _TILE_WIDTH, _TILE_LENGTH = 322, 323  # tags in TIFF files
 # Factors by which JPEG may be reduced while it is decoded. libjpeg-turbo has vector code for these.
@@ -58,7 +58,7 @@ class Box:
 
 
 def crop(content: bytes, choose: Callable[[int, int], Box], size: int) -> torch.Tensor:
-    """Decode an image, and return one box of it, scaled to (3, size, size) uint8.
+    """Decode an image, and return one box of the image, scaled to (3, size, size) uint8.
 
     `choose(height, width)` returns the box, given the size of the image. Raises UnreadableImage.
     """
@@ -70,9 +70,9 @@ def crop(content: bytes, choose: Callable[[int, int], Box], size: int) -> torch.
 def middle(content: bytes, size: int, share: float = TEST_CROP) -> torch.Tensor:
     """Decode an image, scale its shorter side to `size` / `share`, and return the center.
 
-    The result is (3, size, size) uint8. Like torchvision's Resize and CenterCrop, this always
-    decodes all pixels, because a test result must not depend on how images are decoded. Raises
-    UnreadableImage.
+    The result is (3, size, size) uint8. Like torchvision's Resize and CenterCrop, this function
+    always decodes all pixels, because a test result must not depend on how images are decoded.
+    Raises UnreadableImage.
     """
     pixels, _ = _decode(content, lambda height, width: Box(0, 0, height, width), None)
     height, width = pixels.shape[1:]

@@ -35,9 +35,9 @@ _MOST_EARLY_SIZES = 3
 sizes. For each of these, ranks may have micro-batches of two sizes, which makes 8 shapes.
 torch.compile gives up after 8 shapes.
 """
-# These errors are the fault of the machine, not of an image. EIO is not among them, because it may
-# be due to a single bad sector. An image with EIO counts as corrupt. If the whole mount is failing,
-# data.corrupt_limit ends the training.
+# These errors are the fault of the machine, not of an image. EIO is not included, because a single
+# bad sector may cause it. An image that causes EIO counts as corrupt. If the whole mount is
+# failing, data.corrupt_limit ends the training.
 _FILES, _MACHINE = (errno.EMFILE, errno.ENFILE), (errno.ESTALE, errno.ENOMEM)
 
 
@@ -55,7 +55,7 @@ class Encoded(Protocol):
     def identity(self) -> npt.NDArray[np.uint8]:
         """Return bytes that identify the image behind each number.
 
-        They do not depend on where the files are.
+        The bytes do not depend on where the files are.
         """
 
 

@@ -54,8 +54,8 @@ class Listing:
     def paths(self, root: Path) -> npt.NDArray[np.bytes_]:
         """Return the paths of all images.
 
-        They are in one array. If they were in a list, each worker would copy the list's memory when
-        it updates reference counts.
+        The paths are in one array. With a list, each worker would copy the list's memory when the
+        worker updates reference counts.
         """
         prefixes = [os.fsencode(root / os.fsdecode(folder)) + b"/" for folder in self.folders.tolist()]
         return np.char.add(np.repeat(np.array(prefixes), self.counts), self.names)
@@ -171,9 +171,10 @@ def _read_kept(path: Path, root: Path) -> Listing | None:
 def read_arrays(file: IO[bytes]) -> dict[str, npt.NDArray[Any]]:
     """Return the arrays in a numpy.savez file by name, if they have integers or strings.
 
-    numpy.load is not safe here. It would unpack compressed data of a thousand times the file's
-    size. It would also allocate the size that an array's header claims before it looks for the
-    content. Raises ValueError, KeyError, EOFError, NotImplementedError, zipfile.BadZipFile.
+    numpy.load is not safe for files that may be damaged or malicious. It would unpack compressed
+    data to a thousand times the file's size. It would also allocate the size that an array's header
+    claims before it looks for the content. Raises ValueError, KeyError, EOFError,
+    NotImplementedError, zipfile.BadZipFile.
     """
     with zipfile.ZipFile(file) as archive:
         parts = archive.infolist()

@@ -329,9 +329,10 @@ class OwnData(DataSet):
     def fingerprint(self) -> int:
         """Return a hash of the sizes, shapes and classes, and of part of the content.
 
-        If a set is a pair of tensors, the hash covers all targets and about a thousand inputs. If
-        it is a Dataset, the hash covers the result of its method `fingerprint`. If it has no such
-        method, the hash covers about 32 samples and its attribute `targets`.
+        If a set is a pair of tensors, the hash covers all targets and about a thousand inputs. If a
+        set is a Dataset, the hash covers the result of the Dataset's method `fingerprint`. If the
+        Dataset does not have this method, the hash covers about 32 samples and the attribute
+        `targets`.
         """
         parts: list[Any] = [
             repr((self.train_size, self.test_size, self.shape, self.classes, self.class_names)).encode()
@@ -367,7 +368,7 @@ _PARTS = ("input", "target")
 def _channels_first(pixels: torch.Tensor, first: int) -> torch.Tensor | None:
     """Return images with their channels at dimension `first`, or None if they are not images.
 
-    From that dimension on, images are (channels, height, width), (height, width, channels) or
+    From dimension `first` on, images are (channels, height, width), (height, width, channels) or
     (height, width), with 1, 3 or 4 channels.
     """
     shape = pixels.shape[first:]

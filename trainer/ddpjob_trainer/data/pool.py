@@ -175,9 +175,9 @@ def _stay_with_the_rank(_: int) -> None:
     """Make sure that only the rank stops this worker.
 
     torchrun's SIGTERM and Ctrl-C go to the rank's whole process group. If a worker ended because of
-    them, the rank would abort before it has saved, so the worker leaves that group. On Linux, the
-    kernel kills the worker once the rank is gone. Elsewhere, the worker checks every few seconds
-    whether the rank still runs.
+    these signals, the rank would abort before it has saved, so the worker leaves the group. On
+    Linux, the kernel kills the worker once the rank is gone. Elsewhere, the worker checks every few
+    seconds whether the rank still runs.
     """
     os.setpgid(0, 0)
     for signum in signal.sigpending() & _GROUP_SIGNALS:

@@ -91,9 +91,10 @@ def uniform(seed: int, epoch: int, samples: npt.NDArray[np.int64], streams: int)
 def uniform_for_all(seed: int, epoch: int, count: int, streams: int, device: torch.device) -> torch.Tensor:
     """Return the result of `uniform` for samples 0 to count - 1, computed on the device.
 
-    All bits are identical to those of `uniform`. On the device, this takes a handful of kernels.
-    The CPU would need milliseconds, and longer while a thread writes a checkpoint. The computation
-    uses int64, which wraps as uint64 does, because torch cannot shift uint64 on all devices.
+    All bits are identical to those of `uniform`. A device needs only a handful of kernels for the
+    computation. The CPU would need milliseconds, and longer while a thread writes a checkpoint. The
+    computation uses int64, which wraps as uint64 does, because torch cannot shift uint64 on all
+    devices.
     """
     golden = _signed(_GOLDEN)
     keys = _mix64_signed((torch.arange(count, device=device) + 1) * golden + derive(seed, epoch))

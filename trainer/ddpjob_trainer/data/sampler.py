@@ -379,9 +379,9 @@ class ElasticSampler:
             taken = order[start : start + self.batch]
             if self.repeats > 1:
                 # A micro-batch consists of consecutive numbers in this order. Move the versions of
-                # a sample apart, so that a micro-batch rarely has two of them. Otherwise, the
-                # micro-batch's statistics would come from fewer images, and mixup would pair
-                # versions of the same image.
+                # a sample apart, so that a micro-batch rarely has two of them. With two versions of
+                # an image, the micro-batch's statistics would come from fewer images, and mixup
+                # would pair versions of the same image.
                 taken = taken[torch.argsort(taken // self.size, stable=True)]
             samples: list[int] = taken.tolist()
             after = replace(before, consumed=start + len(samples))

@@ -61,9 +61,9 @@ CLASSES: dict[str, Callable[[Floats, Floats], Bools]] = {
     "angle": lambda u, v: _box(u + 0.6, v, 0.3, 0.9) | _box(u, v + 0.6, 0.9, 0.3),
     "two bars": lambda u, v: _box(u, np.abs(v) - 0.6, 0.95, 0.28),
 }
-"""The function for each class. It is given points (u, v) in a plane in which the shape lies within
-[-1, 1] squared, and returns whether each point is inside the shape. The mirror image of each shape
-is a rotated shape of the same class, so flips preserve labels.
+"""The function for each class. The function is given points (u, v) in a plane in which the shape
+lies within [-1, 1] squared, and returns whether each point is inside the shape. The mirror image of
+each shape is a rotated shape of the same class, so flips preserve labels.
 """
 
 

@@ -109,9 +109,9 @@ def translate_errors(url: str) -> Iterator[None]:
 def cached_index(url: str, folder: Path | None, remedy: str) -> Index:
     """Return the index of the shards at `url`. If there is no valid index, build it.
 
-    The index is kept in `folder` if that is given; otherwise next to the shards or, if their folder
-    is not writable, in the user's cache. Raises DataError, with `remedy` if the shards are at
-    fault.
+    If `folder` is given, the index is kept there. If `folder` is not given, the index is kept next
+    to the shards or, if their folder is not writable, in the user's cache. Raises DataError, with
+    `remedy` if the shards are at fault.
     """
     beside = f"{url}/{FILE}"
     files = file_system(url)

@@ -84,8 +84,8 @@ class ShardedImages:
 def _ranges(files: Any, paths: list[str], starts: list[int], ends: list[int]) -> Iterator[bytes]:
     """Yield the bytes from `starts` to `ends` of the files `paths`.
 
-    They are fetched concurrently if the file system supports it. If an attempt fails, the bytes are
-    fetched again. If the last attempt fails too, raises DataError.
+    The files are read concurrently if the file system supports that. If an attempt fails, the bytes
+    are fetched again. Raises DataError if the last attempt fails too.
     """
     found: list[Any] = files.cat_ranges(paths, starts, ends, on_error="return")
     for content, path, start, end in zip(found, paths, starts, ends, strict=True):
@@ -154,8 +154,8 @@ def _class_names(root: str, train: Index) -> list[str] | None:
 def class_names(content: bytes, where: str) -> list[str]:
     """Return the class names in the content of classes.txt.
 
-    Editors may add newlines at the end. They are ignored, because each of them would count as one
-    more class. Raises DataError for an empty line between two names.
+    Editors may add newlines at the end. Such newlines are ignored, because each of them would count
+    as one more class. Raises DataError for an empty line between two names.
     """
     text = os.fsdecode(content.removeprefix(codecs.BOM_UTF8)).rstrip("\r\n")
     # splitlines is not used, because it would also split names at characters such as form feeds.

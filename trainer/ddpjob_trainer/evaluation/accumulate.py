@@ -33,7 +33,8 @@ class Evaluation:
     accuracy: float | None
     """Share of samples whose highest score belongs to their class (top-1). If scores are equal, the
     first class counts as the highest. For optim.loss=bce with float targets, this is the share of
-    values whose probability is on the correct side of 0.5. For regression, it is None."""
+    values whose probability is on the correct side of 0.5. For regression, it is None.
+    """
     top5: float | None
     """Share of samples whose class is among the five highest scores."""
     mae: float | None
@@ -112,7 +113,8 @@ class ValueAccumulator:
         sums = [torch.zeros_like(loss)] * 5
         if labels.is_floating_point() and found.shape == truth.shape:
             if self._decisions:
-                # Training on an accelerator skips this check, because it would wait for the device.
+                # Training on an accelerator skips this check, because the check would wait for the
+                # device.
                 check_probabilities(labels)
                 guesses, positive = found > 0, truth > 0.5
                 right = (guesses == positive) & ~found.isnan()

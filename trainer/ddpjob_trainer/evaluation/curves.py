@@ -57,8 +57,8 @@ class Curves:
     """Precision-recall curves and average precisions, for each class and for all decisions.
 
     `average_precision` has a value for each class, `macro` is the mean over classes, and `micro` is
-    the average precision of all decisions pooled. `of_class` and `pooled` are the curves. They are
-    thinned for storage and drawing, and exist only on rank 0.
+    the average precision of all decisions pooled. `of_class` and `pooled` are the curves. The
+    curves are thinned for storage and drawing, and exist only on rank 0.
     """
 
     average_precision: list[float]

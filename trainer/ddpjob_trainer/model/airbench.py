@@ -12,9 +12,9 @@ follows.
 Example: a patch of 2x2 pixels in 3 colours has 12 values, hence 12 eigenvectors and 24 filters.
 
 The filters are a buffer, not a parameter, so every strategy keeps them fixed. Checkpoints contain
-them, so only a new run computes them. Rank 0 computes them from the first samples of epoch 0 and
-sends them to all ranks, so they do not depend on the number of ranks. `whiten` does the same for a
-`Whitening` that is the first layer of the user's own model.
+the filters, so only a new run computes them. Rank 0 computes the filters from the first samples of
+epoch 0 and sends them to all ranks, so the filters do not depend on the number of ranks. `whiten`
+does the same for a `Whitening` that is the first layer of the user's own model.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from ddpjob_trainer.errors import ConfigError
 
 _SAMPLES, _AT_ONCE = 5000, 100
 _RIDGE = 5e-4
-"""Number added to each eigenvalue of the patches' covariance. Without it, directions in which
-patches hardly vary would be amplified too much."""
+"""Number added to each eigenvalue of the patches' covariance. Without this number, directions in
+which patches hardly vary would be amplified too much.
+"""
 SMALLEST = 9
 """Minimum height and width of an image. The maps of a smaller image would become empty, because
 each of the three groups halves them."""

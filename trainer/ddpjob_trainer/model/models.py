@@ -32,8 +32,8 @@ def build_model(
 ) -> nn.Module:
     """Return the network that the configuration names, on `device`.
 
-    It takes images of `shape` (channels, height, width). Its initial weights depend only on `seed`.
-    Raises ConfigError.
+    The network takes images of `shape` (channels, height, width). The initial weights depend only
+    on `seed`. Raises ConfigError.
     """
     if config.channels_last is True and len(shape) != 3:
         raise ConfigError(
@@ -280,8 +280,8 @@ def check_image_size(config: ModelConfig, shape: tuple[int, ...], classes: int, 
 def explain_image_size(config: ModelConfig, shape: tuple[int, ...], classes: int, key: str) -> Iterator[None]:
     """Run a model's first forward pass inside this `with`.
 
-    If the pass fails, `check_image_size` finds out whether the image size is the cause. That check
-    takes time, so it does not run before a pass has failed.
+    If the pass fails, `check_image_size` finds out whether the image size is the cause. The check
+    takes time, so it runs only after a pass has failed.
     """
     try:
         yield

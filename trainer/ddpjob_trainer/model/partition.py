@@ -110,7 +110,8 @@ class Stage(nn.Module):
 
     def __init__(self, layers: list[Layer]) -> None:
         super().__init__()
-        # A plain list does not register the layers as modules. They are registered below, by name.
+        # A plain list does not register the layers as modules. The layers are registered below, by
+        # name.
         self._layers = [layer.module for layer in layers]
         for layer in layers:
             *path, last = layer.name.split(".")
@@ -129,7 +130,7 @@ class Stage(nn.Module):
 
 
 class MetaModel:
-    """A copy of the layers on the meta device, to find shapes and costs without computing."""
+    """Finds shapes and costs of layers without computing, with a copy on the meta device."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self._modules = [copy.deepcopy(layer.module).to("meta").eval() for layer in layers]

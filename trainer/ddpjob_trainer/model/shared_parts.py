@@ -131,8 +131,8 @@ class SharedParts:
         )
         if module.track_running_stats:
             # `moments` is the mean over the micro-batches of which this rank has a part, weighted
-            # by this rank's samples. If it is averaged over all ranks, again weighted by samples,
-            # the result is the mean over all micro-batches.
+            # by this rank's samples. If `moments` is averaged over all ranks, again weighted by
+            # samples, the result is the mean over all micro-batches.
             move_running(module, *moments)
         return outputs
 
@@ -154,8 +154,8 @@ class SharedParts:
         """Return each part's micro-batch size, and each part's fraction of this rank's samples.
 
         Their shapes are (parts, 1) and (parts,). Both tensors are kept on the device, because they
-        are the same in most steps. Sending them to the device for each layer would mean waiting for
-        it.
+        are the same in most steps. Sending the tensors to the device for each layer would mean
+        waiting for the device.
         """
         key = tuple((part.size, part.count) for part in self._parts)
         if key not in self._sizes:

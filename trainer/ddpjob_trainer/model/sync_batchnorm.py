@@ -21,8 +21,8 @@ def synchronize(model: nn.Module, device: torch.device) -> nn.Module:
     """Return the model with its batch normalizations replaced by synchronized ones.
 
     Their names and values are kept. On an accelerator, the replacements are torch's own layers; on
-    the CPU, they are this module's. Raises ConfigError if a batch normalization in the model does
-    more than normalize.
+    the CPU, the replacements are this module's layers. Raises ConfigError if a batch normalization
+    in the model does more than normalize.
     """
     for module in model.modules():
         plain = isinstance(module, nn.SyncBatchNorm) or type(module).forward is _BatchNorm.forward
@@ -71,8 +71,8 @@ class CpuSyncBatchNorm(_BatchNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalize (n, channels, ...) by the mean and variance of each channel.
 
-        In training, these cover the samples of all ranks, so all ranks must call this together. In
-        evaluation, they are the running statistics.
+        In training, the mean and variance cover the samples of all ranks, so all ranks must call
+        this together. In evaluation, the running statistics are used.
         """
         if not self.training or not dist.is_initialized() or dist.get_world_size() == 1:
             normalized: torch.Tensor = super().forward(input)

@@ -34,8 +34,9 @@ _OF_VALUES: dict[str, Each] = {
     "l1": lambda scores, targets: (scores - targets).abs(),
     "huber": _huber,
 }
-"""Losses that are computed for each value of a target. The loss of a sample is the mean over its
-values."""
+"""Losses that are computed for each value of a target. The loss of a sample is the mean over the
+sample's values.
+"""
 _NAMES = ("cross_entropy", *_OF_VALUES)
 
 
@@ -129,8 +130,8 @@ class Loss:
                 f" has {targets.shape[1]} values; set model.name to a model whose last layer has"
                 f" {targets.shape[1]} outputs"
             )
-        # The check reads the targets. On a device other than the CPU, reading them would mean
-        # waiting for the device.
+        # The check reads the targets. On a device other than the CPU, reading the targets would
+        # mean waiting for the device.
         if self.of_decisions and targets.device.type == "cpu":
             check_probabilities(targets)
         return _OF_VALUES[self.name](scores, targets).mean(1)

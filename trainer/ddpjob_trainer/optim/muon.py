@@ -12,8 +12,8 @@ Example: a convolution with 64 outputs, 24 inputs and a kernel of 3x3 is a matri
 Biases, normalization, and the matrices named in optim.muon_except are updated as SGD does.
 
 The iterations consist of matrix products, so a matrix must be whole on the rank that updates it
-(config/strategy_limits.py). Each rank computes them from the same gradients. Ranks with different
-kinds of devices would round differently, and their weights would drift apart.
+(config/strategy_limits.py). Each rank computes the products from the same gradients. Ranks with
+different kinds of devices would round differently, and their weights would drift apart.
 """
 
 from __future__ import annotations

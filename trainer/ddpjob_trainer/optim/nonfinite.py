@@ -78,7 +78,7 @@ class NonFiniteGuard:
     def record(
         self, step: int, samples: Sequence[int], losses: torch.Tensor, count: int, update: Update
     ) -> tuple[torch.Tensor, int | torch.Tensor]:
-        """Record whether step `step` was skipped. Return its losses and its number of samples.
+        """Record whether step `step` was skipped. Return the step's losses and number of samples.
 
         `losses` is the sum of this rank's losses over `samples`, its share of a global batch of
         `count` samples. If the step was skipped, both results are zero. If the outcome is not known

@@ -35,8 +35,8 @@ def load_named_optimizer_state(
     saved = {name: values for name, values in state["state"].items() if name not in frozen}
     if unknown := set(saved) - set(numbered):
         raise KeyError(f"the optimizer's state has {', '.join(sorted(unknown)[:3])}, which the model does not have")
-    # Saved learning rates, decays and so on are not used. They come from the configuration, which
-    # may have changed.
+    # Saved learning rates, decays and so on are not used. The configuration determines these
+    # values, and may have changed.
     groups, first = [], 0
     for group in optimizer.param_groups:
         groups.append({**group, "params": list(range(first, first + len(group["params"])))})

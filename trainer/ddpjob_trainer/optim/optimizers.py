@@ -163,7 +163,7 @@ def learning_rate(config: OptimConfig, at: Position) -> float:
         case ScheduleName.COSINE | ScheduleName.LINEAR:
             done = min(1.0, (at.consumed - warmup) / max(1.0, at.total - warmup))
             return config.lr * (1 - done) if config.schedule is ScheduleName.LINEAR else _cosine(config.lr, 0.0, done)
-        # The rate peaks at `top`, and it has reached its final value when the last step begins.
+        # The rate peaks at `top`, and has reached its final value when the last step begins.
         case ScheduleName.ONE_CYCLE:
             first, last = config.lr * config.start_factor, config.lr * config.end_factor
             top = config.rise * at.total - at.length

@@ -43,7 +43,7 @@ def check_own(name: str, rate: Callable[[int], float], steps: Sequence[int], gro
 
     `rate` returns the learning rate for a step, given the number of samples consumed before it.
     `steps` contains these numbers of samples for all steps. Raises ConfigError if a rate is
-    invalid, or if it differs in a second call or on a different rank. All ranks must call this
+    invalid, or if the rate differs between two calls or between ranks. All ranks must call this
     together.
     """
     checked = [*steps[:: max(1, len(steps) // _MOST_STEPS)], steps[-1]]

@@ -260,8 +260,8 @@ class Precision:
 class Autocasting(nn.Module):
     """Wraps a model so that each forward pass enters the autocast context.
 
-    It is meant for callers that run the model in their own threads, or that leave the autocast
-    context before they run it.
+    The wrapper is for callers that run the model in their own threads, or after they have left the
+    autocast context.
     """
 
     def __init__(self, model: nn.Module, precision: Precision) -> None:

@@ -113,8 +113,8 @@ class Callbacks:
     def metrics(self, name: str, sums: torch.Tensor, taken: Collection[str]) -> dict[str, float]:
         """Return the metrics that a callback computes from its sums.
 
-        Raises TrainingError if there are too many of them, or if one has a name that is in `taken`
-        or has another meaning.
+        Raises TrainingError if there are too many of them, or if a metric has a name that is in
+        `taken` or that has another meaning.
         """
         with explain(_KEY, name, "on_test_end", TrainingError):
             found = {str(key): float(value) for key, value in self._own[name].on_test_end(sums).items()}

@@ -86,8 +86,9 @@ def flops_per_sample(config: Config, shape: tuple[int, ...], classes: int, *, wh
 
     torch's counter counts a multiplication and an addition as two operations. Nothing is computed,
     because the model is created without values. If a user's own model needs values, the result is
-    0. This function must be called before the ranks have joined. A model that communicates with its
-    peers then gets an error instead of waiting for ranks that do not call this function.
+    0. This function must be called before the ranks have joined. In that case, a model that
+    communicates with its peers gets an error. After the ranks have joined, such a model would wait
+    for ranks that do not call this function.
     """
     from torch.utils.flop_counter import FlopCounterMode
 

@@ -14,8 +14,9 @@ from ddpjob_pod.metrics_log import METRICS
 from ddpjob_trainer.errors import TrainerError
 
 _OF_EVERY_JOB = ("run", "checkpoints", "")
-"""Names of folders that occur in every job. They do not distinguish runs, so they do not serve as
-titles."""
+"""Names of folders that occur in every job. Such names do not distinguish runs, so they are not
+used as titles.
+"""
 
 
 @dataclass

@@ -18,8 +18,8 @@ _ROWS = 40
 class Profile:
     """Profiles COUNT global steps, beginning with step START.
 
-    `steps` is (START, COUNT). If it is empty, nothing is profiled. In the step before START, the
-    profiler warms up.
+    `steps` is (START, COUNT). If `steps` is empty, nothing is profiled. In the step before START,
+    the profiler warms up.
     """
 
     def __init__(self, steps: tuple[int, ...], run_dir: Path, rank: int) -> None:

@@ -42,7 +42,7 @@ class ProgressClient(Outbox):
         return cls(job.coordinator, job.token) if job.coordinator else None
 
     def post(self, progress: dict[str, Any]) -> None:
-        """Send `progress` with the next post. It replaces progress that has not been posted yet."""
+        """Send `progress` with the next post, in place of progress that has not been posted."""
         with self._changed:
             self._newest = progress
             self._changed.notify()
@@ -50,8 +50,8 @@ class ProgressClient(Outbox):
     def post_copies(self, copies: dict[str, float]) -> None:
         """Send the state of the checkpoints' copies in the bucket.
 
-        This state is posted separately from progress, because it does not show that a step was
-        taken.
+        This state is posted separately from progress, because a change of the state does not mean
+        that a step was taken.
         """
         with self._changed:
             self._copies = copies
@@ -60,8 +60,8 @@ class ProgressClient(Outbox):
     def post_stragglers(self, stragglers: list[dict[str, float]]) -> None:
         """Send the stragglers after the next post of progress.
 
-        They are sent only if they have changed, or if the current coordinator does not have them
-        yet.
+        The stragglers are sent only if they have changed, or if the current coordinator does not
+        have them yet.
         """
         with self._changed:
             self._stragglers = stragglers

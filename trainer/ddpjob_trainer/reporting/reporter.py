@@ -153,8 +153,8 @@ class Reporter:
     ) -> None:
         """Report that an incarnation begins after `step` steps, with `left` steps remaining.
 
-        `warning` states why training is slow, if it is. `precision` is the dtype of computations,
-        and `notes` contains other useful facts. `step + left` becomes the total number of steps,
+        If training is slow, `warning` states why. `precision` is the dtype of computations, and
+        `notes` contains other useful facts. `step + left` becomes the total number of steps,
         because a restart with a different batch size may change the total. If the checkpoint has
         more complete epochs than are configured, the checkpoint's number becomes the total number
         of epochs.

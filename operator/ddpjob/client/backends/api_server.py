@@ -28,19 +28,20 @@ from ddpjob.client.backends.backend import Mistake, NoAnswer, NotKnown, Unreacha
 SECONDS = 30
 LARGEST_PAGE = 500
 LARGEST_ANSWER = 16 * 1024 * 1024
-"""Maximum size in bytes of a response that a dashboard in a cluster reads for its viewers. Twice as
-much is allowed for the list of a job's pods or events, because a thousand pods take about 20 MB."""
+"""Maximum size in bytes of a response that a dashboard in a cluster reads for its viewers. For the
+list of a job's pods or events, the maximum is twice as large, because a thousand pods take about 20
+MB."""
 LARGEST_PAGE_BYTES = 2 * 1024 * 1024
 """Maximum size in bytes of one page of a list that a dashboard in a cluster reads for its viewers.
 Only a page with a single object is allowed to be larger. The Python objects that are parsed from a
-page may take 30 times as much memory as its text."""
+page can take 30 times as much memory as the page's text."""
 _parsing = threading.Lock()
-"""Lock that a thread holds while it parses and shapes objects. Without it, the threads of many
-viewers could all have the same large object in memory at once."""
+"""Lock that a thread holds while it parses and shapes objects. Without this lock, the threads of
+many viewers could each parse the same large object at once, and fill the memory."""
 MERGE_PATCH = "application/merge-patch+json"
 _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPALIVE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-"""Socket options for TCP keepalive. They set times in seconds, and the maximum number of unanswered
-probes. On macOS, TCP_KEEPIDLE is called TCP_KEEPALIVE."""
+"""Socket options for TCP keepalive: times in seconds, and the maximum number of unanswered probes.
+On macOS, TCP_KEEPIDLE is called TCP_KEEPALIVE."""
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _USER_AGENT = "ddpjob"
 """The User-Agent header. If a user creates or changes an object, the API server adds this name to
@@ -83,7 +84,7 @@ class ApiServer:
     def open(cls, kubeconfig: str | None = None, context: str | None = None) -> ApiServer:
         """Connect as kubectl would.
 
-        The kubeconfig is $KUBECONFIG or ~/.kube/config. If there is none inside a pod, the pod's
+        The kubeconfig is $KUBECONFIG or ~/.kube/config. In a pod without a kubeconfig, the pod's
         service account is used.
         """
         from kubernetes import client, config
@@ -139,9 +140,9 @@ class ApiServer:
     def optional(self, path: str, absent: Collection[int] = (403, 404)) -> Json | None:
         """Return the JSON response to a GET request.
 
-        Return None if the response has an HTTP status in `absent`. The default contains the
-        statuses of an object that does not exist, and of an object that the user is not permitted
-        to read.
+        If the response has an HTTP status in `absent`, return None. By default, `absent` contains
+        the status for an object that does not exist, and the status for an object that the user is
+        not permitted to read.
         """
         try:
             return self.request("GET", path)
@@ -168,9 +169,9 @@ class ApiServer:
     ) -> tuple[list[Json], str]:
         """Return the items of a collection, and the collection's resourceVersion.
 
-        The collection is read in pages. If its objects are large, a page contains fewer of them.
-        `of_a_job` means that the collection belongs to one job. In that case, the collection's
-        total size is limited too, if `largest_answer` is set, because the job's owner can make the
+        The collection is read in pages. If the objects are large, a page contains fewer objects.
+        `of_a_job` means that the collection belongs to one job. In that case, the total size of the
+        collection is limited to twice `largest_answer`, because the job's owner can make the
         collection arbitrarily large. `shape` is called with each item of a page before the next
         page is read, and returns the part of the item to keep.
         """
@@ -256,7 +257,7 @@ class ApiServer:
 
     @contextmanager
     def _answering(self) -> Iterator[None]:
-        """Raise NoAnswer if the code in this `with` gets no response, or only a part of one."""
+        """Raise NoAnswer if the code in this `with` gets no response or an incomplete one."""
         import urllib3
         from kubernetes.client import ApiException  # The client raises ApiException for TLS errors.
 
@@ -291,7 +292,7 @@ class ApiServer:
 class BearerServer(ApiServer):
     """One API server, accessed only with a viewer's bearer token.
 
-    It uses neither a kubeconfig nor this process's service account. `ca` is a file with the
+    Neither a kubeconfig nor this process's service account is used. `ca` is a file with the
     certificates of the trusted authorities.
     """
 
@@ -341,10 +342,11 @@ class BearerServer(ApiServer):
         return SimpleNamespace(response=response, status=response.status, read=partial(self._read, response, path))
 
     def _read(self, response: Any, path: str, most: int | None = None) -> bytes:
-        """Return the text of a response. Raises AnswerTooLarge if it has more than `most` bytes.
+        """Return the text of a response.
 
-        The size is limited because many viewers share this process, and any of them may open an
-        object that was made huge on purpose.
+        Raises AnswerTooLarge if the response has more than `most` bytes. The size is limited
+        because many viewers share this process, and each viewer can open an object that somebody
+        has made huge on purpose.
         """
         most = LARGEST_ANSWER if most is None else most
         text: bytes = response.read(most + 1, decode_content=True)
@@ -382,8 +384,8 @@ _OF_TLS = re.compile(r"\[SSL: \w+\] ")
 def _innermost_reason(error: BaseException) -> str:
     """Return the text of the error that originally caused `error`.
 
-    urllib3 wraps the original error in several others. If it is a TLS error, the official client
-    wraps it once more.
+    urllib3 wraps the original error in several other errors. If the original error is a TLS error,
+    the official client adds one more wrapper.
     """
     wrapped = error.__context__ if getattr(error, "status", None) == 0 else None
     text = _OF_TLS.sub("", str(wrapped or getattr(error, "reason", None) or error))

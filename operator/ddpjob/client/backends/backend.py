@@ -20,7 +20,8 @@ LINE_BYTES = 1 << 20
 
 SILENCE_SECONDS = 15.0
 """If a log is followed until `LogOptions.stop` is set, its connection is closed and opened again
-whenever it has been silent for this many seconds. Only then, or after a line, is `stop` checked."""
+whenever it has been silent for this many seconds. `stop` is checked only at such a reconnection and
+after each line."""
 
 METRICS = "run/metrics.jsonl"
 """File with the training metrics, in the job's checkpoint folder."""
@@ -86,7 +87,7 @@ class OutagePatience:
         self._since = None
 
     def tolerate(self, mistake: Mistake) -> None:
-        """Raise the mistake if it is not temporary, or if the outage has lasted too long."""
+        """Raise a mistake that is not temporary, or any mistake if the outage lasts too long."""
         now = time.monotonic()
         self._since = now if self._since is None else self._since
         if not mistake.passing or now - self._since > OUTAGE_SECONDS:
@@ -175,12 +176,12 @@ class Backend(Protocol):
     local: bool
     """Whether jobs run on this machine, with its files and its Python."""
     notes: list[str]
-    """Notes for the user. They say which jobs the last list omits, and why `changes` currently gets
-    no response."""
+    """Notes for the user, about jobs that the last list omits and about the reason why `changes`
+    currently gets no response."""
     whole: bool
     """Whether `jobs` and `changes` include the large fields of specs that the operator refuses as
-    too large. False by default, because these fields may take a hundred times as much memory as all
-    other jobs."""
+    too large. The default is False, because these fields can take a hundred times as much memory as
+    all other jobs."""
 
     @property
     def where(self) -> str:
@@ -198,9 +199,9 @@ class Backend(Protocol):
         """Yield the current jobs, and then each change, as pairs (object, whether it was deleted).
 
         Stop after `seconds`; None means never. `known` are the jobs that the caller already has. If
-        some of them no longer exist, they are yielded first, as deleted. The object of a deleted
-        job may contain only the job's name and namespace, because callers keep the other fields
-        that they need.
+        some of the known jobs no longer exist, these jobs are yielded first, as deleted. A deleted
+        job's object can lack everything except the job's name and namespace, because callers keep
+        the other fields that they need.
 
         Raises NoSuchJob if job `name` does not exist or is deleted.
         """

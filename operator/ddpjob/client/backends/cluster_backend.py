@@ -109,9 +109,9 @@ class ClusterBackend:
         None.
 
         `plural` is `ddpjobs` or a resource of the core API, such as `pods`. Raises Mistake if
-        `name` is not a valid object name. In particular, a name may be empty because a shell
-        variable was not set. It would turn a request to delete one job into a request to delete all
-        jobs.
+        `name` is not a valid object name. In particular, a name can be empty because a shell
+        variable was not set. An empty name would turn a request to delete one job into a request to
+        delete all jobs.
         """
         if name is not None and (name in ("", ".", "..") or "/" in name or "%" in name):
             raise Mistake(f"{name!r} is not a valid object name")
@@ -146,7 +146,8 @@ class ClusterBackend:
     def _explaining(self, name: str | None = None) -> Iterator[None]:
         """Replace an ApiRefusal raised in this `with` with a Mistake that names the actual reason.
 
-        For example, a 404 may mean that the job does not exist, or that the cluster lacks the CRD.
+        For example, a 404 means either that the job does not exist, or that the cluster lacks the
+        CRD.
         """
         try:
             yield
@@ -249,7 +250,7 @@ class ClusterBackend:
             try:
                 view = read_pod(body)
             except (KeyError, ValueError):
-                continue  # An unrelated pod may have the job's label.
+                continue  # An unrelated pod can have the job's label.
             lines.append(_pod_line(view, [c["name"] for c in body["spec"]["containers"]]))
         lines.sort(key=lambda pod: (-1 if pod.index is None else pod.index, str(pod.created), pod.name))
         prepared = [at for at, line in enumerate(lines) if line.state in _PREPARED and not line.message]
@@ -261,9 +262,9 @@ class ClusterBackend:
         """Return the pods of the current job `name`, without the pods of a deleted job with this
         name.
 
-        A deleted job's pods exist until they have terminated. A new job with the same name may have
-        pods at the same time. If the current job does not exist, or the user is not permitted to
-        read it, all pods are returned.
+        A deleted job's pods exist until they have terminated. A new job with the same name can have
+        pods at the same time. If the current job does not exist, or if the user is not permitted to
+        read this job, all pods are returned.
         """
         uids = {pod["metadata"]["labels"].get(LABEL_UID) for pod in pods}
         if len(uids) < 2 and not any("deletionTimestamp" in pod["metadata"] for pod in pods):
@@ -275,8 +276,8 @@ class ClusterBackend:
     def _last_warning(self, pod: str) -> str:
         """Return a pod's last warning event as text.
 
-        Volume and network faults appear only in events. The text is empty if there are no warnings,
-        or if the user is not permitted to read events.
+        Volume and network faults appear only in events. If there are no warnings, or if the user is
+        not permitted to read events, the text is empty.
         """
         try:
             found = self._events(f"involvedObject.kind=Pod,involvedObject.name={pod},type=Warning")
@@ -306,7 +307,7 @@ class ClusterBackend:
         return sorted(found, key=lambda event: str(event.time))
 
     def log(self, pod: PodLine, options: LogOptions) -> Iterator[bytes]:
-        # Choose the container by its name. The pod's first container may be a sidecar that an
+        # Choose the container by its name. The pod's first container can be a sidecar that an
         # admission webhook has inserted.
         own = (name for name in (TRAINER_CONTAINER, COORDINATOR_CONTAINER) if name in pod.containers)
         container = next(own, next(iter(pod.containers), ""))
@@ -344,9 +345,10 @@ class ClusterBackend:
                 if not options.follow:
                     raise
                 if options.stop is None:
-                    # Give up if the failures last too long. A caller that has set `options.stop`
-                    # decides this itself: its requests time out after a short silence, and a
-                    # failure may only mean that the pod has written nothing.
+                    # Give up if the failures last too long, unless the caller has set
+                    # `options.stop` and decides by itself. Such a caller's requests time out after
+                    # a short silence, so a failure can simply mean that the pod has written
+                    # nothing.
                     patience.tolerate(failure)
             if options.stopped:
                 return
@@ -363,9 +365,9 @@ class ClusterBackend:
     def kept_logs(self, name: str) -> KeptLogs:
         """Return the logs kept in the job's bucket, or on the volume that its running pods mount.
 
-        All pods usually mount the same volume, so the first pod that can be read is enough. With a
-        hostPath that is not shared, a pod sees only the logs on its own Kubernetes node, so the
-        logs of the first few pods are combined.
+        All pods usually mount the same volume, so the logs from the first readable pod are enough.
+        With a hostPath that is not shared, a pod sees only the logs on its own Kubernetes node. In
+        this case, the logs from the first few pods are combined.
         """
         body = self.job(name)
         uid, spec = body["metadata"]["uid"], body["spec"]
@@ -401,8 +403,8 @@ class ClusterBackend:
     def metrics(self, name: str) -> str:
         """Return the end of metrics.jsonl from one of the first few running pods.
 
-        Several pods are tried. If they do not share a checkpoint folder, only rank 0's pod has the
-        file.
+        If the pods do not share a checkpoint folder, only rank 0's pod has the file. Several pods
+        are therefore tried.
         """
         running = self._running_pods(name)  # Nodes come first, because spares have not trained.
         pods = running[:_METRICS_PODS]
@@ -430,7 +432,7 @@ class ClusterBackend:
         except (KeyError, ValueError):
             return True
         except Mistake:
-            return False  # If there is a problem, the next request for the log will report it.
+            return False  # The next request for the log reports any problem.
 
     # --- acting, as the user
 
@@ -441,8 +443,8 @@ class ClusterBackend:
     def create(self, manifests: list[Json]) -> str:
         """Create a job and its ConfigMaps, and return the job's name.
 
-        The last manifest is the job. It is created first, so that the ConfigMaps can refer to it as
-        their owner.
+        The last manifest is the job. The job is created first, so that the ConfigMaps can name it
+        as their owner.
         """
         *needed, job = manifests
         with self._explaining():
@@ -472,8 +474,8 @@ class ClusterBackend:
     def _create_map(self, body: Json) -> None:
         """Create a ConfigMap whose name contains a digest of its content.
 
-        A ConfigMap with the same name and content may still exist, because it belongs to a deleted
-        job. In that case, wait until it is gone.
+        If a deleted job's ConfigMap with the same name and content still exists, wait until that
+        ConfigMap is gone.
         """
         end = time.monotonic() + _LEAVING_SECONDS
         while True:
@@ -549,9 +551,9 @@ def _output(sock: Any, pod: str) -> str:
     """Return the output of a command in a pod.
 
     Read until the command exits, for at most _EXEC_SECONDS. Raises Mistake if the output is too
-    large. The python3 in a job's image may be any program, and may print without end. Each frame is
-    therefore counted as it arrives. WSClient.update is not used, because it would store everything
-    that the pod sends.
+    large. The python3 in a job's image can be any program, and can print without end. The size of
+    each frame is therefore counted when the frame arrives. WSClient.update is not used, because it
+    would store everything that the pod sends.
     """
     from websocket import ABNF, WebSocketConnectionClosedException, WebSocketTimeoutException
 
@@ -580,8 +582,9 @@ def _output(sock: Any, pod: str) -> str:
 def _refusal(said: str) -> str:
     """Return the API server's message from an error of websocket-client.
 
-    websocket-client puts its own message about the failed handshake in front. If the rest of the
-    error is not a message from the API server, the part about the handshake is returned.
+    websocket-client puts its own message about the failed handshake before the API server's
+    message. If the rest of the error is not a message from the API server, websocket-client's own
+    message is returned.
     """
     between = " -+-+- "
     handshake, _, rest = said.partition(between)
@@ -599,7 +602,7 @@ def _lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
     for piece in pieces:
         *whole, rest = (rest + piece).split(b"\n")
         yield from (line + b"\n" for line in whole)
-        # Bound the memory for a very long line, but keep so much of it that the reader can see that
+        # Bound the memory for a very long line, but keep enough of the line to show the reader that
         # it is longer than LINE_BYTES.
         rest = rest[: LINE_BYTES + 64]
     if rest:
@@ -609,20 +612,21 @@ def _lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
 class _ReadPosition:
     """The position up to which a log has been read.
 
-    A timestamp alone does not identify a line. Several lines may have the same timestamp, and the
-    timestamps of later lines may be earlier if the host's clock was set back.
+    A timestamp alone does not identify a line. Several lines can have the same timestamp. If the
+    host's clock was set back, later lines have earlier timestamps.
     """
 
     def __init__(self) -> None:
         self.stamp, self._lines, self._skip = b"", 0, 0
-        """The timestamp of the last line, the number of lines that share it, and how many of those
-        are still to be skipped."""
+        """The timestamp of the last line, the number of lines with this timestamp, and the number
+        of these lines that are still to be skipped."""
         self._skipping = False
 
     def again(self) -> None:
-        """Prepare for a new connection. It repeats lines, beginning at the time `stamp` or earlier.
+        """Prepare for a new connection, which repeats lines.
 
-        After this, `is_new` returns False for the lines that have already been read.
+        The repeated lines begin at the time `stamp` or earlier. After this call, `is_new` returns
+        False for the lines that have already been read.
         """
         self._skipping, self._skip = bool(self.stamp), self._lines
 
@@ -643,15 +647,18 @@ class _ReadPosition:
 def _order(stamp: bytes) -> tuple[bytes, bytes]:
     """Return a sort key for the timestamp of a log line.
 
-    The fraction of a second is written without trailing zeros, so the timestamps themselves,
-    compared as strings, would be in the wrong order.
+    The timestamps themselves would sort wrongly as strings, because their fractions of a second
+    have no trailing zeros.
     """
     whole, _, fraction = stamp.removesuffix(b"Z").partition(b".")
     return whole, fraction.ljust(9, b"0")
 
 
 def _names_object(refusal: ApiRefusal) -> bool:
-    """Whether a 404 means that one object does not exist, and not that its kind is unknown."""
+    """Whether a 404 means that an object does not exist.
+
+    A 404 can also mean that the kind of object is unknown.
+    """
     return re.search(r'"[^"]+" not found', str(refusal)) is not None
 
 
@@ -661,7 +668,7 @@ def _typed(job: Json) -> Json:
 
 
 def _versioned(job: Json) -> Json:
-    """Reduce a job to the metadata that identifies it and shows whether it has changed."""
+    """Reduce a job to the metadata for its identity and for detecting changes."""
     return {"metadata": {part: job["metadata"].get(part, "") for part in ("namespace", "name", "resourceVersion")}}
 
 
@@ -687,8 +694,8 @@ def _pod_line(view: PodView, containers: list[str]) -> PodLine:
     elif view.phase == "Pending" and view.host:
         state = view.main.waiting_reason or "ContainerCreating"
     elif failed := {name: c.exit_code for name, c in view.containers.items() if c.exit_code}:
-        # A container other than the main one has failed. kubectl shows such a pod as 1/2 and Error,
-        # although its main program is still running.
+        # A container other than the main container has failed. kubectl shows such a pod as 1/2 and
+        # Error, although its main program is still running.
         message = message or ", ".join(f"container {name} ended with exit code {code}" for name, code in failed.items())
     index = None if view.role is Role.COORDINATOR else view.index
     return PodLine(

@@ -1,10 +1,10 @@
 """Reads the logs that deleted pods left next to their checkpoints. The logs may be in a folder, a
 pod or a bucket.
 
-The launcher keeps the end of each log (`launcher/keep_log.py`). The job decides on the names and
-the contents of these files, so it cannot be trusted: sizes are bounded, links are not followed, and
-other files are ignored. A claim can only be read by a pod that mounts it, so `list_files` and
-`read_file` are also sent to a pod of the job, and run there.
+The launcher keeps the end of each log (`launcher/keep_log.py`). The job chooses the names and the
+contents of these files, so the files cannot be trusted. Therefore sizes are bounded, links are not
+followed, and other files are ignored. Only a pod that mounts a claim can read the claim, so
+`list_files` and `read_file` are also sent to a pod of the job, and run there.
 
 Why: docs/decisions/0031.
 """
@@ -49,7 +49,7 @@ def list_files(path: str, most: int) -> list[tuple[str, int]]:
             try:
                 if entry.is_file(follow_symlinks=False):
                     found.append((entry.name, entry.stat(follow_symlinks=False).st_size))
-            except OSError:  # The file has been removed since it was listed.
+            except OSError:  # The file has been removed since the folder was listed.
                 continue
     os.close(folder)
     return found
@@ -105,8 +105,9 @@ class KeptLogs:
         return [found[key] for key in sorted(found)]
 
     def joined(self, more: KeptLogs) -> KeptLogs:
-        """Return the logs of this object and of `more`. If both have a log, it is read from this
-        one.
+        """Return the logs of this object and of `more`.
+
+        If both have the log of a pod, the log is read from this object.
         """
 
         def read(name: str) -> bytes:
@@ -163,7 +164,7 @@ def in_pod(run: Callable[[str], str], job: str, uid: str) -> KeptLogs:
 def parse_listing(text: str) -> dict[str, int]:
     """Return the sizes of kept logs by name, from the output of `list_files` in a pod.
 
-    The pod may print anything, so everything that is not a kept log is ignored.
+    The pod can print anything, so everything that is not a kept log is ignored.
     """
     try:
         rows = json.loads(text)

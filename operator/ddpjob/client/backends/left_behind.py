@@ -1,6 +1,6 @@
 """Reads the record of rounds that a job left in its checkpoint folder.
 
-Any line of the record may be cut off or hostile.
+Any line of the record can be incomplete or hostile.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from ddpjob.core.status.repeated import count_steps, describe_repeats
 from ddpjob.core.status.shown_progress import duration, show_progress
 
 _BYTES = 8 << 20
-"""Maximum number of bytes that are read from the end of the record. This is the whole record,
-because the runtime keeps at most two files of 4 MiB each."""
+"""Maximum number of bytes that are read from the end of the record. The whole record fits, because
+the runtime keeps at most two files of 4 MiB each."""
 _SHOWN = 200
 """Maximum number of rounds shown; older ones are omitted."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line in the record. It describes the start of a round or the end of the job.
+    """A line in the record, which describes the start of a round or the end of the job.
 
     `incidents` are the breaks since the previous line.
     """
@@ -56,7 +56,7 @@ class Line:
     progress: Json
     start: Json = field(default_factory=dict)
     """The point from which the round continued training, in the form that `protocol.read_start`
-    returns. It is empty if it was not recorded."""
+    returns. If the point was not recorded, the value is empty."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,10 @@ class LeftBehind:
 
     @property
     def reported(self) -> Line:
-        """The newest line with progress, or the last line if none has progress.
+        """The newest line with progress, or the last line if no line has progress.
 
-        The last line may not contain any progress, because a new coordinator does not know the
-        progress until the script reports again.
+        The last line can lack progress, because a new coordinator does not know the progress until
+        the script reports again.
         """
         return next((line for line in reversed(self.lines) if line.progress), self.lines[-1])
 
@@ -131,7 +131,8 @@ def _add_start(found: list[tuple[tuple[str, str, str], Line]], job: tuple[str, s
 def _place(folder: Path) -> Path:
     """Return the folder that the job wrote to.
 
-    This is `folder` itself or, in a folder of `ddpjob run`, its checkpoint folder.
+    If `folder` is a folder of `ddpjob run`, the result is its checkpoint folder. If not, the result
+    is `folder` itself.
     """
     names = (ROUNDS_FILE, f"{ROUNDS_FILE}.1", METRICS)
     inside = folder / "checkpoints"
@@ -153,7 +154,7 @@ def _end_of(path: Path) -> str:
 def _read(row: Any) -> tuple[tuple[str, str, str], Line]:
     """Return the identity (name, namespace, uid) of a line's job, and the line itself.
 
-    If the line has a `start`, it adds this to an earlier line about the same round. Raises
+    If the line has a `start`, this `start` describes the round of an earlier line. Raises
     ValueError if `row` is not a line in the record.
     """
     if not isinstance(row, dict) or row.get("event") not in ("round", "end", START):
@@ -188,7 +189,7 @@ def describe_left_behind(found: LeftBehind) -> Iterator[str]:
     """Yield lines about the job, its last progress and its rounds.
 
     Rounds are listed in the order in which they began. The breaks that ended a round are listed
-    between this round and the next one.
+    between this round and the next round.
     """
     lines = found.lines
     yield f"Job:       {found.namespace}/{found.name}" if found.namespace else f"Job:       {found.name}"
@@ -240,7 +241,7 @@ def _progress(line: Line) -> str:
 def _start(line: Line) -> Iterator[str]:
     """Yield a line about the step from which a round continued after a restart.
 
-    The line also says how much work was repeated. Nothing is yielded if this was not recorded.
+    The line also says how much work was repeated. If the step was not recorded, nothing is yielded.
     """
     if line.start and line.incidents:
         again = describe_repeats(line.start["source"], count_steps(line.start))

@@ -39,7 +39,8 @@ _READ_ONLY = "a job that is shown from its checkpoint folder cannot be changed"
 
 
 class PastJobs:
-    """Implements `Backend` for a checkpoint folder, or for a folder that contains several of them.
+    """Implements `Backend` for a checkpoint folder, or for a folder that contains several
+    checkpoint folders.
 
     Raises Mistake if the folder does not exist, cannot be read, or does not contain any records.
     """
@@ -93,8 +94,8 @@ class PastJobs:
     def _read_again(self, folder: Path) -> tuple[tuple[float, ...], LeftBehind]:
         """Return a folder's stamp and its record. Raises Mistake.
 
-        The record is read again only if the stamp has changed. It is returned without its metrics,
-        because the metrics of many jobs would fill the memory.
+        The record is read again only if the stamp has changed. The record is returned without its
+        metrics, because the metrics of many jobs would fill the memory.
         """
         known, stamp = self._known.get(folder), _stamp(folder)
         if known is not None and known[0] == stamp:
@@ -104,7 +105,7 @@ class PastJobs:
     def _folders(self) -> list[Path]:
         """Return the checkpoint folders to read.
 
-        This is the backend's folder itself, if a job has used it. Otherwise, it is the list of
+        If a job has used the backend's folder itself, return only this folder. If not, return the
         subfolders that jobs have used, the newest first.
         """
         if _stamp(self._root) or not self._root.is_dir():
@@ -129,7 +130,7 @@ class PastJobs:
     ) -> Iterator[tuple[Json, bool]]:
         """Yield changes as `Backend` defines them.
 
-        Even these jobs may change, because a job that is still training writes to its folder.
+        Even past jobs can change, because a job that is still training writes to its folder.
         """
         return poll_changes(self.jobs, name, f"no job {name} in {self._root}", _LOOK_SECONDS, seconds, known)
 
@@ -167,8 +168,8 @@ class PastJobs:
 def _stamp(folder: Path) -> tuple[float, ...]:
     """Return the modification times and the sizes of the files that a job wrote to its folder.
 
-    The newest time comes first, so that folders can be sorted by their stamps. The result is empty
-    if the folder has no such files.
+    The newest time comes first, so that folders can be sorted by their stamps. If the folder has no
+    such files, the result is empty.
     """
     times, sizes = list[float](), list[float]()
     for place in (folder, folder / "checkpoints"):
@@ -246,8 +247,8 @@ def _restarts(lines: tuple[Line, ...]) -> Iterator[Json]:
 def _repeated(start: Json) -> Json:
     """Return the fields of a restart that describe the repeated work.
 
-    `start` is the record of how the round after the restart began. If it is empty, the repeated
-    work is unknown.
+    `start` is the record of how the round after the restart began. If `start` is empty, the
+    repeated work is unknown.
     """
     found: Json = {"continuedFrom": start.get("source", UNKNOWN), "repeatedSteps": count_steps(start)}
     found |= {"repeatedSeconds": start.get("seconds")}

@@ -42,11 +42,11 @@ from ddpjob.local.pod import UID_VARIABLE
 from ddpjob.local.record import RequestRefused, ask, holds, read_record, runner, write_atomically
 
 STOP_MARGIN = 15.0
-"""Number of seconds that `stop` waits for the runner in addition to the pods' grace period."""
+"""Number of seconds for which `stop` waits for the runner after the pods' grace period."""
 _POLL = 0.3
 _STARTED_SECONDS = 120.0
-"""Number of seconds within which a new `ddpjob run` must have written its record. Starting Python
-may take half a minute on a very busy machine."""
+"""Number of seconds within which a new `ddpjob run` must have written its record. On a very busy
+machine, starting Python can take half a minute."""
 _STOPPED = "the job's `ddpjob run` was stopped; run the job again to resume"
 """If a job was interrupted, this text replaces the message of its Suspended condition. The usual
 message suggests setting runPolicy.suspend to false, which is impossible without a running `ddpjob
@@ -56,8 +56,8 @@ run`."""
 def has_jobs() -> bool:
     """Whether the folder of runs contains a job.
 
-    The name of the file status.json is not enough to decide this, because other tools may use the
-    same name.
+    The mere existence of a file status.json does not prove this, because other tools can use the
+    same file name.
     """
     return any(_is_record(JobFolder(file.parent)) for file in runs_folder().glob("*/status.json"))
 
@@ -100,8 +100,8 @@ class ProcessBackend:
         """Messages about status.json files that are not records of jobs."""
         self.whole = True  # Large fields are not left out, because the files belong to this user.
         self._known: dict[Path, _Known] = {}
-        """The records that the last call to `jobs` read. They are kept so that a program that
-        follows 1,000 jobs reads only the records that have changed."""
+        """The records that the last call to `jobs` read. Because these records are kept, a program
+        that follows 1,000 jobs reads only the records that have changed."""
 
     @property
     def where(self) -> str:
@@ -178,7 +178,8 @@ class ProcessBackend:
         path = folder.run((_record(folder) or {})["local"]["run"]).events
         found = []
         for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-            # Ignore an incomplete line. The disk was full, or the run was killed while writing it.
+            # Ignore an incomplete line. Either the disk was full, or the run was killed while it
+            # was writing the line.
             with suppress(ValueError):
                 event = json.loads(line)
                 found.append(Happened(parse_time(event["time"]), event["warning"], event["reason"], event["message"]))
@@ -272,8 +273,9 @@ class ProcessBackend:
     def create(self, manifests: list[Json], *, fresh: bool = False) -> str:
         """Start `ddpjob run` in the background.
 
-        The last manifest is the job. The contents of the ConfigMaps before it are written as files
-        into the folder `code` in the job's folder. With `fresh`, the job starts from scratch.
+        The last manifest is the job. The other manifests are ConfigMaps, whose contents are written
+        as files into the folder `code` in the job's folder. With `fresh`, the job starts from
+        scratch.
         """
         *code, job = manifests
         # with_defaults completes a generateName.
@@ -284,7 +286,7 @@ class ProcessBackend:
         with (folder.path / "submit.lock").open("w") as lock:
             # If another process submits the same job, it waits here until this submission is
             # complete, and then finds that the job is already running. If the file system has no
-            # locks, `ddpjob run` reports this.
+            # locks, `ddpjob run` reports the missing locks.
             with suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_EX)
             self._start(folder, code, job, fresh=fresh)
@@ -303,7 +305,7 @@ class ProcessBackend:
         with output.open("wb") as log:
             run = subprocess.Popen(
                 # -P prevents imports from the current folder, which contains the job's own files.
-                # The command `ddpjob` does not import from it either.
+                # The command `ddpjob` does not import from the current folder either.
                 [sys.executable, "-P", "-m", "ddpjob.cli", "run", str(manifest), *(["--fresh"] if fresh else [])],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
@@ -314,7 +316,7 @@ class ProcessBackend:
                     output.read_text(errors="replace").strip() or f"`ddpjob run` exited with code {run.returncode}"
                 )
             if time.monotonic() > deadline:
-                run.kill()  # Otherwise, the job might start after its submission has been reported as failed.
+                run.kill()  # The job must not start after its submission was reported as failed.
                 run.wait()
                 raise Mistake(
                     f"`ddpjob run` was killed, because it recorded no job within {_STARTED_SECONDS:g} s; see its "
@@ -331,8 +333,8 @@ class ProcessBackend:
     def delete(self, name: str) -> None:
         """Stop the job and remove its record and logs.
 
-        Training data is kept. Checkpoints are kept too, including those that --fresh has set aside.
-        They are deleted only if all runs that used them had whenDeleted: Delete.
+        Training data is kept. Checkpoints are also kept, including checkpoints that --fresh has set
+        aside, unless all runs that used them had whenDeleted: Delete.
         """
         self.stop(name, now=True)
         folder = self.folder(name)
@@ -380,8 +382,8 @@ class ProcessBackend:
     def stop(self, name: str, *, now: bool = False) -> bool:
         """Stop the job's runner and all of the job's processes. Return whether the job was running.
 
-        The runner gets SIGTERM, and has time to stop its pods gracefully unless `now` is true. If
-        it does not exit, it gets SIGKILL. All remaining processes of the job are killed after that.
+        The runner gets SIGTERM and, unless `now` is true, time to stop its pods gracefully. If the
+        runner does not exit, it gets SIGKILL. Then all remaining processes of the job are killed.
         Raises Mistake if the runner cannot be stopped from here, or if processes remain.
         """
         folder = self.folder(name)
@@ -441,8 +443,8 @@ def _empty(folder: Path, kept: Collection[Path] = (), last: Path | None = None) 
 def _last_lines(log: BinaryIO, lines: int) -> bytes:
     """Return the last `lines` lines of a log, and leave the log positioned at its end.
 
-    The log may be larger than memory. Once METRICS_BYTES have been read, reading therefore stops,
-    even if they contain fewer lines.
+    The log can be larger than memory. Reading therefore stops after METRICS_BYTES, even if fewer
+    lines have been found.
     """
     end = log.seek(0, os.SEEK_END)
     text, begin = b"", end
@@ -463,10 +465,11 @@ def _is_record(folder: JobFolder) -> bool:
 
 
 def _read_again(folder: JobFolder, known: _Known | None) -> _Known | None:
-    """Return a job's record, or None if there is no record. Read its file only if it has changed.
+    """Return a job's record, or None if there is no record.
 
-    `known` is the result of the previous call. A record is always replaced as a whole, so every
-    change shows in the inode, the modification time or the size of its file.
+    The file of the record is read only if the file has changed. `known` is the result of the
+    previous call. A record is always replaced as a whole, so every change shows in the inode, the
+    modification time or the size of its file.
     """
     try:
         now = folder.status.stat()
@@ -497,7 +500,7 @@ def _object(folder: JobFolder, record: Json, ended: bool) -> Json:
     if interrupted:
         job["status"] = _interrupted(record.get("status") or {})
         with suppress(OSError):
-            # Use the time of the record's last change as the end. Without a time, the job would
+            # Use the time of the record's last change as the end. Without an end, the job would
             # seem to have run until now. The record of a running job changes often, so the error is
             # small.
             ended_at = datetime.fromtimestamp(folder.status.stat().st_mtime, UTC)
@@ -508,7 +511,7 @@ def _object(folder: JobFolder, record: Json, ended: bool) -> Json:
 def _interrupted(status: Json) -> Json:
     """Return the status of an interrupted job, which has no run and no pods.
 
-    The run could not record this itself, because it was killed.
+    The run could not record the interruption itself, because the run was killed.
     """
     status = {**status, "phase": INTERRUPTED}
     nodes = status.get("nodes")
@@ -547,7 +550,7 @@ def _end(folder: JobFolder, pid: int, patience: list[float]) -> None:
     """
     for seconds in patience:
         processes.send(pid, signal.SIGTERM)
-        # Continue a runner that the user has stopped with Ctrl-Z. Otherwise it could not react to
+        # Continue a runner that the user has stopped with Ctrl-Z. A stopped runner cannot react to
         # SIGTERM, and would be killed before a checkpoint is saved.
         processes.send(pid, signal.SIGCONT)
         deadline = time.monotonic() + max(seconds, 0.2)

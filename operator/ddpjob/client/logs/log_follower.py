@@ -28,8 +28,8 @@ _QUEUE = 10_000
 """Maximum number of lines that have been read from the logs and are waiting for `lines` to yield
 them."""
 _QUEUE_OF_MANY = 500
-"""The same maximum for logs that the reader can stop (`LogOptions.stop`). It is smaller, because
-one process, such as the dashboard, may read many such logs."""
+"""The same maximum for logs that the reader can stop (`LogOptions.stop`). This maximum is smaller,
+because one process, such as the dashboard, can read many such logs."""
 _POLL = 1.0
 _NOT_STARTED = ("Pending", "ContainerCreating", "PodInitializing", "Unschedulable", "ErrImagePull", "ImagePullBackOff")
 _NO_GROUP_KNOWN = ("CoordinatorUnreachable", "CoordinatorReplaced", "GroupFinished")
@@ -43,7 +43,8 @@ PyTorch's messages contain the global rank."""
 def ranks_per_node(body: Json) -> int:
     """Return the number of ranks per node.
 
-    The number is 0 if the job runs a command, because its processes are not numbered.
+    If the job runs a `command`, the number is 0, because the command's processes have no known
+    ranks.
     """
     spec = body.get("spec") or {}
     if spec.get("command"):
@@ -55,10 +56,10 @@ def ranks_of_pods(pods: Sequence[PodLine], body: Json, known: Mapping[str, range
     """Return the global ranks of each pod that trains or has trained. Spares have no ranks.
 
     Ranks are numbered in the order of the slots' indices, or in the rank order that the status
-    shows. They change only when the status in `body` shows that a new group has formed. As long as
-    there is no group, each slot keeps the ranks that it has in `known`, the previous result. A slot
-    that is not in `known` gets the ranks that it would have if all slots trained, including slots
-    whose pods have ended.
+    shows. The ranks change only when the status in `body` shows that a new group has formed. As
+    long as there is no group, each slot keeps its ranks from `known`, which is the previous result.
+    A slot that is not in `known` gets the ranks that it would have if all slots trained, including
+    slots whose pods have ended.
     """
     per_node = ranks_per_node(body)
     status = JobStatus.read(body.get("status") or {})
@@ -87,9 +88,9 @@ def _by_rank(nodes: list[PodLine], status: JobStatus) -> list[PodLine]:
 
 
 def _nodes_of_group(status: JobStatus) -> int | None:
-    """Return how many nodes train as one group or have finished in it.
+    """Return the number of nodes that train as one group or have finished in this group.
 
-    Return None if the status does not show this number, or if no group has formed.
+    If the status does not show this number, or if no group has formed, return None.
     """
     running = status.condition(ConditionType.RUNNING)
     formed = running is not None and running.status and running.reason not in _NO_GROUP_KNOWN
@@ -117,7 +118,7 @@ def _attempt(pod: PodLine) -> int:
 def rank_of_line(line: bytes, ranks: range) -> int | None:
     """Return the global rank that wrote a line in a pod's log. `ranks` are all ranks in this pod.
 
-    Return None if the line does not show the rank.
+    If the line does not show the rank, return None.
     """
     if len(ranks) == 1:
         return ranks[0]
@@ -131,14 +132,14 @@ def rank_of_line(line: bytes, ranks: range) -> int | None:
 class Chosen:
     """Which logs to read: the log of one pod, or the logs of training pods and coordinators.
 
-    By default, the logs of all training pods are read, and coordinators' logs are not.
+    By default, the logs of all training pods are read, and the logs of coordinators are not read.
     """
 
     pod: str = ""
     indices: Collection[int] = ()
     ranks: Collection[int] = ()
-    """Global ranks. The logs of the pods that have these ranks are read, without the lines that are
-    known to come from other ranks."""
+    """Global ranks. The logs of the pods with these ranks are read. Lines that are known to come
+    from other ranks are left out."""
     coordinator: bool = False
     kept: EndedLogs | None = None
     """The job's kept logs. If `pod` no longer exists, its log is read from them."""
@@ -159,10 +160,10 @@ _ALL = Chosen()
 
 
 def last_state(line: bytes) -> bytes:
-    """Return the last state of a progress bar, or any other line without change.
+    """Return the last state of a progress bar.
 
-    The last state is the part after the last carriage return, which a terminal shows in place of
-    the earlier ones.
+    Any other line is returned unchanged. The last state is the part after the last carriage return,
+    which a terminal shows in place of the earlier states.
     """
     return line[line.rstrip(b"\r").rfind(b"\r") + 1 :]
 
@@ -181,7 +182,7 @@ class LogFollower:
     def __init__(self, backend: Backend, body: Json, options: LogOptions, chosen: Chosen = _ALL) -> None:
         """Prepare to read the logs of the job whose current object is `body`.
 
-        Raises Mistake if ranks are chosen but the job has none.
+        Raises Mistake if the caller has chosen ranks and the job has no ranks.
         """
         self.job: str = body["metadata"]["name"]
         if chosen.ranks and not ranks_per_node(body):
@@ -222,8 +223,8 @@ class LogFollower:
             try:
                 over, pods = self._is_over(), self._pods()
                 patience.answered()
-                # On this machine, a pod may have a log before it is listed, so a pod counts as gone
-                # only if two lists in a row do not show it running.
+                # On this machine, a pod can have a log before it is listed. A pod therefore counts
+                # as gone only if two lists in a row do not show it running.
                 gone = gone + 1 if self._chosen.pod in self._begun and all(pod.ended for pod in pods) else 0
             except Mistake as mistake:
                 if not self.options.follow:
@@ -250,8 +251,8 @@ class LogFollower:
                     break
             if (over or gone > 1) and not self._reading:
                 return
-            # Do not wait for the end of a log on this machine, because it ends only when the job's
-            # run ends.
+            # Do not wait for the end of a log on this machine, because such a log ends only when
+            # the job's run ends.
             if gone > 1 and quiet and self.backend.local:
                 return
 
@@ -288,7 +289,7 @@ class LogFollower:
     def why_nothing(self) -> str:
         """Return the reason why no line was read.
 
-        The text is empty if lines were read, or if the notes already contain the reason.
+        If lines were read, or if the notes already contain the reason, the text is empty.
         """
         if self.seen or self.notes:
             return ""
@@ -309,7 +310,7 @@ class LogFollower:
     def missing_slots(self) -> str:
         """Return a message if none of the requested slots has a pod.
 
-        The message is empty if one of them has a pod, or if the job does not have any pods.
+        If one of these slots has a pod, or if the job has no pods, the message is empty.
         """
         return self._missing_slots(self.backend.pods(self.job)) if self._chosen.indices else ""
 

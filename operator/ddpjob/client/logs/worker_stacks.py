@@ -10,8 +10,8 @@ from ddpjob.client.backends.backend import Backend, Mistake, PodLine
 AT_ONCE = 16
 
 MOST_CHARACTERS = 1 << 20
-"""Maximum number of characters in a rank's stacks. They are limited because a script may write
-anything to the file that they are read from."""
+"""Maximum number of characters in a rank's stacks. The size is limited because a script can write
+anything to the file that contains the stacks."""
 
 PROBE = (
     f"""
@@ -62,7 +62,7 @@ if not found:
 """
 )
 """Python code that runs in a pod, and prints the stacks of the pod's ranks. To make a rank write
-its stacks, it sends the same signal as the launcher does when the group hangs."""
+its stacks, the code sends the signal that the launcher also sends when the group hangs."""
 
 
 _OWN_FRAME = re.compile(r'^  File "(?:[^"\n]*/ddpjob_(?:runtime|pod)/|<frozen |[^"\n]*/runpy\.py).*\n?', re.MULTILINE)

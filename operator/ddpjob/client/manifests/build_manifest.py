@@ -22,8 +22,9 @@ from ddpjob.client.manifests.git_commit import resolve
 from ddpjob.local.paths import job_folder
 
 SOURCE = "function.py"
-"""Name of the file that contains JobRequest.source. It must not be the name of a module that a
-script imports, because the script's folder is on sys.path, and the file would hide this module."""
+"""Name of the file that contains JobRequest.source. The name must differ from the modules that
+scripts import. The script's folder is on sys.path, so the file would hide a module with the same
+name."""
 MOST_BYTES = 1024 * 1024 - 16 * 1024
 """Maximum total size in bytes of the files in a ConfigMap. An API object can have at most 1 MiB,
 including its metadata."""
@@ -38,7 +39,7 @@ class JobRequest:
 
     program: str
     source: str = ""
-    """The text of a script that is not in a file. In this case, `program` is the name of the
+    """The text of a script that is not in a file. If `source` is set, `program` is the name of the
     script."""
     args: Sequence[str | os.PathLike[str]] = ()
     image: str = ""
@@ -65,11 +66,11 @@ class JobRequest:
     The default is the folder `code` in the s3:// folder of `checkpoints`.
     """
     git: str = ""
-    """URL or URL@REF of a git repository. `program` is then a path in the repository, or a
-    module."""
+    """URL or URL@REF of a git repository. If `git` is set, `program` is a path in the repository,
+    or a module."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Maps the path of a field below spec, such as recovery.maxRestarts, to its value. If another
-    option also sets this field, and both values are mappings, they are merged."""
+    option also sets this field, and both values are mappings, the values are merged."""
 
 
 def _silent(text: str) -> None:
@@ -77,12 +78,12 @@ def _silent(text: str) -> None:
 
 
 def build(request: JobRequest, *, local: bool, say: Callable[[str], None] = _silent, upload: bool = True) -> list[Json]:
-    """Return the objects that have to be created for a request. The job is the last one.
+    """Return the objects that have to be created for a request.
 
-    If `local` is true, the job runs on this machine. Its code is used where it is, and it does not
-    need an image. A folder that is too large for a ConfigMap is uploaded to a bucket, unless
-    `upload` is False. `say` is called with messages about the upload and about files that are left
-    out.
+    The job is the last object. If `local` is true, the job runs on this machine. Such a job needs
+    no image, and its code is not copied. A folder that is too large for a ConfigMap is uploaded to
+    a bucket, unless `upload` is False. `say` is called with messages about the upload and about
+    files that are left out.
     """
     image = request.image or ("local" if local else "")
     of_class = any(request.settings.get(path) for path in ("className", "spec.className"))
@@ -137,10 +138,11 @@ def name_after(stem: str) -> str:
 def _program(
     request: JobRequest, name: str, spec: Json, say: Callable[[str], None], *, local: bool
 ) -> tuple[list[dict[str, bytes]], Found | None]:
-    """Set `script` or `module` in `spec`. Return the files that have to be copied for this.
+    """Set `script` or `module` in `spec`.
 
-    The first result contains the files for ConfigMaps, and the second the files for an archive. At
-    most one of the two has any files. If the code is used where it is, both are empty.
+    Return the files of this program that have to be copied. The first result contains the files for
+    ConfigMaps, and the second result contains the files for an archive. At most one of the two
+    results has files. If the code is not copied, both are empty.
     """
     program, path = request.program, Path(request.program)
     if not program:
@@ -252,8 +254,8 @@ def _limited(files: Iterable[_File], source: str) -> dict[str, bytes]:
 def _keys(files: Mapping[str, bytes]) -> Iterator[tuple[str, str]]:
     """Yield a pair for each file: its key in the ConfigMap, and its path."""
     for number, path in enumerate(files):
-        # Begin the key with a number. Without it, two files with the same name in different folders
-        # would have the same key, and so would "a_b" and "a b".
+        # Begin the key with a number. Without the number, two files with the same name in different
+        # folders would have the same key. The files "a_b" and "a b" would also have the same key.
         key = path if len(files) == 1 else f"{number}.{Path(path).name}"
         yield re.sub(r"[^-._a-zA-Z0-9]", "_", key)[:200], path
 
@@ -290,7 +292,7 @@ def _within(parent: Json, name: str, kind: type[_Kind]) -> _Kind:
     """Return the value of a field in podTemplate.
 
     If the field is absent or null, it is first set to an empty value of the type `kind`. Raises
-    Mistake if its value has a different type.
+    Mistake if the field's value has a different type.
     """
     found = parent[name] = parent.get(name) or kind()
     if not isinstance(found, kind):
@@ -340,9 +342,10 @@ def _set(spec: Json, path: str, value: Any) -> None:
 
 
 def _joined(path: str, old: Any, value: Any) -> Any:
-    """Return the new value or, if both values are mappings, the new one merged into the old one.
+    """Return the new value.
 
-    Raises Mistake if the new value would replace a list from another option.
+    If both values are mappings, return the new value merged into the old value. Raises Mistake if
+    the new value would replace a list from another option.
     """
     if isinstance(old, list):
         raise Mistake(

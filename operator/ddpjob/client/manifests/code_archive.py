@@ -11,12 +11,12 @@ The following rules decide which files are sent. The first rule that applies win
    patterns. `!NAME` sends a file that the rules below leave out. If there is a `.ddpjobignore`,
    rule 4 does not apply.
 3. Hidden files, caches and outputs (DEFAULTS) are left out, as are files that look like secrets
-   (SECRETS). The latter are reported.
+   (SECRETS). Files that look like secrets are reported.
 4. Files that match the patterns in a `.gitignore` file are left out. Each `.gitignore` applies to
    its own folder.
 
-Example: if no ignore file mentions `certs/ca.pem`, it is left out with a note. `!certs/ca.pem` in
-.ddpjobignore sends it.
+Example: if no ignore file mentions `certs/ca.pem`, this file is left out with a note. The line
+`!certs/ca.pem` in .ddpjobignore sends the file.
 
 docs/decisions/0029 gives the reasons.
 """
@@ -49,16 +49,16 @@ SECRETS = (
 """Patterns of files that usually hold keys or passwords."""
 _SHOWN = 5
 _PROGRESS_BYTES, _PROGRESS_SECONDS = 16 * 2**20, 2.0
-"""The progress of an upload is reported only if the archive has at least _PROGRESS_BYTES. It is
-reported at most once in _PROGRESS_SECONDS."""
+"""The progress of an upload is reported only if the archive has at least _PROGRESS_BYTES. There is
+at most one report in _PROGRESS_SECONDS."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """The files in a folder that belong in the archive, and the names of some that do not.
+    """The files in a folder that belong in the archive, and the names of some files and links that
+    are left out.
 
-    The latter are files that look like secrets, and links to folders. They are reported to the
-    user.
+    The names of files that look like secrets, and of links to folders, are reported to the user.
     """
 
     files: Mapping[str, Path]
@@ -72,7 +72,7 @@ class Found:
         return sum(path.stat().st_size + len(name) for name, path in self.files.items())
 
     def notes(self) -> Iterator[str]:
-        """Yield a sentence about skipped secrets and one about skipped links, if there are any."""
+        """Yield a sentence about skipped secrets, and one about skipped links."""
         if self.secrets:
             remedy = f"to send one, add `!NAME` to {IGNORE_FILE}"
             yield f"skipped files that look like secrets: {_some(self.secrets)}; {remedy}"
@@ -99,7 +99,10 @@ class _Pattern:
 
 @dataclass(frozen=True)
 class Patterns:
-    """The patterns of an ignore file. If several of them match a path, the last one decides."""
+    """The patterns of an ignore file.
+
+    If several patterns match a path, the last of these patterns decides.
+    """
 
     lines: tuple[_Pattern, ...] = ()
 
@@ -111,7 +114,7 @@ class Patterns:
     def excludes(self, path: str, *, folder: bool) -> bool | None:
         """Whether the patterns exclude a path below the ignore file's folder.
 
-        Return None if no pattern matches the path.
+        If no pattern matches the path, return None.
         """
         for line in reversed(self.lines):
             if (folder or not line.only_folders) and line.regex.fullmatch(path):
@@ -209,9 +212,9 @@ class _Walk:
     def visit(self, folder: Path, inside: str, above: tuple[tuple[str, Patterns], ...]) -> None:
         """Add the files in a folder and its subfolders, unless they are left out.
 
-        `inside` is the folder's path below the root. It is empty for the root, and otherwise ends
-        with `/`. `above` contains the patterns of each .gitignore file in the folders above,
-        together with the `inside` of its folder.
+        `inside` is the folder's path below the root. For the root, `inside` is empty. For any other
+        folder, `inside` ends with `/`. `above` contains the patterns of each .gitignore file in the
+        folders above, together with the `inside` of its folder.
         """
         if self.by_git and (found := _ignore_file(folder / ".gitignore")) is not None:
             above = (*above, (inside, found))
@@ -261,7 +264,7 @@ def pack(found: Found, source: str, to: Path) -> Packed:
     """Write an archive with a folder's files to the path `to`.
 
     `source` is the name of the folder in messages. Raises Mistake if there are too many files, or
-    if they are too large.
+    if the files are too large.
     """
     if len(found.files) > MOST_CODE_FILES:
         raise Mistake(
@@ -307,7 +310,7 @@ def _write_archive(files: Mapping[str, Path], to: IO[bytes]) -> None:
 def _remedy(found: Found) -> str:
     """Return a text that suggests how to make the archive smaller.
 
-    It names the largest entries in the folder.
+    The text names the largest entries in the folder.
     """
     sizes = dict[str, int]()
     for name, path in found.files.items():

@@ -75,8 +75,9 @@ _OF_TRAIN_JOB = {
              "runtimePatches", "labels", "annotations", "managedBy"),
     "spec.trainer": ("image", "command", "args", "env", "numNodes", "numProcPerNode", "resourcesPerNode"),
 }  # fmt: skip
-"""The TrainJob fields that the conversion knows. Each of them is read, or it needs no counterpart
-because DDPJob's operator chooses the value. Every other field gets a note that it was left out."""
+"""The TrainJob fields that the conversion knows. Each of these fields is either read, or needs no
+counterpart because DDPJob's operator chooses the value. Every other field gets a note that it was
+left out."""
 
 
 @dataclass
@@ -89,9 +90,9 @@ class Conversion:
     """Whether the original job starts the script with python instead of a launcher. Such a job runs
     one process per pod, however many GPUs the pod has."""
     counted: bool = False
-    """Whether the torchrun command line sets the number of processes per node. If so, the number in
-    the manifest's own fields has no effect, because other operators pass it to torchrun in a
-    variable, and the command line takes precedence."""
+    """Whether the torchrun command line sets the number of processes per node. If it does, the
+    number in the manifest's own fields has no effect. Other operators pass that number to torchrun
+    in a variable, and the command line takes precedence over the variable."""
 
 
 def convert(
@@ -100,8 +101,8 @@ def convert(
     """Convert another operator's manifest. Raises Mistake for an unknown kind.
 
     If the manifest is a TrainJob, the runtime that it names is looked up in `runtimes`. `image`
-    replaces the manifest's image. `script` becomes the entry point if the manifest has none,
-    because its image defines what is started.
+    replaces the manifest's image. If the manifest has no entry point because its image defines one,
+    `script` becomes the entry point.
     """
     made = _converted(manifest, runtimes)
     _complete(made, script, image)
@@ -123,7 +124,7 @@ def _converted(manifest: Mapping[str, Any], runtimes: Sequence[Mapping[str, Any]
 def _complete(made: Conversion, script: str, image: str) -> None:
     """Set the image and the script that the caller specified.
 
-    If the job has no entry point after that, add a note. Raises Mistake if both the caller and the
+    If the job then still has no entry point, add a note. Raises Mistake if both the caller and the
     manifest specify an entry point.
     """
     spec = made.job["spec"]
@@ -282,9 +283,10 @@ def _pytorch_job(manifest: Mapping[str, Any]) -> Conversion:
 
 
 def _wanted(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a job's Master or Worker section, or an empty mapping if it does not ask for pods.
+    """Return a job's Master or Worker section.
 
-    Charts write `replicas: 0` if a job does not need workers.
+    If the section does not ask for pods, return an empty mapping. Charts write `replicas: 0` if a
+    job does not need workers.
     """
     return {} if part.get("replicas") == 0 else part
 
@@ -374,7 +376,7 @@ def _sharing(made: Conversion) -> None:
 
     By default, each pod of a DDPJob gets a Kubernetes node of its own, and several pods with few
     GPUs would wait for separate Kubernetes nodes. If the original job has a podAntiAffinity, its
-    pods could not share one, so the default is kept.
+    pods could not share a Kubernetes node, so the default is kept.
     """
     spec = made.job["spec"]
     affinity = _pod_spec(spec).get("affinity") or {}
@@ -529,7 +531,7 @@ def _of_trainer(value: Any, name: str | None) -> Any:
     """Return a copy of `value` in which references to the main container use its new name.
 
     The conversion renames the container `name` to `trainer`. A resourceFieldRef of the downward API
-    refers to a container by its name, so it must be changed too.
+    refers to a container by its name, so the resourceFieldRef must also change.
     """
     if isinstance(value, list):
         return [_of_trainer(item, name) for item in value]
@@ -578,10 +580,10 @@ def _resources(made: Conversion, resources: Mapping[str, Any]) -> None:
     target, kept = made.job["spec"], {}
     target["gpusPerNode"] = 0
     if resources and not {"requests", "limits"} & resources.keys():
-        # A TrainJob's field resourcesPerNode may contain amounts without requests and limits.
+        # A TrainJob's field resourcesPerNode can contain amounts without requests and limits.
         resources = {"limits": resources}
     names = [n for kind in ("limits", "requests") for n in resources.get(kind) or () if _GPUS.fullmatch(n)]
-    # Only one kind of device becomes gpusPerNode. The others stay in `resources`.
+    # Only one kind of device becomes gpusPerNode. The other kinds stay in `resources`.
     name = max(names, key=lambda n: n == "nvidia.com/gpu", default="")
     for kind in ("requests", "limits"):
         amounts = dict(resources.get(kind) or {})
@@ -706,9 +708,9 @@ def _shell_words(line: str) -> list[str]:
 
 
 def _signs_of_shell(line: str) -> list[str]:
-    """Return the parts of a line that a shell would interpret instead of passing to the program.
+    """Return the parts of a line that a shell would interpret and not pass to the program.
 
-    These are pipes, redirections, command lists and variables.
+    Such parts are pipes, redirections, command lists and variables.
     """
     bare = _QUOTED.sub(lambda quoted: " ".join(_SIGN_IN_QUOTES.findall(quoted[1] or "")), line)
     signs = re.findall(rf"[;&|<>()]+|(?<!\S)#|\n|{_SIGN_IN_QUOTES.pattern}", bare)
@@ -729,7 +731,8 @@ def _after_launcher(words: list[str]) -> list[str] | None:
 def _reads_only_theirs(line: str) -> bool:
     """Whether a torchrun line needs a shell only for variables in the options that _THEIRS matches.
 
-    DDPJob's operator sets these options itself, so the values of the variables are not needed.
+    DDPJob's operator sets these options itself, so the job does not need the values of the
+    variables.
     """
     if _SHELL.search(_THEIRS.sub(" ", line)):
         return False
@@ -740,7 +743,7 @@ def _reads_only_theirs(line: str) -> bool:
 
 
 def _options(words: Sequence[str]) -> int:
-    """Return how many of the words after torchrun's name are its options or their values."""
+    """Return the number of words that torchrun's options and their values take up."""
     position = 0
     while position < len(words) and words[position].startswith("-"):
         if words[position] == "--":
@@ -761,7 +764,7 @@ def _torchrun(made: Conversion, launcher: list[str], words: list[str]) -> None:
         name, equals, value = word.lstrip("-").partition("=")
         name = name.replace("_", "-")
         if not word.startswith("--") and name[:1] in ("r", "t") and len(name) > 1 and not equals:
-            # A short option may contain its value, as in -r3.
+            # A short option can contain its value, as in -r3.
             name, equals, value = name[0], "=", name[1:]
         if not equals and name not in _BARE:
             position += 1

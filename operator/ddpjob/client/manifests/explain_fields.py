@@ -108,7 +108,7 @@ def paths(of: Schema | None = None) -> list[str]:
 def _elsewhere(name: str) -> list[str]:
     """Return the paths of all fields with this name.
 
-    If some of them are below spec, return only these.
+    If some of these fields are below spec, return only their paths.
     """
     found = [path for path in paths() if path.rpartition(".")[2].lower() == name.lower()]
     return [path for path in found if path.startswith("spec.")] or found
@@ -117,8 +117,8 @@ def _elsewhere(name: str) -> list[str]:
 def _inner(schema: Schema) -> Schema:
     """Return the schema of the object that contains the fields below a field.
 
-    If the field is a list or a map, this is the schema of its items or of its values. Otherwise, it
-    is the schema of the field itself.
+    For a list, the result is the schema of its items. For a map, the result is the schema of its
+    values. For any other field, the result is the schema of the field itself.
     """
     if "items" in schema:
         return _inner(schema["items"])

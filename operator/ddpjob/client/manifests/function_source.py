@@ -23,8 +23,8 @@ from ddpjob.client.manifests.build_manifest import SOURCE
 
 _ALONE = "Only the function itself is sent"
 _OF_NOTEBOOKS = {"display", "get_ipython", "__IPYTHON__", "_", "dreload"}
-"""Names that IPython adds to a notebook's builtins. They do not exist in a job's pods. Notebook
-lines that begin with ! or % become calls to get_ipython."""
+"""Names that IPython adds to a notebook's builtins. These names do not exist in a job's pods.
+Notebook lines that begin with ! or % become calls to get_ipython."""
 
 
 MOST_PACKAGES, MOST_OF_A_REQUIREMENT = 50, 200
@@ -191,7 +191,7 @@ def _arguments(function: Callable[..., Any], args: Mapping[str, Any]) -> str:
 def _other_keys(value: Any) -> Iterator[object]:
     """Yield the keys of mappings in `value`, at any depth, that are not strings.
 
-    json.dumps would turn such a key into a string, which may be equal to another key.
+    json.dumps would turn such a key into a string, which can be equal to another key.
     """
     if isinstance(value, dict):
         yield from (key for key in value if not isinstance(key, str))

@@ -30,9 +30,9 @@ def resolve(text: str) -> dict[str, Any]:
         return {"url": url, "commit": ref}
     ref = ref or "HEAD"
     found = _listed(url, ref)
-    # An annotated tag is an object of its own and not a commit. git also lists the tag's commit,
-    # under the tag's name with ^{} at the end. The full names are compared, because git matches
-    # only the ends of names: for `main`, it also lists refs/heads/old/main.
+    # An annotated tag is an object of its own and not a commit. In addition to the tag, git lists
+    # the tag's commit, under the tag's name with ^{} at the end. The full names are compared,
+    # because git matches only the ends of names: for `main`, it also lists refs/heads/old/main.
     names = (f"refs/tags/{ref}^{{}}", f"refs/tags/{ref}", f"refs/heads/{ref}", ref)
     commit = next((found[name] for name in names if name in found), "")
     if not commit:

@@ -39,7 +39,7 @@ class LauncherLine:
 def as_torchrun(words: Sequence[str]) -> LauncherLine | None:
     """Translate another launcher's command line into one for torchrun.
 
-    Return None if there is no translation, or if the line already starts torchrun.
+    If there is no translation, or if the line already starts torchrun, return None.
     """
     match [word.rpartition("/")[2] if at == 0 else word for at, word in enumerate(words[:3])]:
         case ["srun", *_]:

@@ -56,7 +56,8 @@ def standard_input() -> str:
 def refuse_address(source: str, command: str) -> None:
     """Raise BadInput if `source` is a web address.
 
-    The message suggests downloading the manifest with curl, and piping it to the command `command`.
+    The message suggests downloading the manifest with curl, and piping the manifest to the command
+    `command`.
     """
     if source.startswith(("http://", "https://")):
         raise BadInput(f"{source}: URLs are not fetched; write `curl -fsSL {source} | ddpjob {command} -`")
@@ -81,7 +82,7 @@ def _read(source: str) -> Iterator[Manifest | BadInput]:
                     jobs += 1
                     yield manifest
             except ManifestError as error:
-                # Ignore a file without a DDPJob, because a folder may also contain manifests of
+                # Ignore a file without a DDPJob, because a folder can also contain manifests of
                 # other kinds.
                 if "no DDPJob found" not in str(error):
                     jobs += 1
@@ -95,9 +96,9 @@ def _read(source: str) -> Iterator[Manifest | BadInput]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files below a folder that may contain manifests.
+    """Return the files below a folder that can contain manifests.
 
-    The records of `ddpjob run` are left out, wherever they are below the folder.
+    The records of `ddpjob run` are left out at all depths.
     """
     above, records = folder.resolve(), {file.parent.resolve() for file in runs_folder().glob("*/status.json")}
     records = {record for record in records if above in record.parents}
@@ -134,8 +135,8 @@ def check_made(body: Json, what: str = "the job that the options describe") -> N
 def read_job(source: str | Path, name: str | None = None) -> Json:
     """Read a DDPJob from a source, check it, and return it with its defaults.
 
-    If `name` is None, the source must contain exactly one DDPJob. Otherwise, the DDPJob with this
-    name is returned. Raises BadInput.
+    If `name` is None, the source must contain exactly one DDPJob. If `name` is given, the DDPJob
+    with this name is returned. Raises BadInput.
     """
     found = []
     for manifest in manifests([source]):

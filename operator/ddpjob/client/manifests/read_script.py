@@ -95,8 +95,8 @@ class Named:
 class TrainingScript:
     """The result of reading a script.
 
-    It says how the script's ranks form a group. If they do not form one, it contains the parts of
-    the training loop, such as the optimizer and the model.
+    The result says how the script's ranks form a group. If the ranks do not form a group, the
+    result contains the parts of the training loop, such as the optimizer and the model.
     """
 
     text: str
@@ -109,7 +109,7 @@ class TrainingScript:
     where: str = ""
     """The module that forms the group, if it is not the script itself."""
     alone: list[str] = field(default_factory=list)
-    """Messages about lines that may keep the ranks of different nodes from forming one group. Each
+    """Messages about lines that can keep the ranks of different nodes from forming one group. Each
     message contains the remedy."""
     relative: int = 0
     """The line of the script's first relative import, which only works in a module; 0 for none."""
@@ -123,7 +123,7 @@ class TrainingScript:
     """The models of all optimizers."""
     loader: Named | None = None
     is_sampled: bool = True
-    """Whether its training data can come from a DataLoader with a DistributedSampler."""
+    """Whether the script's training data can come from a DataLoader with a DistributedSampler."""
     scope: list[ast.stmt] = field(default_factory=list)
     """The statements of the function (or module) that creates the optimizer."""
     loop: ast.For | ast.While | None = None
@@ -156,7 +156,7 @@ def read_script(path: Path) -> TrainingScript:
         if _find_group(script, module, used if where else None):
             script.where = where
             break
-    else:  # A module may also be used by one that was read later.
+    else:  # A module can also be used by a module that was read later.
         script.where = next((where for where, module in modules[1:] if _find_group(script, module, used)), "")
     if not script.forms_group:
         _find_names(script, tree, used)
@@ -205,7 +205,7 @@ def _neighbours(path: Path, tree: ast.Module) -> Iterator[tuple[str, ast.Module]
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:
-    """Yield each imported name; that of a relative import begins with its dots."""
+    """Yield each imported name. The name in a relative import begins with the import's dots."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -218,7 +218,7 @@ def _imported(tree: ast.Module) -> Iterator[str]:
 
 
 def _find_group(script: TrainingScript, tree: ast.Module, used: set[str] | None) -> bool:
-    """Return whether a module (the script or one that it imports) forms a group.
+    """Return whether a module (the script or a module that it imports) forms a group.
 
     If it does, set `framework` and `call`, or `group`, in `script`. `used` contains the names that
     the modules use: a function that forms a group does not count if its name is not among them.
@@ -257,7 +257,7 @@ def _used(tree: ast.Module) -> set[str]:
 
 
 def _is_reached(call: ast.Call, tree: ast.Module, used: set[str]) -> bool:
-    """Return whether a call is not in a function, or in one that is used."""
+    """Return whether a call is outside all functions, or in a function that is used."""
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and _contains(node, call)]
     return not functions or any(node.name in used or node.name.startswith("__") for node in functions)
 
@@ -277,8 +277,9 @@ def _made(tree: ast.Module) -> Iterator[tuple[ast.Call, str]]:
 def _find_own_launch(tree: ast.Module) -> Iterator[str]:
     """Yield a message about each line that starts processes, or sets or gets the ranks by itself.
 
-    Such lines override or ignore what torchrun sets. They are common in scripts for a single
-    machine or for another launcher. Lines that depend on torchrun's variables are left out.
+    Such lines override or ignore the values that torchrun sets. They are common in scripts for a
+    single machine or for a different launcher. Lines that depend on torchrun's variables are left
+    out.
     """
     imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     needed = {name.partition(".")[0]: node.lineno for node in imports for name in _imported(ast.Module([node], []))}
@@ -327,8 +328,8 @@ def _starts_processes(call: ast.Call, forming: set[str]) -> bool:
 
 
 def _variables_read(tree: ast.Module) -> Iterator[tuple[str, bool, int]]:
-    """Yield each environment variable that a module reads, whether it only tests if the variable is
-    set, and the line.
+    """Yield each environment variable that a module reads, whether the module only tests if the
+    variable is set, and the line.
     """
     for node in ast.walk(tree):
         name: ast.AST | None = None
@@ -346,7 +347,7 @@ def _find_old_option(modules: list[tuple[str, ast.Module]]) -> Iterator[tuple[st
     """Yield a module and a message for an option --local_rank that only torch.distributed.launch
     and `deepspeed` pass.
 
-    With torchrun, its default would be the local rank of all ranks.
+    Under torchrun, all ranks would use the option's default as their local rank.
     """
     nodes = [(where, node) for where, module in modules for node in ast.walk(module)]
     is_used = any(isinstance(node, ast.Attribute) and node.attr == "local_rank" for _, node in nodes)
@@ -360,7 +361,7 @@ def _find_old_option(modules: list[tuple[str, ast.Module]]) -> Iterator[tuple[st
 
 
 def _knows_torchrun(choice: ast.If) -> bool:
-    """Return whether a condition depends on one of torchrun's variables."""
+    """Return whether a condition depends on a variable that torchrun sets."""
     return any(isinstance(node, ast.Constant) and node.value in _VARIABLES for node in ast.walk(choice.test))
 
 
@@ -474,7 +475,7 @@ def _models(call: ast.Call) -> set[str]:
 
 
 def _training_loader(loaders: list[Named], tree: ast.Module, training: set[str]) -> Named | None:
-    """Return the DataLoader that the training loop iterates over; None if that is not certain."""
+    """Return the DataLoader of the training loop; None if it is not certain."""
     if len(loaders) == 1:
         return loaders[0]
     walked = {

@@ -26,8 +26,8 @@ _EXISTS = 409
 def server_problems(backend: ClusterBackend, manifest: Json) -> Iterator[str]:
     """Create a job and its pods in dry runs, and yield the reasons why the API server refuses them.
 
-    In a dry run, the API server does everything that it would do otherwise, including admission,
-    but it does not store the object. Problems with the job's claims are yielded too.
+    In a dry run, the API server processes a request as usual, including admission, but does not
+    store the object. Problems with the job's claims are also yielded.
     """
     try:
         stored = _dry_run_job(backend, manifest)
@@ -41,7 +41,8 @@ def server_problems(backend: ClusterBackend, manifest: Json) -> Iterator[str]:
     if job.spec.rendezvous.placement is Placement.DEDICATED:
         pods.append(build_coordinator(job, status, platform))
     if job.spec.class_name and job.status.job_class is None:
-        # Do not check the pods, because only the operator knows what the class adds to them.
+        # Do not check the pods, because only the operator knows which values the class adds to
+        # them.
         pods = []
     for pod in pods:
         yield from _refused(backend, pod)
@@ -51,8 +52,8 @@ def server_problems(backend: ClusterBackend, manifest: Json) -> Iterator[str]:
 def _claims(backend: ClusterBackend, job: DDPJob) -> Iterator[str]:
     """Yield the problems with the job's claims.
 
-    A claim may be missing or unusable, or the API server may refuse the claim that the job would
-    make.
+    Examples are a claim that is missing or unusable, and a claim that the job would create and that
+    the API server refuses.
     """
     for name in job.claims:
         found = backend.api.optional(backend.path("persistentvolumeclaims", name))
@@ -93,7 +94,7 @@ def _refused(backend: ClusterBackend, pod: Json) -> Iterator[str]:
         other = as_non_root(pod) if "violates PodSecurity" in str(refusal) else None
         if other is not None and "runAsNonRoot" in str(refusal):
             yield from _refused(backend, other)
-        # If the API server refuses the pod only because a pod with this name exists, it has
-        # accepted everything else, because it checks this last.
+        # If the API server refuses the pod because a pod with this name exists, it has accepted
+        # everything else, because it checks the name last.
         elif refusal.status != _EXISTS:
             yield f"the job's pod {name}: {refusal}"

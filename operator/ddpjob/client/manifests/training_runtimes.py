@@ -123,8 +123,8 @@ def complete(manifest: Mapping[str, Any], runtime: Mapping[str, Any]) -> Complet
 def _report_jobs(made: CompletedTrainJob, whole: Mapping[str, Any], node: Json, jobs: Mapping[str, Json]) -> None:
     """Add notes about the parts of the runtime that are not converted.
 
-    These are settings and metadata of its JobSet, settings of its Job, and jobs that neither train
-    nor initialize anything.
+    Such parts are settings and metadata of the JobSet, settings of the Job, and jobs that neither
+    train nor initialize anything.
     """
     settings = {**((node.get("template") or {}).get("spec") or {}), **(whole.get("spec") or {})}
     made.notes += [

@@ -41,9 +41,10 @@ class Row:
 
 
 def compare(bodies: Sequence[Json], now: datetime) -> list[Row]:
-    """Return the rows of the table. A row is left out if none of the jobs has the property.
+    """Return the rows of the table.
 
-    The fields of a job may contain any values, so they are not trusted.
+    If none of the jobs has a property, its row is left out. The fields of a job are not trusted,
+    because they can contain any values.
     """
     found = [dict(_properties(body, now)) for body in bodies]
     labels = list(dict.fromkeys(label for properties in found for label in properties))

@@ -33,7 +33,7 @@ _END = "torch.distributed.destroy_process_group()"
 
 @dataclass(frozen=True)
 class FrameworkLines:
-    """What a script that uses a framework needs, so that it works well in a job.
+    """What a script needs so that it works well in a job, if the script uses a framework.
 
     Each pair consists of a word and a text, which says what to add to the script. The text is shown
     only if the script does not contain the word.
@@ -48,7 +48,8 @@ class FrameworkLines:
     resumes: tuple[str, str]
     """A word, and the page that shows how the script can resume from a checkpoint."""
     given: str = ""
-    """What the arguments must be, if the script already has them; empty if any value is right."""
+    """If the script already has the arguments, the values that they must have; empty if any value
+    is right."""
 
 
 _LIGHTNING = (
@@ -211,7 +212,7 @@ def _advice_on_framework(script: TrainingScript, path: Path, lines: FrameworkLin
 def general_form(script: TrainingScript | None = None) -> Iterator[str]:
     """Yield the lines that a script needs, with a description of the places where they belong.
 
-    They contain the names of the script's own variables, if these are known.
+    If the names of the script's own variables are known, the lines contain these names.
     """
     models = (script and script.models) or ["model"]
     loader, data = "loader", "data"
@@ -239,7 +240,7 @@ def general_form(script: TrainingScript | None = None) -> Iterator[str]:
 def _shown(lines: Sequence[AddedLine]) -> Iterator[str]:
     """Yield each line to add, preceded by its place.
 
-    The line is indented as it is in the script, which shows what block it belongs to.
+    The line has the same indentation as in the script, to show which block the line belongs to.
     """
     for added in lines:
         is_end = added.text.strip() == _END and added is lines[-1]
@@ -251,7 +252,7 @@ def _shown(lines: Sequence[AddedLine]) -> Iterator[str]:
 def added_lines(script: TrainingScript) -> list[AddedLine]:
     """Return the lines to add, in the order of their places in the script.
 
-    The result is empty if it is unclear where the lines belong.
+    If it is unclear where the lines belong, the result is empty.
     """
     optimizer, loader, loop = script.optimizer, script.loader, script.loop
     if optimizer is None or loader is None or loop is None or script.doubts:
@@ -328,7 +329,7 @@ def _sampled(node: ast.stmt, call: ast.Call) -> AddedLine:
 def _saves(tree: ast.Module, script: TrainingScript) -> Iterator[AddedLine]:
     """Yield a replacement for each statement that saves something with torch.save.
 
-    In the replacement, only rank 0 saves, and it saves the model without its wrapper.
+    In the replacement, only rank 0 saves, and rank 0 saves the model without its wrapper.
     """
     for node in ast.walk(tree):
         if _is_save(node):

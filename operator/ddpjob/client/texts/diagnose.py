@@ -62,7 +62,7 @@ class Diagnosis:
 def checks(api: ApiServer, namespace: str) -> Iterator[Diagnosis]:
     """Check a cluster, and yield the result of each check. Raises Unreachable.
 
-    The checks are ordered so that the first failure explains the later ones.
+    The checks are ordered so that the first failure explains the later failures.
     """
     yield Diagnosis(True, f"client {installed_version()}, Python {platform.python_version()}")
     try:
@@ -112,7 +112,7 @@ def _definition(api: ApiServer) -> Iterator[Diagnosis]:
 
 
 def _differences(crd: Json) -> tuple[list[str], list[str]]:
-    """Return the fields that are only in the client's CRD, and those only in the cluster's CRD."""
+    """Return two lists: the fields only in the client's CRD, and those only in the cluster's."""
     here, there = ({*paths(_schema(c))} for c in (load_crd(), crd))
     return sorted(here - there), sorted(there - here)
 
@@ -170,9 +170,9 @@ API server refuses new pods."""
 def _rollout(deployment: Json, where: str) -> Diagnosis:
     """Check whether all replicas are ready and have the newest revision.
 
-    The number of ready replicas alone does not show this. After a faulty change, replicas of the
-    earlier revision keep running and stay ready, but the newest revision's replicas never become
-    ready.
+    The number of ready replicas alone does not show the revision. After a faulty change, replicas
+    of the earlier revision keep running and stay ready, but the newest revision's replicas never
+    become ready.
     """
     meta, wanted, status = deployment["metadata"], deployment["spec"].get("replicas", 1), deployment.get("status", {})
     ready, updated = status.get("readyReplicas", 0), status.get("updatedReplicas", 0)
@@ -200,7 +200,7 @@ def _rollout(deployment: Json, where: str) -> Diagnosis:
 
 
 def _watched(deployment: Json) -> list[str]:
-    """Return the namespaces that an operator watches; empty means all of them."""
+    """Return the namespaces that an operator watches; an empty result means all namespaces."""
     containers = deployment["spec"]["template"]["spec"]["containers"]
     variables = (each for container in containers for each in container.get("env") or ())
     text = next((each.get("value") for each in variables if each.get("name") == "DDPJOB_OPERATOR_NAMESPACES"), None)
@@ -208,7 +208,10 @@ def _watched(deployment: Json) -> list[str]:
 
 
 def _rights_of_operator(api: ApiServer, deployment: Json, namespace: str) -> Iterator[Diagnosis]:
-    """Check the rights of an operator's service account. Only administrators may review them."""
+    """Check the rights of an operator's service account.
+
+    Only administrators are permitted to review these rights.
+    """
     meta, account = deployment["metadata"], deployment["spec"]["template"]["spec"].get("serviceAccountName", "default")
     where, whole = meta["namespace"], "system:serviceaccounts"
     subject = {"user": f"system:serviceaccount:{where}:{account}", "groups": [whole, f"{whole}:{where}"]}

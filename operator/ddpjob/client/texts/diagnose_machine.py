@@ -35,7 +35,7 @@ Docker gives a container only 64 MiB of shared memory."""
 def checks_of_machine(shared_memory: Path = Path("/dev/shm")) -> Iterator[Diagnosis]:
     """Check this machine, and yield the result of each check.
 
-    The checks are ordered so that the first failure explains the later ones.
+    The checks are ordered so that the first failure explains the later failures.
     """
     yield Diagnosis(True, f"client {installed_version()}, Python {platform.python_version()} ({sys.executable})")
     linux = platform.system() == "Linux"
@@ -94,7 +94,7 @@ def _ports() -> Diagnosis:
 
 
 def _disk() -> Diagnosis:
-    """Check the disk that contains the folder of runs, or that will contain it."""
+    """Check the disk that contains, or will contain, the folder of runs."""
     runs = runs_folder()
     there = next(folder for folder in (runs, *runs.parents) if folder.exists())
     if not os.access(there, os.W_OK | os.X_OK):

@@ -47,8 +47,8 @@ PAGE = "docs/troubleshooting.md"
 def table(rows: Sequence[Sequence[str]], widths: list[int] | None = None) -> list[str]:
     """Return a line for each row, with aligned columns, as kubectl prints them.
 
-    `widths` are the columns' minimum widths. They are updated to the actual widths, so that a
-    caller can pass the same list again and get lines that are aligned with earlier ones.
+    `widths` are the columns' minimum widths. The list is updated to the actual widths. If a caller
+    passes the same list again, the new lines are therefore aligned with the earlier lines.
     """
     widths = [] if widths is None else widths
     columns = zip(widths or [0] * len(rows[0]), zip(*rows, strict=True), strict=True)
@@ -83,9 +83,10 @@ def phase(body: Json) -> str:
 
 
 def took(body: Json, now: datetime) -> str:
-    """Return how long the job has been running or, if it has ended, how long it ran.
+    """Return the time for which the job has run.
 
-    The time begins when the job was started or, if it was suspended, when it was last resumed.
+    The time ends when the job ends. It begins when the job was started or, if the job was
+    suspended, when the job was last resumed.
     """
     status = JobStatus.read(body.get("status") or {})
     return _since(status.start_time, status.completion_time or now) if status.start_time else ""
@@ -105,7 +106,7 @@ def _since(then: datetime | None, now: datetime) -> str:
 def readable(body: Json) -> Iterator[None]:
     """Raise Mistake, instead of a ValidationError, if the code in this `with` cannot read a job.
 
-    A job cannot be read if its values are only known to a newer release.
+    A job cannot be read if only a newer release knows its values.
     """
     try:
         yield
@@ -258,7 +259,7 @@ def _progress(status: JobStatus) -> str:
 def time_is_left(status: JobStatus) -> bool:
     """Whether to mention the remaining time.
 
-    It is omitted if the job has finished or is suspended.
+    If the job has finished or is suspended, the remaining time is omitted.
     """
     return not (status.terminal or status.holds(ConditionType.SUSPENDED))
 
@@ -285,7 +286,7 @@ def _gpu_use(status: JobStatus) -> str:
 def _repeated_work(status: JobStatus) -> str:
     """Return a text that says how much work was repeated after restarts.
 
-    It also says after how many restarts the repeated work is unknown.
+    The text also gives the number of restarts after which the amount of repeated work is unknown.
     """
     counts = status.restarts
     parts = [f"{count(counts.repeated_steps, 'step')}, {counts.repeated_seconds:.1f} s"]
@@ -297,7 +298,7 @@ def _repeated_work(status: JobStatus) -> str:
 def at_risk(status: JobStatus) -> str:
     """Return a text that says how much work would be repeated if a node were lost now.
 
-    The text is empty if this is unknown, or if the job has finished.
+    If the amount of work is unknown, or if the job has finished, the text is empty.
     """
     steps = status.progress.get(AT_RISK)
     return f"at most {count(int(steps), 'step')}" if is_number(steps) and not status.terminal else ""
@@ -400,8 +401,8 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
     name, state = body["metadata"]["name"], phase(body)
     main = main_condition(status)
     if state == "Interrupted" and body["spec"].get("image") == "":
-        # The image is empty only if PastJobs has read the job from its checkpoint folder. Nothing
-        # is known about the job except what this folder contains.
+        # The image is empty only if PastJobs has read the job from its checkpoint folder.
+        # Everything known about the job comes from this folder.
         yield f"{name}: its end was not recorded. It was suspended, deleted or interrupted, or it is still training."
         return
     if state == "Interrupted":
@@ -459,8 +460,8 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
         yield f"What to do: `ddpjob resume {name}`; training continues from its last checkpoint."
         return
     last = next((r for r in reversed(status.restarts.recent) if r.counted), None)
-    # If the restart budget is spent, explain the last failure that counted instead, because it is
-    # what the user has to correct.
+    # If the restart budget is spent, explain the last failure that counted instead, because the
+    # user has to correct that failure.
     spent = last if main.reason == "RestartBudgetSpent" else None
     yield from _explained(main if spent is None else replace(main, type=ConditionType.RESTARTING, reason=spent.reason))
     if main.type is ConditionType.FAILED:
@@ -471,9 +472,8 @@ def _state(body: Json, pods: Sequence[PodLine], now: datetime) -> Iterator[str]:
 def missing_pod(status: JobStatus, name: str, pods: Sequence[PodLine]) -> Iterator[str]:
     """Yield a line if a pod that the status shows as running does not exist.
 
-    A running operator replaces a lost pod immediately, so the operator may have stopped. If `pods`
-    is empty, nothing is yielded, because this may only mean that the user is not permitted to list
-    pods.
+    A running operator replaces a lost pod immediately, so the operator has possibly stopped. If
+    `pods` is empty, nothing is yielded, because the user is possibly not permitted to list pods.
     """
     there = {pod.name for pod in pods}
     for index, slot in enumerate(status.slots) if there else ():
@@ -491,7 +491,7 @@ _SIDE_CONDITIONS = (
     *(ConditionType.CHECKPOINTS_COPIED, ConditionType.SNAPSHOTS_HELD, ConditionType.NOTIFIES),
     *(ConditionType.CLASS_APPLIED, ConditionType.RANKS_KEEP_PACE),
 )
-"""Conditions that may be false while a job trains."""
+"""Conditions that can be false while a job trains."""
 
 
 def _notable(status: JobStatus) -> Iterator[Condition]:
@@ -524,14 +524,15 @@ SAID = "message "
 """Prefix in the names of the remedies that belong to messages instead of reasons. Such a remedy
 applies to a message that contains the rest of the remedy's name."""
 _STATUS = re.compile(r"^\([^)]*\) ")
-"""Matches the status of a condition, such as `(True) `, at the beginning of a text in PAGE. PAGE
-adds it if the reason that the text explains occurs while the condition is True."""
+"""Matches the status of a condition, such as `(True) `, at the beginning of a text in PAGE. If the
+reason that the text explains occurs while the condition is True, PAGE adds the status to the
+text."""
 
 
 def main_condition(status: JobStatus) -> Condition | None:
     """Return the first condition that keeps a job from training.
 
-    Return None if the job is training or complete.
+    If the job is training or complete, return None.
     """
     if status.holds(ConditionType.COMPLETE):
         return None

@@ -26,8 +26,8 @@ from ddpjob.core.status.messages import count
 from ddpjob.core.view import is_number
 
 LARGEST = 1e300
-"""Curves contain only values that are smaller than this. The sum of larger values could be
-infinite, and an integer may be too large for a float."""
+"""Curves contain only values that are smaller than this limit. The sum of larger values could be
+infinite, and a larger integer can be too large for a float."""
 _LAST_STEP = 2**63
 _LAST_EPOCH = 1e9
 _NAMES = 40
@@ -64,8 +64,8 @@ class MetricSeries:
     starts: list[int] = field(default_factory=list)
     """The step after which training continued, for the first start and for each restart."""
     restarts: int = 0
-    """Number of starts, not counting the first start of each job. Several jobs may have used the
-    folder."""
+    """Number of starts, not counting the first start of each job. Several jobs have possibly used
+    the folder."""
     repeated: list[tuple[int, int]] = field(default_factory=list)
     """Ranges of repeated steps. Each has the step after which training continued, and the last step
     that is known to have been completed before the restart."""
@@ -127,7 +127,7 @@ class MetricSeries:
     def missing_beginning(self) -> str:
         """Return a note on where the curves begin, if an earlier run trained the earlier steps.
 
-        The note is empty if the curves begin with the first step.
+        If the curves begin with the first step, the note is empty.
         """
         if not self.starts or self.starts[0] <= 0 or min(self.made, default=0) <= self.starts[0]:
             return ""
@@ -136,13 +136,13 @@ class MetricSeries:
     def after_last_loss(self) -> str:
         """Return a note if the newest steps have no finite loss, or report no loss.
 
-        The note is empty if their loss is finite.
+        If their loss is finite, the note is empty.
         """
         known = sorted(self.steps.get("loss", {}))
         last = known[-1] if known else -1
         if self.not_finite and max(self.not_finite) > last:
             return f"loss: not finite (NaN or infinite) at {_counted(self.not_finite)}"
-        # Ignore a gap of the usual length. For example, a script may report its loss only every ten
+        # Ignore a gap of the usual length. For example, a script can report its loss only every ten
         # steps.
         usual = max((later - step for step, later in pairwise(known)), default=0)
         since = {step for step in self.without_loss if step > last}
@@ -180,12 +180,13 @@ def _fractions(epochs: Mapping[int, float]) -> dict[int, float]:
     for step in sorted(epochs):
         ends[epochs[step]] = step
     order = sorted(ends)
-    # Training may have continued in the middle of an epoch, so it is unknown where the first epoch
-    # with steps began.
+    # Training has possibly continued in the middle of an epoch, so it is unknown where the first
+    # epoch with steps began.
     begin = min(epochs, default=1) - 1 if order and order[0] != 1 else 0
     spans, length = dict[float, tuple[int, int]](), 1
     for epoch in order:
-        # The last epoch may be unfinished, so it is at least as long as the previous one.
+        # The last epoch is possibly unfinished, so assume that it is at least as long as the
+        # previous epoch.
         length = max(ends[epoch] - begin, length if epoch == order[-1] else 1, 1)
         spans[epoch], begin = (begin, length), ends[epoch]
     return {

@@ -27,7 +27,7 @@ _SECONDS = 5.0
 def record_of(body: Json) -> Iterator[tuple[str, str]]:
     """Yield a (label, text) pair for the commit, for the GPU, and for the version of each package.
 
-    Unknown ones are left out.
+    Unknown values are left out.
     """
     notes = body["metadata"].get("annotations")
     notes = notes if isinstance(notes, dict) else {}
@@ -45,7 +45,8 @@ def with_commit(manifest: Json, *, again: bool = False) -> Json:
     """Return a job's manifest with the git commit of the current folder in its annotations.
 
     An existing commit is kept, because a job that runs again on a cluster runs the code that it was
-    submitted with. `again` replaces it, because the job then runs the code in the current folder.
+    submitted with. With `again`, the existing commit is replaced, because the job then runs the
+    code in the current folder.
     """
     notes = manifest["metadata"].get("annotations") or {}
     if COMMIT in notes and not again:
@@ -57,12 +58,12 @@ def with_commit(manifest: Json, *, again: bool = False) -> Json:
 def git_notes(folder: Path) -> dict[str, str]:
     """Return the annotations for a job that is submitted from a folder.
 
-    There are none if the folder is not in a git repository that has a commit.
+    If the folder is not in a git repository with a commit, there are no annotations.
     """
     commit = _git(folder, "rev-parse", "--verify", "HEAD")
     if commit is None or not _HASH.fullmatch(commit):
         return {}
-    # Ignore untracked files. There are often many, and they may be data or results.
+    # Ignore untracked files. There are often many untracked files, and they can be data or results.
     changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
     return {COMMIT: commit, DIRTY: str(bool(changes)).lower()}
 

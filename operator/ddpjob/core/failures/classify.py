@@ -3,8 +3,9 @@ counts against the restart budget.
 
 Kubernetes reports the reason in many places, often in several at once: a condition of the pod, its
 reason, the state of its container, the exit code, and the last output of the program. An evicted
-pod has an exit code too, and a container whose host was restarted has an arbitrary one. The sources
-are therefore read in a fixed order, and the first source with an answer decides (`explain_end`).
+pod has an exit code too, and a container whose host was restarted has an arbitrary exit code. The
+sources are therefore read in a fixed order, and the first source with an answer decides
+(`explain_end`).
 
 1. The pod as a whole (`_by_conditions`): a lost host, a disruption, an eviction, a rejection by the
    kubelet. These causes take precedence over every exit code.
@@ -95,7 +96,7 @@ PLANNED = frozenset({Cause.JOINED, Cause.SCALED, Cause.SPEC_CHANGED, Cause.KEY_C
 
 
 def names_pod(restart: Restart) -> bool:
-    """Whether a restart is caused by a single pod, which messages about the restart then name.
+    """Whether a single pod causes the restart, so that messages about the restart name this pod.
 
     A hang or a changed spec affects the whole group. Messages about such a restart name its reason.
     """
@@ -103,7 +104,7 @@ def names_pod(restart: Restart) -> bool:
 
 
 def describe_ranks(group_rank: int, procs: int) -> str:
-    """Describe the ranks of a node: `rank 1`, or `ranks 2 to 3` if it has several processes."""
+    """Describe the ranks of a node: `rank 1`, or `ranks 2 to 3` if the node has several."""
     first = group_rank * procs
     return f"rank {first}" if procs == 1 else f"ranks {first} to {first + procs - 1}"
 
@@ -161,7 +162,8 @@ class End:
     traceback: str = ""
     exit_code: int | None = None
     time: datetime | None = None
-    """When the program ended, according to the kubelet; None if it has not reported a time."""
+    """When the program ended, according to the kubelet; None if the kubelet has not reported a
+    time."""
     before_program: bool = False
     """Whether the exit code belongs to an init container. Such an exit code shows nothing about the
     program's configuration.

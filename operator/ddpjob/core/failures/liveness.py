@@ -52,7 +52,7 @@ def lost_since(pod: PodView, world: World, now: datetime) -> datetime | None:
 def is_out_of_service(pod: PodView, world: World) -> bool:
     """Whether the pod's host was marked as permanently down and is not ready.
 
-    Waiting for the host is then pointless.
+    Waiting for such a host is pointless.
     """
     host = (world.hosts or {}).get(pod.host)
     return host is not None and host.out_of_service and not host.ready

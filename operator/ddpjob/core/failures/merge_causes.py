@@ -59,10 +59,10 @@ class Finding:
     """The round in which the pod was created; None for incidents and for the coordinator's own
     end."""
     fails: str = ""
-    """The Failed condition's reason if the finding is a cause; empty if it would not fail the
-    job."""
+    """The Failed condition's reason if the finding is a cause; empty if such a cause would not fail
+    the job."""
     why: str = ""
-    """The rule that fails the job; empty if it is one of the defaults."""
+    """The rule that fails the job; empty if a default fails the job."""
     exit_code: int | None = None
     idle: bool = False
     """Whether this is the end of an idle spare, which does not break the group."""
@@ -114,10 +114,11 @@ def attribute(
     lists the incidents that do not name a cause, each as a pod and a time. Such an incident is
     explained by the end of that pod.
 
-    1. An end that would count or fail the job joins the last recorded break if its pod was created
-       before that break. The group must also still be down because of the break, or the end must be
-       within SAME_BREAK of it. All other ends form one new break. The cause of the new break is an
-       end that does not count, if there is one, and the earliest end if there is none.
+    1. An end that would count or fail the job joins the last recorded break under two conditions.
+       Its pod was created before that break. Also, the group is still down because of the break, or
+       the end is within SAME_BREAK of the break. All other ends form one new break. If one of these
+       ends does not count, it is the cause of the new break. If all of them count, the earliest end
+       is the cause.
     2. The first incident within SAME_BREAK of the new break joins it. The incident is the cause if
        the ends are ordinary failures of a worker. If an end is an eviction, a deletion or a lack of
        memory, the incident is a consequence of that end. If the incident was clearly earlier, it is

@@ -89,9 +89,8 @@ _OUTSIDE = re.compile(
 _WRONG_PATH = re.compile(
     r"\b(?:FileNotFound|NotADirectory|IsADirectory|Permission)Error: \[Errno (?:2|13|20|21)\] [\w ]+: '(?!\w+://)[^']*'"
 )
-"""Matches errors about the path of a file that is missing, or that the program is not permitted to
-read. Errors without a path do not match, because they may come from a socket whose server starts
-later."""
+"""Matches errors that name the path of a missing or unreadable file. Errors without a path do not
+match, because they may come from a socket whose server starts later."""
 _PROGRAM_ERROR = re.compile(
     r"^rank .* ended with exit code 1: ((?:SyntaxError|IndentationError|TabError|NameError|UnboundLocalError|KeyError"
     r"|ImportError|ModuleNotFoundError|AttributeError|TypeError|NotImplementedError|RecursionError): .*)$",

@@ -6,7 +6,7 @@ Moving a rank costs a restart, and helps only if the rank's host is the reason. 
 if all of these conditions hold:
 
 - It is reported as at least SLOWDOWN times as slow as the median rank, and each step would take at
-  least COST less time if it kept pace. If a script reports no costs, its slow ranks are only
+  least COST less time if the rank kept pace. If a script reports no costs, its slow ranks are only
   reported.
 - It has been reported for LASTS by the operator's clock. By default, the script reports a rank only
   after half a minute. Short loads, evaluations and checkpoints are over sooner.

@@ -121,7 +121,7 @@ def _follow_slots(view: View) -> tuple[View, dict[int, Ended]]:
 
 
 def _silent_since(view: View, slot: Slot, pod: PodView | None) -> datetime | None:
-    """Return the time at which a slot's pod fell silent; None if it is not silent.
+    """Return the time at which a slot's pod fell silent; None if the pod is not silent.
 
     If the exact time is unknown, the slot remembers the time of the first reconcile that saw the
     silence.

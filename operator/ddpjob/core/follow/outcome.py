@@ -84,7 +84,7 @@ def is_let_go(ends: Ends) -> bool:
 
 
 def settle(view: View) -> View | None:
-    """Return the final view of a group that has completed its last step; None if it has not."""
+    """Return the final view of a group that has completed its last step; None for other groups."""
     ends = find_ends(view)
     if is_finished(ends):
         return ends.view

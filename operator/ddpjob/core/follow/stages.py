@@ -38,7 +38,7 @@ from ddpjob.core.view import View
 
 @dataclass(frozen=True)
 class Followed:
-    """The result of all stages or, if one of them ended the evaluation early, up to that stage."""
+    """The result of all stages. If a stage ends the evaluation early, later stages add nothing."""
 
     ends: Ends
     view: View

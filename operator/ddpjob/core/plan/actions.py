@@ -225,8 +225,9 @@ def _labels(view: View) -> list[Action]:
 def plan_notifications(view: View, restarts: tuple[Restart, ...], lost: frozenset[str]) -> tuple[Action, ...]:
     """Return the messages that the coordinator must get now.
 
-    They contain settings that its report does not show yet, and names of pods that are gone. A pod
-    on a dead host cannot close its connections, so without a message its peers would wait for it.
+    The messages contain settings that the coordinator's report does not show yet, and names of pods
+    that are gone. A pod on a dead host cannot close its connections, so without a message its peers
+    would wait for it.
     """
     endpoint, report, spec = view.status.rendezvous.endpoint, view.report, view.job.spec
     if not spec.under_torchrun:
@@ -267,7 +268,7 @@ longer, it has probably not noticed the deletion."""
 
 
 def send_away_deaf(view: View, endpoint: str) -> list[Action]:
-    """Return the message that stops launchers that have not noticed that their pods were deleted.
+    """Return the message that stops launchers unaware of the deletion of their pods.
 
     SIGTERM is lost if it arrives while a container's first process starts. Without the message,
     such a launcher would wait for a group until the kubelet kills it at the end of the grace
@@ -294,9 +295,9 @@ def _dismissal(view: View, lost: frozenset[str]) -> list[Action]:
     """Return the message that stops a replaced coordinator, which may still run on a lost host.
 
     If the generation continues, the members of the replaced coordinator look for the next
-    coordinator. If a new generation begins, these members exit. A coordinator of an old generation
-    whose host is not lost gets no message, because its pods may be saving. Such a coordinator is
-    deleted after its pods.
+    coordinator. If a new generation begins, these members exit. In an old generation, a coordinator
+    gets no message while its host is not lost, because its pods may be saving. It is deleted after
+    these pods.
     """
     before, after = view.job.status.rendezvous, view.status.rendezvous
     name = coordinator_pod_name(view.job, before.generation, before.attempt)

@@ -115,8 +115,9 @@ def is_superseded(view: View) -> bool:
         a sees key b         a finds its own key in formerKeys, and leaves the job alone
 
     This operator puts its key back only if that interrupts nothing: when the job resumes, or when a
-    change of its spec replaces its pods. An operator that holds the namespace's Lease is the only
-    one there, so an administrator must have restored its key. Such an operator always acts.
+    change of the job's spec replaces the job's pods. An operator that holds the namespace's Lease
+    is the only one there, so an administrator must have restored its key. Such an operator always
+    acts.
     """
     status, world = view.status, view.world
     if world.is_sole_operator or key_of(status) == world.key_mark or world.key_mark not in status.former_keys:
@@ -151,7 +152,7 @@ def can_replace(view: View) -> bool:
     """Whether single pods in the current generation can be replaced.
 
     A pod needs the same runtime as its peers. If the runtime's ConfigMap is gone and this operator
-    has a different runtime, a new pod could not join them.
+    has a different runtime, a new pod could not join its peers.
     """
     version, runtime = protocol_of(view.status), view.status.runtime
     if runtime and runtime == view.world.runtime:

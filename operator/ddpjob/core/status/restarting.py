@@ -90,11 +90,11 @@ def _steps(progress: Mapping[str, Any]) -> bool:
 def _timed(view: View) -> tuple[Restart, ...]:
     """Return the recent restarts, with the duration in seconds of each restart that is over.
 
-    If steps are reported to the coordinator, a restart is over when the next step is complete.
-    The coordinator measures the last restart more precisely than the operator, which may have seen
-    the break only after an outage of its own. But if several breaks are over at once, the
-    measurement begins with the first one. A restart that a suspension has cut short gets no
-    duration, because there was no recovery.
+    If steps are reported to the coordinator, a restart is over when the next step is complete. The
+    coordinator measures the last restart more precisely than the operator, which may have seen the
+    break only after an outage of its own. But if several breaks are over at once, the measurement
+    begins with the first break. A restart that a suspension has cut short gets no duration, because
+    there was no recovery.
     """
     report, recent = view.report, view.status.restarts.recent
     if report is not None and report.recovery.down_since is not None and view.job.spec.under_torchrun:

@@ -179,7 +179,7 @@ def _gang_not_served(*, volcano: bool) -> str:
 
 
 def _idle(view: View, alive: list[PodView]) -> str:
-    """Describe the pods that wait in vain while others are rejected, and how to release them.
+    """Describe the pods that wait in vain for rejected pods, and how to release the waiting pods.
 
     The result is empty if no pod exists, or if the group may be training.
     """

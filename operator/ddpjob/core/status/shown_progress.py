@@ -49,9 +49,9 @@ def show_progress(
     """Return the progress that the status is to show.
 
     The result is `reported` in the form of the status. It is `shown` instead if nothing has
-    changed, or if `shown` is newer than REFRESH and `at_once` is false. A first loss or speed, and
-    a script that begins again at step 0, do not wait for REFRESH. `stragglers` comes from
-    `show_stragglers`.
+    changed, or if `shown` was written less than REFRESH ago and `at_once` is false. A first loss or
+    speed, and a script that begins again at step 0, do not wait for REFRESH. `stragglers` comes
+    from `show_stragglers`.
     """
     if not reported:
         return {key: value for key, value in shown.items() if key != "stragglers"} if "stragglers" in shown else shown
