@@ -65,7 +65,7 @@ class CheckpointFolder:
         self._parts_group: Any = None
         self._ownership = Ownership(path)
         self._heads: list[int] | None = None
-        """For each rank, the lowest rank that sees the same folder.
+        """The item at each rank is the lowest rank that sees the same folder.
 
         These lowest ranks maintain the folders. The list exists only if checkpoints are in parts
         and are copied to a bucket. Otherwise, checkpoint.shared decides which ranks maintain a
