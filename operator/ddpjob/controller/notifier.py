@@ -39,8 +39,8 @@ WORKERS = 2
 namespace gets one of the workers."""
 LONGEST_URL = 4096
 EVERYBODY = "*"
-"""In the list of namespaces that are allowed to use a receiver, this entry stands for all
-namespaces."""
+"""An entry that stands for all namespaces, in the list of namespaces that are allowed to use a
+receiver."""
 
 
 class Unsent(Exception):

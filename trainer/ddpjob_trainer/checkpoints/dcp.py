@@ -215,7 +215,7 @@ def read(path: Path, layout: Layout | None = None, fetch: Fetch | None = None) -
 
 @dataclass(frozen=True)
 class _Target:
-    """The part of a tensor that this rank needs. It begins at `offsets` in the whole tensor.
+    """The part of a tensor that this rank needs. The part begins at `offsets` in the whole tensor.
 
     `tensor` is the memory for the values. `like` is the DTensor whose shard this part is, or None
     if this rank needs the whole tensor.
@@ -478,7 +478,8 @@ def _finish(temporary: Path, path: Path, manifest: bytes, parts: dict[int, Any],
     read_manifest(temporary)
     sync_folder(temporary)
     may_write()
-    # A folder with this name must be a broken checkpoint, or training would have resumed from it.
+    # A folder with this name must be a broken checkpoint, because training would have resumed from
+    # an intact one.
     if path.exists():
         path.rename(temporary.with_suffix(".old.tmp"))
     temporary.rename(path)
