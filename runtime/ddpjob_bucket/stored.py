@@ -569,8 +569,8 @@ class Bucket:
     def remove(self, entries: Iterable[Stored]) -> None:
         """Delete checkpoints from the bucket.
 
-        The manifest of a checkpoint is deleted first. Without it, readers ignore the remaining
-        files.
+        The manifest of a checkpoint is deleted first. Without a manifest, readers ignore the
+        remaining files.
         """
         for entry in entries:
             self._delete([entry.key])
@@ -592,7 +592,8 @@ class Bucket:
             try:
                 named.add(self.manifest(entry).data)
             except BucketError:
-                # If a manifest cannot be read, it is unknown which files belong to its checkpoint.
+                # If a manifest cannot be read, the files that belong to this checkpoint are
+                # unknown.
                 return
         for key in self._keys(_DATA):
             folder = "/".join(key.split("/")[:2])

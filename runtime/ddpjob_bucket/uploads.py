@@ -1,11 +1,11 @@
 """Uploads checkpoints to a bucket, newest first, while training continues.
 
-An upload may take longer than the time between two checkpoints, and the bucket may be unreachable
+An upload can take longer than the time between two checkpoints, and the bucket can be unreachable
 for hours. Even then, training must continue, and the disk must not fill up. Therefore:
 
 - One checkpoint is uploaded at a time, and only the newest one waits. If a newer checkpoint
-  replaces a waiting one, `release` is called with the older one, so that the caller can delete the
-  older one.
+  replaces a waiting one, `release` is called with the waiting one, which the caller can then
+  delete.
 - A failed upload is retried after 1, 2, 4, ... 60 s, and after at most 5 s while the process waits
   for its last upload. A newer checkpoint replaces the failed one.
 - If files of a checkpoint have vanished, its upload is abandoned (`lost`).
@@ -30,8 +30,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 """The first and the longest pause between two attempts to upload, in seconds. After each failure,
 the next pause is twice as long."""
 LONGEST_AWAITED = 5.0
-"""The longest pause in seconds while the process waits for its last upload before it ends, because
-its pod may have only seconds left."""
+"""The longest pause, in seconds, while a process that is about to end waits for its last upload.
+The pod may have only seconds left."""
 MOST_COMPLETED = 100
 """Maximum number of steps that `completed` holds, if no one reads and removes them."""
 

@@ -124,7 +124,7 @@ class JobEnvironment:
         """Whether training states may be in the memory of this pod or of other pods of the job.
 
         This is true in every job, even if this pod keeps no states. After a change to the spec, old
-        and new pods may have different settings, so all ranks of a job must exchange which states
+        and new pods can have different settings, so all ranks of a job must exchange which states
         they hold.
         """
         return bool(self.snapshot_folder or self.coordinator)
@@ -143,7 +143,7 @@ class JobEnvironment:
     def is_first(self) -> bool:
         """Whether this process counts as the job's first one.
 
-        This is the process with rank 0. If a `command` sets no ranks, it is the process in the pod
-        with index 0.
+        The job's first process has rank 0. If a `command` sets no ranks, it is the process in the
+        pod with index 0.
         """
         return os.environ.get("RANK", self.index or "0") == "0"

@@ -56,7 +56,7 @@ COLLECTIVES = (
     *("all_gather_single", "reduce_scatter_single", "all_to_all_single", "alltoall_base"),
     *("send", "recv"),
 )
-"""Methods of torch's ProcessGroup in which a GPU's stream may wait for other ranks. Each version of
+"""Methods of torch's ProcessGroup in which a GPU's stream can wait for other ranks. Each version of
 torch has only some of them.
 """
 _OPTIMIZER = "torch.optim.optimizer"
@@ -75,7 +75,7 @@ waiting, new steps are not measured.
 class WorkClock:
     """Measures how long this rank itself works in each step.
 
-    `step_ends` is called in the thread that trains, but `waited` may be called in any thread.
+    `step_ends` is called in the thread that trains, but `waited` can be called in any thread.
     """
 
     def __init__(self, torch: Any) -> None:
@@ -133,8 +133,9 @@ class WorkClock:
     def take(self) -> tuple[float, float] | None:
         """Return the median own work and the median whole time of a step, in seconds.
 
-        They cover the steps since the last call that returned medians. Return None if there are too
-        few of these steps. Steps that the GPU has not finished yet are left for the next call.
+        Both medians cover the steps since the last call that returned medians. Return None if there
+        are too few of these steps. Steps that the GPU has not finished yet are left for the next
+        call.
         """
         while self._unread and _is_over(self._unread[0][1]):
             begin, end, waits = self._unread.popleft()

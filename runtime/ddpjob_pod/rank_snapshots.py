@@ -22,7 +22,7 @@ the exchange.
 **Interval** (`Cadence`). With "auto", the ranks agree at each copy on the shortest interval at
 which copies take at most a hundredth of the training time. After a loss, at most one interval of
 steps is repeated. The cost of a copy is its duration or the time that it adds to a step, whichever
-is longer. A copy may lengthen a step by more than its own duration, because it also evicts caches,
+is longer. A copy can lengthen a step by more than its own duration, because it also evicts caches,
 wakes threads, and delays the other ranks. The added time is measured by comparison with steps that
 have no copy. Therefore, the interval is at least 2 until enough comparisons have been made. A
 single slow step changes nothing, because medians are compared. From one copy to the next, the
@@ -34,7 +34,7 @@ group. The ranks also adopt rank 0's interval and the highest incarnation that a
 because a pod that was replaced after a change to the spec can have different values. Every copy on
 any node includes the private states of all ranks, because a rank's own node may be lost.
 
-**A different group size** (`_Regrouping`). An elastic job may continue with fewer or more ranks
+**A different group size** (`_Regrouping`). An elastic job can continue with fewer or more ranks
 than wrote a sharded state. Each rank then reads all old parts, one after another, and takes its own
 rows from each of them. So a rank never holds more than one old part in addition to its own part.
 
@@ -180,11 +180,11 @@ class Cost(NamedTuple):
     pace: float = 0.0
     """Time of one step without a copy."""
     keeps: float = 0.0
-    """1 if this rank keeps copies; 0 if its node has no room or another rank on the node writes for
-    it.
+    """1 if this rank keeps copies; 0 if the node has no room, or if a different rank on the node
+    writes for this rank.
     """
     needed: float = 0.0
-    """Bytes that two states would need on this rank's node; 0 if they fit."""
+    """Bytes that two states would need on this rank's node; 0 if the states fit."""
     longer: float = _UNKNOWN
     """Time that the copy added to a step; NaN if no step without a copy was measured."""
 
@@ -285,8 +285,8 @@ class _StepTimes:
 
     def __init__(self) -> None:
         self._paces: deque[float] = deque(maxlen=_RECENT)
-        """Median times of the steps without a copy, one for each of the last intervals that had
-        such steps.
+        """Median times of steps without a copy. There is one value for each of the last intervals
+        that had such steps.
         """
         self._with_copy: float | None = None
         self._others: deque[float] = deque(maxlen=_COMPARED)
@@ -333,8 +333,8 @@ class Cadence:
     """Step after which the next copy is made, if `every` is AUTO."""
     recent: list[tuple[float, float, float]] = field(default_factory=list)
     """Measurements of the last copies: (seconds of the copy, seconds that it added to a step or
-    NaN, seconds of a step without a copy). Several are kept because a single copy may be an
-    outlier.
+    NaN, seconds of a step without a copy). Several measurements are kept, because a single copy can
+    be an outlier.
     """
     _interval: int = 1
 
@@ -565,8 +565,8 @@ class RankSnapshots:
         """Bytes that two states need, if the states do not fit on this rank's node; otherwise 0."""
         self._copies = 0
         self._base: Moment | None = None
-        """The moment that training continued from. It becomes None once a later state is complete
-        on all nodes.
+        """The moment that training continued from. None once a later state is complete on all
+        nodes.
         """
         self._places: _Places | None = None
         """The places of the tensors in the last copy."""
@@ -575,8 +575,8 @@ class RankSnapshots:
         self._pending: _Copy | None = None
         self._background: _Finisher | None = None
         self.settles_early = False
-        """Whether the caller calls `settle` before each step of the optimizer. The caller sets
-        this.
+        """Whether the caller calls `settle` before each step of the optimizer. The caller sets this
+        attribute.
         """
         self._owns_room = 0
         """Bytes reserved at the end of a slot for the ranks' private states."""
@@ -603,8 +603,9 @@ class RankSnapshots:
         return self._sharded or self._speaks
 
     def use(self, exchange: RankExchange) -> None:
-        """Wait for the last copy, and use a different exchange from now on. The ranks must be the
-        same.
+        """Wait for the last copy, and use a different exchange from now on.
+
+        The new exchange must connect the same ranks.
         """
         self.settle()
         self._exchange = exchange
@@ -780,7 +781,7 @@ class RankSnapshots:
             self.start["seconds"] = round(time.perf_counter() - self._began, 3)
 
     def interrupt(self) -> None:
-        """Ignore the time of the next step, because it includes something else, such as an
+        """Ignore the time of the next step, because this time includes other work, such as an
         evaluation.
         """
         self._noted = _UNKNOWN
@@ -830,7 +831,7 @@ class RankSnapshots:
             exchange = 0.0 if later else exchanged - exchanges
             # If the copy waits for another node or the device, the whole duration is its cost. If
             # it does not wait, only the CPU time of this thread is its cost, because other
-            # processes may run during a copy.
+            # processes can run during a copy.
             waits = self._sharded or self._stream is not None
             copying = took - exchange if waits else time.thread_time() - worked
             self._cost = Cost(copying, exchange)
@@ -903,8 +904,8 @@ class RankSnapshots:
         """Count a copy. At the second copy, stop protecting the state that training continued from.
 
         By then, the first copy is complete on all nodes, because the ranks have exchanged their
-        costs since then. Parts that this node need not keep are also deleted, such as parts written
-        by a group of a different size.
+        costs after the first copy. Parts that this node need not keep are also deleted, such as
+        parts written by a group of a different size.
         """
         self._copies += 1
         if self._copies == 2:
@@ -1168,8 +1169,8 @@ def _read(
 def _open(data: memoryview) -> tuple[Any, list[_Place], Callable[[int], Any], dict[int, bytes], list[Any]]:
     """Return the contents of a slot.
 
-    They are the skeleton, the tensors' places, a function that returns the tensor with a given
-    number as a view of the slot, the ranks' private states, and the measurements in
+    The contents are the skeleton, the tensors' places, a function that returns the tensor with a
+    given number as a view of the slot, the ranks' private states, and the measurements in
     `Cadence.recent`.
     """
     length, base, tail, tail_length = _SIZES.unpack_from(data, 0)
@@ -1254,8 +1255,8 @@ class _Shard:
     def add(self, shard: Any) -> None:
         """Copy the rows that this rank needs from the next old shard.
 
-        Do nothing if the first shard already contained all rows, because then every part holds the
-        whole tensor.
+        If the first shard already contained all rows, do nothing, because every part holds the
+        whole tensor in that case.
         """
         if self._is_complete:
             return
@@ -1271,8 +1272,8 @@ def _copy_to(data: memoryview, tensor: Any, place: _Place) -> None:
     if tuple(tensor.stride()) != place.stride or not tensor.is_cpu or tensor.is_conj() or tensor.is_neg():
         _view(data, place).copy_(tensor)
     elif place.count:
-        # torch would divide each small copy among its threads, and the threads would spend longer
-        # waiting for each other.
+        # torch would divide each small copy among its threads, and the threads would spend more
+        # time waiting for each other than copying.
         size = place.count * place.dtype.itemsize
         target = (ctypes.c_char * size).from_buffer(data, place.offset)
         ctypes.memmove(target, tensor.data_ptr(), size)

@@ -32,7 +32,9 @@ class SigtermFlag:
     """The flag that SIGTERM sets. Only the flag that called `listen` last receives the signal."""
 
     def __init__(self, heard: Callable[[], None]) -> None:
-        """Create a flag that is not set. Before SIGTERM can set it, `listen` must be called.
+        """Create a flag that is not set.
+
+        SIGTERM can set the flag only after `listen` has been called.
 
         `heard` is called when SIGTERM arrives: in the signal handler or, after
         `listen(at_once=True)`, in a separate thread.
@@ -113,7 +115,8 @@ def _hold() -> None:
 def _release() -> None:
     """Restore the signal mask that `_hold` saved.
 
-    The program may have blocked SIGTERM on purpose before it forked, for a child that unblocks it.
+    The program may have blocked SIGTERM on purpose before it forked, for a child that unblocks the
+    signal.
     """
     signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
 

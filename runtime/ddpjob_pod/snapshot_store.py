@@ -25,7 +25,7 @@ continue from step 40. The next copy overwrites step 50, because step 40 is need
 copy is complete.
 
 States are ordered by incarnation (generation, round) first, and by step second. A node that was
-partitioned may hold a state with a higher step, but from an older round. Meanwhile the job has
+partitioned can hold a state with a higher step, but from an older round. Meanwhile the job has
 continued without that node, from an earlier step, and only the job's history counts (`choose`).
 
 With replicated state (DDP), a node has one part, `ALL`, written by its first rank. The copy of any
@@ -160,8 +160,9 @@ class SnapshotStore:
         return [(path, match) for path, match in found if match is not None]
 
     def begin(self, part: str, size: int, base: Moment | None = None) -> Writing:
-        """Return memory for the next state of a part. It overwrites one of the two slots of the
-        part.
+        """Return memory for the next state of a part.
+
+        The next state overwrites one of the two slots of the part.
 
         `base` is the moment that training continued from; None once a later state is complete on
         all nodes. The state from that moment is kept, even if this node holds a newer state,

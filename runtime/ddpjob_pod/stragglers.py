@@ -12,8 +12,8 @@ scripts).
   the other ranks do not wait for a rank with fewer samples.
 - A rank is named once its slowdown has exceeded `factor` for `seconds` and in at least three
   reports. It stays named until its slowdown has been below the midpoint of 1 and `factor` for the
-  same time and number of reports. A single slow batch therefore has no effect, and a rank at the
-  limit is not named and dropped again and again.
+  same time and number of reports. A single slow batch therefore has no effect, and a rank near the
+  limit does not switch between named and not named again and again.
 - A rank's cost is the share of each step that would be saved if the rank kept pace. The cost may be
   small: a rank may be twice as slow as the others in work that takes only a hundredth of the step.
   An excess below a millisecond is noise. The operator moves a rank to a different host only if that

@@ -24,7 +24,7 @@ def shows_acknowledgements() -> bool:
 def is_acknowledged(stream: socket.socket) -> bool:
     """Whether the peer's kernel has acknowledged all bytes that were sent to it.
 
-    The result is False if the system does not report acknowledgements. Raises OSError if this
+    If the system does not report acknowledgements, the result is False. Raises OSError if this
     process has closed the connection.
     """
     if not shows_acknowledgements():

@@ -28,8 +28,9 @@ FILE_BYTES = 1 << 20
 SUM_BYTES = 16 << 20
 """Size in bytes of the tensor in the all-reduce that is timed."""
 FREE_SHARE = 0.5
-"""The share of a GPU's memory that must be free. If less is free, another process uses the GPU. The
-share is not 1, because time-sliced GPUs are never completely free."""
+"""The share of a GPU's memory that must be free. If less memory is free, another process uses the
+GPU. The share is not 1, because time-sliced GPUs are never completely free.
+"""
 _SIDE = 1024
 _SIOCGIFADDR = 0x8915
 

@@ -1,9 +1,10 @@
 """Writes log lines without blocking. Lines are lost if the disk is full or nobody reads the pipe.
 
 A container's output is a pipe, which the container runtime reads. The container runtime stops
-reading while the host's log folder is full or hangs, so the pipe fills up. A write would then block
-the coordinator's event loop, or the launcher's only thread that reads from the coordinator. The
-pipe is not made non-blocking, because the workers share it and expect blocking writes.
+reading while the host's log folder is full or hangs, and the pipe then fills up. A write to a full
+pipe would block the coordinator's event loop, or the launcher's only thread that reads from the
+coordinator. The pipe is not made non-blocking, because the workers share it and expect blocking
+writes.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class _Emit:
 
 
 def _write(descriptor: int, piece: bytes, wait: float) -> bool:
-    """Write a piece of a line. Return False if that is not possible within `wait` seconds."""
+    """Write a piece of a line. Return False if this is impossible within `wait` seconds."""
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)
     return bool(poll.poll(wait * 1000)) and os.write(descriptor, piece) > 0

@@ -142,8 +142,9 @@ message. The pattern is not applied to the traceback, because source lines in a 
 contain the name of a backend.
 """
 RANK_FAILURE = "RankFailed"
-"""Kind of the termination message that a failed rank writes if it was started by the torchrun of a
-`command` (worker.py)."""
+"""Kind of the termination message of a failed rank. Only a rank that the torchrun of a `command`
+has started writes this message (worker.py).
+"""
 
 RANK_ENDED = "(this rank has ended)"
 """Shown instead of the stacks of a rank whose process has ended."""
@@ -256,13 +257,15 @@ MAX_SPARES = 100
 MAX_PODS = 1024 + MAX_SPARES
 """Maximum number of pods in one job: its nodes and spares."""
 MAX_NUMBER = 2**62
-"""Largest whole number that a member may send. The status can hold numbers of 63 bits, so a round
-number can still grow beyond this limit."""
+"""Largest whole number that a member is allowed to send. The status can hold numbers of 63 bits, so
+a round number can still grow beyond this limit.
+"""
 MAX_SECONDS = 2**31
-"""Longest time in seconds that a member or the operator may send."""
+"""Longest time in seconds that a member or the operator is allowed to send."""
 MAX_FIGURES = 100
-"""Maximum number of entries in a progress report, and also in its `metrics`. It is also the maximum
-length of an entry's name in characters."""
+"""Maximum number of entries in a progress report, and also in its `metrics`. The same number is the
+maximum length of an entry's name in characters.
+"""
 STRAGGLERS = "stragglers"
 """Key in a progress report for the lagging ranks, `[{"rank": 3, "slowdown": 1.8, "cost": 0.4}]`."""
 MAX_STRAGGLERS = 8
@@ -362,7 +365,7 @@ def clip(text: object, limit: int = MAX_TEXT) -> str:
     """Shorten the string to `limit` characters by leaving out its middle.
 
     The middle is the least useful part, because messages begin with the error, and tracebacks end
-    with it. If possible, whole lines are left out.
+    with it. Where possible, `clip` leaves out whole lines.
     """
     full = "" if text is None else str(text)
     if len(full) <= limit:

@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 
 EXIT_STEPPED_ASIDE = 75
 OF_COMMAND = "--of-command"
-"""First argument of this file in a worker that was started by the torchrun of a job's `command`,
-and not by the launcher."""
+"""First argument of this file in a worker that the torchrun of a job's `command` has started.
+Workers that the launcher starts do not get this argument.
+"""
 STAY_SECONDS = 10.0
 """Number of seconds after the program's failure when the kernel ends the process. Without this
 limit, exit handlers, threads and destructors could keep the process alive.
@@ -200,11 +201,11 @@ class ReportImport:
     """Import hook that adds the folder of `ddpjob_report` to sys.path once a program imports
     `ddpjob_report`.
 
-    If the image has its own `ddpjob_report`, the program gets that package, and sys.path stays as
-    it is. If the fork server has already imported `ddpjob_report` from the same file, the program
-    gets that module, and nothing is executed again. The same applies to the modules of
-    `ddpjob_pod`. Otherwise, the trainer would execute them a second time, and the trainer and
-    `ddpjob_report` would use different copies.
+    If the image has its own `ddpjob_report`, the program gets the image's package, and sys.path is
+    not changed. If the fork server has already imported `ddpjob_report` from the same file, the
+    program gets that module, and nothing is executed again. The modules of `ddpjob_pod` are handled
+    in the same way. If they were not, the trainer would execute these modules a second time, and
+    the trainer and `ddpjob_report` would use different copies.
 
     The folder stays in sys.path after the import, because processes spawned by multiprocessing can
     find the modules only through sys.path.
@@ -411,8 +412,8 @@ def run_recorded(mode: str, target: str) -> None:
     """Run the program until it ends.
 
     If the program raises an exception, write the exception to torchrun's error file, and print it
-    without this file's frames. The process then exits with code 1, or with EXIT_REFUSED if
-    ddpjob_report raised the exception because a restart would not help.
+    without this file's frames. The process then exits with code 1. If ddpjob_report raised the
+    exception because a restart would not help, the exit code is EXIT_REFUSED.
     """
     import os
 
@@ -501,8 +502,8 @@ def run_script(path: str) -> None:
 def load(path: str) -> tuple[Any, Any]:
     """Return the loader and the code object of a Python file.
 
-    As in Python, a file counts as bytecode if its name ends with .pyc or if it begins with Python's
-    magic number.
+    As in Python, a file counts as bytecode if its name ends with .pyc, or if its content begins
+    with Python's magic number.
     """
     import io
     from importlib.machinery import SourceFileLoader, SourcelessFileLoader

@@ -65,8 +65,8 @@ async def _read(output: asyncio.StreamReader, said: bytearray, server: Server) -
     """Read all output from the store's process. When the line `ready PORT` appears, record that the
     store is ready.
 
-    The last KEPT_OUTPUT bytes are kept in `said`. Other lines of any length may appear, because the
-    code in the image may print something when Python starts, when torch is imported, or later.
+    The last KEPT_OUTPUT bytes are kept in `said`. The output can contain other lines of any length,
+    because code in the image can print text when Python starts, when torch is imported, or later.
     """
     ready = False
     while piece := await output.read(KEPT_OUTPUT):

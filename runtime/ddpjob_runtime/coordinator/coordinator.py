@@ -204,11 +204,10 @@ class Coordinator:
     # ---- what members report
 
     def ready(self, member: Member, after: int, host: str, port: int, check: int = 0, watch: int = 0) -> None:
-        """Record that the member can take part in a round.
-
-        `after` is the number of the last round that the member knows of. `check` is how many
-        seconds the next round may spend on checking the links. `watch` is the port on which the
-        member's neighbours watch it.
+        """Record that the member can take part in a round. `after` is the number of the last round
+        that the member knows of. `check` is the maximum number of seconds that the next round
+        spends on checking the links. `watch` is the port on which the member's neighbours watch the
+        member.
         """
         self.rounds.ready(member, after, host, port, check, watch)
         self._advance()
@@ -287,7 +286,7 @@ class Coordinator:
     ) -> None:
         """Set the time limit for hangs, the back-off, and what to do about a proven hang (`hangs`).
 
-        If `hangs` is None, that setting stays as it is.
+        If `hangs` is None, the setting for proven hangs is not changed.
 
         Raises:
             ValueError: the message names the field and states the rule.

@@ -27,8 +27,8 @@ class Drains:
         self._members, self._loop, self._fence = members, loop, fence
 
     def ask(self, member: Member, why: str, planned: bool) -> None:
-        """Ask `member` to stop its workers. If `planned`, the workers can save during its grace
-        period.
+        """Ask `member` to stop its workers. If `planned`, the workers can save during the member's
+        grace period.
         """
         seconds = member.grace + PLANNED_SLACK if planned else DRAIN_SECONDS
         if member.drain(self._loop.now() + seconds, planned):

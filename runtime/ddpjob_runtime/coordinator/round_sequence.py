@@ -9,9 +9,9 @@ round can have workers. A member that does not stop its workers in time is fence
 permanently, and the group continues without it. Without this rule, one frozen node would stop the
 job forever.
 
-Round numbers only grow. A member that reconnects compares its round's number with the newest one,
-and so learns whether its round is over. Coordinators of different attempts use different ranges of
-numbers.
+Round numbers only grow. A member that reconnects compares its round's number with the newest
+number, and so learns whether its round is over. Coordinators of different attempts use different
+ranges of numbers.
 
 Example, with three nodes, when node 2's machine loses power:
 
@@ -317,9 +317,9 @@ class Rounds:
     def ready(self, member: Member, after: int, host: str, port: int, check: int = 0, watch: int = 0) -> None:
         """Record that the member has no workers and can take part in a round.
 
-        `after` is the number of the last round that the member knows of. `check` is how many
-        seconds the next round may spend on checking the links. `watch` is the port on which the
-        member's neighbours watch it.
+        `after` is the number of the last round that the member knows of. `check` is the maximum
+        number of seconds that the next round spends on checking the links. `watch` is the port on
+        which the member's neighbours watch the member.
         """
         if member.state in (MemberState.LEAVING, MemberState.LOST):
             return
@@ -432,16 +432,17 @@ class Rounds:
     def lose(self, member: Member, why: str) -> None:
         """Remove a member that has disappeared without notice, and list the member as missing.
 
-        The caller must call `advance` after removing all lost members.
+        After the caller has removed all lost members, it must call `advance`.
         """
         if not self.over:
             self._members.miss(member, why)
         self.remove(member, why)
 
     def remove(self, member: Member, why: str) -> None:
-        """Remove a member that is gone. If it belonged to the current round, the round breaks.
+        """Remove a member that is gone. If the member belonged to the current round, the round
+        breaks.
 
-        The caller must call `advance` after removing all members that are gone.
+        After the caller has removed all members that are gone, it must call `advance`.
         """
         current, was = self.current, member.state
         held = current is not None and current.holds(member)
@@ -488,8 +489,8 @@ class Rounds:
     def release(self) -> None:
         """Allow rounds to begin and to be judged again.
 
-        If a round was taken over, it now runs, or breaks because some of its members did not
-        reconnect.
+        If all members of a round that was taken over have reconnected, the round now runs. If some
+        have not reconnected, the round breaks.
         """
         self.held = False
         if self.current is not None and not self.over:

@@ -515,7 +515,9 @@ class Server:
 
 
 def _unexpected(error: Exception) -> str:
-    """Describe an unexpected error that a member's line has caused, and where it was raised."""
+    """Describe an unexpected error that a member's line has caused, and the place where the error
+    was raised.
+    """
     place = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {str(error)!r:.200} ({place.filename}:{place.lineno})"
 
@@ -533,8 +535,8 @@ def _sender(writer: asyncio.StreamWriter) -> Any:
 
 
 async def _line(reader: asyncio.StreamReader) -> bytes:
-    """Return the next line from a peer that is still unknown, or no bytes if the line does not
-    arrive in time or is too long.
+    """Return the next line from a peer that is still unknown. If the line is too long or does not
+    arrive in time, return no bytes.
     """
     with contextlib.suppress(ValueError):
         return await within(HELLO_SECONDS, reader.readline()) or b""

@@ -15,7 +15,7 @@ LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.
 def oom_kills() -> int:
     """Return how many processes of this container the kernel has killed to free memory.
 
-    The result is 0 if the number is unknown.
+    If the number is unknown, the result is 0.
     """
     for text in _readable(FILES):
         for line in text.splitlines():

@@ -126,7 +126,7 @@ class Activity:
     def idle(self, pid: int) -> bool | None:
         """Whether the worker was idle since the last check.
 
-        The result is None at the first check, or if the worker has ended.
+        At the first check, or if the worker has ended, the result is None.
         """
         before, now = self._before.get(pid), _counters(pid)
         if before is None or now is None:

@@ -143,7 +143,10 @@ class Offered:
 
 
 class Copies:
-    """The copies of a folder's checkpoints in the bucket checkpoint.url. Rank 0 maintains them."""
+    """The copies of a folder's checkpoints in the bucket checkpoint.url.
+
+    Rank 0 maintains these copies.
+    """
 
     def __init__(self, bucket: Bucket, config: CheckpointConfig) -> None:
         self._bucket, self._config = bucket, config
@@ -182,7 +185,7 @@ class Copies:
         return _patiently(lambda: self._bucket.scores(self._config.best_by.value))
 
     def fetch_newer(self, folder: Path, step: int) -> Offered | None:
-        """Return the bucket's newest complete checkpoint if its step is later than `step`.
+        """Return the bucket's newest complete checkpoint of a step later than `step`.
 
         A checkpoint in a single file is downloaded; a checkpoint in parts is not. If a checkpoint
         is broken, a warning names it, and the next older one is tried. If all later checkpoints are
@@ -246,7 +249,7 @@ class Copies:
         """Upload a checkpoint that is on disk, in the background.
 
         If other ranks upload their own files of the checkpoint, `names` are the files that this
-        rank uploads. `scores` replace the scores in the bucket afterwards.
+        rank uploads. After the upload, `scores` replace the scores in the bucket.
         """
         self._scores = scores
         if self._uploads is not None:
@@ -357,8 +360,8 @@ def _fetch_once(bucket: Bucket, manifest: CopyManifest, file: File, path: Path) 
 
     If another process on this machine is already downloading the file, wait for that process.
     """
-    # The temporary file and the lock are next to the folder, where a starting job removes
-    # leftovers.
+    # The temporary file and the lock are in the parent of the checkpoint's own folder, because a
+    # starting job removes leftovers there.
     start = f".{path.parent.name}.{path.name}"
     with _disk(path), alone(path.parent.parent / f"{start}.lock.tmp"):
         if path.is_file() and path.stat().st_size == file.size and sha256_of(path) == file.sha256:

@@ -192,9 +192,9 @@ def read_whole(path: Path, key: str = "checkpoint.load") -> Any:
     """Return the whole content of a file or folder that holds a model's weights.
 
     `path` may be one of this trainer's checkpoints: a file, a dcp folder, or a checkpoint folder.
-    In a checkpoint folder, the best checkpoint is read or, if none is marked, the newest one. It
-    may also be a safetensors file, or a torch.save file with a state dict at the top level or under
-    a key in `_WHERE`. Raises CheckpointError with a message that names `key`.
+    In a checkpoint folder, the best checkpoint is read or, if none is marked, the newest one.
+    `path` may also be a safetensors file, or a torch.save file with a state dict at the top level
+    or under a key in `_WHERE`. Raises CheckpointError with a message that names `key`.
     """
     try:
         path = _choose_checkpoint(path)
@@ -230,7 +230,7 @@ def weights_in(found: Any, path: Path, *, average: bool, key: str = "checkpoint.
     With `average`, return the moving average of the weights instead, if the file has one. Names are
     those of the model without any wrapper, as in this trainer's checkpoints. In other files,
     DistributedDataParallel (`module.`) and torch.compile (`_orig_mod.`) have added components to
-    the names, which are removed here. Raises CheckpointError.
+    the names. This function removes these components. Raises CheckpointError.
     """
     ours = isinstance(found, dict) and "sampler" in found and "model" in found
     averages: dict[str, torch.Tensor] = {}

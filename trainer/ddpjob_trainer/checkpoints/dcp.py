@@ -76,7 +76,7 @@ def write(
         begun = together(group, lambda: _begin(temporary, may_write) if rank == head else None)
         stored = _write_tensors(tensors, temporary, group)
         # All ranks must write the same manifest, but the numbers in the structure around the
-        # tensors may differ between ranks. Therefore, rank 0's structure is used.
+        # tensors can differ between ranks. Therefore, rank 0's structure is used.
         mine = together(group, lambda: (_checksums(temporary, rank), stored, state if rank == 0 else None))
         files = [found for found, _, _ in mine]
         listed = {name: found.written() for name, found in _merge([found for _, found, _ in mine]).items()}
@@ -123,9 +123,10 @@ def check_sizes(path: Path) -> Metadata:
 
 
 def check_share(path: Path, rank: int, world: int) -> None:
-    """Verify the checksums of the files in part `rank` of `world` roughly equal parts.
+    """Verify the checksums of this rank's share of the files.
 
-    Raises OSError, or CheckpointError with the reason.
+    The files are divided into `world` shares of about equal size, and `rank` is the index of this
+    rank's share. Raises OSError, or CheckpointError with the reason.
     """
     files = sorted(read_manifest(path).files.items(), key=lambda item: (-item[1].size, item[0]))
     for name, file in files[rank::world]:
@@ -214,7 +215,7 @@ def read(path: Path, layout: Layout | None = None, fetch: Fetch | None = None) -
 
 @dataclass(frozen=True)
 class _Target:
-    """The part of a tensor that this rank needs. It begins at `offsets` in the whole tensor.
+    """The part of a tensor that this rank needs. The part begins at `offsets` in the whole tensor.
 
     `tensor` is the memory for the values. `like` is the DTensor whose shard this part is, or None
     if this rank needs the whole tensor.
@@ -472,12 +473,13 @@ def _finish(temporary: Path, path: Path, manifest: bytes, parts: dict[int, Any],
                     "to a folder that every node sees, set checkpoint.url, or set checkpoint.format=torch"
                 )
     write_atomically(temporary / MANIFEST, manifest)
-    # Check that the manifest can be read. Older checkpoints are deleted next, so an unreadable one
-    # must not take their place.
+    # Check that the manifest can be read. Older checkpoints are deleted next, and an unreadable
+    # checkpoint must not take their place.
     read_manifest(temporary)
     sync_folder(temporary)
     may_write()
-    # A folder with this name must be a broken checkpoint, or training would have resumed from it.
+    # A folder with this name must be a broken checkpoint, because training would have resumed from
+    # an intact one.
     if path.exists():
         path.rename(temporary.with_suffix(".old.tmp"))
     temporary.rename(path)

@@ -54,7 +54,7 @@ class CheckpointFolder:
         config.check()
         self._config, self.path, self._group = config, path, group
         self._parts = config.format is Format.DCP
-        # With a bucket, the parts of a checkpoint may be on different disks. In that case, `claim`
+        # With a bucket, the parts of a checkpoint can be on different disks. In that case, `claim`
         # finds out which ranks share a folder, and then sets `writes` again.
         one_folder = config.shared and not (self._parts and config.url)
         self.writes = group.rank == 0 if one_folder else group.local_rank == 0
@@ -65,7 +65,7 @@ class CheckpointFolder:
         self._parts_group: Any = None
         self._ownership = Ownership(path)
         self._heads: list[int] | None = None
-        """The lowest rank that sees the same folder, for each rank.
+        """The item at each rank is the lowest rank that sees the same folder.
 
         These lowest ranks maintain the folders. The list exists only if checkpoints are in parts
         and are copied to a bucket. Otherwise, checkpoint.shared decides which ranks maintain a
@@ -172,9 +172,8 @@ class CheckpointFolder:
     def _take_together(self) -> None:
         """Make sure that no other job uses the folder, then claim it for this job.
 
-        A former owner that has not reported its end is watched for some time, which may be longer
-        than train.timeout_seconds. Therefore, all ranks communicate twice a second during this
-        time.
+        A former owner that has not reported its end is watched for some time. This can take longer
+        than train.timeout_seconds, so all ranks communicate twice a second during this time.
         """
         watching, taking = True, self._ownership.take() if self.writes else iter(())
         while watching:
@@ -187,8 +186,8 @@ class CheckpointFolder:
 
         `epoch` is the number of epochs completed after these steps, or None if they end within an
         epoch. `last` means that training is complete. If a save becomes due while an earlier one is
-        in progress, it is postponed to a later step, unless retention needs the state after exactly
-        this step.
+        in progress, the new save is postponed to a later step, unless retention needs exactly this
+        state.
         """
         if self._group.rank != 0:
             return Due.NO
@@ -311,9 +310,10 @@ class CheckpointFolder:
     def _wait_together(self, done: Callable[[float], bool], seconds: float = math.inf) -> None:
         """Wait up to `seconds` until `done` returns true on every rank.
 
-        All ranks must call this together. `done` receives the number of seconds that it may wait.
-        The ranks exchange its results twice a second. If they did not, one rank could wait for
-        longer than the timeout of a collective operation, and the other ranks would fail.
+        All ranks must call this together. The argument of `done` is the maximum number of seconds
+        to wait. The ranks exchange the results of `done` twice a second. If the ranks did not do
+        this, one rank could wait for longer than the timeout of a collective operation, and the
+        other ranks would fail.
         """
         until, states = time.monotonic() + seconds, [1]
         while any(states) and 2 not in states:

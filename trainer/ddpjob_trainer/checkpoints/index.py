@@ -90,7 +90,7 @@ class CheckpointIndex:
     def forget_parts_after(self, step: int) -> None:
         """Delete incomplete checkpoints in parts whose step is later than `step`.
 
-        Otherwise, they would count as the newest checkpoint.
+        If such a checkpoint were kept, it would count as the newest one.
         """
         for later, path in self._found():
             if later <= step or path.suffix != dcp.SUFFIX:

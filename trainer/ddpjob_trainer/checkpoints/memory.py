@@ -51,7 +51,9 @@ class NodeMemory:
         return None if found is None else found.tree
 
     def begin(self, step: int, source: str) -> dict[str, Any]:
-        """Record the step that training continues from. Return the figures to report about it.
+        """Record the step that training continues from.
+
+        Return the figures to report about this start.
 
         `source` is one of protocol.SOURCES, and says where the training state came from.
         """

@@ -16,10 +16,10 @@ _LATEST = 253402300800
 
 @dataclass(frozen=True)
 class Metadata:
-    """Facts about a checkpoint: `world` ranks saved it after `step` steps.
+    """Facts about a checkpoint: `world` ranks saved the checkpoint after `step` steps.
 
-    `epoch` is the number of epochs completed at that point, or None within an epoch.
-    `time` is when it was saved, in seconds since the Unix epoch.
+    `epoch` is the number of epochs completed at that point, or None within an epoch. `time` is when
+    the checkpoint was saved, in seconds since the Unix epoch.
     """
 
     step: int

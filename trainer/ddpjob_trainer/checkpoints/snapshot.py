@@ -124,7 +124,7 @@ class Staging:
             return used[path] if own is tensor else with_local(tensor, used[path])
 
         taken = map_tensors(snapshot, copy)
-        # Each device has its own stream, and a rank may use several devices.
+        # Each device has its own stream, and a rank can use several devices.
         self._events = [torch.cuda.current_stream(device).record_event() for device in devices]
         self._memory = used
         return taken if wanted else {}

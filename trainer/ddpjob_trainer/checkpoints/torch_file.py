@@ -133,8 +133,8 @@ def check_file(path: Path) -> Metadata:
 def open_regular(path: Path) -> io.FileIO:
     """Open a regular file for reading. Raises CheckpointError, OSError.
 
-    Pipes and devices are refused, because a pipe would wait for a writer, and a device may have no
-    end.
+    Pipes and devices are refused, because a pipe would wait for a writer, and a device can be
+    endless.
     """
     file = io.FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

@@ -103,9 +103,9 @@ def search_algorithms(device: torch.device, *, repeatable: bool) -> None:
 def _gpus_of_job() -> str:
     """Return the GPUs that a job gave to this pod, if this build of torch could use them.
 
-    The result is empty if there are none. If the driver fails, torch does not see any GPUs, even
-    after a restart in the same pod. If this node then trained on the CPU, the ranks on the other
-    nodes, whose GPUs work, would wait for it in NCCL.
+    If there are no such GPUs, the result is empty. If the driver fails, torch does not see any
+    GPUs, even after a restart in the same pod. If this node then trained on the CPU, the ranks on
+    the other nodes, whose GPUs work, would wait for this node in NCCL.
     """
     number, _, resource = JobEnvironment.read().gpus.partition(" ")
     # `ddpjob run` hides all GPUs of a machine that has too few of them.
@@ -125,7 +125,7 @@ def _count(kind: str) -> int:
 
 
 def usable_cores() -> float:
-    """Return the number of cores that this process may use, which may be fractional."""
+    """Return the number of cores that this process can use. The number can be fractional."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, cpu_limit())
 

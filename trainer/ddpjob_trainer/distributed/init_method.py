@@ -130,10 +130,10 @@ def _open(where: Meeting, group: Group, incarnation: str, timeout_seconds: float
         ) from error
     if not where.agents:
         return store
-    # An agent that restarts its workers in place gives them the same store again (torch 2.15).
+    # An agent that restarts its workers in place gives the new workers the same store (torch 2.15).
     # Without a prefix for each incarnation, the workers would find addresses of dead processes in
     # the store, and gloo would wait for these processes forever. Each agent counts its own
-    # restarts, starting at 0, so these counts may differ. The fence, if there is one, is the same
+    # restarts, starting at 0, so these counts can differ. The fence, if there is one, is the same
     # on all ranks of an incarnation.
     prefix = incarnation if JobEnvironment.read().fence else f"attempt_{incarnation}"
     return dist.PrefixStore(f"/worker/{prefix}", store)  # type: ignore[attr-defined]
@@ -204,8 +204,8 @@ def join_group(
     """Join a process group for the duration of a `with`.
 
     With `one_device`, this rank sends only from `placement.device`, so NCCL connects immediately.
-    Without it, NCCL would connect at the first collective, separately for each group. If an
-    exception leaves the `with`, the group is not destroyed, because peers may be gone.
+    Without `one_device`, NCCL would connect at the first collective, separately for each group. If
+    an exception leaves the `with`, the group is not destroyed, because peers may be gone.
     """
     if group.world == 1:
         yield

@@ -186,7 +186,7 @@ def done_in_thread(
 ) -> Future[_T]:
     """Run `function()` in a thread, and return its outcome once all ranks are done.
 
-    The function may take longer than a collective's timeout. Twice a second, the ranks agree on
+    The function can take longer than a collective's timeout. Twice a second, the ranks agree on
     whether any rank is still busy, and each rank calls `alive`. All ranks must call this together.
     """
     work, waiting = in_thread(name, function), True

@@ -15,7 +15,7 @@ phase.
 On a GPU, marks are events in the GPU's stream. The events are read when the numbers are reported,
 because the host has then waited for the device anyway. The time between two events includes the
 device's work and its waiting for a slow host. `wait` returns immediately, and a stream waits
-instead. In newer versions of torch, a blocking collective itself may run in the stream. So the time
+instead. In newer versions of torch, a blocking collective itself can run in the stream. So the time
 between events before and after a wait or a blocking collective counts as exchange. If a version of
 torch waits in other functions, the ranks show equal times, and no rank is named. The clock has not
 been tested on several GPUs yet.

@@ -96,7 +96,7 @@ class Ddp(Strategy):
     def device_ids(self) -> list[torch.device] | None:
         """The value of DDP's option `device_ids`: a list with the model's device.
 
-        It is None if the model is on the CPU or on several devices.
+        The value is None if the model is on the CPU or on several devices.
         """
         return None if self.device.type == "cpu" else [self.device]
 
@@ -130,8 +130,8 @@ class Ddp(Strategy):
         """Compute the gradients of the mean loss on every rank.
 
         With ddp.ordered, the gradients of each micro-batch are kept separate until those of all
-        ranks have arrived. They are then added up in a fixed order. Without ddp.ordered, autograd
-        adds the gradients of each micro-batch to those of the earlier micro-batches.
+        ranks have arrived. The gradients are then added up in a fixed order. Without ddp.ordered,
+        autograd adds the gradients of each micro-batch to those of the earlier micro-batches.
         """
         if not self.config.ddp.ordered or self.group.world == 1:
             if not isinstance(self.network, DistributedDataParallel):
@@ -182,8 +182,8 @@ class Ddp(Strategy):
         """Raise ConfigError if a weight got no gradient in the last micro-batch of the first step.
 
         In that case, DDP has not exchanged the bucket of gradients that contains the weight. DDP
-        itself would report this only in the second step, and with the parameter's number instead of
-        its name.
+        itself would report such a weight only in the second step, and with the parameter's number
+        instead of its name.
         """
         self._checked = True
         named = [(name, weight) for name, weight in self.model.named_parameters() if weight.requires_grad]

@@ -270,7 +270,10 @@ class Pipeline(Strategy):
 
 
 class _Pass(nn.Module):
-    """The module that a schedule calls for each micro-batch. It calls `run`, not the model."""
+    """The module that a schedule calls for each micro-batch.
+
+    The module calls `run`, not the model.
+    """
 
     def __init__(self, model: nn.Module, run: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()

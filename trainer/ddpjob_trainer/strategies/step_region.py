@@ -45,7 +45,7 @@ def compiler_options(mode: bool | CompileMode, *, dynamic: bool | None) -> dict[
 
 
 class StepRegion(nn.Module):
-    """Maps a batch to its sum of losses. Batches of a full size run compiled, others eagerly."""
+    """Maps a batch to its sum of losses. Full-size batches run compiled; all others run eagerly."""
 
     def __init__(self, model: nn.Module, criterion: Loss, mode: bool | CompileMode) -> None:
         super().__init__()

@@ -61,7 +61,7 @@ class Strategy:
     """Trains a model on one rank. Subclasses override only the methods in which they differ."""
 
     model: nn.Module
-    """The whole model, or this rank's stage of it. It is never wrapped; see `network`."""
+    """The whole model, or this rank's stage of it. The model is never wrapped; see `network`."""
     network: nn.Module
     """The module that training calls for a micro-batch: `model`, or a wrapper around it."""
     optimizer: torch.optim.Optimizer
@@ -117,7 +117,7 @@ class Strategy:
 
     @property
     def portions(self) -> int:
-        """Number of portions that a rank divides its share of a global batch into."""
+        """Number of portions into which a rank divides its share of a global batch."""
         return self.config.train.accumulate
 
     # ------------------------------------------------------------ training
@@ -268,8 +268,8 @@ class Strategy:
     def scale_gradients(self, factor: float) -> None:
         """Multiply the gradients by `factor`.
 
-        A step with unreadable samples needs this, because its mean loss covers only the readable
-        samples.
+        A step with unreadable samples needs a factor, because the step's mean loss covers only the
+        readable samples.
         """
         for parameter in self.model.parameters():
             if parameter.grad is not None:
@@ -340,8 +340,8 @@ class Strategy:
         """
         self.precision.load_model(self.model, state["model"])
         if self.average is not None and "average" in state:
-            # A weight that was frozen when the state was saved has no average there, so its value
-            # serves as its average.
+            # A weight that was frozen when the state was saved has no average there. The weight's
+            # value then serves as the average.
             averages = {**state["model"], **state["average"]["averages"]}
             self.average.load({**state["average"], "averages": averages})
         frozen = {name for name, weight in self.model.named_parameters() if not weight.requires_grad}

@@ -147,7 +147,10 @@ class DeepSpeed(Strategy):
     # ------------------------------------------------------------ checkpoints
 
     def state(self) -> State:
-        """Return the whole state. While it is gathered, every rank holds all of it in memory."""
+        """Return the whole state.
+
+        While the state is gathered, every rank holds the whole state in memory.
+        """
         if self._stage == 0:
             return super().state()
         with self._gathered():
@@ -180,7 +183,8 @@ class DeepSpeed(Strategy):
     def _fragments(self) -> ModuleType:
         """The module with DeepSpeed's functions for whole weights and their optimizer state.
 
-        These functions gather a value from all ranks' shards, or write a whole value into them.
+        These functions gather a value from all ranks' shards, or write a whole value into the
+        shards.
         """
         from deepspeed import utils
 
@@ -289,8 +293,9 @@ class _ByEngine(Precision):
 def settings(config: Config, group: Group) -> dict[str, Any]:
     """Return the configuration for DeepSpeed's engine.
 
-    It combines the file `deepspeed.config` with settings that the trainer controls. Raises
-    ConfigError if the file cannot be read, or if its ZeRO stage differs from deepspeed.stage.
+    The configuration combines the file `deepspeed.config` with settings that the trainer controls.
+    Raises ConfigError if the file cannot be read, or if its ZeRO stage differs from
+    deepspeed.stage.
     """
     path, stage = config.deepspeed.config, config.deepspeed.stage
     _check(config)

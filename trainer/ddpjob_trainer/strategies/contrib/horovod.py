@@ -55,7 +55,7 @@ class Horovod(Strategy):
             raise ConfigError(
                 "strategy=horovod: Horovod 0.28 cannot add up bfloat16; set amp.dtype=float16, or amp.level=O1"
             )
-        # Horovod's hooks must be on the weights that receive gradients, but the optimizer may work
+        # Horovod's hooks must be on the weights that receive gradients, but the optimizer can work
         # on float32 copies of these weights.
         self._exchange: Any = self._hvd.DistributedOptimizer(
             torch.optim.SGD(self.model.parameters()),
@@ -67,7 +67,7 @@ class Horovod(Strategy):
     def backward(self, micro_batches: MicroBatches, count: int) -> torch.Tensor:
         """Compute and exchange the gradients.
 
-        Ranks may have different numbers of micro-batches, so each rank sends its gradients only
+        Ranks can have different numbers of micro-batches, so each rank sends its gradients only
         after its own last micro-batch.
         """
         self._exchange.set_backward_passes_per_step(len(micro_batches))
@@ -136,8 +136,8 @@ def _meet(group: Group) -> Any:
     Return the rendezvous server on rank 0, and None on all other ranks. All ranks must call this
     together.
     """
-    # A node is named after its first rank. A host name could not identify it, because several nodes
-    # may run on the same machine.
+    # A node is named after its first rank. A host name could not identify a node, because several
+    # nodes can run on the same machine.
     first = group.gather(group.rank - group.local_rank)
     local_ranks, local_sizes = group.gather(group.local_rank), group.gather(group.local_world)
     peers = [rank for rank, local_rank in enumerate(local_ranks) if local_rank == group.local_rank]

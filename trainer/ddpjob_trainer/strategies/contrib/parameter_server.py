@@ -85,7 +85,7 @@ class ParameterServer(Strategy):
         """Take a step on the server, and copy the new weights to the workers."""
         if self._serves:
             update = super().update(rate)
-            # Convert the norm and the flag, because they may be tensors on the server's device.
+            # Convert the norm and the flag, because both can be tensors on the server's device.
             update = Update(float(update.norm), bool(update.skipped))
             _buffer.put(_flat(self._weights()).cpu(), self.precision.state(), update)
             self.group.barrier()
@@ -120,7 +120,8 @@ class ParameterServer(Strategy):
     def load(self, state: State) -> None:
         """Load a state. Only the server keeps the optimizer's part of it."""
         super().load(state)
-        if not self._serves:  # The state is loaded only so that all ranks fail together if it does not fit.
+        # The state is loaded only so that all ranks fail together if the state does not fit.
+        if not self._serves:
             self.optimizer.state.clear()
 
     def close(self) -> None:
