@@ -123,7 +123,7 @@ def test_the_next_fetch_continues_a_killed_one_and_a_slow_fetch_is_not_abandoned
     run.until(lambda r: line.received > 2_500_000)
     run.until(lambda r: "fetching data" in r.condition("Running").get("message", ""))
     assert "MiB of 7.6 MiB" in run.condition("Running")["message"]
-    [holder] = [pod for pod in run.pods() if "objects of s3://" in run.log(pod) and "job-" in pod]
+    [holder] = [pod for pod in run.pods() if "objects from s3://" in run.log(pod) and "job-" in pod]
     assert machine.command("kill", holder).returncode == 0
     before = line.received
     assert run.wait(seconds=120) == 0, run.everything()

@@ -503,7 +503,7 @@ def test_replacing_a_name_that_this_torch_lacks_raises_an_error(
 ) -> None:
     importlib.import_module("torch.distributed.run")
     monkeypatch.delattr(name)
-    with pytest.raises(RuntimeError, match=f"this torch has no {re.escape(name)}; use an earlier version"):
+    with pytest.raises(RuntimeError, match=f"this version of torch has no {re.escape(name)}; use an earlier version"):
         replace()
 
 

@@ -173,7 +173,7 @@ def test_pods_of_an_abandoned_generation_exit(town: Town) -> None:
     town.names = ["127.0.0.2"]
     until(lambda: len(town.ends) >= 3)
     code, kind, message = town.ends[0]
-    assert (code, kind) == (protocol.EXIT_STOPPED, "Stopped") and "continues as generation 1" in message
+    assert (code, kind) == (protocol.EXIT_STOPPED, "Stopped") and "the group is now at generation 1" in message
 
 
 @contextlib.contextmanager

@@ -238,12 +238,14 @@ def test_the_node_whose_sums_are_wrong_is_found_among_its_peers(job: Job) -> Non
     start(job, "sum", "job-1-0")
     assert job.wait_exit("job-1-0", 300) == 80, job.all_logs()
     said = job.end("job-1-0")["message"]
-    assert said.startswith("the links from pod job-1-0 to pod job-0-0 and pod job-2-0 fail: local rank 0: 1 of "), said
+    assert said.startswith(
+        "the links from pod job-1-0 to pod job-0-0 and pod job-2-0 fail: local rank 0: an all-reduce "
+    ), said
     start_node(job, 1, attempt=1)
     report = job.wait_until(lambda r: r["notes"], 300)
     assert [(n["pod"], n["kind"]) for n in report["notes"]] == [("job-0-0", "Preflight")]
     assert report["notes"][0]["why"].startswith(WELL)
-    assert report["notes"][0]["why"].endswith(" MB/s, by gloo over TCP on lo")
+    assert report["notes"][0]["why"].endswith(" MB/s, via gloo over TCP on lo")
     assert {i["kind"] for i in report["incidents"]} == {"PeerLost"}, (
         "the ended pod explains each incident, so none counts as a failure"
     )

@@ -288,7 +288,7 @@ def test_the_command_evaluate_reports_the_metrics_of_callbacks(
         (["data.batch_transform=wrong_parts:halves"], r"with images of torch.float32 on cpu"),
         (
             ["data.batch_transform=wrong_parts:labels_from_one"],
-            r"labels of 1..10; return class numbers \(n,\) from 0 to 9",
+            r"labels from 1 to 10; return class numbers \(n,\) from 0 to 9",
         ),
         (["data.batch_transform=wrong_parts:ignored"], r"returned labels from -100 to -100; return class numbers"),
         (

@@ -231,7 +231,7 @@ def test_the_ranks_agree_to_wait_longer_while_rank_0_reads(trained: Path, monkey
 def test_a_missing_best_checkpoint_is_reported(trained: Path, tmp_path: Path) -> None:
     (tmp_path / "best.json").write_bytes((trained / "best.json").read_bytes())
     with pytest.raises(
-        CheckpointError, match=r"best\.json names step-000000008\.pt, which is gone; choose a different"
+        CheckpointError, match=r"best\.json names step-000000008\.pt, which has been deleted; choose a different"
     ):
         read_whole(tmp_path)
 

@@ -98,7 +98,7 @@ def test_growing_images_train_the_same_on_any_number_of_ranks_and_after_restarts
         (["data.early_sizes=16:1,12:2"], "sides and epochs must increase"),
         (["data.early_sizes=24:1"], "all sides must be below data.image_size=24"),
         (["data.early_sizes=0:1"], "sides and epochs must increase"),
-        (["data.early_sizes=8:1,9:2,10:3,11:4"], "must be at most 3 sizes"),
+        (["data.early_sizes=8:1,9:2,10:3,11:4"], "must have at most 3 sizes"),
         (["data.early_sizes=8:1", "data.name=digits"], "data.early_sizes has no effect with data.name=digits"),
     ],
 )
