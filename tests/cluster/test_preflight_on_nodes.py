@@ -38,4 +38,4 @@ def test_a_job_leaves_a_defective_node_and_its_links_are_checked(jobs: Jobs) -> 
     passed = jobs.condition("checked", "PreflightPassed")
     assert (passed["status"], passed["reason"]) == ("True", "LinksChecked")
     assert passed["message"].startswith("an all-reduce of 2 x 1 ranks is correct, ")
-    assert passed["message"].endswith(" MB/s, by gloo over TCP on eth0")
+    assert passed["message"].endswith(" MB/s, via gloo over TCP on eth0")
