@@ -108,7 +108,7 @@ def test_one_of_two_gangs_runs_while_the_other_occupies_no_node(jobs: Jobs, gpus
         jobs.apply(sleeping_job(name, 8))
     for name in ("one", "two"):
         jobs.wait(f"the pods of {name}", lambda name=name: {f"{name}-0-0", f"{name}-1-0"} <= set(jobs.pods()))
-    jobs.wait_unschedulable("one", "waits for 2 nodes with 1 GPU each at once")
+    jobs.wait_unschedulable("one", "waits for room for 2 nodes with 1 GPU each at once")
     jobs.wait_unschedulable("one", "0 of them would fit now")
     assert not jobs.pods("coordinator")["one-coordinator-0"]["spec"].get("nodeName"), "the second pod waits as well"
     gpus.each(1)
