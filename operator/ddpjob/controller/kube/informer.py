@@ -1,8 +1,7 @@
 """Caches Kubernetes objects. An `Informer` fills its cache by a list request, then by a watch.
 
 kopf watches the jobs (`job_cache.py`). This module follows the objects that the operator makes for
-the jobs, because kopf lacks two features that they need. kopf does not report deletions that happen
-while its watch is interrupted, and does not keep copies of objects for reading.
+them. kopf does not report deletions while its watch is interrupted, and keeps no copies to read.
 
 A reconcile reads the cache without asking the API server. The cache must therefore never go back in
 time, must detect deletions made while no watch was open, and must survive every kind of failure.
@@ -13,8 +12,8 @@ time, must detect deletions made while no watch was open, and must survive every
 - Each object has its own version, and the later of two versions is kept. The responses to the
   operator's own writes enter the cache (`take`), so the next reconcile sees the writes even if the
   watch is late. If the watch then shows an older version, its event is ignored.
-- Versions are compared as numbers. Kubernetes has guaranteed since 1.35 that this comparison is
-  valid. With etcd, the comparison has always been valid.
+- Versions are compared as numbers. With etcd, this comparison has always been valid. Kubernetes
+  guarantees it since 1.35.
 
 Example of the operator's own writes to a Workload reaching the cache before the watch's events:
 
@@ -26,9 +25,9 @@ Example of the operator's own writes to a Workload reaching the cache before the
 
 A watch ends after WATCH_SECONDS, and the next watch continues from the last event. If that event's
 version has expired (410 Gone), everything is listed again. If a watch breaks, etcd may have been
-restored from a backup. In this case, versions have gone backwards, and a watch from the last known
-version would be silent for a long time. The current version is therefore checked before the next
-watch. While the API server is unavailable, the known state is kept.
+restored from a backup. Versions have then gone backwards, so a watch from the last known version
+would be silent for a long time. Therefore, the current version is checked before the next watch.
+While the API server is unavailable, the known state is kept.
 
 Three rules limit the memory. All informers together parse only one page at a time. A page larger
 than PAGE_BYTES is requested again as several smaller pages. Only views of objects are kept.
