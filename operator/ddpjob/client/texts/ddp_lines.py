@@ -17,7 +17,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ddpjob.client.manifests.read_script import TrainingScript, trains
@@ -73,14 +73,6 @@ _OF_FRAMEWORK = {
         ("last_checkpoint", "docs/own-scripts.md#lightning"),
         _NODES,
     ),
-    "lightning-cli": FrameworkLines(
-        "Lightning's Trainer forms the group itself if it is given the number of nodes and processes.",
-        ("num_nodes", f"set trainer_defaults=dict({_LIGHTNING})"),
-        "import os",
-        (),
-        ("last_checkpoint", "docs/own-scripts.md#lightning"),
-        _NODES,
-    ),
     "fabric": FrameworkLines(
         "Lightning's Fabric forms the group itself if it is given the number of nodes and processes.",
         ("num_nodes", f"set {_LIGHTNING}"),
@@ -124,6 +116,8 @@ _OF_FRAMEWORK = {
         ("resume(", "docs/own-scripts.md#accelerate"),
     ),
 }
+_CLI_ARGUMENTS = ("num_nodes", f"set trainer_defaults=dict({_LIGHTNING})")
+_OF_FRAMEWORK["lightning-cli"] = replace(_OF_FRAMEWORK["lightning"], arguments=_CLI_ARGUMENTS)
 
 
 @dataclass(frozen=True)
