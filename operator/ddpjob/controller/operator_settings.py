@@ -167,7 +167,7 @@ def _metrics_peers(found: list[Json]) -> tuple[Json, ...]:
             raise SettingsError(f"{PREFIX}METRICS_PEERS has ipBlock {text!r}: {error}") from error
 
     try:
-        for block in (peer["ipBlock"] for peer in found if "ipBlock" in {**peer}):
+        for block in (value for peer in found for key, value in peer.items() if key == "ipBlock"):
             block["cidr"] = network(block.get("cidr", ""))
             if "except" in block:
                 block["except"] = [network(text) for text in block["except"]]
