@@ -150,9 +150,7 @@ def read_script(path: Path) -> TrainingScript:
     for where, module in chain([("", tree)], _neighbours(path, tree)):
         modules.append((where, module))
         used |= _used(module)
-        found = list(_find_own_launch(module))
-        script.alone += (f"{where or path}, line {text}" for text in found)
-        script.starts |= any("starts processes" in text for text in found)
+        script.alone += (f"{where or path}, line {text}" for text in _find_own_launch(script, module))
         if _find_group(script, module, used if where else None):
             script.where = where
             break
@@ -274,8 +272,10 @@ def _made(tree: ast.Module) -> Iterator[tuple[ast.Call, str]]:
             yield call, _last_name(made.value if isinstance(made, ast.Attribute) and is_method else made)
 
 
-def _find_own_launch(tree: ast.Module) -> Iterator[str]:
+def _find_own_launch(script: TrainingScript, tree: ast.Module) -> Iterator[str]:
     """Yield a message about each line that starts processes, or sets or gets the ranks by itself.
+
+    If a line starts processes, set `starts` in `script`.
 
     Such lines override or ignore the values that torchrun sets. They are common in scripts for a
     single machine or for a different launcher. Lines that depend on torchrun's variables are left
@@ -301,6 +301,7 @@ def _find_own_launch(tree: ast.Module) -> Iterator[str]:
         if id(node) in chosen:
             continue
         if isinstance(node, ast.Call) and _starts_processes(node, forming):
+            script.starts = True
             yield (
                 f"{node.lineno}: {ast.unparse(node.func)} starts processes that ignore the job's ranks; "
                 "take rank and world_size from RANK and WORLD_SIZE instead"
@@ -388,10 +389,7 @@ def _find_names(script: TrainingScript, tree: ast.Module, used: set[str]) -> Non
         found = f"{len(optimizers)} optimizers" if len(optimizers) > 1 else "no optimizer for a single model"
         script.doubts.append(f"it has {found}")
     script.loader = _training_loader(loaders, tree, training)
-    if "DataLoader" in used and "DataLoader" not in _calls(tree):
-        script.doubts.append("its DataLoader is in a different module")
-    else:
-        _check_loader(script, tree, loaders)
+    _check_loader(script, tree, loaders, used)
     if script.optimizer is not None:
         script.scope = _scope(tree, script.optimizer.node)
         after = [node for node in script.scope if node.lineno > script.optimizer.line]
@@ -403,9 +401,11 @@ def _find_names(script: TrainingScript, tree: ast.Module, used: set[str]) -> Non
             script.doubts.append("its optimizer and its DataLoader are in different functions")
 
 
-def _check_loader(script: TrainingScript, tree: ast.Module, loaders: list[Named]) -> None:
+def _check_loader(script: TrainingScript, tree: ast.Module, loaders: list[Named], used: set[str]) -> None:
     """Add a doubt if no DataLoader is certain to accept a DistributedSampler."""
-    if "DataLoader" not in _calls(tree):
+    if "DataLoader" not in _calls(tree) and "DataLoader" in used:
+        script.doubts.append("its DataLoader is in a different module")
+    elif "DataLoader" not in _calls(tree):
         script.is_sampled = False
         script.doubts.append("it has no DataLoader")
     elif any(word in script.text for word in _ITERABLE):
