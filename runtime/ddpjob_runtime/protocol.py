@@ -303,7 +303,7 @@ MAX_PACKAGES = 20
 _PACKAGE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,39}")
 _PRINTABLE = re.compile(r"[ -~]{1,80}")
 SOURCES = MEMORY, STORAGE, SCRATCH = "memory", "storage", "scratch"
-"""Where the training state came from when training continued."""
+"""The possible sources of the state from which training continues."""
 AT_RISK = "stepsAtRisk"
 """Figure in a progress report: the maximum number of steps that would be repeated if a loss
 occurred now.

@@ -283,8 +283,8 @@ class Elastic:
 class Backoff:
     """How long to wait before a restart after consecutive failures.
 
-    There is no wait after the first failure. After the second failure, the wait is `initial`
-    seconds. The wait doubles with every further failure until it reaches `maximum`.
+    After the first failure, the restart is immediate. After the second, it waits `initial` seconds.
+    The wait doubles with every further failure until it reaches `maximum`.
     """
 
     initial: Annotated[float, Field(alias="initialSeconds")]
@@ -345,7 +345,7 @@ class Scheduling:
     topology_key: str
     same_topology: str | None = None
     """Name of a Kubernetes node label. All Kubernetes nodes that run the job's node pods must have
-    the same value for this label. If `same_topology` is None, there is no such requirement.
+    the same value for this label. None allows different values.
     """
     disruption_budget: bool
     gang: bool | None = None

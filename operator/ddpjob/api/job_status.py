@@ -325,9 +325,9 @@ class Restart:
     """Seconds that the group spent on the repeated steps; None until the group has repeated all of
     them."""
     continued_from: Annotated[str, _OMIT_EMPTY] = ""
-    """Where the training state came from when training continued: `memory`, `storage`, or
-    `scratch`. The value is `unknown` if the script has not reported the source, and empty until the
-    first step after the restart.
+    """The source of the state from which training continued: `memory`, `storage`, or `scratch`.
+    The value is `unknown` if the script has not reported the source, and empty until the first step
+    after the restart.
     """
     round: Annotated[_Number, _OMIT_EMPTY] = 0
     """The round that began with this restart."""

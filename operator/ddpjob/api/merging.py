@@ -25,8 +25,8 @@ fields. If the job itself does not set one of them, the field is therefore absen
 that fixes env fixes only the variables that it sets."""
 _MERGED = ("podTemplate", "resources")
 QUEUE = "queue"
-"""The name by which a class sets and fixes the job's queue. The queue is not a field of spec,
-because a job names its queue in a label."""
+"""The name that a class uses to set and fix the job's queue. The spec has no such field, because a
+job names its queue in a label."""
 
 _LIST_KEYS = {
     **dict.fromkeys(("containers", "initContainers", "volumes", "env", "imagePullSecrets", "resourceClaims"), "name"),

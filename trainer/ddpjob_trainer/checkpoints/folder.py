@@ -458,7 +458,7 @@ class CheckpointFolder:
     def newest(self, layout: Layout | None = None, newer_than: int = NOTHING) -> Snapshot | None:
         """Return, on every rank, the newest intact checkpoint that any writing rank has.
 
-        Return None if there is no checkpoint of a later step than `newer_than`.
+        Return None if no checkpoint is from a later step than `newer_than`.
 
         With checkpoint.format=dcp, `layout` determines for which tensors a rank receives only its
         shard. No rank holds two copies of a tensor in memory. A checkpoint counts as broken if any

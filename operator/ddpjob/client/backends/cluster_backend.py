@@ -277,8 +277,8 @@ class ClusterBackend:
     def _last_warning(self, pod: str) -> str:
         """Return a pod's last warning event as text.
 
-        Volume and network faults appear only in events. If there are no warnings, or if the user is
-        not permitted to read events, the text is empty.
+        Volume and network faults appear only in events. The text is empty if the pod has no
+        warnings, or if the user is not permitted to read events.
         """
         try:
             found = self._events(f"involvedObject.kind=Pod,involvedObject.name={pod},type=Warning")

@@ -465,7 +465,7 @@ def _is_record(folder: JobFolder) -> bool:
 
 
 def _read_again(folder: JobFolder, known: _Known | None) -> _Known | None:
-    """Return a job's record, or None if there is no record.
+    """Return a job's record; None if the job has none.
 
     The file of the record is read only if the file has changed. `known` is the result of the
     previous call. A record is always replaced as a whole, so every change shows in the inode, the

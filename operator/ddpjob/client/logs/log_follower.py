@@ -56,8 +56,8 @@ def ranks_of_pods(pods: Sequence[PodLine], body: Json, known: Mapping[str, range
     """Return the global ranks of each pod that trains or has trained. Spares have no ranks.
 
     Ranks are numbered in the order of the slots' indices, or in the rank order that the status
-    shows. The ranks change only when the status in `body` shows that a new group has formed. As
-    long as there is no group, each slot keeps its ranks from `known`, which is the previous result.
+    shows. The ranks change only when the status in `body` shows that a new group has formed.
+    Until then, each slot keeps its ranks from `known`, which is the previous result.
     A slot that is not in `known` gets the ranks that it would have if all slots trained, including
     slots whose pods have ended.
     """
