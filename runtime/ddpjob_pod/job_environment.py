@@ -50,8 +50,8 @@ class JobEnvironment:
     checkpoint_url: str
     checkpoint_shared: str
     logs_kept: str
-    """For how many pods of each slot the logs are kept, next to the checkpoints; empty or 0 if no
-    logs are kept.
+    """Number of pods per slot whose logs are kept next to the checkpoints; empty or 0 if no logs
+    are kept.
     """
     snapshot_folder: str
     """Folder in memory where training states outlive the workers; empty if no states are kept in

@@ -5,8 +5,8 @@ example, with steps of 0.3 s and a report every half second, the speed would cha
 two from one report to the next.
 
 The window ends with the latest report. It is the shortest window that covers SECONDS and also
-covers either STEPS or LONGEST_SECONDS. Until the reports cover FIRST_SECONDS or FIRST_STEPS, there
-is no speed. If the count falls, the script has started again, so a new window begins.
+covers either STEPS or LONGEST_SECONDS. The speed is unknown until the reports cover FIRST_SECONDS
+or FIRST_STEPS. If the count falls, the script has started again, so a new window begins.
 
 Example, with steps of 0.3 s and a report every half second:
 
