@@ -84,7 +84,7 @@ class Round:
         self.broken_at: float | None = None
         self._ended_at: float | None = None  # when the members were first asked to stop their workers
         self.ended_planned = False
-        """Whether the members were told that the end of the round is planned, so that their workers
+        """Whether the members know that the end of the round is planned. If they do, their workers
         can save first.
         """
         self._dump: HangDump | None = None
