@@ -25,9 +25,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the client when one of its names is used for the first time.
+    """Import the client when one of its names is first used.
 
-    The operator does not need the client, so it does not import it.
+    The operator never uses these names, so it starts without importing the client.
     """
     if name in __all__:
         from ddpjob.client import job_client

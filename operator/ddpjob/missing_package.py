@@ -8,17 +8,17 @@ from __future__ import annotations
 import sys
 
 INSTALL = "pip install '.[{extra}]' in the checkout of DDPJob"
-"""The command with which a user installs an extra. The package is not in any package index yet, and
-its name there is not reserved. Anybody could register the name, and could then run code on the
-machines of users who install the package by its name. Until the first release,
-tests/unit/test_names.py therefore finds every file that installs it by name. After the first
-release, this command becomes "pip install 'ddpjob[{extra}]'"."""
+"""The command that installs DDPJob with an extra. No package index has DDPJob yet, and the name is
+not reserved there. Anybody could register the name and run code on the machines of users who
+install DDPJob by name. Until the first release, tests/unit/test_names.py therefore rejects every
+file that installs DDPJob by name. After the first release, this command becomes "pip install
+'ddpjob[{extra}]'"."""
 
 
 def missing_package(error: ModuleNotFoundError, program: str, extra: str) -> str:
     """Return a message that names the missing package and the extra that installs it.
 
-    If the missing module is one of DDPJob's own, the error is raised again.
+    Raise the error again if the missing module is a part of DDPJob.
     """
     if not error.name or error.name.startswith("ddpjob"):
         raise error

@@ -6,9 +6,8 @@ from __future__ import annotations
 class Unavailable(Exception):
     """The API server is unreachable or overloaded, or it did not respond in time.
 
-    The job is reconciled again later. `retry_after` is the delay in seconds that the server has
-    requested, and `status` is the HTTP status of its response. Both are None if there was no such
-    value.
+    The job is reconciled again later. `retry_after` is the delay in seconds that the server
+    requested, and `status` is the HTTP status of its response. Each is None if unknown.
     """
 
     def __init__(self, message: str, retry_after: float | None = None, status: int | None = None) -> None:

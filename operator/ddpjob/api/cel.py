@@ -1,7 +1,7 @@
 """Evaluates the CRD's validation rules (`x-kubernetes-validations`) as the API server does.
 
-A rule that refers to `oldSelf` is a transition rule. A transition rule is evaluated only if an
-update replaces an existing value.
+A rule that refers to `oldSelf` is a transition rule, which is evaluated only when an update
+replaces an existing value.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from ddpjob.api.schema import Problem, join, list_key, object_schema
 
 _MISSING = object()
 SUPPORTED = frozenset({"rule", "message", "messageExpression", "reason", "fieldPath"})
-"""Fields of a validation rule that this module implements. A rule with any other field raises
-NotImplementedError."""
+"""The supported keys of a validation rule. Any other key raises NotImplementedError."""
 Variables = Callable[[], dict[str, Any]]
-"""A function that returns the variables for CEL: `self` and, if the value replaces an existing
-value, `oldSelf`."""
+"""A function that returns the CEL variable `self` and, if an existing value is replaced, also
+`oldSelf`."""
 
 
 def check_rules(manifest: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> list[Problem]:
-    """Return a problem for each rule of the CRD that an object violates.
+    """Return one problem for each CRD rule that `manifest` violates.
 
     `manifest` must fit the schema. `old` is the object that an update replaces, or None if
     `manifest` is new. Both objects must have their defaults.
@@ -32,8 +31,8 @@ def check_rules(manifest: Mapping[str, Any], old: Mapping[str, Any] | None = Non
 
 
 def _check(schema: Mapping[str, Any], value: Any, old: Any, path: str) -> Iterator[Problem]:
-    # All rules at this path share the converted variables, because the conversion takes most of the
-    # time.
+    # Convert the variables only once for all rules at this path, because the conversion takes most
+    # of the time.
     variables = cache(lambda: _variables(value, old))
     for rule in schema.get("x-kubernetes-validations", ()):
         yield from _apply(rule, variables, path, replaces=old is not _MISSING)
@@ -108,16 +107,16 @@ def _to_cel(value: Any) -> Any:
 
 
 def _as_go_reads(value: Any) -> Any:
-    """Return a copy in which integers beyond 64 bits are floats.
+    """Return a copy with every integer beyond 64 bits converted to a float.
 
-    Go's JSON parser also reads such integers as floats.
+    Go's JSON parser reads such integers as floats too.
     """
     if isinstance(value, Mapping):
         return {key: _as_go_reads(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_as_go_reads(item) for item in value]
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        return float(str(value))  # If the integer is too large for a float, the result is infinity.
+        return float(str(value))  # An integer too large for a float becomes infinity.
     return value
 
 
@@ -135,11 +134,11 @@ def _program(text: str) -> Any:
 
 
 def _matches(text: str, pattern: str) -> Any:
-    """Return whether a text matches a pattern, as CEL's function `matches` does.
+    """Return whether a text matches a pattern, as CEL's `matches` function does.
 
     The API server uses RE2, whose `$` matches only at the end of the text. Python's `$` also
-    matches before a final newline, so this function replaces the `$`. This is safe because no rule
-    contains an escaped `$`.
+    matches before a final newline, so this function replaces `$` with an anchor that does not. This
+    is safe because no rule contains an escaped `$`.
     """
     from celpy.celtypes import BoolType
 

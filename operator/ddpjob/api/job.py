@@ -15,7 +15,7 @@ from ddpjob.api.merging import QUEUE, with_class
 GROUP, VERSION, KIND, PLURAL = "ddpjob.io", "v1alpha1", "DDPJob", "ddpjobs"
 API_VERSION = f"{GROUP}/{VERSION}"
 QUEUE_LABEL, PRIORITY_LABEL = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/priority-class"
-"""Names of the labels that tell Kueue a job's LocalQueue and WorkloadPriorityClass."""
+"""Labels that name a job's LocalQueue and WorkloadPriorityClass for Kueue."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,16 +40,16 @@ class DDPJob:
     """The `spec` as it is written in the object, without the class's values. Empty if the job names
     no class."""
     oversized: str = ""
-    """Path to the part of the spec that is too large, or an empty string. If a part is too large,
-    the spec is read without its large fields, and no pods are created from the spec."""
+    """Path to the part of the spec that is too large, or an empty string. A spec that is too large
+    is read without its large fields, and no pods are created from it."""
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> DDPJob:
         """Read a whole object with metadata, spec and status.
 
-        The `spec` of the result is the effective spec. It includes the values of the class in the
-        status, and its numbers of nodes and spares are reduced to the limits of that class. Raises
-        KeyError or ValueError for a malformed object.
+        The result has the effective `spec`. If the status contains the job's class, the class's
+        values are added, and nodes and spares are reduced to the class's limit. Raises KeyError or
+        ValueError for a malformed object.
         """
         meta, spec = body["metadata"], body["spec"]
         too_large = oversized(spec)
@@ -75,10 +75,10 @@ class DDPJob:
         )
 
     def granted(self, status: JobStatus) -> DDPJob:
-        """Return the job with the size that its queue has granted quota for.
+        """Return the job, reduced to the size for which its queue has granted quota.
 
-        The queue can grant quota for fewer pods than the spec asks for. In this case, an elastic
-        job has fewer spares, and if no spare is left, fewer nodes. Any other job gets no additional
+        A queue can grant quota for fewer pods than the spec asks for. An elastic job then gives up
+        its spares first, and nodes only if no spares are left. Any other job gets no additional
         nodes until the queue grants more quota.
         """
         if status.queue is None or status.queue.pods >= self.spec.pods:
@@ -98,10 +98,10 @@ class DDPJob:
 
     @property
     def checkpoint_folder(self) -> str:
-        """Path of the job's own folder in its checkpoint volume. Empty for the volume's root.
+        """Path of the job's own folder in its checkpoint volume.
 
-        If other jobs can use the volume too, the folder has the job's name. docs/decisions/0027
-        explains why.
+        Empty if the job uses the root of the volume. If other jobs can use the volume too, the
+        folder is named after the job. docs/decisions/0027 explains why.
         """
         volume = self.spec.storage.checkpoints
         if volume is None:
@@ -140,14 +140,14 @@ def taken_class(spec: Mapping[str, Any], status: JobStatus) -> JobClass | None:
 
 
 def classed(spec: Mapping[str, Any], given: JobClass) -> Json:
-    """Return a spec, as written by the user, with a class's values added."""
+    """Return the user's spec with the class's values added."""
     return with_class(spec, given.spec, given.fixed)
 
 
 def _within(spec: JobSpec, limits: ClassLimits) -> JobSpec:
-    """Reduce the numbers of nodes and spares to the limit set by the job's class.
+    """Reduce the numbers of nodes and spares to the limit of the job's class.
 
-    Without this, a user could scale a running job beyond the limit.
+    Otherwise, a user could scale a running job beyond this limit.
     """
     most = limits.max_nodes
     if most is None or spec.pods <= most:
@@ -158,10 +158,11 @@ def _within(spec: JobSpec, limits: ClassLimits) -> JobSpec:
 
 
 def queue_labels(meta: Mapping[str, Any], taken: JobClass | None) -> tuple[str, str]:
-    """Return the values of `queue` and `queue_priority` of a DDPJob.
+    """Return the values of a DDPJob's `queue` and `queue_priority`.
 
-    Both values come from the job's labels, and the queue can also come from the class. These values
-    are not read together with the spec, because changing a label does not change the generation.
+    Both come from the job's labels. The queue can also come from the class. A changed label does
+    not change the generation, so a cache that keeps the spec of an unchanged generation must read
+    these values again.
     """
     labels = meta.get("labels") or {}
     queue = labels.get(QUEUE_LABEL, "")

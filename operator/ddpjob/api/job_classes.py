@@ -19,9 +19,8 @@ from ddpjob.api.submitted_code import split_code
 
 MOST_CLASSES = 100
 LARGEST_CLASS = 32 * 1024
-"""Maximum size in bytes of a class, written as JSON. The size is limited because the status of
-every job in the class contains a copy of the class.
-"""
+"""Maximum size of a class as JSON, in bytes. Classes must be small because the status of every job
+contains a copy of the job's class."""
 _KEYS = ("namespaces", "spec", QUEUE, "fixed", "limits")
 _LIMITS = ("maxNodes", "maxGpusPerNode", "images")
 _SETTABLE = (*CLASS_FIELDS, QUEUE)
@@ -30,23 +29,22 @@ _NAME = re.compile("[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _QUEUE_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 _MOST = 4096
 _OTHER_GPUS = re.compile(r"(^|[./])gpu([./]|$)|/mig-")
-"""Matches the name of every resource that is a kind of GPU, even if the job's gpuResource is
-different. Examples are nvidia.com/gpu, nvidia.com/mig-1g.5gb and gpu.intel.com/i915."""
+"""Matches the names of GPU resources of any kind, not only the job's gpuResource. Examples are
+nvidia.com/gpu, nvidia.com/mig-1g.5gb and gpu.intel.com/i915."""
 
 
 @dataclass(frozen=True)
 class Offer:
-    """A class for a job that would start now, and the reasons why the job cannot have it."""
+    """The class that a job would get if it started now, and why the job may not use it."""
 
     job_class: JobClass | None = None
-    """The class that the job names. None if no such class exists, or if jobs in this namespace are
-    not allowed to use the class.
-    """
+    """The class that the job names. None if there is no such class, or if jobs in this namespace
+    may not use it."""
     known: tuple[str, ...] = ()
     """Names of all classes that jobs in this namespace are allowed to use."""
     problems: tuple[str, ...] = ()
-    """Reasons why the job cannot have the class. Each reason is a sentence with the faulty field
-    and the remedy."""
+    """Reasons why the job may not use the class. Each reason is a sentence that names the faulty
+    field and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +56,9 @@ class JobClasses:
 
     @classmethod
     def read(cls, found: Mapping[str, Any]) -> JobClasses:
-        """Read all classes from the chart's value jobClasses.
+        """Read all classes from the chart's `jobClasses` value.
 
-        Raises ValueError with the faulty field and the remedy.
+        Raises ValueError with a message that names the faulty field and the remedy.
         """
         if len(found) > MOST_CLASSES:
             raise ValueError(f"{len(found)} classes; at most {MOST_CLASSES} are allowed, so remove some")
@@ -99,9 +97,10 @@ def begins(job: DDPJob) -> bool:
 
 
 def violations(job: DDPJob, given: JobClass) -> tuple[str, ...]:
-    """Return a sentence for each of the job's faults under this class.
+    """Return one sentence for each way in which the job violates this class.
 
-    A fault is a field that only the class may set, or a value above one of the class's limits.
+    The job violates the class if it sets a field that only the class may set, or a value above one
+    of the class's limits.
     """
     return (*_fixed(job, given), *_exceeded(job, given))
 
@@ -148,9 +147,9 @@ def _exceeded(job: DDPJob, given: JobClass) -> Iterator[str]:
 def _gpus_of_pod(spec: JobSpec) -> int:
     """Return the number of GPUs that a node pod needs, as Kubernetes counts them.
 
-    The result is the larger of two numbers: the GPUs of all ordinary containers together, and the
-    GPUs of the init container that needs most. Init containers run one at a time, so their GPUs are
-    not added. A sidecar keeps running, so its GPUs are added to the GPUs of all later containers.
+    The result is the larger of two numbers: the total for all ordinary containers, and the number
+    for the init container that needs the most. Init containers run one at a time, so their GPUs are
+    not added up. A sidecar keeps running, so its GPUs count toward every later container.
     """
     ending, sidecars = 0, 0
     for container in _containers(spec, "initContainers"):
@@ -194,10 +193,9 @@ def _fits(image: str, pattern: str) -> bool:
 
 
 def _unfit(job: DDPJob, given: JobClass) -> Iterator[str]:
-    """Yield a message for each of the CRD's rules that the job violates once the class is applied.
+    """Yield a message for each CRD rule that the job violates once the class is applied.
 
-    A forbidden combination can come partly from the job and partly from the class. In this case,
-    neither violates the rule on its own.
+    The job and the class can each be valid alone and still form a forbidden combination together.
     """
     from ddpjob.api.cel import check_rules
 
@@ -207,8 +205,7 @@ def _unfit(job: DDPJob, given: JobClass) -> Iterator[str]:
         return
     whole = with_defaults({"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": job.name}, "spec": spec})
     if job.status.slots:
-        # Some rules apply only to new jobs. If the object has a status, these rules are not
-        # evaluated.
+        # Give the object a status, because some rules apply only to new jobs, which have none.
         whole["status"] = {}
     for problem in check_rules(whole, None):
         yield f"{problem} (with class {given.name})"
@@ -220,7 +217,7 @@ def _unfit(job: DDPJob, given: JobClass) -> Iterator[str]:
 def _read(name: str, given: Any) -> JobClass:
     """Read one class from the platform team's values.
 
-    Raises ValueError with the faulty field and the remedy.
+    Raises ValueError with a message that names the faulty field and the remedy.
     """
     if not _NAME.fullmatch(name) or len(name) > 63:
         raise ValueError(f"{name!r} is not a valid class name; use at most 63 lower-case letters, digits and -")
@@ -256,8 +253,8 @@ def _spec(name: str, spec: Any) -> Json:
             if path not in CLASS_FIELDS:
                 remedy = f"only a job can set it; a class can set {', '.join(CLASS_FIELDS)}"
                 raise ValueError(f"{name}.spec.{path}: not allowed in a class; {remedy}")
-    # A class need not contain the fields that every job sets itself. Add these fields, so that only
-    # the class's own faults are reported.
+    # Add the fields that every job sets itself, because a class may omit them. Only the class's own
+    # faults are then reported.
     whole = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "job"}}
     problems = validate({**whole, "spec": {"image": "image", "script": "script", **spec}})
     if problems:

@@ -1,9 +1,9 @@
 """Defines the `spec` of a DDPJob as frozen dataclasses, which pydantic fills from a manifest.
 
-The CRD file is the only source of names, defaults and ranges. A field with a default in the CRD has
-no default in its dataclass, because `JobSpec.read` fills in the CRD's defaults first. A spec can
-therefore also be read under the CRD of a different release. If a field is absent and has no default
-in the CRD, the default in the dataclass applies.
+The CRD file is the only source of names, defaults and ranges. If the CRD has a default for a field,
+the dataclass has none, because `JobSpec.read` fills in the CRD's defaults first. This makes it
+possible to read a spec with the CRD of a different release. The default in a dataclass applies only
+to an absent field that has no default in the CRD.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from pydantic.alias_generators import to_camel
 from ddpjob.api.schema import apply_defaults, default_of, exceeds, schema_of, without_nulls
 
 MANAGER = "ddpjob.io/operator"
-"""The value of `spec.managedBy` that stands for this operator. This operator also runs a job
-without this field.
-"""
+"""The value of `spec.managedBy` that stands for this operator. The operator also runs jobs that do
+not set the field."""
 Json = dict[str, Any]
 """A JSON object that has not been converted to a dataclass: a manifest or a part of one."""
 
@@ -97,8 +96,8 @@ class NotifyEvent(StrEnum):
 
 
 CONFIG = ConfigDict(alias_generator=to_camel, defer_build=True)
-"""pydantic's configuration for a dataclass and the dataclasses in its fields. pydantic builds the
-validators on the first read, not on import."""
+"""The pydantic configuration of a dataclass and of all dataclasses nested in it. pydantic builds
+the validators on the first read, not on import."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +126,7 @@ class ClaimTemplate:
 
 @dataclass(frozen=True, kw_only=True)
 class BucketVolume(Volume):
-    """A volume, or a bucket with its URL and the settings for accessing its server."""
+    """A volume, or a bucket given by its URL and the settings of the bucket's server."""
 
     url: str | None = None
     endpoint: str | None = None
@@ -139,8 +138,8 @@ class BucketVolume(Volume):
 class CheckpointVolume(BucketVolume):
     """The volume for checkpoints.
 
-    The job either names a volume in `claim_name`, `host_path` or `nfs`, has a claim created, or has
-    its checkpoints copied to a bucket.
+    The job names a volume in `claim_name`, `host_path` or `nfs`, defines a claim to create, or
+    names a bucket to which its checkpoints are copied.
     """
 
     shared: bool
@@ -249,7 +248,7 @@ class Rendezvous:
 
     @property
     def pod_fields(self) -> Json:
-        """The fields of this object that are added to the spec of the coordinator's own pod."""
+        """The fields to add to the spec of the coordinator's own pod."""
         fields: Json = {
             "nodeSelector": self.node_selector,
             "tolerations": list(self.tolerations),
@@ -283,8 +282,8 @@ class Elastic:
 class Backoff:
     """How long to wait before a restart after consecutive failures.
 
-    After the first failure, the restart is immediate. After the second, it waits `initial` seconds.
-    The wait doubles with every further failure until it reaches `maximum`.
+    The first failure is followed by an immediate restart, and the second by a wait of `initial`
+    seconds. The wait doubles with every further failure until it reaches `maximum`.
     """
 
     initial: Annotated[float, Field(alias="initialSeconds")]
@@ -313,17 +312,16 @@ class Recovery:
     rules: tuple[Rule, ...] = ()
     node_lost_after_seconds: int
     snapshots: Annotated[str, BeforeValidator(_as_text)]
-    """`auto`, `none`, or the number of steps after which the training state is copied again."""
+    """`auto`, `none`, or the number of steps between two copies of the training state."""
     hangs: Hangs
     hang_after_seconds: int | None = None
-    """Number of seconds without progress after which the group is restarted. If the value is None,
-    only a proven hang restarts the group.
-    """
+    """Number of seconds without progress after which the group is restarted. None restarts the
+    group only for a proven hang."""
     slow_ranks: SlowRanks
 
     @property
     def keeps_snapshots(self) -> bool:
-        """Whether pods keep copies of the newest training states in memory."""
+        """Whether pods keep copies of the latest training states in memory."""
         return self.snapshots != "none"
 
 
@@ -349,15 +347,14 @@ class Scheduling:
     """
     disruption_budget: bool
     gang: bool | None = None
-    """Whether the pods are scheduled as a gang. If the value is None, the pods are a gang if the
-    cluster supports gangs.
-    """
+    """Whether the pods are scheduled as a gang. None means that they are if the cluster supports
+    gangs."""
 
     @property
     def by_volcano(self) -> bool:
         """Whether Volcano schedules the pods.
 
-        The operator recognizes Volcano by the default name of its scheduler.
+        The operator recognizes Volcano by the default name of Volcano's scheduler.
         """
         return self.scheduler_name == "volcano"
 
@@ -403,12 +400,10 @@ class JobSpec:
 
     __pydantic_config__ = CONFIG
     managed_by: str | None = None
-    """Name of the controller that runs the job. None stands for this operator."""
+    """Name of the controller that runs the job. None means this operator."""
     class_name: str = ""
     image: str = ""
-    """The image of all node pods. The value is empty as long as the class that sets the image is
-    not in the status yet.
-    """
+    """The image of all node pods. Empty until the status contains the class that sets the image."""
     image_pull_policy: str | None = None
     image_pull_secrets: tuple[Annotated[str, BeforeValidator(_name_of)], ...] = ()
     script: str | None = None
@@ -433,9 +428,8 @@ class JobSpec:
     run_policy: RunPolicy
     scheduling: Scheduling
     rank_order: tuple[str, ...] = ()
-    """Names of the Kubernetes node labels that ranks are ordered by, starting with the label of the
-    widest domain. If the list is empty, ranks are in the order of the slots' indices.
-    """
+    """Kubernetes node labels by which the ranks are ordered, the label of the widest domain first.
+    If the list is empty, ranks follow the indices of the slots."""
     preflight: Preflight | None = None
     network: Network
     notify: Notify | None = None
@@ -489,7 +483,7 @@ class JobSpec:
 
     @classmethod
     def read(cls, spec: Mapping[str, Any]) -> JobSpec:
-        """Read the `spec` of a job, which may lack the CRD's defaults.
+        """Read a job's `spec`, after filling in the CRD's defaults.
 
         Raises ValueError if the spec does not fit the CRD.
         """
@@ -501,17 +495,16 @@ class JobSpec:
 
 
 _CHANGEABLE = ("nodes", "elastic", "spares", "recovery", "runPolicy", "notify", "rankOrder")
-"""Fields whose changes take effect in running pods. The exception is recovery.mode, which takes
-effect only in new pods.
-"""
+"""Fields that can change without replacing the running pods. A change of recovery.mode still
+replaces them, because `_template_hash` adds the mode to the hash."""
 
 
 def _template_hash(spec: Mapping[str, Any], mode: str) -> str:
-    """Return a hash of the fields that pods are made from.
+    """Return a hash of the fields from which pods are built.
 
-    Upgrading the CRD must not change the hash, because a new hash replaces all running pods. The
-    spec in the API server has the defaults from the cluster's CRD, which can be newer than this
-    operator. The hash therefore leaves out fields with their default value, and fields that this
+    Upgrading the CRD must not change the hash, because a new hash replaces all running pods. A spec
+    from the API server contains the defaults of the cluster's CRD, which can be newer than this
+    operator. The hash therefore omits fields that have their default value and fields that this
     operator does not know.
     """
     fixed = {key: value for key, value in spec.items() if key not in _CHANGEABLE}
@@ -549,10 +542,7 @@ _SMALL_TEXT, _SMALL_VALUES = 4096, 100
 
 
 def oversized(spec: Mapping[str, Any]) -> str:
-    """Return the path to the part of a spec that is too large.
-
-    If no part is too large, the path is empty.
-    """
+    """Return the path to the part of a spec that is too large, or an empty path."""
     parts = (("spec.podTemplate", spec.get("podTemplate")), ("spec", spec))
     return next((path for path, part in parts if exceeds(part, LARGEST_TEXT, MOST_VALUES)), "")
 

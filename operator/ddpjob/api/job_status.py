@@ -59,16 +59,15 @@ class ConditionType(StrEnum):
     ADMITTED = "Admitted"
     """Set only for a job in a Kueue queue: whether the queue has granted the quota to run."""
     NODES_HEALTHY = "NodesHealthy"
-    """The condition is absent until a pod of the job stays on a Kubernetes node that a health agent
-    has reported as unhealthy."""
+    """The condition first appears when a pod of the job remains on a Kubernetes node that a health
+    agent has reported as unhealthy."""
     RANKS_KEEP_PACE = "RanksKeepPace"
-    """The condition is absent until a clearly slow rank keeps its pod, for example because no spare
-    can take over.
-    """
+    """The condition first appears when a clearly slow rank keeps its pod, for example because no
+    spare can take over."""
     CHECKPOINTS_COPIED = "CheckpointsCopied"
-    """The condition is absent until copying checkpoints to the bucket has fallen behind."""
+    """The condition first appears when the copying of checkpoints to the bucket falls behind."""
     SNAPSHOTS_HELD = "SnapshotsHeld"
-    """The condition is absent until the newest training states do not fit into a pod's memory."""
+    """The condition first appears when the latest training states do not fit into memory."""
     NOTIFIES = "Notifies"
     """Set only if the job's namespace is not allowed to use the receiver that spec.notify names."""
     CLASS_APPLIED = "ClassApplied"
@@ -130,15 +129,15 @@ def format_time(moment: datetime | None) -> str | None:
 
 
 _OMIT_EMPTY = Field(exclude_if=not_)
-"""Omits a field that is None, empty or 0 when the status is written."""
+"""When the status is written, omits a field that is None, empty or 0."""
 _OMIT_NONE = Field(exclude_if=lambda value: value is None)
 _MOST = 10**9
-"""The largest number that is read from a status. The API server itself stores larger numbers. If a
-count has reached this maximum, it can therefore still be incremented and written."""
+"""The largest number that is accepted when a status is read. The API server stores larger numbers,
+so a count that has reached this maximum can still be incremented and written."""
 _Number = Annotated[int, Field(ge=0, le=_MOST)]
 _Seconds = Annotated[int, Field(ge=0, lt=2**53)]
-"""A number of seconds that is summed over many devices. The sum is below 2**53, because every JSON
-reader represents such integers exactly."""
+"""Seconds summed over many devices. The sum must be below 2**53, because every JSON reader can
+represent such integers exactly."""
 _Moment = Annotated[datetime, AfterValidator(_computable)]
 _Time = Annotated[_Moment, PlainSerializer(format_time)]
 _OptionalTime = Annotated[_Moment | None, PlainSerializer(format_time), _OMIT_EMPTY]
@@ -146,7 +145,7 @@ _Status = Annotated[bool, BeforeValidator(lambda text: text == "True"), PlainSer
 
 
 def _below(*path: str) -> Any:
-    """Declare a field of a dataclass that the CRD places in a nested object.
+    """Declare a dataclass field that the CRD keeps in a nested object.
 
     `path` is the path to the field, starting with the nested object. pydantic only reads the field,
     and `JobStatus.write` writes it.
@@ -236,7 +235,7 @@ class QuotaShare:
     uid: str
     """UID of the Workload."""
     pods: _Number = 0
-    """Number of the slots' pods that this quota covers."""
+    """Number of slot pods that this quota covers."""
     node: PodChanges = field(default_factory=PodChanges)
 
 
@@ -250,14 +249,13 @@ class QueueStatus:
     """UID of the Workload."""
     cluster_queue: Annotated[str, _OMIT_EMPTY] = ""
     pods: _Number = 0
-    """Number of the slots' pods that the job's quota covers. The number includes the pods covered
-    by the additional quota in `more`, but not the coordinator's own pod."""
+    """Number of slot pods that the job's quota covers. The number includes the pods that the
+    additional quota in `more` covers, but not the coordinator's own pod."""
     node: PodChanges = field(default_factory=PodChanges)
     coordinator: PodChanges = field(default_factory=PodChanges)
     more: Annotated[tuple[QuotaShare, ...], _OMIT_EMPTY] = ()
-    """Additional quota, in the order in which it was granted. The covered pods with the highest
-    indices use the additional quota, and the last entry belongs to the very last of these pods.
-    """
+    """Additional shares of quota, in the order in which they were granted. The covered pods with
+    the highest indices use these shares, and the last share is used by the highest of all."""
 
     @property
     def uids(self) -> frozenset[str]:
@@ -282,8 +280,8 @@ class ClassLimits:
     """Maximum number of nodes and spares together."""
     max_gpus_per_node: Annotated[_Number | None, _OMIT_NONE] = None
     images: Annotated[tuple[str, ...], _OMIT_EMPTY] = ()
-    """Images that the job's containers are allowed to use. An entry that ends in `*` allows all
-    images that begin with the rest of the entry."""
+    """Images that the job's containers are allowed to use. An entry that ends in `*` allows every
+    image that begins with the text before the `*`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,7 +293,7 @@ class JobClass:
     """Hash of the class's content. If two classes have the same name and the same mark, they are
     equal."""
     spec: Annotated[Json, _OMIT_EMPTY] = field(default_factory=dict)
-    """The values that the class sets, for some of the fields in CLASS_FIELDS."""
+    """The class's values for some of the fields in CLASS_FIELDS."""
     queue: Annotated[str, _OMIT_EMPTY] = ""
     fixed: Annotated[tuple[str, ...], _OMIT_EMPTY] = ()
     limits: ClassLimits = field(default_factory=ClassLimits)
@@ -317,26 +315,24 @@ class Restart:
     node: Annotated[str, _OMIT_EMPTY] = ""
     rank: Annotated[_Number | None, _OMIT_NONE] = None
     seconds: Annotated[float | None, _OMIT_NONE] = None
-    """Seconds from the break until the group ran again. None as long as the group has not run
-    again."""
+    """Seconds from the break until the group ran again. None while the group is not running yet."""
     repeated_steps: Annotated[_Number | None, _OMIT_NONE] = None
-    """Number of completed steps that the group had to repeat after the restart; None if unknown."""
+    """Number of completed steps that the group repeated after the restart. None if the number is
+    unknown."""
     repeated_seconds: Annotated[float | None, _OMIT_NONE] = None
     """Seconds that the group spent on the repeated steps; None until the group has repeated all of
     them."""
     continued_from: Annotated[str, _OMIT_EMPTY] = ""
-    """The source of the state from which training continued: `memory`, `storage`, or `scratch`.
-    The value is `unknown` if the script has not reported the source, and empty until the first step
-    after the restart.
-    """
+    """Where training got the state to continue from: `memory`, `storage` or `scratch`. The value is
+    `unknown` if the script has not reported the source, and empty until the first step after the
+    restart."""
     round: Annotated[_Number, _OMIT_EMPTY] = 0
     """The round that began with this restart."""
     consequence: Annotated[bool, _OMIT_EMPTY] = False
     """Whether this failure was a consequence of another failure in the same round."""
     everywhere: Annotated[bool, _OMIT_EMPTY] = False
-    """Whether ranks in several pods failed with the same error in the round that broke. In a job
-    with only one pod, whether several ranks in that pod failed with the same error.
-    """
+    """Whether several ranks failed with the same error in the round that broke. The ranks must be
+    in different pods, unless the job has only one pod."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -356,13 +352,13 @@ class Restarts:
     incident as new in each reconcile.
     """
     seen_round: Annotated[_Number, _below("seen", "round")] = 0
-    """Round of the last break that an incident of the coordinator has explained."""
+    """Round of the last break that one of the coordinator's incidents has explained."""
     repeated_steps: Annotated[_Number, _OMIT_EMPTY] = 0
-    """Number of complete steps that are known to have been repeated since the job started."""
+    """Number of complete steps known to have been repeated since the job started."""
     repeated_seconds: Annotated[float, _OMIT_EMPTY] = 0.0
-    """Seconds that are known to have been spent on repeated steps since the job started."""
+    """Seconds known to have been spent on repeated steps since the job started."""
     unknown_repeats: Annotated[_Number, _OMIT_EMPTY] = 0
-    """Number of restarts with an unknown number of repeated steps."""
+    """Number of restarts for which the number of repeated steps is unknown."""
     seen_start: Annotated[str, _below("seen", "start")] = ""
     """The coordinator's latest round whose repeated steps were counted, as GENERATION.ROUND."""
     recent: tuple[Restart, ...] = ()
@@ -421,8 +417,7 @@ class JobStatus:
     queue: Annotated[QueueStatus | None, _OMIT_EMPTY] = None
     """The job's quota. None if the job is not in a queue, or is still waiting in one."""
     job_class: Annotated[JobClass | None, _OMIT_EMPTY] = None
-    """The job's class, as the class was when the job started or last resumed. None if no class
-    applies to the job."""
+    """The job's class as it was when the job started or last resumed. None if no class applies."""
     active: Annotated[_Number, _below("nodes", "active")] = 0
     """Number of pods that exist and have not ended. Spares are not counted."""
     ready: Annotated[_Number, _below("nodes", "ready")] = 0
@@ -450,8 +445,7 @@ class JobStatus:
     """Marks of operator keys that were replaced by a later key. See `slots.is_superseded`."""
     trained: Annotated[bool, _OMIT_EMPTY] = False
     """Whether the job has completed a training step. If the script reports no steps, the value
-    becomes true when the job has run so long that a step must be assumed.
-    """
+    becomes true once the job has run long enough that a step can be assumed."""
     claim_made: Annotated[bool, _OMIT_EMPTY] = False
     """Whether the claim from the job's claimTemplate has ever existed. If the claim has existed and
     is gone, the checkpoints are lost."""
@@ -518,8 +512,8 @@ class JobStatus:
 
         Unknown fields are ignored, because a different release of the operator might have written
         the status. The reader also ignores fields with invalid values, and objects that lack a
-        required field. These faults occur because the CRD admits some of them, and because a file
-        with a job's record can contain anything.
+        required field. The CRD admits some of these faults, and a file with a job's record can
+        contain anything.
 
         An empty status belongs to a new job. Raises an error if `status` is not a JSON object.
         """
@@ -555,8 +549,8 @@ class JobStatus:
 
 
 COMPACT_FROM = 100
-"""If a job has at least this number of slots, consecutive equal slots are written as one entry.
-Separate entries for 1,024 slots would take 100 KB in every write."""
+"""If a job has at least this many slots, a run of equal slots is written as one entry. Separate
+entries for 1,024 slots would add 100 KB to every write."""
 _MOST_SLOTS = 4096
 
 
@@ -576,7 +570,7 @@ def _compact(slots: list[Json]) -> list[Json]:
 
 
 def _expanded(entries: Any) -> Any:
-    """Split the entries of a compact list of slots, and return one entry for each slot.
+    """Expand a compact list of slots into one entry for each slot.
 
     An entry with an invalid `count` stands for one slot. At most _MOST_SLOTS slots are returned.
     """
@@ -598,10 +592,11 @@ def _expanded(entries: Any) -> Any:
 
 
 def _validated(status: Json) -> JobStatus:
-    """Read a status, and leave out its invalid parts.
+    """Read a status without its invalid parts.
 
-    Fields with invalid values are dropped first. Objects that lack a required field after this are
-    dropped next.
+    A field with an invalid value is removed, and an object that lacks a required field is removed
+    as a whole. Each removal can leave an enclosing object without a required field, so the function
+    repeats until the status is valid.
     """
     try:
         return _STATUS.validate_python(status)

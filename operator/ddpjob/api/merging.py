@@ -20,12 +20,12 @@ CLASS_FIELDS = (
     *("scheduling.gang", "network.interface", "storage.data", "runPolicy.activeDeadlineSeconds"),
     *("runPolicy.ttlSecondsAfterFinished", "podTemplate"),
 )
-"""Paths, below spec, of the fields that a job class may set. The CRD has no defaults for these
-fields. If the job itself does not set one of them, the field is therefore absent or empty. A class
-that fixes env fixes only the variables that it sets."""
+"""Paths below spec of the fields that a job class may set. The CRD has no defaults for these
+fields, so a field that the job does not set is absent or empty. A class that fixes env fixes only
+the variables that the class itself sets."""
 _MERGED = ("podTemplate", "resources")
 QUEUE = "queue"
-"""The name that a class uses to set and fix the job's queue. The spec has no such field, because a
+"""The key with which a class sets or fixes the job's queue. The spec has no such field, because a
 job names its queue in a label."""
 
 _LIST_KEYS = {
@@ -39,19 +39,19 @@ _LIST_KEYS = {
 _KEYED = (*_LIST_KEYS, "tolerations")
 _HANDLED = ("livenessProbe", "readinessProbe", "startupProbe", "preStop", "postStart")
 _HANDLERS = {"exec", "httpGet", "tcpSocket", "grpc", "sleep"}
-"""The possible actions of a probe or hook. Each probe or hook has exactly one of them."""
+"""The actions of a probe or hook. Every probe or hook has exactly one of these."""
 _TERMS = ("requiredDuringSchedulingIgnoredDuringExecution", "preferredDuringSchedulingIgnoredDuringExecution")
-"""Names of the lists of affinity terms. The terms of both templates are kept: required terms must
-all hold, and preferred terms all add their weights."""
+"""Names of the lists of affinity terms. The result of a merge has the terms of both templates. All
+required terms must hold, and each preferred term adds its weight."""
 
 
 def with_class(own: Mapping[str, Any], given: Mapping[str, Any], fixed: Collection[str] = ()) -> Json:
     """Return a job's spec with the fields from its class added.
 
-    If both the job and the class set a field, the job's value is used, unless the class fixes the
-    field. podTemplate and resources are merged. The lists env, imagePullSecrets and envFrom are
-    joined. If two entries of a joined list have the same name, the job's entry is used. If the job
-    does not set one of the other fields, the class's whole value is used.
+    A field that the class fixes gets the class's value. Otherwise, podTemplate and resources are
+    merged, and the lists env, imagePullSecrets and envFrom are joined. If the job and the class
+    conflict, the job's value is used. Any other field gets the class's value if the job does not
+    set it.
     """
     merged = deepcopy(dict(own))
     for path in CLASS_FIELDS:
@@ -109,8 +109,7 @@ def _put(spec: Json, path: str, value: Any) -> None:
 def _by_name(first: list[Json], second: list[Json]) -> list[Json]:
     """Join two lists whose items have names.
 
-    If both lists have an item with the same name, the item from `second` replaces the item from
-    `first`.
+    An item from `second` replaces the item with the same name from `first`.
     """
     later = {item["name"]: item for item in second}
     known = {item["name"] for item in first}
@@ -121,14 +120,14 @@ def _by_name(first: list[Json], second: list[Json]) -> list[Json]:
 
 
 def merge(base: Json, overlay: Mapping[str, Any]) -> Json:
-    """Return `base` with the changes in `overlay`, as a new object.
+    """Return a new object that is `base` with the changes in `overlay`.
 
     Mappings are merged. In a keyed list, items with the same key are merged. Lists of affinity
     terms are joined. Any other value from the overlay replaces the value in the base.
 
     Fields that the overlay does not contain are not copied, so the result shares them with `base`.
-    If a list that should have keys contains items without a usable key, the overlay's list replaces
-    the base's list, and validation of the result reports the fault.
+    If an item of a keyed list has no usable key, the overlay's list replaces the base's list. The
+    fault is reported when the result is validated.
     """
     merged = dict(base)
     for field, value in overlay.items():
@@ -150,16 +149,16 @@ def merge(base: Json, overlay: Mapping[str, Any]) -> Json:
 
 
 def _has_keys(value: Any, field: str) -> bool:
-    """Whether a list contains only mappings whose keys can be compared with each other."""
+    """Whether the value is a list of mappings with keys that can be compared."""
     key = _LIST_KEYS.get(field, "key")
     items = value if isinstance(value, list) else (None,)
     return all(isinstance(item, Mapping) and not isinstance(item.get(key), list | Mapping) for item in items)
 
 
 def _answered(toleration: Json, given: list[Json]) -> bool:
-    """Whether the overlay tolerates the same taint.
+    """Whether the overlay has a toleration with the same key.
 
-    If it does, the overlay's toleration replaces the base's.
+    If it has one, the overlay's toleration replaces the base's.
     """
     return any(t.get("key") == toleration.get("key") for t in given)
 
@@ -178,11 +177,11 @@ def _merge_list(old: list[Json], new: list[Json], field: str) -> list[Json]:
 
 
 def _replaces(old: Json, new: Json, field: str) -> bool:
-    """Whether an item of the overlay replaces the base's item with the same key, without merging.
+    """Whether the overlay's item replaces the base's item, so that the two are not merged.
 
-    A variable can have only one of value and valueFrom, so the overlay's variable replaces the
-    base's. A volume can have only one source, so a volume with a different source replaces the
-    base's.
+    Both items have the same key. A variable can have only one of value and valueFrom, so the
+    overlay's variable replaces the base's. A volume can have only one source, so a volume with a
+    different source replaces the base's.
     """
     sources = new.keys() - {"name"}
     return field == "env" or (field == "volumes" and bool(sources) and sources.isdisjoint(old))
@@ -195,6 +194,6 @@ def _key_of(item: Json, key: str) -> Any:
 def mounted_at(mount: Mapping[str, Any]) -> str:
     """Return the path of a mount without a final slash.
 
-    /data and /data/ are the same folder, so both give the same result.
+    /data and /data/ are the same folder, so they must give the same result.
     """
     return str(mount.get("mountPath", "")).rstrip("/")

@@ -54,9 +54,9 @@ _PLACES = {word: place for place, words in _OTHERS_WORDS.items() for word in wor
 
 
 def belongs(name: str) -> str:
-    """Suggest this API's field for a name that other APIs use.
+    """Suggest the field of this API that corresponds to a name in another API.
 
-    If the name is not known from another API, the suggestion is empty.
+    The suggestion is empty if the name is unknown.
     """
     word = re.sub("[-_]", "", name.lower())
     place = _PLACES.get(word, "")
@@ -109,7 +109,7 @@ def seconds(text: str) -> int | None:
 
 
 def as_type(path: str, wanted: Any, value: Any) -> str:
-    """Suggest a value of the right type in place of a value of the wrong type.
+    """Suggest a value of the right type to replace a value of the wrong type.
 
     If the intended value cannot be guessed, the suggestion is empty.
     """
@@ -130,8 +130,8 @@ def as_type(path: str, wanted: Any, value: Any) -> str:
 
 
 _SWITCHED_ON = {"spec.preflight": "{}", "spec.elastic": "{minNodes: 1}"}
-"""Maps the path of an object that other APIs switch on with `true` to the value that switches it on
-in this API."""
+"""Objects that other APIs switch on with `true`. Maps the path of each object to a value that has
+the same effect in this API."""
 
 
 _BOOLEANS = {**dict.fromkeys(("true", "yes", "on", "y"), "true"), **dict.fromkeys(("false", "no", "off", "n"), "false")}

@@ -23,14 +23,12 @@ CONVERTIBLE = ("PyTorchJob", "TrainJob")
 """Kinds of objects that `ddpjob convert` translates."""
 
 _NAME_LETTERS = "bcdfghjklmnpqrstvwxz2456789"
-"""The characters that the API server adds to generateName. There are no vowels among them, so the
-added characters do not form words.
-"""
+"""The letters and digits from which the API server forms the suffix for generateName. They include
+no vowels, so that a suffix does not spell a word."""
 
 
 MOST_LINES = 21
-"""Maximum number of problems that `listed` shows for one manifest. Further problems are only
-counted."""
+"""Maximum number of problems that `listed` shows for one manifest. The rest are only counted."""
 _LONGEST_LINE = 1000
 
 
@@ -53,8 +51,8 @@ def _without_middle(text: str) -> str:
 class ManifestError(ValueError):
     """A manifest that cannot be used.
 
-    `problems` has all errors that were found. `str()` returns one line for each of the first
-    MOST_LINES of them.
+    `problems` contains every problem that was found. `str()` returns one line for each of the first
+    MOST_LINES problems.
     """
 
     def __init__(self, source: str, problems: Iterable[Problem], document: Document | None = None) -> None:
@@ -68,11 +66,11 @@ class ManifestError(ValueError):
 
 
 def validate(manifest: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> list[Problem]:
-    """Return the problems for which the API server would reject a DDPJob.
+    """Return the problems that would make the API server reject a DDPJob.
 
     The list is empty if the DDPJob is valid. `old` is the existing DDPJob that an update would
     replace, or None if the DDPJob is new. Neither object needs to have the CRD's defaults. The
-    content of podTemplate.spec is not checked here, but in `ddpjob.objects`.
+    content of podTemplate.spec is checked in `ddpjob.objects`, not here.
     """
     from ddpjob.api.cel import check_rules
 
@@ -80,16 +78,16 @@ def validate(manifest: Mapping[str, Any], old: Mapping[str, Any] | None = None) 
     if wrong_kind:
         return wrong_kind
     stored = with_defaults(manifest)
-    # Check the rules only if the object fits the schema, so that no error is reported both by the
-    # schema and by a rule.
+    # Check the rules only if the object fits the schema. Otherwise, the schema and a rule could
+    # both report the same error.
     return sorted(check_schema(stored) or check_rules(stored, None if old is None else with_defaults(old)))
 
 
 def with_defaults(manifest: Mapping[str, Any]) -> Json:
     """Return the manifest as the API server would store it.
 
-    Defaults are filled in, and a name is made from generateName. A status in the manifest is
-    dropped.
+    The function fills in defaults, makes a name from generateName, and drops any status in the
+    manifest.
     """
     stored: Json = apply_defaults({key: value for key, value in manifest.items() if key != "status"}, object_schema())
     metadata = stored.setdefault("metadata", {})
@@ -105,7 +103,7 @@ class Manifest:
     source: str
     document: Document
     others: tuple[str, ...] = ()
-    """Kinds and names of the other objects in the same text, which are not DDPJobs."""
+    """Kind and name of each object in the same text that is not a DDPJob."""
 
     @property
     def name(self) -> str:
@@ -198,9 +196,9 @@ def _jobs(label: str, documents: list[Document]) -> list[Manifest]:
 
 
 def _is_other_kind(manifest: Mapping[str, Any]) -> bool:
-    """Whether the object clearly belongs to a different kind.
+    """Whether the object is clearly of a different kind.
 
-    A misspelled DDPJob does not count as a different kind.
+    A misspelled DDPJob does not count.
     """
     ours = str(manifest.get("apiVersion", "")).split("/")[0] == API_VERSION.split("/")[0]
     return not ours and str(manifest.get("kind", "")).lower() != KIND.lower()

@@ -50,8 +50,7 @@ _METADATA: Json = {
 class Problem:
     """An error in a manifest.
 
-    It consists of the path of the faulty field and a message that says what is wrong and how to
-    correct it.
+    `path` is the path of the faulty field. `message` says what is wrong and how to correct it.
     """
 
     path: str
@@ -137,11 +136,11 @@ def _default_object(value: Mapping[str, Any], schema: Mapping[str, Any]) -> Json
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a copy of `value` without the fields that are null.
+    """Return a copy of `value` without null fields.
 
-    A rendered template, for example, has null in place of an empty value. Use this function for the
-    parts of a manifest that the schema does not describe. The function keeps nulls in lists,
-    because the validation must report them.
+    A rendered template, for example, has null where a value is empty. Use this function for the
+    parts of a manifest that the schema does not describe. Nulls in lists are kept, because the
+    validation must report them.
     """
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
@@ -149,10 +148,11 @@ def without_nulls(value: Any) -> Any:
 
 
 def exceeds(value: Any, text: int, values: int) -> bool:
-    """Return whether a JSON value is larger than one of two limits.
+    """Return whether a JSON value exceeds either of two limits.
 
-    `text` limits the number of characters in all names and strings, and `values` limits the number
-    of values. Counting stops at the limits, so the function is fast for values of any size.
+    `text` limits the number of characters in all names and strings together, and `values` limits
+    the number of values. Counting stops at the limits, so the function is fast even for huge
+    values.
     """
     waiting = [value]
     while waiting:
@@ -214,12 +214,12 @@ def _validator() -> Any:
 
 
 MOST_PROBLEMS = 100
-"""Maximum number of problems that are reported for one manifest. Each problem may need a search for
-a suggestion, which takes a millisecond."""
+"""Maximum number of problems that are reported for one manifest. Finding a suggestion for a problem
+can take a millisecond."""
 
 
 def check_schema(manifest: Mapping[str, Any]) -> list[Problem]:
-    """Return the schema violations in a manifest, at most MOST_PROBLEMS of them.
+    """Return up to MOST_PROBLEMS schema violations in a manifest.
 
     The manifest must already have its defaults.
     """
@@ -328,8 +328,8 @@ def _hint(path: str, name: str, known: Mapping[str, Any]) -> str:
     elsewhere = _paths_by_name().get(name.lower(), [])
     below = [place for place in elsewhere if place.startswith(f"{path}.")]
     if below and name.lower() not in map(str.lower, known):
-        # The user has probably written the field one level too high. Such a mistake is more likely
-        # than a misspelling of a field with a similar name.
+        # The user has probably written the field one level too high. That is more likely than a
+        # misspelled field with a similar name.
         return f"; did you mean {' or '.join(below[:3])}?"
     near = _near(name, known)
     if near:
@@ -348,8 +348,8 @@ def _paths_by_name() -> dict[str, list[str]]:
     def walk(schema: Mapping[str, Any], path: str) -> None:
         for name, child in schema.get("properties", {}).items():
             found.setdefault(name.lower(), []).append(join(path, name))
-            # Fields below dataSource are not suggested, because a misplaced `name` or `kind` is
-            # never meant for it.
+            # Suggest no fields below dataSource, because a misplaced `name` or `kind` never belongs
+            # there.
             if name != "dataSource":
                 walk(child, join(path, name))
 
@@ -383,7 +383,7 @@ def _duplicates(value: Any, schema: Mapping[str, Any], path: str) -> Iterator[Pr
 def list_key(schema: Mapping[str, Any], item: Any) -> tuple[str, ...] | None:
     """Return the key of an item in a list with map keys.
 
-    Return None if the list has no map keys, or if the item lacks a part of its key.
+    Return None if the list has no map keys, or if the item lacks part of its key.
     """
     keys = schema.get("x-kubernetes-list-map-keys")
     if not keys or not isinstance(item, Mapping) or any(key not in item for key in keys):

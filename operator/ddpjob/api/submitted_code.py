@@ -28,8 +28,7 @@ def split_code(template: Any, given: Any = None) -> tuple[Json, Any]:
     """Split a podTemplate into the part that mounts the submitted code, and the rest.
 
     `given` is the podTemplate of the job's class. The first part is empty if the template does not
-    mount submitted code. It is also empty if `given` already uses the same volume name or mount
-    path.
+    mount submitted code, or if `given` already uses the same volume name or mount path.
     """
     volumes = [v for v in _entries(template, "volumes") if _is_code(v)]
     trainer = next((c for c in _entries(template, "containers") if c.get("name") == "trainer"), {})
@@ -67,10 +66,10 @@ def _entries(template: Any, field: str) -> list[Json]:
 
 
 def _list(parent: Any, field: str) -> list[Json]:
-    """Return the objects in a template's list.
+    """Return the objects in one of a template's lists.
 
-    Items that are not objects are ignored. A value that is not a list is also ignored, because
-    users can write anything.
+    Users can write anything, so items that are not objects are ignored, and so is a value that is
+    not a list.
     """
     found = parent.get(field) if isinstance(parent, Mapping) else None
     return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []

@@ -1,7 +1,7 @@
 """Reads YAML as kubectl does, records the line number of each field, and writes YAML for kubectl.
 
-PyYAML differs: it converts dates and 1:30 (strings for kubectl), reads 1e5 as a string, and
-silently drops one of two equal keys.
+PyYAML by itself reads some manifests differently from kubectl. It converts dates and 1:30, which
+kubectl reads as strings. It reads 1e5 as a string, and it silently drops one of two equal keys.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 import yaml
 
 MAX_NODES = 200_000
-"""Maximum number of values in one document, counted after aliases have been expanded. No manifest
-has nearly as many values, and an alias bomb has far more."""
+"""Maximum number of values in one document, counted after aliases have been expanded. Real
+manifests have far fewer values, and an alias bomb has far more."""
 
 MAX_DEPTH = 100
 
@@ -27,8 +27,8 @@ MAX_DIGITS = 100
 integer in base 2 with some underscores."""
 
 MAX_SHOWN = 200
-"""Maximum number of characters of a value or field name that a message quotes from a manifest. If
-the text is longer, the message leaves out its middle."""
+"""Maximum number of characters in a quoted value or field name. If the text is longer, a message
+leaves out its middle."""
 
 MAX_MESSAGE = 2_000
 """Maximum number of characters in one line of a message about a manifest."""
@@ -41,10 +41,9 @@ _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 
 def shown(text: str, most: int = MAX_SHOWN) -> str:
-    """Return the text.
+    """Return the text, shortened in the middle if it has more than `most` characters.
 
-    If the text has more than `most` characters, return only its beginning and its end, with the
-    number of omitted characters between them.
+    The number of omitted characters stands between the beginning and the end.
     """
     half = most // 2
     return text if len(text) <= most else f"{text[:half]}...({len(text) - 2 * half} more)...{text[-half:]}"
@@ -99,8 +98,8 @@ class Document:
 def join(path: str, key: str | int) -> str:
     """Return the path of a field or an item in the value at `path`.
 
-    `spec` and `nodes` give `spec.nodes`. Indexes and names that are not identifiers are put in
-    brackets.
+    `spec` and `nodes` give `spec.nodes`. An index is put in brackets, and so is a name that is not
+    an identifier.
     """
     if isinstance(key, int):
         return f"{path}[{key}]"
@@ -110,10 +109,10 @@ def join(path: str, key: str | int) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads unquoted scalars as the same types as kubectl does.
+    """Gives unquoted scalars the same types as kubectl does.
 
-    kubectl's reader follows YAML 1.1 with exceptions. It does not recognize dates and numbers in
-    base 60, and it accepts floats without a dot.
+    kubectl's reader follows YAML 1.1 with a few exceptions. It does not recognize dates or numbers
+    in base 60, and it accepts floats without a dot.
     """
 
     yaml_implicit_resolvers: _Resolvers = {}  # noqa: RUF012 (as PyYAML expects)
@@ -178,7 +177,7 @@ def _both(tables: Iterable[_Resolvers]) -> _Resolvers:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes quotes around strings that kubectl or PyYAML would otherwise not read as strings.
+    """Quotes strings that kubectl or PyYAML would otherwise read as values of a different type.
 
     Examples are 1e-4, y and 0o17.
     """
@@ -207,8 +206,8 @@ def write_document(value: Any) -> str:
 def _without_tabs(text: str) -> str:
     """Replace the tabs in a JSON text with spaces.
 
-    YAML does not allow tabs for indentation. A text that is not JSON is left as it is. The
-    replacement does not change any string, because a JSON string cannot contain a raw tab.
+    YAML does not allow tabs for indentation. Text that is not JSON is left unchanged. The
+    replacement does not affect any string, because a JSON string cannot contain a raw tab.
     """
     if "\t" in text and text.lstrip().startswith("{"):
         with suppress(ValueError, RecursionError):
@@ -221,7 +220,7 @@ def _characters(text: str, line: int) -> str:
     """Join each surrogate pair in a text into the character that it stands for.
 
     JSON writes a character beyond 16 bits as two escapes, and a YAML reader reads these as two
-    separate characters. If one half of a pair is missing, raises YamlError.
+    separate characters. Raises YamlError if one half of a pair is missing.
     """
     if text.isascii():
         return text
@@ -336,7 +335,7 @@ class _Builder:
                 "a field name must be a string; quote templates such as {{ name }}", node.start_mark.line + 1
             )
         if node.tag == _BOOL:
-            # For such a key, kubectl reads the same text.
+            # kubectl also turns a boolean key into the text `true` or `false`.
             return str(_is_true(node)).lower()
         return _characters(node.value, node.start_mark.line + 1)
 
@@ -352,7 +351,7 @@ class _Builder:
         }.get(kind)
         if construct is None:
             raise YamlError(f"the tag {shown(node.tag)} is not supported in manifests; remove it", line)
-        # Python refuses to convert very large integers to text, so they are refused here.
+        # Refuse very large integers, because Python refuses to convert them to text.
         if kind in ("int", "float") and len(node.value) > MAX_DIGITS:
             raise YamlError(f"{_field(path, node)}: a number of {len(node.value):,} characters; {_NUMBERS}", line)
         try:

@@ -1,19 +1,19 @@
 """Decides a job's generation and slots when the job starts, is resumed or changed, or gives up
 nodes.
 
-A generation is one coordinator with its pods (`plan.slots`). The question here is whether the
-current generation still fits the job, and if not, how much of it must be replaced.
+A generation is one coordinator with its pods (`plan.slots`). This module decides whether the
+current generation still fits the job and, if not, how much of the generation must be replaced.
 
 - A new job starts with generation 0.
 - If pods would now be built differently, a new generation replaces all of them. This happens after
   a change to the operator's key or to the spec that pods are built from. It also happens if a
   missing pod cannot get the same runtime as its peers. The restart is planned, so it does not
   count.
-- A different spec.nodes or spec.spares resizes the generation in place. Additional nodes join
-  through a later restart by the coordinator. If nodes are removed, the group restarts immediately.
-  A new generation is needed only if the job uses `command`, or if missing pods could not join
-  their peers.
-- If another operator has replaced this operator's key, this operator does not put its key back
+- A different spec.nodes or spec.spares resizes the generation in place. Additional nodes join when
+  the coordinator next restarts the group. If nodes are removed, the group restarts immediately. A
+  new generation is needed only if the job uses `command`, or if missing pods could not join their
+  peers.
+- A job whose key another operator has replaced is left to that operator
   (`slots.is_superseded`).
 - Nothing changes while podTemplate has faults, or if the group has already finished its work.
 - A gang that holds nodes but cannot train gives them up (`yield_room`).
@@ -70,7 +70,7 @@ class Begun:
 
 
 def begin(view: View) -> Begun:
-    """Begin a new generation or resize the slots, if a new, changed or resumed job needs it."""
+    """Give a new, resumed or changed job the generation and the slots that its spec requires."""
     world, now = view.world, view.now
     status, events = _lay_out(view)
     if status.holds(ConditionType.SUSPENDED):
@@ -96,7 +96,7 @@ def begin(view: View) -> Begun:
 
 
 def explain_superseded(view: View) -> str:
-    """Explain why this operator leaves the job to a different operator; empty if it does not."""
+    """Explain why this operator leaves the job to another one; empty if it keeps the job."""
     if not is_superseded(view):
         return ""
     return (
@@ -123,7 +123,7 @@ def _lay_out(view: View) -> tuple[JobStatus, list[Event]]:
         return status, []
     if not fitting:
         cause, message = _change(view)
-        view = view.with_status(replace(status, runtime=""))  # New pods also get the newest runtime.
+        view = view.with_status(replace(status, runtime=""))  # New pods also get this operator's runtime.
     elif not other_size:
         return status, []
     elif suspended or not job.spec.under_torchrun or (len(status.slots) < job.spec.pods and not can_replace(view)):
@@ -147,9 +147,9 @@ def _change(view: View) -> tuple[Cause, str]:
 def _resize(view: View) -> tuple[JobStatus, list[Event]]:
     """Return the status with slots added or dropped, and the event that reports the change.
 
-    The generation stays the same. Additional nodes join through a later restart by the coordinator.
-    If nodes are removed, the group restarts immediately. If spares are removed, the group restarts
-    only if a dropped pod trains and cannot be kept (`keep_training`).
+    The generation stays the same. Additional nodes join when the coordinator next restarts the
+    group. If nodes are removed, the group restarts immediately. If spares are removed, the group
+    restarts only if a dropped pod trains and cannot be kept (`keep_training`).
     """
     job, status = view.job, view.status
     message = _new_size(view)
@@ -168,9 +168,9 @@ def _resize(view: View) -> tuple[JobStatus, list[Event]]:
 
 
 def _restarted(view: View, cause: Cause, message: str) -> View:
-    """Return the view, and record a planned restart in it if that restart interrupts a group.
+    """Record a planned restart in the view's status if the restart interrupts a group.
 
-    If no group has formed yet, for example because there is no room, nothing is recorded.
+    If no group has formed yet, for example because there is no room, the view does not change.
     """
     status, report = view.status, view.report
     running = status.condition(ConditionType.RUNNING)

@@ -8,9 +8,11 @@ replay years of a job's history in seconds.
 1. `GATES`: a finished, faulty, suspended or waiting job stops here.
 2. `begin`: plan slots for a job that is starting, is resuming or has changed.
 3. `follow`: find pods that have ended and why, and plan their next attempts.
-4. The job ends if its deadline has passed, an object is invalid, or the group failed or finished.
-5. `plan_actions` and `describe`: which pods to create and delete, and the conditions.
-6. Last come the messages to the coordinator, and the time of the next reconcile.
+4. `fail` and `complete`: end the job if its deadline has passed, one of its objects is invalid, or
+   its group has failed for good or finished.
+5. `plan_actions` and `describe`: choose the pods to create and delete, and set the conditions.
+6. `plan_notifications`: choose the messages to the coordinator.
+7. `_wake`: choose the time of the next reconcile.
 
 Example: pod train-1-0 of a running job is evicted.
 
@@ -73,12 +75,13 @@ def decide(job: DDPJob, world: World, now: datetime) -> Decision:
     `now` is timezone-aware UTC.
 
     The function is pure: the same arguments always give the same decision. Performing a decision
-    twice is harmless, because created objects are named by index and attempt, and deletions carry
-    a uid. If an operator dies partway through, the next reconcile decides from a new observation.
+    twice is harmless, because created objects are named by index and attempt, and deletions carry a
+    uid. If an operator dies partway through, the next reconcile decides from a new observation.
 
     A job that is being deleted, or that belongs to another controller or operator, is left alone.
-    For any other job, one of the GATES or else `_run` makes the decision. The job's GPU seconds and
-    the notifications for its receiver are then added to that decision.
+    For any other job, one of the GATES makes the decision or, if all of them let the job pass,
+    `_run` does. The job's GPU seconds and the notifications for its receiver are then added to that
+    decision.
     """
     if job.deleting or job.spec.managed_elsewhere:
         return Decision(job.status)
@@ -152,8 +155,8 @@ def _end_of_group(followed: Followed, events: list[Event]) -> Decision | None:
     if followed.failure is not None:
         return fail(view, followed.failure, events)
     if followed.complete or (is_done(followed.ends) and _is_too_late(view)):
-        # A short training run may start and finish between two reconciles. Judge its preflight
-        # here.
+        # A short training run may start and finish between two reconciles, so its preflight is
+        # judged here.
         return complete(view.with_status(judge_preflight(view, (), formed=True)), events)
     return None
 
@@ -206,7 +209,7 @@ def _deadline_exceeded(job: DDPJob) -> Failure:
 
 
 def _with_budget_restored(view: View) -> tuple[JobStatus, list[Event]]:
-    """Reset the counted restarts to 0 after enough training without a counted failure."""
+    """Reset the number of counted restarts once training has run long enough without a failure."""
     status = view.status
     running, counts = status.condition(ConditionType.RUNNING), status.restarts
     if running is None or not running.status or not counts.counted:

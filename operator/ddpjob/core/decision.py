@@ -10,11 +10,11 @@ from ddpjob.api.job_status import JobStatus
 from ddpjob.core.world import Role
 
 POLL = 1.0
-"""Seconds between reconciles of a job that is changing, or whose coordinator's report is not being
-followed."""
+"""Seconds between reconciles while a job is changing, or while the operator does not follow the
+reports of the job's coordinator."""
 BLOCKED_POLL = 10.0
-"""Seconds between attempts while something outside the job is missing, such as a claim or a
-quota."""
+"""Seconds between reconciles while a job is blocked by something external, such as a missing claim
+or quota."""
 
 
 class Preparation(Enum):
@@ -33,7 +33,7 @@ class Preparation(Enum):
     TOKEN = auto()
     """The Secret with the token for the job's pods. The operator never reads it."""
     GANG = auto()
-    """The generation's PodGroup: the scheduler places all of its pods or none."""
+    """The generation's PodGroup. The scheduler places all of its pods or none."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,13 @@ class CreateWorkload:
 
     name: str
     pods: int
-    """Number of pods to request quota for, not counting the coordinator's."""
+    """Number of pods to request quota for, without the coordinator's pod."""
     least: int = 0
     """The smallest number of these pods that Kueue may admit if there is too little quota for all
     of them. 0 means that Kueue must admit all of them."""
     replaces: str = ""
-    """Name of the Workload that holds the job's quota now. When Kueue admits the new Workload, the
-    new Workload takes over this quota.
-    """
+    """Name of the Workload that holds the job's quota now. Once Kueue has admitted the new
+    Workload, the quota belongs to the new one."""
     after: int = 0
     """Number of pods that the job already has quota for. If it is not 0, this Workload asks only
     for additional pods, and not for the coordinator's pod."""
@@ -113,7 +112,7 @@ class MarkWorkload:
 
 @dataclass(frozen=True)
 class ReleaseWorkload:
-    """Releases the quota of an evicted Workload, which then waits in its queue again."""
+    """Releases the quota of an evicted Workload and puts the Workload back into its queue."""
 
     name: str
     uid: str
@@ -132,7 +131,7 @@ class LabelPod:
 
 @dataclass(frozen=True)
 class DeleteJob:
-    """Deletes the job itself, once runPolicy.ttlSecondsAfterFinished is over."""
+    """Deletes the job itself, once runPolicy.ttlSecondsAfterFinished has passed."""
 
 
 @dataclass(frozen=True)

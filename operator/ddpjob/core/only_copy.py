@@ -1,10 +1,10 @@
 """Decides whether deleting pods would destroy the only copy of a job's newest state.
 
-A job without `storage.checkpoints` has its checkpoints, and its states in memory, only in its pods.
-Each training pod has a copy, so the state survives until the last of these pods is deleted. The
-operator cannot prevent deletions by users or by the cluster, but it must not cause such a loss
-itself. Before it yields a gang's room, drops slots or moves a pod, it therefore asks here which
-pods hold the newest state.
+If a job has no `storage.checkpoints`, its checkpoints and the states in memory exist only in its
+pods. Each training pod has a copy, so the state survives until the last of these pods is deleted.
+The operator cannot prevent deletions by users or by the cluster, but it must not cause the loss
+itself. Before it yields a gang's room, drops slots or moves a pod, it therefore asks this module
+which pods hold the state.
 
 - If the deletion would remove the last copy, the operator waits.
 - The exception is a gang that waits for room. It yields its pods if another job waits for room too,
@@ -35,8 +35,8 @@ from ddpjob.core.view import View
 from ddpjob.core.world import Role
 
 _OF_THE_POD = frozenset({"name", "emptyDir", "configMap", "secret", "projected", "downwardAPI", "image", "ephemeral"})
-"""Keys of volumes in a podTemplate. A volume with only these keys cannot preserve state after its
-pod is gone, because it is deleted with the pod or is read-only."""
+"""Keys of volumes in a podTemplate. A volume with only these keys is either read-only or deleted
+with its pod, so it cannot preserve a job's state."""
 
 
 ONLY_COPY, STATE = "OnlyCopy", "the newest state"
@@ -45,10 +45,10 @@ for the state."""
 
 
 def find_holders(view: View) -> frozenset[str]:
-    """Return the names of the pods that hold the job's newest state, if only pods hold it.
+    """Return the names of the pods that hold the only copies of the job's latest state.
 
-    These are the training pods or, while no group trains, the pods that trained before the last
-    break.
+    These are the training pods or, while no group trains, the living pods that trained before the
+    last break. The result is empty if the state may also be stored elsewhere.
     """
     if not view.trained or is_kept_elsewhere(view):
         return frozenset()
@@ -64,8 +64,8 @@ def find_holders(view: View) -> frozenset[str]:
 def is_kept_elsewhere(view: View) -> bool:
     """Whether the job's state may also be stored outside its pods.
 
-    It may be in storage.checkpoints or in any other writable volume that outlives the pods. It may
-    also be in a bucket, if the script reports that it copies checkpoints.
+    The state may be in storage.checkpoints or in any other writable volume that outlives the pods.
+    If the script reports that it copies checkpoints, the state may also be in a bucket.
     """
     if view.job.spec.storage.checkpoints is not None or _mounts_a_volume(view.job.spec):
         return True
@@ -80,9 +80,9 @@ def _mounts_a_volume(spec: JobSpec) -> bool:
 
 
 def explain_kept(view: View) -> str:
-    """Return why pods beyond spec.nodes and spec.spares stay for now; empty if no such pod stays.
+    """Return why surplus pods stay after a job was made smaller; empty if no surplus pod stays.
 
-    A smaller size drops the last slots, but these slots stay while only their pods hold the newest
+    A smaller job drops its last slots, but not while only the pods in these slots hold the latest
     state.
     """
     going = {pod.name for pod in view.pods[view.job.spec.pods :] if pod is not None}

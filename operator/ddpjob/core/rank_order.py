@@ -5,11 +5,11 @@ Kubernetes nodes. If neighbouring ranks are in different racks, every byte cross
 several times. `spec.rankOrder` lists labels of Kubernetes nodes, the widest level first. Only the
 operator can read these labels, so it sends the order to the coordinator as a list of pods.
 
-- A node's place is a list: the values of these labels on its Kubernetes node, and then that
-  Kubernetes node's name (`place_of`). If a label is missing, the Kubernetes node is a separate
-  place from that level on.
-- Places are sorted by their lowest index, level by level, so index 0 is always first, and its logs,
-  metrics and checkpoints stay where users look for them.
+- A node's place is a list: the values that these labels have on its Kubernetes node, and then the
+  Kubernetes node's name (`place_of`). If a label is missing, the name replaces this label and all
+  narrower ones, so the Kubernetes node shares no place with others at these levels.
+- Places are sorted by their lowest index, level by level. Index 0 is therefore always first, and
+  the logs, metrics and checkpoints of rank 0 stay where users look for them.
 
 Example with rankOrder: [zone, rack]:
 
@@ -34,23 +34,23 @@ from ddpjob.core.view import View
 from ddpjob.core.world import HostView
 
 Place = tuple[str, ...]
-"""The place of a node in the network. It lists the values that the labels in spec.rankOrder have on
-the node's Kubernetes node, from the widest level to the narrowest, followed by the name of that
-Kubernetes node. From the first missing label on, the name replaces the values."""
+"""A node's place in the network: the values that the labels in spec.rankOrder have on its
+Kubernetes node, from the widest level to the narrowest, and then the Kubernetes node's name. The
+name also replaces the first missing label and all narrower ones."""
 
 
 def order_pods(view: View) -> tuple[str, ...]:
     """Return the names of the slots' pods in rank order, without pods whose place is unknown.
 
-    If spec.rankOrder is not set, the result is empty, because ranks then follow the indices.
+    The result is empty if spec.rankOrder is not set. Ranks then follow the indices.
     """
     if not view.job.spec.rank_order:
         return ()
     hosts, places, names = view.world.hosts, dict[int, Place](), dict[int, str]()
     for index, pod in enumerate(view.pods):
-        # A Kubernetes node that the watch has not reported yet will be known soon, so its pod is
-        # left out. If `hosts` is None, the operator is not permitted to watch nodes, so every pod
-        # gets a place of its own.
+        # Leave out a pod whose Kubernetes node the watch has not reported yet, because the report
+        # will arrive soon. If `hosts` is None, the operator is not permitted to watch nodes, so
+        # give every pod a place of its own.
         if pod is not None and pod.host and (hosts is None or pod.host in hosts):
             names[index] = pod.name
             places[index] = place_of(pod.host, (hosts or {}).get(pod.host), view.job.spec.rank_order)

@@ -1,15 +1,16 @@
 """Decides how a job's pods are deleted when the job is suspended, or waits for a class or quota.
 
-Scripts must be able to save, no pod must be left running, and the job must find a new plan when it
+Scripts need time to save, no pod may be left running, and a new plan must be ready when the job
 resumes.
 
 1. If the group has already finished its work, the job is complete and is not suspended.
-2. The slots are planned again as a new generation, so that resuming only has to create the pods.
+2. A new generation is planned, so only its pods have to be created when the job resumes.
 3. Nodes are deleted with their grace period. The coordinator is deleted last, because nodes need it
    until they have ended. Its deletion does not wait for a pod that should have ended long ago.
-4. An unreachable host cannot confirm that its pods have ended, so they are deleted without waiting.
-5. After the last pod, the PodGroup is deleted, and so are the quota requests unless the job waits
-   in a queue.
+4. An unreachable host cannot confirm that its pods have ended, so these pods are deleted without
+   waiting.
+5. Once all pods are gone, the PodGroup is deleted. The quota requests are deleted too, unless the
+   job waits in a queue.
 
 Example with 2 nodes and a coordinator:
 
@@ -48,9 +49,9 @@ _LEAVING_POLL = DEAF.total_seconds() + 1.0
 def suspend(view: View, reason: str = "Suspended", waits: str = "", events: list[Event] | None = None) -> Decision:
     """Return the decision for a job that may not have pods now.
 
-    By default, this is a job that its user has suspended. If the job waits for its class or its
-    queue, the caller passes the condition's reason and message as `reason` and `waits`, and
-    `events` that replace the default event.
+    By default, the job's user has suspended it. If the job waits for its class or its queue
+    instead, `reason` and `waits` are the reason and the message of the Suspended condition, and
+    `events` replace the default event.
     """
     done = settle(view) if view.status.slots else None
     if done is not None:
@@ -63,9 +64,9 @@ def suspend(view: View, reason: str = "Suspended", waits: str = "", events: list
     states = [status.rendezvous.state, *(s.state for s in status.slots)]
     created = view.coordinator is not None or any(pod is not None for pod in view.pods)
     if created or any(state is not SlotState.PLANNED for state in states):
-        # Plan new attempts, because a pod may exist that the status does not show yet, and its name
-        # cannot be used again. Keep the old template hash, keys and runtime, so that `begin`
-        # compares the spec with them when the job resumes.
+        # Plan new attempts. The cluster may have pods that the status does not show yet, and no pod
+        # name may be used twice. Keep the old template hash, keys and runtime, because `begin`
+        # compares them with the spec when the job resumes.
         planned = replace(begin_generation(view), template_hash=status.template_hash, runtime=status.runtime)
         status = replace(planned, former_keys=status.former_keys)
     leaving = [p for p in view.world.pods if is_left(p, view.world)]
@@ -130,8 +131,8 @@ def _send_away(view: View, leaving: list[PodView]) -> list[Action]:
 def is_left(pod: PodView, world: World) -> bool:
     """Whether the pod still has to terminate.
 
-    If the program has ended but a sidecar still runs, the pod still has to terminate. The exception
-    is a pod on a dead host.
+    A pod whose program has ended still has to terminate while a sidecar runs, unless its host is
+    dead.
     """
     return not pod.ended or (has_leftovers(pod) and not is_down(pod.host, world.hosts))
 

@@ -18,7 +18,7 @@ from ddpjob.core.world import PodView, World, coordinator_pod_name, node_pod_nam
 
 @dataclass(frozen=True)
 class View:
-    """An immutable view of a job, whose derived values are computed only once.
+    """An immutable view of a job that computes each derived value only once.
 
     A stage that changes the status continues with the view that `with_status` returns.
     """
@@ -37,7 +37,7 @@ class View:
             return self
         view = View(self.job, status, self.world, self.now)
         if status.slots is self.status.slots:
-            # Large jobs have many slots, so keep the pods that this view has already looked up.
+            # Large jobs have many slots, so reuse the pods that this view has already looked up.
             kept = ("pods",) + (("current_names",) if status.rendezvous is self.status.rendezvous else ())
             view.__dict__.update({name: self.__dict__[name] for name in kept if name in self.__dict__})
         return view
@@ -57,7 +57,7 @@ class View:
 
     @cached_property
     def coordinator(self) -> PodView | None:
-        """The pod of the current coordinator. With placement Master, this is the pod of slot 0."""
+        """The pod of the current coordinator. With Master placement, this is the pod of slot 0."""
         rendezvous = self.status.rendezvous
         if self.job.spec.rendezvous.placement is Placement.MASTER:
             name = node_pod_name(self.job, 0, self.status.slots[0].attempt) if self.status.slots else ""
@@ -80,7 +80,7 @@ class View:
 
     @cached_property
     def reported_progress(self) -> dict[str, Any]:
-        """Progress from the last report, even of an earlier generation; empty without a report."""
+        """Progress from the last report, whatever its generation; empty if there is no report."""
         return self.world.report.progress if self.world.report is not None else {}
 
     @cached_property
@@ -106,5 +106,5 @@ class View:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a reported value is a finite number. JSON's true and NaN are not."""
+    """Whether a reported value is a finite number. A boolean does not count as a number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")

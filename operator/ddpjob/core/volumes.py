@@ -107,7 +107,7 @@ def find_folder_user(job: DDPJob, others: Iterable[DDPJob]) -> str:
 
 
 def _folder(job: DDPJob) -> tuple[str, ...]:
-    """Return what identifies the job's checkpoint folder: the kind, the volume and the path.
+    """Return the kind, the volume and the path that identify the job's checkpoint folder.
 
     The result is empty if no other job can use the same folder.
     """
@@ -153,7 +153,7 @@ def _taken(job: DDPJob, user: str) -> str:
 
 
 def lacks_claim(job: DDPJob, world: World) -> bool:
-    """Whether the claim that the job makes from its claimTemplate does not exist."""
+    """Whether the claim of the job's claimTemplate is missing."""
     return any(claim.name == job.made_claim and not claim.exists for claim in world.claims)
 
 
@@ -167,9 +167,8 @@ def list_claims_to_read(job: DDPJob, pods: Iterable[PodView]) -> tuple[str, ...]
 
     All claims are read until a pod is active. In a job with several pods, they are read until two
     pods are placed, because a claim that can serve one pod cannot always serve two. Later, only the
-    claim that the job made is read. It is read while a pod is missing, and until the status shows
-    that the claim was made. Without this check, if a user had deleted the claim, a replacement pod
-    would train from scratch.
+    claim that the job made is read: until the status shows that the claim was made, and whenever a
+    pod is missing. If a user has deleted this claim, a replacement pod must not train from scratch.
     """
     slots = job.status.slots
     wanted = {node_pod_name(job, i, s.attempt) for i, s in enumerate(slots) if s.state is not SlotState.SUCCEEDED}
@@ -183,7 +182,7 @@ def list_claims_to_read(job: DDPJob, pods: Iterable[PodView]) -> tuple[str, ...]
 
 
 def _goes_with_job(job: DDPJob, claim: ClaimView) -> Unusable | None:
-    """Return why a claim would be deleted with the job although the spec does not request this.
+    """Return why deleting the job would also delete a claim that the spec wants to keep.
 
     A claimTemplate cannot change, but it can be removed and added again with a different
     `whenDeleted`. If no job made the claim, its owners are ignored, because the author of the claim
@@ -203,11 +202,12 @@ def _goes_with_job(job: DDPJob, claim: ClaimView) -> Unusable | None:
 
 
 def _not_ours(job: DDPJob, world: World, claim: ClaimView) -> Unusable | None:
-    """Return why an existing claim cannot serve as the claim that the job makes; None if it can.
+    """Return why the job cannot use an existing claim for its claimTemplate; None if it can.
 
-    The job can use the claim if this job, or an earlier job with the same name, made it from an
-    equal template. Names are unique in a namespace, so the earlier job is gone. This job's own
-    template may have changed too, because it can be removed and added again.
+    The job can use the claim if this job, or an earlier job with the same name, made the claim from
+    an equal template. Names are unique in a namespace, so the earlier job is gone. Even a claim
+    that this job made may not match, because a claimTemplate can be removed and a different one
+    added.
     """
     what = f"the claim {claim.name} of {FIELD}"
     if any(uid != job.uid for uid in claim.owners):
@@ -226,7 +226,7 @@ def _not_ours(job: DDPJob, world: World, claim: ClaimView) -> Unusable | None:
 
 
 def _lost(job: DDPJob, claim: ClaimView) -> Unusable | None:
-    """Describe the loss of the job's checkpoints with their claim; None if nothing was lost.
+    """Describe the loss of the job's checkpoints if their claim is gone; None if nothing was lost.
 
     A job that has lost its checkpoints must not train from scratch unnoticed.
     """

@@ -25,8 +25,8 @@ CODE_CONTAINER = "ddpjob-code"
 """The init container that clones spec.code.git."""
 
 NAME_TAKEN = 409
-"""The HTTP status Conflict. A `Rejection` has this `status` if an object with the same name exists
-and belongs to another owner."""
+"""The HTTP status code for a conflict. A `Rejection` has this code if an object with the same name
+exists and belongs to another owner."""
 
 OUT_OF_SERVICE_TAINT = "node.kubernetes.io/out-of-service"
 
@@ -42,7 +42,7 @@ LABEL_ROUND = "ddpjob.io/round"
 LABEL_ISOLATED = "ddpjob.io/isolated"
 LABEL_BUDGET = "ddpjob.io/disruption-budget"
 ANNOTATION_GROUP = "scheduling.k8s.io/group-name"
-"""Pod annotation in which Volcano looks up the name of the PodGroup."""
+"""Pod annotation from which Volcano reads the name of the PodGroup."""
 ANNOTATION_WORKLOAD = "kueue.x-k8s.io/workload"
 """Pod annotation that names the Kueue Workload whose topology assignment applies to the pod."""
 ANNOTATION_TEMPLATE = "ddpjob.io/claim-template"
@@ -50,7 +50,7 @@ ANNOTATION_TEMPLATE = "ddpjob.io/claim-template"
 
 
 class Role(StrEnum):
-    """The values of the label `ddpjob.io/role`, which says what a pod does in its job."""
+    """Values of the `ddpjob.io/role` label. They state what a pod does in its job."""
 
     NODE = "node"
     SPARE = "spare"
@@ -59,7 +59,7 @@ class Role(StrEnum):
 
 NODE_ROLES = (Role.NODE, Role.SPARE)
 """Roles of the pods in slots. The coordinator chooses which of these pods train, and the operator
-then changes the labels of these pods."""
+updates their labels to match."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,7 @@ class PodView:
     """Whether the init containers are done: ordinary ones have ended, and sidecars have started."""
     grace_seconds: int = 30
     devices: Mapping[str, int] = field(default_factory=dict)
-    """Devices that the pod's containers request, by resource name."""
+    """How many devices the pod's containers request, by resource name."""
     default_memory: str = ""
     """The main container's memory limit, if it comes from the namespace's LimitRange."""
 
@@ -150,20 +150,19 @@ class PodView:
 
 
 REMEMBERED = timedelta(hours=1)
-"""How long the operator remembers that a host was deleted. The pods of a deleted host disappear in
-less time.
-"""
+"""How long the operator remembers that a host was deleted. By then, the host's pods have
+disappeared too."""
 
 
 @dataclass(frozen=True)
 class HealthSignals:
     """The conditions and taints that a health agent uses to mark a Kubernetes node as unhealthy.
 
-    A name that ends with `*` stands for every name that begins with the part before the `*`.
+    A name that ends with `*` matches every name with the same beginning.
     """
 
     conditions: tuple[tuple[str, str], ...] = ()
-    """Pairs of a condition's type and the status that means unhealthy, such as
+    """Types of conditions, each with the status that means unhealthy, such as
     ("AcceleratedHardwareReady", "False")."""
     taints: tuple[str, ...] = ()
     """Keys of taints that mark a host as unhealthy."""
@@ -194,16 +193,15 @@ def _named(name: str, found: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class HostView:
-    """The state of a Kubernetes node, as far as decisions about jobs need it."""
+    """The state of a Kubernetes node that decisions about jobs depend on."""
 
     name: str
     ready: bool
     """Whether the host's Ready condition is True. The condition is Unknown while a host has no
     network, and such a host counts as not ready."""
     since: datetime | None
-    """When the operator first saw the present value of `ready`, by the operator's own clock (see
-    `remembered`). None if unknown.
-    """
+    """When the operator first saw the current value of `ready`, by the operator's own clock (see
+    `remembered`). None if unknown."""
     out_of_service: bool
     """Whether an administrator has set the out-of-service taint, which marks the host as shut down.
     Nothing is running on such a host."""
@@ -216,7 +214,7 @@ class HostView:
     when the operator first saw the host.
     """
     schedulable: bool = True
-    """False if the host is cordoned, or if it has too many taints to list them all in `taints`."""
+    """False if the host is cordoned, or if it has more taints than `taints` can list."""
     taints: tuple[tuple[str, str, str], ...] = ()
     """Taints with the effect NoSchedule or NoExecute, which keep pods away from the host. Each
     taint is a tuple of key, value and effect.
@@ -232,7 +230,7 @@ class HostView:
 
     @classmethod
     def read(cls, body: Mapping[str, Any], signals: HealthSignals | None = None) -> HostView:
-        """Read a Node object, and look in it for the `signals` of a health agent.
+        """Read a Node object's body, and check it for the `signals` of a health agent.
 
         Raises KeyError if the body has no name.
         """
@@ -264,12 +262,12 @@ def _devices(allocatable: Mapping[str, Any]) -> dict[str, int]:
 def remembered(
     before: Mapping[str, HostView] | None, found: Mapping[str, HostView], now: datetime
 ) -> dict[str, HostView]:
-    """Return the hosts that exist now (`found`) and hosts that were deleted recently.
+    """Return the hosts that exist now (`found`), and the hosts that were deleted recently.
 
-    `before` is the previous result, from which two facts are taken: when each host became ready,
-    not ready or unhealthy, and which hosts were deleted. The result lacks every host that was in
-    neither list. Such a host is treated as unknown, not as deleted, because it may be newer than
-    `found`. If a host is already unhealthy when it is first seen, the beginning of the fault is
+    `before` is the previous result. It shows when each host became ready, not ready or unhealthy,
+    and which hosts have been deleted. The result has no entry for a host that neither argument
+    contains. Such a host counts as unknown, not as deleted, because it may be newer than `found`.
+    If a host was already unhealthy when the operator first saw it, the beginning of the fault is
     unknown.
     """
     hosts = {}
@@ -374,8 +372,8 @@ class WorkloadView:
     name: str
     uid: str
     asks: tuple[str, str] = ("", "")
-    """What the Workload asks for: the name of its LocalQueue, and the name of its priority class,
-    which is a WorkloadPriorityClass or a PriorityClass."""
+    """Names of the LocalQueue and of the priority class that the Workload asks for. The priority
+    class is either a WorkloadPriorityClass or a PriorityClass."""
     shape: str = ""
     """Hash of the requirements of a single pod (see `core.plan.queue`)."""
     additional: bool = False
@@ -411,8 +409,8 @@ class World:
     has_budget: bool = False
     """Whether the job's PodDisruptionBudget exists. Its name is the name of the job."""
     runtime: str = ""
-    """Name of the ConfigMap that contains the runtime of the job's pods; empty if it does not
-    exist."""
+    """Name of the ConfigMap that contains the runtime of the job's pods; empty if there is no such
+    ConfigMap."""
     runtime_offered: str = ""
     """Name of the runtime ConfigMap that this version of the operator would create."""
     key_mark: str = ""
@@ -431,10 +429,9 @@ class World:
     if the coordinator has not responded.
     """
     report_seconds: float = 0.0
-    """Maximum age of `report` in seconds, for an operator that follows the coordinator's reports.
-    Such an operator reconciles the job whenever a report contains news. 0 if the operator asks the
-    coordinator for its report only during reconciles.
-    """
+    """Maximum age of `report` in seconds if the operator follows the coordinator's reports. Such an
+    operator reconciles the job whenever a report contains news. The value is 0 if the operator asks
+    the coordinator for a report only during reconciles."""
     serves_gangs: bool = False
     """Whether the cluster serves PodGroups for the job's scheduler and lets the operator list
     them."""
@@ -458,10 +455,9 @@ class World:
     is None if the operator is not permitted to watch nodes.
     """
     problems: tuple[str, ...] = ()
-    """Faults of the podTemplate, one sentence each."""
+    """Faults in the podTemplate, one sentence each."""
     rejections: tuple[Rejection, ...] = ()
-    """Objects, except optional ones, that the API server rejected when the job's last decision was
-    applied."""
+    """Required objects that the API server rejected when the job's last decision was applied."""
     deletion_refused: str = ""
     """A pod that the API server refused to delete, and the reason; empty if there is no such
     pod."""
@@ -478,14 +474,12 @@ class World:
     link: str = ""
     """URL of a page about the job, for links in notifications; empty if unknown."""
     offer: Offer = field(default_factory=Offer)
-    """The class whose values a job gets because it is about to start or resume. Empty for all other
-    jobs.
-    """
+    """The class that a job adopts when it starts or resumes; empty unless the job is about to do
+    so."""
     others_wait: bool = False
     """Whether another job waits for room in the cluster."""
     one_host: bool = False
-    """Whether the cluster has only one host, so that a replacement cannot be placed on a different
-    one."""
+    """Whether the cluster has only one host, so a replacement pod must run on the same host."""
 
     def nodes(self) -> tuple[PodView, ...]:
         """Return the slots' pods, including spares."""
@@ -510,8 +504,7 @@ class World:
 
     @cached_property
     def silent(self) -> Mapping[str, datetime]:
-        """Running pods without a connection to the coordinator, and when each connection was
-        lost."""
+        """Running pods whose connection to the coordinator is lost, and the time of each loss."""
         if self.report is None:
             return {}
         connected = {member.pod for member in self.report.members}
@@ -520,10 +513,9 @@ class World:
 
     @cached_property
     def deaf_since(self) -> datetime | None:
-        """The time at which most members had fallen silent although their hosts are up.
+        """When most members had fallen silent although their hosts are up; None if they have not.
 
-        Such a time shows that the coordinator itself is partitioned. The value is None if the
-        coordinator hears from most of its members.
+        In that case, the coordinator itself is partitioned, not its members.
         """
         if self.report is None or not self.silent:
             return None
@@ -553,7 +545,7 @@ def host_port(host: str, port: int) -> str:
 
 
 def node_pod_name(job: DDPJob, index: int, attempt: int) -> str:
-    """Return the name of a slot's pod, which is never used twice."""
+    """Return the name of the pod in a slot's attempt. No pod name is ever used twice."""
     return f"{job.name}-{index}-{attempt}"
 
 
@@ -563,5 +555,5 @@ def gang_name(job: DDPJob, generation: int) -> str:
 
 
 def coordinator_pod_name(job: DDPJob, generation: int, attempt: int = 0) -> str:
-    """Return the name of a coordinator's own pod (placement Dedicated)."""
+    """Return the name of a coordinator's own pod (with Dedicated placement)."""
     return f"{job.name}-coordinator-{generation}" + (f"-{attempt}" if attempt else "")

@@ -7,15 +7,15 @@ order of the calls is therefore fixed, and every call may be made twice.
 
 1. The status, guarded by the version that was read. It holds everything that a later reconcile must
    know: attempts, counts and causes. If this write conflicts, none of the later steps is taken.
-2. Requests to delete objects, which make room in a quota. They carry the uid, so a repeated request
-   cannot remove a newer object with the same name.
+2. Requests to delete objects. They come early because a deletion makes room in a quota. They carry
+   the uid, so a repeated request cannot remove a newer object with the same name.
 3. Requests to create objects. Names are deterministic, so a repeated request finds its object and
    changes nothing.
-4. Messages to the coordinator, which may be lost: each reconcile sends them again until the
-   coordinator's report shows that they have arrived. Notifications follow.
+4. Messages to the coordinator, and then notifications. A message may be lost, so each reconcile
+   sends it again until the coordinator's report shows that it has arrived.
 5. Events, which only humans read.
 
-Example: pod train-1-0 is lost, and the operator dies after each step in turn.
+Example: pod train-1-0 is lost, and the operator dies after step 1 or after step 3.
 
     after 1  the status plans slot 1 at attempt 1, and has the updated counts. The next
              reconcile finds no pod train-1-1 and creates it. Nothing is counted again
@@ -23,10 +23,10 @@ Example: pod train-1-0 is lost, and the operator dies after each step in turn.
 
 If the pod were created before the status was written, the restart could be missed or counted twice.
 
-If the API server rejects a new object, this is not an error here. The object is returned as a
-`Rejection`, and the next decision judges it.
+A new object that the API server rejects is not an error here. It is returned as a `Rejection`, and
+the next decision deals with it.
 
-Why: docs/decisions/0004, and 0002 for the status.
+docs/decisions/0004 gives the reasons, and 0002 those for the status.
 """
 
 from __future__ import annotations
@@ -75,15 +75,15 @@ from ddpjob.objects.workload import build_workload, marked, released
 CONCURRENT = 16
 """Maximum number of simultaneous requests in one reconcile."""
 MESSAGES_SECONDS = 5.0
-"""Timeout in seconds for all messages in one decision. The next reconcile sends lost messages
-again."""
+"""Timeout in seconds for sending all messages of one decision. The next reconcile sends lost
+messages again."""
 
 
 @dataclass(frozen=True)
 class Applied:
     """The outcome of `apply`: the job as written, and all rejected objects.
 
-    The rejected objects include those that the job can do without.
+    These include objects that the job can do without.
     """
 
     job: DDPJob
@@ -134,7 +134,7 @@ async def _perform(cluster: Cluster, job: DDPJob, action: Change | NotifyCoordin
 
 
 async def _together(requests: Iterable[Callable[[], Awaitable[None]]]) -> None:
-    """Run up to CONCURRENT requests at a time, starting them in order.
+    """Run the requests in order, up to CONCURRENT at a time.
 
     All requests finish before the first error is raised.
     """
@@ -159,13 +159,13 @@ async def _write_status(cluster: Cluster, job: DDPJob, status: JobStatus) -> DDP
 async def _create(
     cluster: Cluster, job: DDPJob, status: JobStatus, creations: Sequence[Action]
 ) -> tuple[Rejection, ...]:
-    """Create the objects that pods need, then the pods.
+    """Create the objects that pods need, and then the pods.
 
     The first batch of pods has one node, and each later batch is twice as large. After a pod is
-    rejected, no further batch is created, because a quota or a webhook that rejects one pod usually
-    rejects all of them. If a coordinator is missing, it is created together with the first node,
-    because neither is useful without the other. Return the rejections sorted by name, because a
-    condition shows the first one.
+    rejected, no more batches are created, because a quota or webhook that rejects one pod usually
+    rejects all of them. A missing coordinator is created together with the first node, because
+    neither is useful without the other. The rejections are sorted by name, because a condition
+    shows the first one.
     """
     rejections: list[Rejection] = []
     granted = job.granted(status)
@@ -193,7 +193,7 @@ async def _create(
 
 
 async def _create_one(cluster: Cluster, job: DDPJob, manifest: Json) -> None:
-    """Create an object, and let a pod run as non-root if the namespace requires it.
+    """Create an object, adding runAsNonRoot to a pod if the namespace requires it.
 
     Raises the same errors as Cluster.create.
     """

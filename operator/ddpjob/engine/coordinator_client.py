@@ -30,20 +30,19 @@ from ddpjob.objects.platform import Platform
 log = logging.getLogger("ddpjob.coordinator")
 
 SECONDS = 2.0
-"""Timeout for a request, in seconds. For a long poll, the wait that the request asks for is added.
-"""
+"""Timeout for a request, in seconds. A long poll also gets the time that it asks the coordinator to
+wait."""
 CONNECT_SECONDS = 1.5
-"""Timeout for opening a connection, in seconds. Linux repeats a lost first packet (SYN) after 1 s,
-so the timeout is longer than that."""
+"""Timeout for opening a connection, in seconds. Linux retransmits a lost SYN after 1 s, so the
+timeout is longer than 1 s."""
 SMALL = 64 * 1024
 """Responses of up to this many bytes are always read immediately. For larger ones, see
 LARGE_ANSWERS."""
 LARGE_ANSWERS = 64
 """Maximum number of responses with more than SMALL bytes that are read at the same time."""
 SAME_CLOCK = timedelta(seconds=1)
-"""Differences between two clocks are ignored if they are smaller than this value. The measured
-difference is inexact, because it includes the time that the response took.
-"""
+"""Clock differences below this value are ignored. The measurement is inexact, because it includes
+the time that the response took."""
 LONGEST_AGE = timedelta(days=3650)
 
 
@@ -81,7 +80,7 @@ class CoordinatorClient:
     def session(self) -> aiohttp.ClientSession:
         """Return the HTTP session, which belongs to the event loop that first requested it.
 
-        The session does not limit the number of connections. The code that opens links does that.
+        The session itself allows any number of connections. The code that opens links limits them.
         """
         if self._opened is None:
             self._opened = aiohttp.ClientSession(
@@ -109,7 +108,7 @@ class CoordinatorClient:
         except UNREACHABLE:
             return None
         except Exception as error:
-            # Whatever the coordinator has sent, the reconcile continues, as if there were no
+            # A bad response from a coordinator must not stop the reconcile, so continue without a
             # report.
             log.warning(
                 "%s", describe_error(f"the report of the coordinator at {target.endpoint} cannot be used", error)
@@ -179,7 +178,8 @@ class CoordinatorLink:
             status, headers, content = await self._ask(method, path, body, nonce, instance)
             offered = headers.get(INSTANCE_HEADER, "")[:64]
             if status == 401 and offered not in ("", instance):
-                # A coordinator does not accept a proof made for a different instance.
+                # A coordinator rejects a proof that was made for a different instance. Retry with
+                # the instance that this coordinator has named.
                 instance = self._instance = offered
                 status, headers, content = await self._ask(method, path, body, nonce, instance)
         proof = headers.get(PROOF_HEADER, "")
@@ -201,7 +201,8 @@ class CoordinatorLink:
             if answer.headers.get("Content-Encoding", "identity") != "identity":
                 raise ValueError(f"the response is encoded: {answer.headers['Content-Encoding'][:40]!r}")
             async with asyncio.timeout(SECONDS):
-                # The wait of a long poll is over when its response begins.
+                # A long poll has finished waiting when the response begins, so the usual timeout
+                # applies.
                 content = await self._read(answer.content)
             return answer.status, answer.headers, content
 
@@ -235,7 +236,7 @@ async def _until(stream: aiohttp.StreamReader, begun: bytes, limit: int) -> byte
 def describe_error(what: str, error: BaseException) -> str:
     """Describe an error in one short line for the log.
 
-    The error may quote text that a user's coordinator has sent, so its text is escaped.
+    The message is escaped, because it may quote text from a user's coordinator.
     """
     return f"{what}: {type(error).__name__}: {str(error)!r}"[:200]
 
@@ -246,8 +247,7 @@ def describe_error(what: str, error: BaseException) -> str:
 def read_report(body: bytes, received: datetime, pods: int = protocol.MAX_PODS) -> Report:
     """Read the report in a response, with times on the local clock and without unused fields.
 
-    Raises:
-        ValueError: the report violates the contract.
+    Raises ValueError if the report violates the contract.
     """
     try:
         report = Report.read(json.loads(body, parse_constant=_not_json))
@@ -277,7 +277,7 @@ def _not_json(constant: str) -> None:
 def _on_our_clock(record: Any, received: datetime, offset: timedelta) -> Any:
     """Convert the record's times to the local clock.
 
-    `offset` is how far the local clock is ahead of the coordinator's.
+    `offset` is the time by which the local clock is ahead of the coordinator's clock.
     """
     shift = offset if abs(offset) >= SAME_CLOCK else timedelta(0)
     changes: dict[str, Any] = {}
@@ -293,10 +293,10 @@ def _on_our_clock(record: Any, received: datetime, offset: timedelta) -> Any:
 
 
 def _moment(moment: datetime, received: datetime, name: str) -> datetime:
-    """Check a time in a report and return it. Raises ValueError if it is out of bounds.
+    """Return a time from a report after checking it.
 
-    Only `backoff_until` can lie in the future. If any other time lies in the future, the clocks are
-    wrong, and `received` is returned instead.
+    Raises ValueError if the time is out of bounds. Only `backoff_until` can lie in the future. If
+    any other time does, the clocks are wrong, and `received` is returned instead.
     """
     if abs(moment - received) > LONGEST_AGE:
         raise ValueError(f"{name}: {moment} is out of bounds")

@@ -1,6 +1,6 @@
 """The interface `Cluster`, which is implemented for Kubernetes, for this machine and for tests.
 
-A reconcile reads and writes only through this interface. Why: docs/decisions/0005.
+A reconcile reads and writes only through this interface. docs/decisions/0005 explains why.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class JobKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Observation:
-    """A job and the state of everything that belongs to it, observed after the job was read."""
+    """A job, and the state of everything that belongs to it. The job was read first."""
 
     job: DDPJob
     world: World
@@ -53,7 +53,7 @@ class Refused(Exception):
 
 
 class NameTaken(Exception):
-    """An object with this name exists and belongs to a different owner.
+    """A different owner already has an object with this name.
 
     The owner may be an earlier job with the same name. The message names the owner.
     """
@@ -92,15 +92,15 @@ class Cluster(Protocol):
         """Create an object; do nothing if this job already has it. Raises NameTaken or Refused."""
 
     async def delete_pod(self, job: DDPJob, name: str, uid: str, grace: int | None) -> None:
-        """Start to delete a pod, with a grace period in seconds.
+        """Start deleting a pod, with a grace period in seconds.
 
         If `grace` is None, the pod's own grace period is used. Succeed if the pod is gone or has a
-        different uid. A refusal is not an error: the next observation shows it, and the request is
-        repeated after a while.
+        different uid. A refusal is not an error. If the next observation still shows the pod, the
+        request is repeated after a while.
         """
 
     async def delete(self, job: DDPJob, kind: str, name: str, uid: str) -> None:
-        """Start to delete a PodGroup, a Workload or the job itself.
+        """Start deleting a PodGroup, a Workload or the job itself.
 
         Succeed if the object is gone or has a different uid. Kubernetes' garbage collector removes
         the objects that a job owns.
@@ -109,10 +109,10 @@ class Cluster(Protocol):
     async def change_workload(
         self, job: DDPJob, name: str, uid: str, change: Callable[[Json, datetime], Json | None]
     ) -> None:
-        """Replace a Workload with the result of calling `change` with it.
+        """Apply `change` to a Workload, and store the result.
 
-        If the result is None, the Workload stays unchanged. Succeed if the Workload is gone or has
-        a different uid. A refusal is not treated as an error. Raises Conflict.
+        If `change` returns None, the Workload stays unchanged. Succeed if the Workload is gone or
+        has a different uid. A refusal is not treated as an error. Raises Conflict.
         """
 
     async def label_pod(self, job: DDPJob, name: str, uid: str, role: Role) -> None:

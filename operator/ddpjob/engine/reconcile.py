@@ -27,8 +27,8 @@ from ddpjob.engine.ports import (
 
 log = logging.getLogger("ddpjob.reconcile")
 
-# Seconds until the next reconcile after a conflict, after a name was taken, and after the API
-# server was unavailable.
+# Seconds until the next reconcile after a conflict, after a new object's name was found taken, and
+# after the API server could not be reached.
 CONFLICT_RETRY = 0.05
 NAME_RETRY = 1.0
 UNAVAILABLE_RETRY = 2.0
@@ -42,9 +42,9 @@ async def reconcile(
 ) -> float | None:
     """Bring one job a step closer to its spec.
 
-    Return the seconds until the next reconcile; None if only a change causes the next one.
-    `outcome` is called with one word for the metrics: done, conflict or unavailable. A bug in this
-    program raises an exception, which is also recorded as an event on the job.
+    Return the seconds until the next reconcile, or None to wait for a change. `outcome` is called
+    with one word for the metrics: done, conflict or unavailable. An exception that a bug causes is
+    recorded as an event on the job and raised again.
     """
     try:
         delay = await _reconcile(cluster, key, clock)

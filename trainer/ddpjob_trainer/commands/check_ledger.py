@@ -28,7 +28,7 @@ _SHOWN = 10
 
 @dataclass
 class Incarnation:
-    """One incarnation of the job, from a (re)start of all ranks to their end."""
+    """One incarnation of the job, from a start or restart of all ranks until they end."""
 
     id: int
     began: float
@@ -39,8 +39,7 @@ class Incarnation:
     size: int
     epochs: int
     parts: dict[int, dict[int, tuple[int, list[int]]]] = field(default_factory=lambda: defaultdict(dict))
-    """The epoch and the samples that each rank took in each step: {step: {rank: (epoch, samples)}}.
-    """
+    """Each rank's epoch and samples in each step, as {step: {rank: (epoch, samples)}}."""
     checkpoints: list[int] = field(default_factory=list)
     left_out: set[int] = field(default_factory=set)
     """Steps that left the weights unchanged, because the loss or a gradient was not finite."""
@@ -48,7 +47,7 @@ class Incarnation:
     """Number of unreadable images on all ranks, by step."""
     end: int | None = None
     repeats: int = 1
-    """Number of versions of each sample in an epoch (data.repeats)."""
+    """Number of differently augmented versions of each sample (data.repeats)."""
     job: str = ""
     """The uid of the job; empty if the run was not in a job."""
 
@@ -60,10 +59,11 @@ class Incarnation:
 
 @dataclass(frozen=True)
 class LedgerSummary:
-    """What a ledger contains: its incarnations, and the number of samples per epoch.
+    """A summary of a ledger: its incarnations, and the number of samples that each epoch took.
 
-    Only the final history counts for `epochs`. `left_out` maps the steps that left the weights
-    unchanged to their numbers of samples. `unreadable` is the number of images with weight zero.
+    `epochs` counts only the final history. `left_out` maps each step that left the weights
+    unchanged to the number of samples in that step. `unreadable` is the number of images with
+    weight zero.
     """
 
     incarnations: list[Incarnation]
@@ -75,7 +75,7 @@ class LedgerSummary:
 
 
 def read(folders: list[Path]) -> list[Incarnation]:
-    """Return the incarnations that are recorded in the ledgers under `folders`, oldest first.
+    """Return the incarnations recorded in the ledgers under `folders`, oldest first.
 
     Raises LedgerError if there are no incarnations or a line is damaged.
     """
@@ -117,10 +117,10 @@ def read(folders: list[Path]) -> list[Incarnation]:
 
 
 def _in_order(incarnations: list[Incarnation]) -> list[Incarnation]:
-    """Return the incarnations, oldest first.
+    """Sort the incarnations, oldest first.
 
-    The incarnations of a job are ordered by generation and round, because the clocks of its nodes
-    may differ by minutes.
+    Incarnations of the same job are sorted by generation and round, not by time, because clocks may
+    differ by minutes between hosts.
     """
     began: dict[str, float] = {}
     for it in incarnations:
@@ -149,8 +149,8 @@ def _rows(path: Path) -> list[dict[str, Any]]:
         except ValueError as error:
             if number < len(lines):
                 raise LedgerError(f"{path}, line {number} is damaged: {error}") from error
-            # If the process was killed while writing the last line, the line lacks its newline. Its
-            # step has not taken effect.
+            # The process was killed while it wrote the last line, which therefore lacks its
+            # newline. The step has not taken effect, so ignore the line.
     return rows
 
 
@@ -221,9 +221,9 @@ def _check_restarts(incarnations: list[Incarnation]) -> None:
 
 
 def _final_history(incarnations: list[Incarnation]) -> dict[int, Incarnation]:
-    """Return, for each step, the incarnation whose execution of the step counts.
+    """Map each step to the incarnation whose execution of the step counts.
 
-    An incarnation undoes all steps after the one from which it continues.
+    An incarnation that resumes after a step replaces all later steps of earlier incarnations.
     """
     final: dict[int, Incarnation] = {}
     for incarnation in incarnations:
@@ -233,10 +233,10 @@ def _final_history(incarnations: list[Incarnation]) -> dict[int, Incarnation]:
 
 
 def _by_epoch(incarnations: list[Incarnation], final: dict[int, Incarnation]) -> dict[int, list[tuple[int, list[int]]]]:
-    """Return a list of (step, samples of all ranks) for each epoch.
+    """Return a list of pairs (step, samples of all ranks) for each epoch.
 
-    If the job was killed during its last step, so that not all ranks have recorded it, that step is
-    left out.
+    If the job was killed before all ranks had recorded its last step, that step is left out. Raises
+    LedgerError if any other step lacks a rank, or if ranks disagree on the epoch.
     """
     epochs: dict[int, list[tuple[int, list[int]]]] = defaultdict(list)
     last = max(final, default=0)

@@ -68,9 +68,9 @@ FILE: a YAML file, or the name of a shipped one: {shipped}. Keys, with their def
 
 
 def run(arguments: list[str]) -> int:
-    """Run a command, or train, as one rank of the group described by the environment.
+    """Run the command that `arguments` name or, without a command, train.
 
-    Return the exit code.
+    This process is one rank of the group that the environment describes. Return the exit code.
     """
     from ddpjob_trainer.config.command_line import wants_help, without_local_rank
 
@@ -93,7 +93,7 @@ def _help() -> int:
 def _printed(command: Callable[[], int]) -> int:
     """Run a command that prints text, and return its exit code.
 
-    If the program that reads the output has ended, return the exit code that a shell would show for
+    If the reader of the output has exited, return the exit code that a shell would show for
     SIGPIPE.
     """
     try:
@@ -111,7 +111,7 @@ def _printed(command: Callable[[], int]) -> int:
 
 
 def _is_read(descriptor: int) -> bool:
-    """Return whether another program still reads what is written to the descriptor."""
+    """Return whether another program still has the other end of the descriptor open for reading."""
     poll = select.poll()
     poll.register(descriptor, 0)
     return not any(event & select.POLLERR for _, event in poll.poll(0))
@@ -141,7 +141,7 @@ def train(arguments: list[str]) -> int:
     """Train, and return the exit code."""
     from ddpjob_trainer.config.command_line import read_settings
 
-    # Report wrong settings before torch is imported, which takes seconds.
+    # Report wrong settings now, because importing torch takes seconds.
     settings = read_settings(arguments)
     with uncollected(keep=True):
         from ddpjob_trainer import train

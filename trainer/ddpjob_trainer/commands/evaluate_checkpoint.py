@@ -46,8 +46,8 @@ _OF_A_CHECKPOINT = (
     "train.threads",
     "train.timeout_seconds",
 )
-"""Prefixes of the keys whose values come from the checkpoint's configuration, unless a file or an
-argument sets them.
+"""Prefixes of the keys that take their values from the checkpoint's configuration. A file or an
+argument can still override such a key.
 """
 
 
@@ -99,8 +99,9 @@ def main(arguments: list[str]) -> int:
 def _read(path: Path, group: Group) -> dict[str, Any]:
     """Return `{"model": {name: tensor}, "config": {key: value}, "step": number}` on every rank.
 
-    Only rank 0 reads the file. If it has a moving average of the weights (optim.ema_decay), that
-    replaces the weights, as in evaluations during training. Raises CheckpointError on all ranks.
+    Only rank 0 reads the checkpoint. If the checkpoint contains a moving average of the weights
+    (optim.ema_decay), the average replaces the weights, as in evaluations during training. If rank
+    0 cannot read the checkpoint, every rank raises CheckpointError.
     """
     sent: dict[str, Any] = {}
     reading = done_in_thread(group, "weights", lambda: compatibility.read_whole(path) if group.rank == 0 else {})
@@ -108,7 +109,8 @@ def _read(path: Path, group: Group) -> dict[str, Any]:
         try:
             found = reading.result()
             weights = compatibility.weights_in(found, path, average=True)
-            # In a different program's file, `config` and `step` may mean something else.
+            # Ignore `config` and `step` unless this trainer wrote the file. In another program's
+            # file, they may have a different meaning.
             known = found if "sampler" in found else {}
             sent = {"model": weights, "config": known.get("config", {}), "step": known.get("step")}
         except CheckpointError as error:

@@ -1,9 +1,10 @@
 """`python -m ddpjob_trainer export CHECKPOINT -o FOLDER` writes the model for other programs.
 
-`model.safetensors` has the weights in Hugging Face's format. `model.pt2` is torch.export's program,
-which runs without the model's source, on batches of any size. Both contain the facts about the data
-that a program needs: `model.pt2` in the file `metadata.json`, and `model.safetensors` in the
-format's own metadata, whose values must be strings.
+`model.safetensors` contains the weights in Hugging Face's format. `model.pt2` is a program from
+torch.export. It runs on batches of any size, and does not need the model's source code. Both files
+also describe the data, because other programs must prepare their inputs in the same way. In
+`model.pt2`, the description is the file `metadata.json`. In `model.safetensors`, it is part of the
+header, whose values must be strings.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ddpjob_trainer.errors import CheckpointError, TrainingError, first_line
 from ddpjob_trainer.model.models import build_model
 
 WEIGHTS, PROGRAM, METADATA = "model.safetensors", "model.pt2", "metadata.json"
-"""Names of the two files, and of the metadata inside the program's file."""
+"""Names of the two exported files, and of the metadata file inside `model.pt2`."""
 _TYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -69,9 +70,9 @@ def main(arguments: list[str]) -> int:
 
 
 def _read(path: Path) -> tuple[nn.Module, dict[str, Any]]:
-    """Return the checkpoint's model, on the CPU and in evaluation mode, and its metadata.
+    """Return the checkpoint's model and metadata.
 
-    Raises CheckpointError.
+    The model is on the CPU, in evaluation mode. Raises CheckpointError.
     """
     try:
         content = compatibility.read_whole(path)
@@ -86,7 +87,7 @@ def _read(path: Path) -> tuple[nn.Module, dict[str, Any]]:
     own = {key: value for key, value in content["config"].items() if key.startswith(("data.", "model."))}
     settings = config.load(None, [], base=own)
     data = content["data"]
-    # Switch off settings that affect only training, because they would make the program longer.
+    # Turn off settings that affect only training. They would make the exported program longer.
     plain = replace(settings.model, compile=False, sync_batchnorm=False, channels_last=False, drop_path=0.0, freeze=())
     model = build_model(plain, tuple(data["shape"]), data["classes"], settings.data.seed)
     if wrong := compatibility.list_differences(weights, model.state_dict()):
@@ -108,10 +109,11 @@ def _read(path: Path) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def save_safetensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], path: Path) -> None:
-    """Write tensors in the format of https://huggingface.co/docs/safetensors.
+    """Write tensors to a safetensors file (https://huggingface.co/docs/safetensors).
 
-    A JSON header is followed by the tensors' bytes. Tensors with large elements come first, so that
-    all are aligned. Raises TrainingError for a dtype that few readers support.
+    The file has a JSON header, followed by the bytes of the tensors. Tensors with the largest
+    elements come first, which aligns all tensors. Raises TrainingError for a dtype that few readers
+    support.
     """
     for name, tensor in tensors.items():
         if tensor.dtype not in _TYPES:
@@ -139,7 +141,7 @@ def _save_program(model: nn.Module, example: torch.Tensor, metadata: Mapping[str
         batch = ({0: torch.export.Dim("batch")},)
         program = torch.export.export(model, (example,), dynamic_shapes=batch, strict=False)
         torch.export.save(program, path, extra_files={METADATA: json.dumps(metadata)})
-    except Exception as error:  # Tracing a user's model can fail in any way.
+    except Exception as error:  # Tracing a user's model can raise any exception.
         raise TrainingError(
             f"{path} was not written: torch.export cannot trace model.name={metadata['model']}"
             f" ({first_line(error)}); use {WEIGHTS} and the model's own code instead"

@@ -39,7 +39,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "
 
 @dataclass(frozen=True)
 class Scaling:
-    """The maximum side of packed images in pixels, and the JPEG quality of scaled ones."""
+    """How large images are scaled: their maximum side in pixels, and their JPEG quality."""
 
     side: int
     quality: int
@@ -102,10 +102,10 @@ def _scaling(side: int | None, quality: int | None) -> Scaling | None:
 
 
 def pack(folder: Path, out: Path, size: int, scaling: Scaling | None = None) -> None:
-    """Pack both sets of an image folder into shards. Raises DataError.
+    """Pack the training and test images of a folder into shards. Raises DataError.
 
-    A shard has at most `size` bytes. This refers to the original images, so shards of scaled images
-    may be smaller.
+    A shard of unchanged images has at most `size` bytes. A shard of scaled images is usually
+    smaller.
     """
     train, test = open_folders(folder)
     classes = classes_file(train.classes)
@@ -135,14 +135,14 @@ def _pack_set(images: Folder, out: Path, size: int, scaling: Scaling | None) -> 
     if scaling is None:
         save(_index(out, names, planned), out / FILE)
     else:
-        # Scaled images have different sizes than planned, so read their offsets from the shards.
+        # Scaling has changed the sizes of images, so read their offsets from the shards.
         cached_index(str(out), None, "run the command again")
 
 
 def plan(images: Folder, size: int) -> list[list[PackedImage]]:
     """Return the images in a fixed random order, divided into shards of at most `size` bytes.
 
-    The order is random to help readers that process shards in sequence.
+    Without the random order, a reader that takes shards in sequence would see one class at a time.
     """
     order = np.random.Generator(np.random.Philox(derive(0, len(images.labels)))).permutation(len(images.labels))
     shards: list[list[PackedImage]] = []
@@ -162,7 +162,7 @@ def plan(images: Folder, size: int) -> list[list[PackedImage]]:
 def _keep_plan(path: Path, planned: list[list[PackedImage]], scaling: Scaling | None) -> None:
     """Record the plan. Raises DataError if the folder holds shards from a different plan.
 
-    A plan is different if the images, the size of shards or the scaling have changed.
+    Plans differ if the images, the shard size or the scaling differ.
     """
     text = json.dumps([[(entry.path, entry.size, entry.label) for entry in shard] for shard in planned])
     text += "" if scaling is None else json.dumps([scaling.side, scaling.quality])
@@ -203,9 +203,9 @@ def _write(path: Path, shard: list[PackedImage], scaling: Scaling | None) -> Pat
 
 
 def _scaled(content: bytes, scaling: Scaling) -> bytes | None:
-    """Return an image scaled down, or None if it must be packed unchanged.
+    """Return the image scaled down to a JPEG, or None if it must be packed unchanged.
 
-    Small images are packed unchanged. So is an unreadable image, so that training reports it
+    Small images are packed unchanged. So are unreadable images, because training should report them
     (data.corrupt).
     """
     try:

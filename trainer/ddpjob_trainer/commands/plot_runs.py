@@ -25,22 +25,23 @@ _TRAIN, _TEST, _SPEED, _RANKS, _RESTART = BLUE, "#ea580c", "#0d9488", "#7c3aed",
 _OF_RUNS = [_TRAIN, _TEST, _SPEED, _RANKS, _RESTART, "#ca8a04", "#db2777", "#475569", "#65a30d", "#0891b2"]
 _RESTARTS_NAMED = 12
 _APART = 0.03
-"""Minimum distance between labelled restarts, as a share of the horizontal axis. Labels that are
-closer would overlap.
+"""Minimum distance between labelled restarts, as a share of the horizontal axis. Closer labels
+would overlap.
 """
 _LOG_FROM = 20
-"""The loss has a logarithmic axis if its largest value is more than this many times the smallest.
+"""The loss axis is logarithmic if the largest loss is more than this many times the smallest one.
 """
 
 Where = Callable[[dict[str, Any]], float]
-"""A function that returns the position of a row on the horizontal axis."""
+"""A function that returns a row's position on the horizontal axis."""
 
 
 def draw(histories: list[History], target: Path, by: str = "time") -> None:
-    """Draw four panels, whose common horizontal axis is time, steps or epochs.
+    """Draw four panels that share a horizontal axis, which shows time, steps or epochs.
 
-    Lines break at restarts, because nothing was measured in between. The file name determines the
-    format (PNG, SVG, PDF). Raises TrainerError if the file cannot be written.
+    Lines stop at a restart and begin again after it, because nothing was measured in the meantime.
+    The extension of `target` determines the format (PNG, SVG, PDF). Raises TrainerError if a run
+    does not record `by`, or if the file cannot be written.
     """
     use_style()
     import matplotlib.pyplot as plt
@@ -87,7 +88,7 @@ def _time_unit(seconds: float) -> tuple[float, str]:
 
 
 def _last_accuracy(history: History) -> float | None:
-    """Return the accuracy of the newest evaluation, or None if there is none."""
+    """Return the accuracy of the latest evaluation, or None if no accuracy was recorded."""
     return history.evaluations[-1].get("accuracy") if history.evaluations else None
 
 
@@ -119,7 +120,7 @@ def _dress(panels: list[Axes], histories: list[History]) -> None:
         panels[0].set_ylabel("loss (log scale)")
         panels[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         panels[0].yaxis.set_minor_formatter(NullFormatter())
-    # The legend is above the panel, where it does not cover curves or the names of restarts.
+    # Place the legend above the panel, so that it covers neither curves nor labels of restarts.
     columns = 2 if len(histories) > 1 else 4
     panels[0].legend(
         frameon=False, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.2, ncols=columns, fontsize=9
@@ -146,7 +147,7 @@ def _has(row: dict[str, Any], name: str) -> bool:
 
 
 def _line(panel: Axes, rows: list[dict[str, Any]], where: Where, values: list[float], **style: Any) -> None:
-    """Draw one section of a curve. A single point gets a marker, because it forms no line."""
+    """Draw one section of a curve. A lone point gets a marker, because a line needs two points."""
     if len(rows) == 1:
         style = {**style, "marker": "o", "markersize": 3}
     panel.plot([where(row) for row in rows], values, **style)
@@ -205,9 +206,9 @@ def _speed(panel: Axes, history: History, where: Where, colour: str) -> None:
 
 
 def _ranks(panel: Axes, history: History, where: Where, colour: str, by: str, *, filled: bool) -> None:
-    """Draw the number of ranks as a horizontal line for each incarnation.
+    """Draw a horizontal line at the number of ranks for each incarnation.
 
-    The line spans the time or the steps of the incarnation.
+    The line extends from the beginning of the incarnation to its last step.
     """
     for incarnation, steps in zip(history.incarnations, history.steps, strict=True):
         if steps:
@@ -218,7 +219,7 @@ def _ranks(panel: Axes, history: History, where: Where, colour: str, by: str, *,
 
 
 def _smooth(values: list[float], reach: int = 4) -> list[float]:
-    """Return a smooth curve: each value becomes the median of itself and its neighbours."""
+    """Smooth a curve by replacing each value with the median of nearby values."""
     return [statistics.median(values[max(0, index - reach) : index + reach + 1]) for index in range(len(values))]
 
 

@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
             row = _broken(one, str(error))
         except OSError as error:
             row = _broken(one, f"not readable: {error.strerror or error}")
-        except Exception as error:  # Reading a file that another program wrote can fail in any way.
+        except Exception as error:  # Reading another program's file can raise any exception.
             row = _broken(one, f"not readable: {type(error).__name__}: {first_line(error)}")
         rows.append(row)
     print("\n".join(map(_printable, _align([_HEAD, *rows]))))
@@ -68,9 +68,9 @@ def main(arguments: list[str]) -> int:
 
 
 def _row(path: Path, *, best: bool) -> tuple[Snapshot, tuple[str, ...]]:
-    """Check a checkpoint completely. Return (its content, its row in the table).
+    """Check a checkpoint completely, and return its content and its row in the table.
 
-    The tensors in the content may have no values.
+    Tensors in the content may lack values.
     """
     if path.is_dir():
         metadata, size = dcp.check(path), dcp.size(path)
@@ -118,9 +118,7 @@ def _content(snapshot: Snapshot) -> Iterator[str]:
 
 
 def _printable(text: str) -> str:
-    """Replace characters that a terminal would interpret, because a checkpoint may contain any
-    text.
-    """
+    """Replace non-printable characters, which a terminal could interpret as commands."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 

@@ -28,11 +28,12 @@ from ddpjob_trainer.lifecycle.signals import EXIT_STEPPED_ASIDE
 
 USAGE = "--spawn N [--init METHOD] [--nodes K --node-rank R]"
 MOST_RANKS = max(64, 8 * (os.cpu_count() or 1))
-"""Maximum number of ranks on this node. Without a limit, a typing error would start processes until
-the memory is full."""
+"""Maximum number of ranks on this node. Without a limit, a typo could start processes until memory
+runs out.
+"""
 _FAREWELL_SECONDS = 2.0
-"""Number of seconds that the other ranks have to end by themselves after a rank has failed. With
-gloo, they fail immediately with a message. With NCCL, they hang.
+"""The time in seconds that the other ranks have to exit by themselves after a rank has failed. With
+gloo, they fail immediately and report an error. With NCCL, they hang.
 """
 
 
@@ -49,7 +50,7 @@ class Launch:
 
     @property
     def world(self) -> int:
-        """The number of ranks on all nodes."""
+        """The total number of ranks, on all nodes."""
         return self.nodes * self.processes
 
     def environment(self, local_rank: int) -> dict[str, str]:
@@ -60,7 +61,7 @@ class Launch:
 
 
 def read(arguments: list[str]) -> tuple[Launch, list[str]]:
-    """Return (the launch that the command line requests, the arguments for the ranks).
+    """Return the launch that the command line requests, and the arguments for the ranks.
 
     Raises ConfigError.
     """
@@ -88,15 +89,16 @@ def read(arguments: list[str]) -> tuple[Launch, list[str]]:
 def main(arguments: list[str]) -> int:
     """Run the ranks until they end, and return the exit code.
 
-    The code is 0 if all ranks succeeded, and 75 if a signal stopped them and they saved. Otherwise,
-    it is the exit code of the rank that failed first. Raises ConfigError, RendezvousError.
+    The exit code is 0 if all ranks succeeded, and 75 if a signal made the ranks save and exit. If a
+    signal ended ranks that had not saved, it is 128 plus the number of the signal. Otherwise, it is
+    the exit code of the rank that failed first. Raises ConfigError, RendezvousError.
     """
     from ddpjob_trainer.commands.dispatch import COMMANDS
     from ddpjob_trainer.config.command_line import read_settings
 
     launch, rest = read(arguments)
     if not rest or rest[0] not in COMMANDS:
-        read_settings(rest)  # This reports a wrong setting once, not from every rank.
+        read_settings(rest)  # Report a wrong setting once instead of once per rank.
     with _own_file(launch), tempfile.TemporaryDirectory(prefix="ddpjob-spawn-") as folder:
         return Ranks(launch, rest, Path(folder)).run()
 
@@ -104,14 +106,14 @@ def main(arguments: list[str]) -> int:
 class Ranks:
     """The processes of this node's ranks.
 
-    Each rank leads its own process group, so that its child processes can be ended with it.
+    Each rank leads its own process group, so that killing the group also kills the rank's children.
     """
 
     def __init__(self, launch: Launch, arguments: list[str], folder: Path) -> None:
         self._launch, self._folder = launch, folder
         self._stopped_by: signal.Signals | None = None
         self._deadline = float("inf")
-        # (rank, exit code) of the ranks that failed before this process had killed any rank.
+        # Pairs (rank, exit code) of the ranks that failed before this process killed any rank.
         self._blamed: list[tuple[int, int]] = []
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._stop)
@@ -156,7 +158,7 @@ class Ranks:
         """Handle a signal to this process.
 
         At the first signal, ask the ranks to save and exit within the grace period. At the second
-        one, kill them.
+        signal, kill them.
         """
         if self._stopped_by:
             self._deadline = 0.0
@@ -183,12 +185,12 @@ class Ranks:
     def _report_cause(self) -> int:
         """Print the error of the rank that failed first, and return its exit code.
 
-        If a signal ended that rank, return 1. Ranks that failed later did so as a consequence.
+        Return 1 if a signal ended that rank. All later failures are consequences.
         """
         reported = [json.loads(path.read_text()) for path in self._folder.glob("rank-*.json")]
         silent = [(rank, code) for rank, code in self._blamed if rank not in {entry["rank"] for entry in reported}]
-        # A rank that ended without reporting an error failed first, so the other ranks' errors are
-        # consequences.
+        # A rank that died without reporting an error counts as the cause, and the errors that other
+        # ranks reported count as consequences.
         if silent:
             rank, code = silent[0]
             how = f"was terminated by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -206,7 +208,8 @@ class Ranks:
 
 def _rank(local_rank: int, launch: Launch, arguments: list[str], launcher: int, folder: str) -> None:
     """Run one rank in this process."""
-    # Ctrl-C must reach only the launcher, which then sends SIGTERM, so that ranks save and exit.
+    # Leave the terminal's process group, so that Ctrl-C reaches only the launcher. The launcher
+    # then sends SIGTERM, and the ranks save and exit.
     os.setpgid(0, 0)
     if not fast_exit.end_with(launcher, signal.SIGTERM):
         sys.exit(128 + signal.SIGTERM)
@@ -225,9 +228,10 @@ def _rank(local_rank: int, launch: Launch, arguments: list[str], launcher: int, 
 
 
 def _end_group(process: Any) -> None:
-    """Kill the remaining processes of a rank, including its children, and reap the rank.
+    """Kill the remaining processes of a rank's process group, and reap the rank.
 
-    The rank is reaped last, because another process may get its process id after that.
+    The rank is reaped last, because its process id, which names the group, could be reused after
+    that.
     """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -240,9 +244,9 @@ def _end_group(process: Any) -> None:
 def _own_file(launch: Launch) -> Iterator[None]:
     """Reserve the file in `--init file:///PATH` for this launch.
 
-    If the file were left over from an earlier launch, the ranks would wait for processes that are
-    gone. Node 0 holds a lock next to the file, and removes both at the end. Raises RendezvousError
-    if another launch uses the file.
+    With a leftover file of an earlier launch, the ranks would wait for processes that no longer
+    exist. Node 0 locks a second file next to PATH, and removes both files at the end. Raises
+    RendezvousError if another launch uses PATH.
     """
     name = read_method(launch.init).file
     if not name or launch.node_rank > 0:

@@ -1,6 +1,6 @@
 """The configuration: its sections, how they are read, and the command line.
 
-The sections do not import any implementation.
+The sections do not import the code that they configure.
 """
 
 from ddpjob_trainer.config.config import Config, load, shipped

@@ -10,10 +10,10 @@ from ddpjob_trainer.errors import ConfigError
 
 
 def take_option(arguments: Sequence[str], name: str) -> tuple[str | None, list[str]]:
-    """Return (the value of the option `name`, all other arguments).
+    """Return the value of the option `name`, and the other arguments.
 
-    The option is `NAME VALUE` or `NAME=VALUE`. If it is missing, its value is None; if it is
-    repeated, the last value counts. Raises ConfigError if the option lacks a value.
+    The option is written `NAME VALUE` or `NAME=VALUE`. The value is None if the option is missing,
+    and the last one if the option is repeated. Raises ConfigError if the option lacks a value.
     """
     value: str | None = None
     others: list[str] = []
@@ -36,11 +36,10 @@ def wants_help(arguments: Sequence[str]) -> bool:
 
 
 def without_local_rank(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments without `--local-rank N` or `--local_rank=N`.
+    """Remove `--local-rank N` or `--local_rank=N`, which torch.distributed.launch appends.
 
-    torch.distributed.launch appends this option. The environment variable LOCAL_RANK gets its
-    value, unless the launcher has already set that variable. Raises ConfigError if the value is not
-    a number.
+    Return the other arguments. Set the environment variable LOCAL_RANK to N, unless the launcher
+    has already set that variable. Raises ConfigError if N is not a number.
     """
     others = list(arguments)
     for name in ("--local-rank", "--local_rank"):

@@ -33,8 +33,7 @@ from ddpjob_trainer.config.sections import (
 from ddpjob_trainer.errors import ConfigError
 
 _LONGEST_TIMEOUT = 30 * 86400
-"""Maximum value of train.timeout_seconds, because timers reject an infinite or much longer timeout.
-"""
+"""Maximum value of train.timeout_seconds. Timers reject infinite and much longer timeouts."""
 _SHIPPED = Path(__file__).parent / "shipped"
 
 
@@ -69,12 +68,16 @@ class Config:
 
     @property
     def checkpoint_dir(self) -> Path:
-        """`checkpoint.dir` if it is set, otherwise RUN/checkpoints."""
+        """The folder of checkpoints: `checkpoint.dir` or, by default, `run_dir`/checkpoints."""
         return self.checkpoint.dir or self.run_dir / "checkpoints"
 
     @property
     def run_dir(self) -> Path:
-        """`train.run_dir` if it is set, otherwise CHECKPOINT_DIR/run or ./runs/NAME."""
+        """The folder of the run.
+
+        This is `train.run_dir` or, if that is not set, `checkpoint.dir`/run. If neither is set, it
+        is ./runs/NAME, where NAME is `train.name`.
+        """
         if self.train.run_dir is not None:
             return self.train.run_dir
         return self.checkpoint.dir / "run" if self.checkpoint.dir is not None else Path("runs") / self.train.name
@@ -94,11 +97,11 @@ def _plain(config: Config, key: str) -> Any:
 
 
 def load(config_file: str | None, arguments: list[str], base: Mapping[str, Any] | None = None) -> Config:
-    """Return the configuration that `--config FILE key=value ...` describes, after checking it.
+    """Load and check the configuration that `--config FILE key=value ...` describes.
 
-    FILE may be the name of a configuration in the package, such as digits. `base` contains values
-    by dotted key; the file and the arguments override them. Raises a ConfigError that names the key
-    and the remedy.
+    FILE is a path or the name of a configuration in the package, such as digits. `base` maps dotted
+    keys to values, which the file and the arguments override. Raises a ConfigError that names the
+    key and the remedy.
     """
     layers: list[tuple[str, Mapping[str, Any]]] = [("checkpoint", base or {})]
     if config_file is not None:
@@ -169,8 +172,8 @@ def shipped() -> list[str]:
 
 def _find(name: str) -> Path:
     path = Path(name)
-    # Only a file counts as a path here, because a folder may have the same name as a configuration,
-    # such as cifar10.
+    # A name such as cifar10 may belong to a folder as well as a configuration, so only a file
+    # counts as a path.
     if path.is_file() or "/" in name or "." in name:
         return path
     if name not in shipped():

@@ -1,7 +1,7 @@
 """Builds the typed configuration from YAML files, arguments and environment variables.
 
-A section is a frozen dataclass, in which the string below a field is its help text. Precedence:
-argument, file, environment, default.
+Each section is a frozen dataclass, and the string below a field is the field's help text.
+Precedence: argument, file, environment, default.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
 
 
 def from_env(variable: str) -> dict[str, str]:
-    """Return the metadata of a field whose default comes from an environment variable.
+    """Return field metadata that names an environment variable for the field's default.
 
-    The variable is used only if it is set and not empty.
+    An unset or empty variable has no effect.
     """
     return {"env": variable}
 
@@ -60,7 +60,7 @@ def flatten(tree: Mapping[str, Any], source: str, prefix: str = "") -> dict[str,
 class _EachKeyOnce(yaml.SafeLoader):
     """A YAML loader that refuses duplicate keys.
 
-    YAML forbids duplicate keys, but PyYAML would use the last value.
+    YAML forbids them, but PyYAML itself silently keeps the last value.
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -77,18 +77,18 @@ class _EachKeyOnce(yaml.SafeLoader):
 
 
 class _Whole(int):
-    """A whole number that keeps its original text.
+    """An integer that keeps its original text.
 
-    A key whose value is a string must get 007, not 7.
+    If a key takes a string, 007 must not become 7.
     """
 
     written: str
 
 
 class _Number(float):
-    """Any other number that keeps its original text.
+    """A float that keeps its original text.
 
-    A key whose value is a string must get 1.10, not 1.1.
+    If a key takes a string, 1.10 must not become 1.1.
     """
 
     written: str
@@ -96,16 +96,16 @@ class _Number(float):
 
 _MOST_DIGITS = 100
 _MOST_SHOWN = 200
-"""Maximum number of characters of a value to quote in a message."""
+"""Maximum number of characters that a message quotes from a value."""
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9_]+")
 
 
 def _as_written(kind: type[_Whole] | type[_Number], read: Callable[..., Any]) -> Callable[..., Any]:
     def construct(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> _Whole | _Number | str:
         text = str(node.value)
-        if ":" in text:  # YAML 1.1 reads 1:30 as 90, which the author never means.
+        if ":" in text:  # YAML 1.1 would read 1:30 as 90.
             return text
-        # YAML 1.1 reads 017 as 15, and 018 as a string.
+        # YAML 1.1 reads 017 as octal, which is 15, and 018 as a string. Read both as decimal.
         if kind is _Whole and _LEADING_ZERO.fullmatch(text):
             sign = "-" if text.startswith("-") else ""
             node.value = sign + (text.lstrip("+-0_") or "0")
@@ -125,15 +125,15 @@ def _as_written(kind: type[_Whole] | type[_Number], read: Callable[..., Any]) ->
 _EachKeyOnce.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(_LEADING_ZERO.pattern + "$"), list("-+0"))
 _EachKeyOnce.add_constructor("tag:yaml.org,2002:int", _as_written(_Whole, yaml.SafeLoader.construct_yaml_int))
 _EachKeyOnce.add_constructor("tag:yaml.org,2002:float", _as_written(_Number, yaml.SafeLoader.construct_yaml_float))
-# A value that looks like a date stays a string. No key takes a date, but a folder's name may look
-# like one.
+# Keep a value that looks like a date as a string. No key takes a date, but a folder may be named
+# after one.
 _EachKeyOnce.add_constructor("tag:yaml.org,2002:timestamp", lambda _, node: str(node.value))
 
 
 def read_file(path: Path) -> dict[str, Any]:
     """Return the values in a YAML file, by dotted key.
 
-    Raises ConfigError if the file is missing, not YAML or not a mapping.
+    Raises ConfigError if the file is missing, is not YAML, or does not contain a mapping.
     """
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), _EachKeyOnce)
@@ -186,11 +186,12 @@ def read_arguments(arguments: Iterable[str]) -> dict[str, Any]:
 
 
 def build(kind: type[T], *layers: tuple[str, Mapping[str, Any]]) -> T:
-    """Return an instance of `kind`, a dataclass of dataclasses, with the values in `layers`.
+    """Build a `kind`, which is a dataclass of dataclasses, from the values in `layers`.
 
-    Each layer is (source, values by dotted key), and later layers override earlier ones. Keys that
-    are in no layer get the value of their environment variable or their default. Raises a
-    ConfigError that names the source, key and remedy if a key is unknown or has the wrong type.
+    Each layer is a pair (source, values by dotted key). Later layers override earlier ones. A key
+    that no layer sets gets the value of its environment variable or, if that is not set, its
+    default. If a key is unknown or its value has the wrong type, raises a ConfigError that names
+    the source, the key and the remedy.
     """
     known = {field.key: field for field in walk(kind)}
     chosen: dict[str, Any] = {}
@@ -231,7 +232,7 @@ def _nearest(key: str, known: Mapping[str, Any]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class FieldInfo:
-    """What is known about one configuration key."""
+    """A configuration key with its type, default, environment variable and section."""
 
     key: str
     type: Any
@@ -241,15 +242,16 @@ class FieldInfo:
 
     @property
     def doc(self) -> str:
-        """The help text of the key, which is the string below the field in the source.
+        """The key's help text: the string below the field in the source.
 
-        The source is parsed on demand, so that ranks do not spend time on it at startup.
+        The source is parsed only on demand, because ranks do not need help texts and should start
+        fast.
         """
         return _docs(self.section).get(self.key.rpartition(".")[2], "")
 
 
 def walk(kind: type[Any], prefix: str = "") -> Iterator[FieldInfo]:
-    """Yield every key of a dataclass of dataclasses, in the order of definition."""
+    """Yield every key of a dataclass of dataclasses, in definition order."""
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
         if dataclasses.is_dataclass(hints[field.name]):
@@ -293,7 +295,7 @@ def _assemble(kind: type[T], chosen: Mapping[str, Any], prefix: str) -> T:
 
 
 def describe_type(kind: Any) -> str:
-    """Return the name of a type, for the help text and for errors."""
+    """Return a type's name for help texts and error messages."""
     if typing.get_origin(kind) is types.UnionType:
         first, *rest = (describe_type(part) for part in typing.get_args(kind))
         return " or ".join([first, *("a string" if name == "string" else name for name in rest)])
@@ -346,7 +348,7 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
 def _scalar(value: Any, kind: Any) -> Any:
     """Convert `value` to `kind`, or return None if that is impossible.
 
-    A string is accepted for a number, because YAML 1.1 reads 1e-3 as a string.
+    A number may be given as a string, because YAML 1.1 reads 1e-3 as a string.
     """
     if kind is bool:
         text = str(value).lower()
@@ -377,7 +379,7 @@ def _scalar(value: Any, kind: Any) -> Any:
 def help_text(kind: type[Any], width: int = 120) -> str:
     """Return the help text, which lists the keys by section.
 
-    It has each key's type, default, environment variable and description.
+    For each key, the text gives the type, the default, the environment variable and a description.
     """
     import textwrap
 

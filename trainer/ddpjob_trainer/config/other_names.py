@@ -9,8 +9,8 @@ _RANKS = "the number of ranks is set by torchrun, --spawn N, or the job's nodes 
 _OWN = "the data set determines it"
 
 KEYS = {
-    # Maps names that other trainers use, separated by spaces, to this trainer's key and a remark on
-    # what differs.
+    # Each entry maps space-separated names from other trainers to this trainer's key, with a remark
+    # on any difference.
     "batch_size b bs train_batch_size per_device_train_batch_size per_gpu_batch_size micro_batch_size"
     " train_micro_batch_size_per_gpu per_gpu_train_batch_size": "data.batch" + _PER_PROCESS,
     "global_batch_size total_batch_size": "data.batch",
@@ -80,8 +80,8 @@ KEYS = {
 }
 
 ADVICE = {
-    # Maps names that other trainers use, separated by spaces, to advice on what to do instead of
-    # setting a key.
+    # Each entry maps space-separated names from other trainers to advice, because this trainer has
+    # no such key.
     "resume continue auto_resume": "that is the default: a run continues from the newest checkpoint in checkpoint.dir"
     " (to start from the weights in a file instead, set checkpoint.load=FILE)",
     "world_size n nproc nproc_per_node nprocs num_processes gpus num_gpus devices n_gpu": _RANKS,
@@ -115,13 +115,13 @@ _REMARKS |= {name: f": {text}" for name, text in _split(ADVICE).items()}
 
 
 def key(name: str) -> str | None:
-    """Return this trainer's key for a name that another trainer uses; None if there is none."""
+    """Return this trainer's key for another trainer's name, or None if there is no such key."""
     return _MEANT[name][0] if name in _MEANT else None
 
 
 def remark(name: str) -> str | None:
-    """Return a remark to append to an error about another trainer's `--key`.
+    """Return a remark on another trainer's option, to append to an error message.
 
-    Return None if the name is unknown.
+    Return None if the option is unknown.
     """
     return _REMARKS.get(name.lstrip("-").replace("-", "_").lower())

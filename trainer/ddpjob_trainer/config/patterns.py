@@ -10,10 +10,11 @@ from ddpjob_trainer.errors import ConfigError
 
 
 def select(key: str, pattern: str, names: Iterable[str], of: str) -> list[str]:
-    """Return the `names` of parameters that match `pattern`, which may contain * and ?.
+    """Return the parameter `names` that match `pattern`, in which * and ? are wildcards.
 
-    `of` is the name of the model, and `key` is the key with the pattern. Raises ConfigError, with
-    the nearest names, if no name matches.
+    Error messages mention `of`, the name of the model, and `key`, the configuration key that
+    contains the pattern. If no name matches, raises a ConfigError that suggests the most similar
+    names.
     """
     names = list(names)
     found = fnmatch.filter(names, pattern)

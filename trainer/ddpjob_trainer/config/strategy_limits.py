@@ -1,16 +1,16 @@
 """The settings that strategies do not support, in one table for error messages and documentation.
 
 Problem: if a strategy ignored a setting, the run would not match its configuration. Such a run must
-be refused with a message that names a strategy that supports the setting. If each strategy checked
+be refused, with a message that names a strategy that supports the setting. If each strategy checked
 for itself, the checks would be scattered, and the documentation would have to repeat them.
 
 Rule: `LIMITS` has a row for each setting that some strategy does not support, with the reason.
 `config.load` calls `check`, so a launcher refuses the run before it starts any rank. A row without
-`is_set` depends on the data, so `run_plan` refuses it. Settings without a row are supported; `ddp`
-supports all settings. The strategy itself checks limits that depend on the model or on its own
-settings, such as deepspeed.stage.
+`is_set` depends on the data, so `run_plan` checks that row once the data is open. Every strategy
+supports the settings that have no row, and `ddp` supports all settings. Limits that depend on the
+model or on a strategy's own settings, such as deepspeed.stage, are checked by that strategy.
 
-Example: `strategy=fsdp model.freeze=head.*` ends with
+Example: `strategy=fsdp model.freeze=head.*` fails with
 
     model.freeze: strategy=fsdp always trains all parameters; leave it out, or set strategy=ddp
 
@@ -35,12 +35,12 @@ _HOROVOD, _DEEPSPEED = StrategyName.HOROVOD, StrategyName.DEEPSPEED
 
 @dataclass(frozen=True)
 class Limit:
-    """A key with values that some strategies do not support.
+    """A key that some strategies support only in part or not at all.
 
-    `reasons` maps each of these strategies to the end of the sentence "strategy=NAME ...". `is_set`
-    returns whether a value of the key is unsupported; None means that this depends on the data.
-    `values` lists the unsupported values for the documentation. It is empty if all values except
-    the default are unsupported.
+    `reasons` maps each such strategy to its reason, worded to follow "strategy=NAME". `is_set`
+    returns whether a value of the key is unsupported, or is None if that depends on the data.
+    `values` lists the unsupported values for the documentation, or is empty if only the default is
+    supported.
     """
 
     key: str

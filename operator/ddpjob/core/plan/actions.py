@@ -2,13 +2,13 @@
 coordinator gets.
 
 The plan is in the status: its slots name the pods that should exist. Each reconcile compares the
-plan with the world and returns the differences as actions. No action is remembered, so a lost or
-rejected one is simply planned again.
+plan with the world and returns the differences as actions. A lost or rejected action is simply
+planned again, so no action has to be remembered.
 
 - A missing pod is created after its back-off. Pods of a new generation also wait for the pods of
   the old generation, which may be saving (`_held_until`).
 - A pod that no slot names is deleted. The old coordinator is deleted after its nodes. Failed pods
-  stay for their logs, up to runPolicy.failedPodsKept.
+  stay for their logs, up to runPolicy.failedPodsKept for each slot.
 - Role labels follow the coordinator's choice of training pods.
 - Messages tell the coordinator which pods are gone. Changed settings are sent again at each
   reconcile until the coordinator's report shows them.
@@ -57,7 +57,7 @@ from ddpjob.core.world import PodView, Role, coordinator_pod_name, gang_name
 class PlannedActions:
     """The planned actions, and the view to continue with.
 
-    In this view's status, the slots whose pods are about to be created have the current round.
+    The view's status has the current round in each slot that is about to get a pod.
     """
 
     view: View
@@ -74,9 +74,9 @@ class PlannedActions:
 def plan_actions(view: View, lost: frozenset[str]) -> PlannedActions:
     """Return actions that create and delete the job's objects, and change the labels of its pods.
 
-    `lost` names pods to delete immediately (grace period 0). A job with a faulty podTemplate gets
-    no pods. A job with an unusable claim gets no objects at all, but its pods may still be deleted,
-    because a claim that is being deleted waits for the pods that use it.
+    `lost` names pods to delete immediately (grace period 0). If podTemplate is faulty, no pods are
+    created. If a claim is unusable, no objects are created at all. Pods may still be deleted,
+    because a terminating claim stays until no pod uses it.
     """
     view = view.with_status(with_rounds(view))
     job, status, world = view.job, view.status, view.world
@@ -89,8 +89,7 @@ def plan_actions(view: View, lost: frozenset[str]) -> PlannedActions:
         actions.append(Preparation.RUNTIME)
     wants_budget = job.spec.pods > 1 and job.spec.scheduling.disruption_budget and not world.has_budget
     if wants_budget and any(pod is not None and pod.main.running for pod in view.pods):
-        # The PodDisruptionBudget is not needed earlier, because pods that are not running yet have
-        # nothing to lose.
+        # Until a pod runs, there is nothing for a PodDisruptionBudget to protect.
         actions.append(Preparation.BUDGET)
     pods: list[Action] = []
     held = [_held_until(view)]
@@ -99,13 +98,13 @@ def plan_actions(view: View, lost: frozenset[str]) -> PlannedActions:
     buildable = not world.problems and not is_unserved(view)
     if buildable and held[0] is None:
         planned = [(i, s) for i, s in enumerate(status.slots) if s.state is SlotState.PLANNED and view.pods[i] is None]
-        surplus = max(0, len(status.slots) - job.spec.pods)  # Some slots get no pods for now, see `keep_training`.
+        surplus = max(0, len(status.slots) - job.spec.pods)  # Some slots get no pod (see `keep_training`).
         planned = planned[: max(0, len(planned) - surplus)]
         members = status.gang.nodes if status.gang is not None and status.gang_waits else len(status.slots)
         pods += [CreateNode(i, s.attempt) for i, s in planned if i < members and _due(view, s.not_before, held)]
     if buildable and missing and _due(view, status.rendezvous.not_before, held):
-        # Create the coordinator right after the first node's pod. The coordinator prefers the same
-        # kind of machine, and should not wait for all of a large job's pods.
+        # Create the coordinator second, because it prefers the kind of machine that the first
+        # node's pod gets. In a large job, the coordinator should not wait for the remaining pods.
         pods.insert(1, CreateCoordinator())
     isolated = view.status.condition(ConditionType.ISOLATED)
     if world.policy and not world.has_policy and (pods or isolated is None or isolated.status):
@@ -128,8 +127,8 @@ def plan_actions(view: View, lost: frozenset[str]) -> PlannedActions:
 def _due(view: View, not_before: datetime | None, held: list[datetime | None]) -> bool:
     """Whether an object's back-off (`not_before`) is over, so the object may be created now.
 
-    If the back-off is not over, add the time at which it ends to `held`. If the remaining time is
-    longer than the longest back-off, the clock was set back, and the back-off counts as over.
+    If the back-off is not over, its end is added to `held`. If more time remains than any back-off
+    lasts, the clock was set back, so the back-off counts as over.
     """
     longest = max(timedelta(seconds=view.job.spec.recovery.backoff.maximum), ROOM) + timedelta(seconds=1)
     if not_before is None or not timedelta(0) < not_before - view.now <= longest:
@@ -139,10 +138,11 @@ def _due(view: View, not_before: datetime | None, held: list[datetime | None]) -
 
 
 def _held_until(view: View) -> datetime | None:
-    """Return the time at which a new generation's nodes stop waiting for the nodes of the old one.
+    """Return when a new generation stops waiting for the nodes of the old generation.
 
-    The old nodes may be saving a checkpoint. The wait ends with their grace period, because their
-    host may be dead. Return None if there are no old nodes to wait for.
+    The old nodes may be saving a checkpoint. Nodes on a dead host never confirm their end, so the
+    wait is over when the old nodes' grace period ends. Return None if there are no old nodes to
+    wait for.
     """
     latest = None
     for pod in view.world.nodes():
@@ -171,7 +171,7 @@ def _lacks_token(view: View) -> bool:
 def _removals(view: View, lost: frozenset[str]) -> list[Action]:
     """Return actions that delete running pods outside the plan, and the oldest failed pods.
 
-    For each index, runPolicy.failedPodsKept failed pods are kept.
+    For each index, the last runPolicy.failedPodsKept failed pods are kept.
     """
     job, world, generation = view.job, view.world, view.status.rendezvous.generation
     actions: list[Action] = []
@@ -226,8 +226,8 @@ def plan_notifications(view: View, restarts: tuple[Restart, ...], lost: frozense
     """Return the messages that the coordinator must get now.
 
     The messages contain settings that the coordinator's report does not show yet, and names of pods
-    that are gone. A pod on a dead host cannot close its connections, so without a message its peers
-    would wait for it.
+    that are gone. A pod on a dead host cannot close its connections, so only such a message keeps
+    its peers from waiting.
     """
     endpoint, report, spec = view.status.rendezvous.endpoint, view.report, view.job.spec
     if not spec.under_torchrun:
@@ -253,7 +253,7 @@ def plan_notifications(view: View, restarts: tuple[Restart, ...], lost: frozense
         waits = report.state in (CoordinatorState.FORMING, CoordinatorState.RESTARTING)
         if waits and report.attempt and report.round <= report.attempt * NUMBERS_PER_ATTEMPT:
             # This coordinator has replaced a lost one, and waits for the members of the last round.
-            # It does not know which of these members are lost, so name them.
+            # Name the lost members, because the new coordinator does not know them.
             status = view.status
             lately = [r for r in status.restarts.recent if r.seconds is None and not status.ended_without_recovery(r)]
             gone += [r.pod for r in lately if r.index is not None and r.pod not in present]
@@ -263,17 +263,16 @@ def plan_notifications(view: View, restarts: tuple[Restart, ...], lost: frozense
 
 
 DEAF = timedelta(seconds=4)
-"""How long the launcher of a deleted pod may take to announce that it is leaving. If it takes
-longer, it has probably not noticed the deletion."""
+"""How long a launcher may take to announce that it is leaving after its pod was deleted. A slower
+launcher has probably not noticed the deletion."""
 
 
 def send_away_deaf(view: View, endpoint: str) -> list[Action]:
-    """Return the message that stops launchers unaware of the deletion of their pods.
+    """Return the message that stops launchers that have not noticed their pods' deletion.
 
-    SIGTERM is lost if it arrives while a container's first process starts. Without the message,
-    such a launcher would wait for a group until the kubelet kills it at the end of the grace
-    period. The coordinator does not pass the message on to training pods, because they may be
-    saving.
+    SIGTERM is lost if it arrives while a container's first process starts. Without the message, the
+    launcher would wait for a group until the grace period ends and the kubelet kills the container.
+    The coordinator does not pass the message on to training pods, because they may be saving.
     """
     deaf = [pod.name for pod in view.world.nodes() if pod.main.running and _has_been_deleted_for(pod, DEAF, view.now)]
     body = {"pods": deaf, "why": "the pod was deleted, and its launcher has not noticed"}
@@ -286,27 +285,25 @@ def _has_been_deleted_for(pod: PodView, time: timedelta, now: datetime) -> bool:
 
 
 LONGEST_DEAF = timedelta(seconds=20)
-"""The longest time after the request to delete a pod during which the operator still asks the
-coordinator to stop that pod's launcher.
-"""
+"""How long the operator keeps asking the coordinator to stop a deleted pod's launcher, counted from
+the request to delete the pod."""
 
 
 def _dismissal(view: View, lost: frozenset[str]) -> list[Action]:
     """Return the message that stops a replaced coordinator, which may still run on a lost host.
 
-    If the generation continues, the members of the replaced coordinator look for the next
-    coordinator. If a new generation begins, these members exit. In an old generation, a coordinator
-    gets no message while its host is not lost, because its pods may be saving. It is deleted after
-    these pods.
+    If the generation continues, the replaced coordinator's members look for the next coordinator.
+    If a new generation begins, these members exit. An old generation's coordinator gets the message
+    only if its host is lost. On any other host, its pods may still be saving, so the coordinator is
+    deleted after them.
     """
     before, after = view.job.status.rendezvous, view.status.rendezvous
     name = coordinator_pod_name(view.job, before.generation, before.attempt)
     if not before.endpoint or (before.generation, before.attempt) == (after.generation, after.attempt):
         return []
     if before.generation == after.generation:
-        # The next coordinator may have the same address, as in the process backend. The field
-        # `before` makes the next coordinator ignore the message, because only coordinators of
-        # earlier attempts must stop.
+        # The next coordinator may have the same address, as in the process backend. It ignores this
+        # message, because `before` limits the message to coordinators of earlier attempts.
         return [
             NotifyCoordinator(
                 before.endpoint, Command.EXIT, {"why": f"{name} has been replaced", "before": after.attempt}

@@ -1,7 +1,8 @@
 """Decides which pods form the gang, and when a job gives up its nodes to wait for a new gang.
 
 If a scheduler places pods one by one, two jobs may wait for each other forever, each with half of
-its pods. Only the scheduler can prevent this, so the operator creates a PodGroup for it.
+its pods. Only the scheduler can prevent this, so the operator creates a PodGroup, which the
+scheduler places as a whole.
 
 - A generation's gang is its first `min_nodes` slots and the coordinator's own pod. Spares and nodes
   beyond `elastic.minNodes` are created later, so they neither delay the gang nor take its room.
@@ -11,8 +12,8 @@ its pods. Only the scheduler can prevent this, so the operator creates a PodGrou
 - A job whose gang has been placed can later be stuck with half of its nodes. It then yields: it
   gives up all its nodes and waits as a new gang. It does so if it has held nodes for YIELD without
   training, and the scheduler finds no room for a pod that the job needs. After a preemption that
-  leaves too few nodes, it yields immediately. A job whose pods hold the only copy of its newest
-  state keeps these pods (`only_copy`), unless another job waits for room.
+  leaves too few nodes, it yields immediately. But pods that hold the only copy of the job's latest
+  state stay (`only_copy`), unless another job waits for room.
 
 Example of two jobs with 4 nodes each on a cluster with 6:
 
@@ -64,7 +65,7 @@ def is_unserved(view: View) -> bool:
 
 
 def is_outdated(view: View) -> bool:
-    """Whether the current settings require a different gang, and the job can still change it.
+    """Whether the current settings require a different gang, and the gang can still be changed.
 
     A PodGroup's size cannot change, so a waiting gang is replaced. A suspended job has no pods, so
     it resumes with the current settings.
@@ -89,11 +90,11 @@ def with_placed(view: View) -> JobStatus:
 
 
 def is_broken_up(view: View, kept: list[Slot]) -> bool:
-    """Whether a preempted group has too few pods left, and should become a gang again immediately.
+    """Whether a preempted group has too few pods left, so it must wait as a gang again.
 
-    The scheduler preempted the group because there was no other room, so there is no room for a
-    single replacement either. `kept` are the slots that still have their pods. If only these pods
-    hold the newest state and no other job waits, they stay for now.
+    The scheduler preempts pods only if there is no other room, so not even one replacement would
+    find room. `kept` are the slots that still have their pods. If only these pods hold the latest
+    state, they stay until another job waits for room.
     """
     if find_holders(view) and not view.world.others_wait:
         return False
@@ -102,7 +103,7 @@ def is_broken_up(view: View, kept: list[Slot]) -> bool:
 
 
 def explain_yield(view: View) -> str:
-    """Return why the job gives up its nodes and waits as a gang again; empty if it keeps them.
+    """Return why the job gives up its nodes and waits as a gang again; empty if it keeps its nodes.
 
     A job gives up its nodes if two conditions are met: the job has held nodes for YIELD without
     training, and the scheduler finds no room for a pod that the job needs. The job first waits

@@ -7,7 +7,7 @@ running jobs, so each job gets the new values only when it next resumes.
 - If the namespace has no such class, the job waits (ClassMissing).
 - A new job fails if it sets a field that the class fixes, or if it exceeds a limit. A resumed job
   waits instead. The reason is ClassRefused in both cases.
-- If a running job is changed so that it violates the class, it keeps the class's values
+- If a running job is changed and then violates its class, the values of the class stay in effect
   (ClassExceeded).
 
 Example with the class h100, which allows 8 nodes:
@@ -32,7 +32,7 @@ CLASS_MISSING, CLASS_REFUSED, CLASS_EXCEEDED = "ClassMissing", "ClassRefused", "
 
 
 def find_class_fault(view: View) -> tuple[str, str] | None:
-    """Return (reason, message) if a starting job cannot get its class; otherwise None."""
+    """Return the reason and the message if a starting job cannot get its class; None if it can."""
     job, offer = view.job, view.world.offer
     if not begins(job):
         return None
@@ -62,7 +62,7 @@ def take_class(view: View) -> JobStatus | None:
 
 
 def with_class_applied(view: View) -> JobStatus:
-    """Return the status with the ClassApplied condition for a job that may run.
+    """Return the status of a job that may run, with the ClassApplied condition.
 
     If the job does not name a class, the class and the condition are removed.
     """
@@ -74,8 +74,7 @@ def with_class_applied(view: View) -> JobStatus:
         return status
     exceeded = violations(job, taken)
     if exceeded:
-        # The job runs with the values of the class, and only with as many nodes as the class
-        # allows.
+        # The job runs with the values of the class, and with no more nodes than the class allows.
         message = "not applied: " + "; ".join(exceeded)
         return with_condition(status, ConditionType.CLASS_APPLIED, False, CLASS_EXCEEDED, message, view.now)
     message = f"the job keeps the values that class {taken.name} had when the job started (status.jobClass)"

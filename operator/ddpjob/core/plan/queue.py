@@ -2,8 +2,8 @@
 nodes.
 
 Kueue grants quota through its own objects, Workloads. The owner of a Workload creates it, starts
-the pods when the Workload is admitted, stops them when it is evicted, and releases the quota. For
-jobs, this owner is the operator.
+the pods when the Workload is admitted, stops the pods when the Workload is evicted, and releases
+the quota. The operator is the owner of each job's Workloads.
 
 - The job runs while one of its Workloads is admitted and holds quota for pods of the job's current
   shape (`_holding`). `status.queue` holds the grant. Pods are built from the grant, so the job has
@@ -12,8 +12,8 @@ jobs, this owner is the operator.
   admits the new Workload without stopping the job (Kueue calls this a "slice").
 - An elastic job starts with the pods that have quota, at least `minNodes` (Kueue's "partial
   admission"). It asks for the remaining pods in additional Workloads. `status.queue.more` lists
-  them in the order of their slots. If one of these Workloads is evicted, the job continues without
-  that Workload's slots and without all later slots.
+  these Workloads in the order of their slots. If one of them is evicted, the job continues without
+  the slots of that Workload and without all later slots.
 - An evicted job loses its pods first, like a suspended job. Its quota is released only after the
   pods are gone; otherwise two jobs would use the same quota.
 
@@ -51,9 +51,8 @@ from ddpjob.core.view import View
 from ddpjob.core.world import ANNOTATION_WORKLOAD, WorkloadView
 
 REPLACED = "WorkloadSliceReplaced"
-"""The reason that Kueue gives when it finishes a Workload whose quota a newer Workload takes over.
-The old Workload finishes a moment before the newer one is admitted.
-"""
+"""Kueue's reason for finishing a Workload that a newer one replaces. Kueue admits the newer
+Workload a moment later."""
 _NOT_SERVED = (
     "the job's label names queue {}, but this cluster does not serve Workloads (kueue.x-k8s.io/v1beta2, in Kueue 0.15 "
     "or later); install Kueue, or remove the label kueue.x-k8s.io/queue-name to run the job without a queue"
@@ -64,7 +63,7 @@ the status, so this number limits the size of the status."""
 ONE_DOMAIN = "kueue.x-k8s.io/podset-required-topology"
 """The podTemplate annotation that requires one topology domain for all pods in a Workload."""
 _OFFSET = "kueue.x-k8s.io/pod-index-offset"
-"""A pod annotation. Its value is the slot index of the first pod in the same Workload."""
+"""Pod annotation with the slot index of the first pod in the pod's Workload."""
 _STAYS = "the job does not grow, because spec.podTemplate requires one topology domain for all of its pods"
 _NO_LABEL = "the job's label kueue.x-k8s.io/queue-name was removed, so the job does not request a different quota"
 
@@ -81,12 +80,12 @@ def shape_of(job: DDPJob) -> str:
 
 
 def find_request(job: DDPJob, queue: QueueStatus | None) -> CreateWorkload | None:
-    """Return the Workload that requests the job's quota, whether or not it exists already.
+    """Return the Workload that requests the job's quota; it may exist already.
 
     `queue` is the job's current quota. The Workload requests all of the job's pods or, if an
-    elastic job has quota already, only the missing pods. The result is None if an elastic job lacks
-    no pods or cannot grow. The Workload's name is a hash of the request, so the name stays the same
-    while the request is unchanged.
+    elastic job has quota already, only the missing pods. The result is None if an elastic job has
+    quota for all its pods or cannot grow. The Workload's name is a hash of the request, so the name
+    stays the same while the request is unchanged.
     """
     pods, held = job.spec.pods, queue.workload if queue is not None else ""
     if job.spec.elastic is None and not (queue is not None and queue.more):
@@ -117,9 +116,9 @@ def _needs_one_domain(job: DDPJob) -> bool:
 def is_queued(view: View) -> bool:
     """Whether a queue decides when the job runs.
 
-    If the label is added to a job that runs without a queue, it takes effect only once the job is
-    suspended, so that training is not interrupted. If the label is removed, training keeps its
-    quota, because Kueue would otherwise grant that quota to other jobs.
+    If a running job without a queue gets a queue label, the label takes effect only once the job is
+    suspended, so that training is not interrupted. If the label is removed, the job keeps its
+    quota, because Kueue would grant released quota to other jobs.
     """
     status = view.status
     if view.world.serves_queues is None:
@@ -129,10 +128,10 @@ def is_queued(view: View) -> bool:
 
 
 def _holding(view: View) -> WorkloadView | None:
-    """Return the Workload that holds the job's first quota; None if the job has no quota.
+    """Return the Workload that holds the job's initial quota; None if the job has no quota.
 
-    Additional Workloads are not considered. If several Workloads hold quota, prefer the Workload
-    that has the size in the spec.
+    Additional Workloads are not considered. If several Workloads hold quota, prefer the one with
+    the size in the spec.
     """
     job, shape = view.job, shape_of(view.job)
     request = find_request(job, None)
@@ -153,8 +152,9 @@ def _holding(view: View) -> WorkloadView | None:
 def _with_more(view: View, first: QueueStatus) -> QueueStatus:
     """Return the first quota together with the additional quota that the job may use.
 
-    The additional grants are in the order of their slots, and slots are dropped only at the end. If
-    one grant was withdrawn or is no longer needed, the job therefore gives up all later grants too.
+    Only the last slots can be dropped, and the additional grants are in the order of their slots.
+    If a grant was withdrawn or is no longer needed, the job therefore gives up all later grants
+    too.
     """
     job, shape, queue, before = view.job, shape_of(view.job), first, view.status.queue
     usable = {
@@ -259,8 +259,7 @@ def plan_queue_actions(view: View) -> list[Action]:
     """
     job, world, queue = view.job, view.world, view.status.queue
     if not is_queued(view):
-        # The job is not in a queue, so its Workloads are left over from the time when it was in
-        # one.
+        # The job has left its queue, so its Workloads are no longer needed.
         old = [pod for pod in world.pods if pod.name not in view.current_names]
         return [] if any(may_run(pod, view.now) for pod in old) else drop_workloads(view)
     if not world.serves_queues:
@@ -271,7 +270,7 @@ def plan_queue_actions(view: View) -> list[Action]:
     for workload in world.workloads:
         held = queue is not None and workload.uid in queue.uids
         if workload.leaving or held or (replaced and not (workload.finished or workload.additional)):
-            continue  # A successor is judged only after it has taken over.
+            continue  # Consider a successor only after it has taken over.
         if workload.additional and _uses_more(view):
             continue
         if workload.name != name or workload.finished or (queue is None and workload.asks != _asks(job)):

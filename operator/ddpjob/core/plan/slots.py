@@ -23,7 +23,7 @@ has changed, or because the group cannot be repaired pod by pod (`begin_generati
 If a pod ends within QUICK of being created, and waiting may help, the next pod backs off
 (`count_repetition`). The first replacement does not wait. The second one waits for
 `recovery.backoff.initialSeconds`, and after that the wait doubles each time. A pod that lasts
-longer resets the count.
+longer than QUICK resets the count.
 
 Why: docs/decisions/0009.
 """
@@ -46,10 +46,10 @@ from ddpjob.core.world import PodView
 QUICK = timedelta(seconds=60)
 """A pod that ends within this time after being created is assumed to have made no progress."""
 ROOM = timedelta(seconds=8)
-"""How long to wait after a preempted pod has ended before the next pod is created. kube-scheduler
-1.36 does not reserve room for a gang that preempts other pods. It retries the gang within 10 s
-(podMaxBackoffSeconds) of the attempt that preempted the pods, and the shutdown of these pods takes
-part of that time. A pod that is created sooner would take the room and be preempted again."""
+"""How long the next pod waits after a preempted pod has ended. kube-scheduler 1.36 does not reserve
+the freed room for the gang that preempted the pod. The scheduler retries the gang within 10 s
+(podMaxBackoffSeconds) of the preemption, and the pod's shutdown takes part of that time. Without
+the wait, the next pod would take the room and be preempted again."""
 _REPEATING = frozenset(
     {
         *(Cause.EXIT_CODE, Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED, Cause.INIT_FAILURE, Cause.EVICTED),
@@ -68,7 +68,7 @@ first to end each time."""
 
 @dataclass(frozen=True)
 class Repeated:
-    """A cause, how often in a row this cause has occurred, and the end of the next back-off."""
+    """A cause, how many times in a row it has occurred, and the end of the next back-off."""
 
     reason: str = ""
     failures: int = 0
@@ -78,12 +78,12 @@ class Repeated:
 _MOST_FORMER_KEYS = 8
 """Maximum number of replaced keys that the status keeps. Older keys are dropped."""
 SUPPORTED_PROTOCOLS = frozenset({protocol.VERSION})
-"""The runtime protocol versions that this operator can build pods for, whichever release the
-runtime comes from."""
+"""Protocol versions of the runtimes that this operator can build pods for. The runtime may come
+from a different release."""
 
 
 def template_mark(view: View) -> str:
-    """Return a string that identifies everything that all pods in a generation have in common.
+    """Return a string that identifies the properties that all pods in a generation share.
 
     The string covers the spec that the pods are built from, the key of their token, and the
     protocol version of their runtime.
@@ -102,22 +102,20 @@ def key_of(status: JobStatus) -> str:
 
 
 def is_superseded(view: View) -> bool:
-    """Whether a different operator has replaced this operator's key, and possibly still runs the
-    job.
+    """Whether a different operator has replaced this operator's key and may still run the job.
 
     Two operators with different keys act on the same job if they are not permitted to hold Leases.
-    Each would mistake the other's key for a change of its own key, and they would restart the job
-    in turn, forever. So an operator whose key was replaced does not put it back. Example, with keys
-    a and b:
+    Each of them would see a changed key and restart the job, and this would repeat forever. An
+    operator whose key was replaced therefore leaves the other key in place. Example, with keys a
+    and b:
 
         a begins the job     key a
         b sees key a         key b, formerKeys [a]: one planned restart
         a sees key b         a finds its own key in formerKeys, and leaves the job alone
 
-    This operator puts its key back only if that interrupts nothing: when the job resumes, or when a
+    This operator restores its key only if that interrupts nothing: when the job resumes, or when a
     change of the job's spec replaces the job's pods. An operator that holds the namespace's Lease
-    is the only one there, so an administrator must have restored its key. Such an operator always
-    acts.
+    always acts. No other operator is active there, so an administrator must have restored the key.
     """
     status, world = view.status, view.world
     if world.is_sole_operator or key_of(status) == world.key_mark or world.key_mark not in status.former_keys:
@@ -142,7 +140,7 @@ def fits(view: View) -> bool:
     """Whether the current generation still fits the job, so that no new generation is needed.
 
     An upgrade or rollback of the operator must not end training, so pods with the runtime of a
-    different release stay until one of them must be replaced.
+    different release stay until a pod must be replaced.
     """
     made_from = "-".join(view.status.template_hash.split("-")[:2])
     return made_from == _spec_and_key(view) and (can_replace(view) or not _lacks_pods(view))
@@ -177,13 +175,12 @@ def with_slots(status: JobStatus, slots: list[Slot]) -> JobStatus:
 
 
 def begin_generation(view: View) -> JobStatus:
-    """Return the status of a new generation, with all slots planned again and a new coordinator.
+    """Return the status of a new generation, with a new coordinator and every slot replanned.
 
-    If no pod has been created for a slot yet, the slot keeps its attempt. If a pod has been
-    created, the slot's next attempt is higher than that of every pod with the same index in the
-    status and in the world. Back-offs are kept. The first generation is 0, and the coordinator's
-    attempts begin at 0. If pods can no longer be made with the job's current runtime, the job gets
-    the operator's own runtime.
+    A slot keeps its attempt if no pod has been created for it yet. Otherwise its next attempt is
+    higher than that of every pod with the same index in the status and in the world. Back-offs are
+    kept. The first generation is 0, and the coordinator's attempts begin at 0. If pods can no
+    longer be made with the job's current runtime, the job gets the operator's own runtime.
     """
     if not can_replace(view):
         view = view.with_status(replace(view.status, runtime=""))
@@ -224,17 +221,17 @@ def resize(view: View) -> JobStatus:
 
 
 def keep_training(view: View) -> list[Slot] | None:
-    """Return the slots if spec.spares was reduced but pods in the last slots must be kept.
+    """Return the slots to keep if spec.spares was reduced while pods in the last slots train.
 
     A smaller spec.spares normally drops the last slots. If the pods in these slots train, idle
     slots lose their pods instead, and get no new pods until a later loss frees the last slots.
-    Return None if no such pod trains, or if there are too few idle slots.
+    Return None if no pod in the last slots trains, or if there are too few idle slots.
 
     Example: the job has 2 nodes and 1 spare. Pod 0 was lost, and the spare, pod 2, trains. If
     spares becomes 0, the idle replacement of pod 0 is deleted, and pods 1 and 2 continue to train.
     """
     spec, status, report = view.job.spec, view.status, view.report
-    dedicated = spec.rendezvous.placement is Placement.DEDICATED  # With Master, slot 0 holds the coordinator.
+    dedicated = spec.rendezvous.placement is Placement.DEDICATED  # With Master placement, slot 0 has the coordinator.
     if not dedicated or spec.nodes != status.rendezvous.nodes or report is None:
         return None
     last = zip(status.slots[spec.pods :], view.pods[spec.pods :], strict=True)
@@ -271,10 +268,11 @@ def plan_next_coordinator(status: JobStatus) -> JobStatus:
 
 
 def count_repetition(view: View, before: Repeated, end: End, pod: PodView | None) -> Repeated:
-    """Count similar ends, including this one. Return the count and the next back-off.
+    """Return the number of similar ends in a row, including this one, and the next back-off.
 
-    The count rises if the pod ended quickly for the same cause, and a delay may help. In all other
-    cases, the count is reset. After a preemption, the next pod waits for ROOM instead.
+    The number rises if the pod ended quickly for the same cause, and a delay may help. In all other
+    cases, the number starts again. If the cluster serves gangs, the next pod after a preemption
+    waits for ROOM instead.
     """
     if end.cause is Cause.PREEMPTED and view.world.serves_gangs:
         return Repeated(end.cause, 0, _whole(view.now + ROOM))
@@ -306,7 +304,7 @@ def _whole(until: datetime) -> datetime:
 
 
 def with_rounds(view: View) -> JobStatus:
-    """Return the status with the current round in the slots whose pods are about to be created."""
+    """Return the status, with the current round in each slot that is about to get a pod."""
     status = view.status
     if all(s.state is not SlotState.PLANNED for s in status.slots):
         return status

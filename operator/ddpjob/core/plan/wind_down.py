@@ -6,8 +6,8 @@ due (`wind_down`), and no longer change the conditions:
 1. A failed job's running nodes are stopped by a message sent through the coordinator, because a pod
    that exits on its own keeps its log. After STOP_SECONDS, or if no message can reach these nodes,
    they are deleted.
-2. The coordinator's pod is deleted, and so are those other pods that runPolicy.cleanPodPolicy
-   selects. Sidecars that are still running are stopped.
+2. The coordinator's pod is deleted, and so are the other pods that runPolicy.cleanPodPolicy
+   selects. A coordinator that is a container in a node's pod is asked to exit.
 3. The quota and the PodGroup are released once no pod of the job can be running.
 4. After runPolicy.ttlSecondsAfterFinished, the job itself is deleted.
 
@@ -17,7 +17,7 @@ Example of a failed job with a time to live of one hour:
     10:00:03  the nodes have ended; the coordinator's pod is deleted, and the quota is released
     11:00:00  the job is deleted, and Kubernetes deletes everything that belongs to it
 
-None of this runs if a user deletes the job, because jobs have no finalizer.
+None of this happens if a user deletes the job, because jobs have no finalizer.
 
 Why: docs/decisions/0003.
 """
@@ -164,8 +164,7 @@ def wind_down(view: View) -> Decision:
     if not in_use:
         actions += quota
         actions += [DeleteGang(name, uid) for name, uid in world.gangs.items() if uid]
-    # The API server may reject reports to Kueue and deletions for a long time, so retry them less
-    # often.
+    # The API server may reject reports to Kueue and deletions for a long time, so retry less often.
     soon = training or (in_use and quota) or any(not isinstance(a, MarkWorkload | DeleteGang) for a in actions)
     wake = [POLL] if soon and not world.deletion_refused else [BLOCKED_POLL] if actions or soon else []
     ttl = job.spec.run_policy.ttl_seconds_after_finished
@@ -201,8 +200,8 @@ def _stop(view: View, training: list[PodView], *, overdue: bool) -> list[Action]
 def _clean(view: View) -> list[Action]:
     """Return actions that clean up after the job's nodes have ended.
 
-    Pods are deleted as runPolicy.cleanPodPolicy requires. In pods that stay, containers that are
-    still running are stopped.
+    Pods are deleted as runPolicy.cleanPodPolicy requires. A pod that this policy keeps is not
+    deleted to stop a sidecar, but a coordinator in the pod is asked to exit.
     """
     policy = view.job.spec.run_policy.clean_pod_policy
     actions: list[Action] = []
@@ -232,8 +231,8 @@ def has_leftovers(pod: PodView) -> bool:
 def end_leftovers(job: DDPJob, pod: PodView, now: datetime) -> list[Action]:
     """Return actions that stop the other containers of a pod whose trainer has exited.
 
-    A coordinator (placement Master) is asked to exit, so that the pod and its log remain. A sidecar
-    can only be stopped by deleting its pod.
+    With Master placement, the coordinator in the pod is asked to exit, so that the pod and its log
+    remain. A sidecar can be stopped only by deleting its pod.
     """
     coordinator = pod.containers.get(COORDINATOR_CONTAINER)
     patient = pod.main.finished is None or now < pod.main.finished + timedelta(seconds=EXIT_SECONDS)
