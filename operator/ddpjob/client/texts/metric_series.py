@@ -60,7 +60,8 @@ class MetricSeries:
     evaluations: dict[str, dict[int, float]] = field(default_factory=dict)
     """Evaluation on the test set: accuracy, loss, ..."""
     starts: list[int] = field(default_factory=list)
-    """For the first start and for each restart, the step after which training continued."""
+    """The steps after which training continued: one for the first start, and one for each
+    restart."""
     restarts: int = 0
     """Number of restarts. If several jobs used the folder, the first start of each job does not
     count."""
