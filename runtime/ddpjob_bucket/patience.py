@@ -10,14 +10,15 @@ from typing import TypeVar
 from ddpjob_bucket.stored import BucketError, Damaged
 
 TRIES, FIRST_PAUSE = 5, 1.0
-"""The number of attempts at startup, and the seconds between the first and the second attempt. Each
-later pause is twice as long as the one before it. All pauses vary randomly by up to half of their
-length."""
+"""The number of attempts at startup, and the pause after the first attempt, in seconds. Each later
+pause is twice as long as the previous one. Every pause is shortened or lengthened at random, by up
+to half.
+"""
 T = TypeVar("T")
 
 
 def patiently(act: Callable[[], T], say: Callable[[str], None]) -> T:
-    """Call `act` up to TRIES times, with pauses in between, and return its result.
+    """Call `act` up to TRIES times with pauses in between, and return its result.
 
     Raises the BucketError of the last attempt. Damaged is raised immediately, because retrying
     would not help.
@@ -29,6 +30,7 @@ def patiently(act: Callable[[], T], say: Callable[[str], None]) -> T:
             raise
         except BucketError as error:
             say(f"{error}; retrying")
-            # All ranks of a job start together, and should not retry at the same moment.
+            # Vary the pause, because the ranks of a job start together and should not all retry
+            # together.
             time.sleep(FIRST_PAUSE * 2 ** (number - 1) * random.Random().uniform(0.5, 1.5))
     return act()

@@ -1,13 +1,13 @@
 """Stores checkpoints in an object store, where every reader sees a whole checkpoint or none.
 
-    complete/TERM-STEP.json     written last: the files of one checkpoint, with sizes and checksums
+    complete/TERM-STEP.json     manifest, written last: one checkpoint's files, sizes and checksums
     data/TERM-STEP-RANDOM/FILE  files that a manifest lists, or leftovers of a failed upload
     terms/TERM                  one per incarnation of a job, numbered in order
     scores.json                 the evaluations of one metric, which determine the best checkpoint
 
 A checkpoint is a file or a folder. Terms order checkpoints by incarnation, without a clock. If a
-process was partitioned and reconnects, its checkpoints rank below the checkpoints of the
-incarnation that replaced it, even if their steps are higher.
+process was partitioned and reconnects, its checkpoints rank below those of the incarnation that
+replaced it, even if its steps are higher.
 
 Example: incarnation 1 has stored steps 100 and 200 and is partitioned. Incarnation 2 continues from
 200 and stores 250 (2-250). The old process then stores 300 (1-300), which is superseded, because
@@ -35,8 +35,8 @@ from typing import Any
 
 _COMPLETE, _DATA, _TERMS, _SCORES = "complete", "data", "terms", "scores.json"
 _VANISHED = "vanished"
-"""An object with this name, next to the files of a checkpoint that several processes upload, shows
-that the checkpoint will never be complete.
+"""Name of an object that marks a checkpoint as one that will never be complete. The object is
+stored next to the files of a checkpoint that several processes upload.
 """
 _MANIFEST = re.compile(rf"{_COMPLETE}/(\d{{9}})-(\d{{9}})\.json")
 _NAME = re.compile(r"(?!\.{1,2}$)[-A-Za-z0-9_.=+@,]{1,200}")
@@ -60,11 +60,11 @@ URL = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^?#]*)?|file:///[^?#]
 
 
 class BucketError(Exception):
-    """An operation on the bucket failed. The message has the object's URL and the reason."""
+    """An operation on the bucket failed. The message gives the object's URL and the reason."""
 
 
 class LibraryMissing(BucketError):
-    """The package obstore is not installed in the image."""
+    """The obstore package is not installed in the image."""
 
 
 class Damaged(BucketError):
@@ -77,7 +77,7 @@ class Vanished(BucketError):
 
 @dataclass(frozen=True, order=True)
 class Stored:
-    """A complete checkpoint in the bucket. Later checkpoints compare greater than earlier ones."""
+    """A complete checkpoint in the bucket. Later checkpoints compare as greater."""
 
     term: int
     step: int
@@ -133,7 +133,7 @@ class CopyManifest:
 
 
 class Bucket:
-    """The checkpoints below one URL of an object store.
+    """The checkpoints under one URL of an object store.
 
     `store` is any obstore store. Methods raise BucketError with the URL and the reason.
     """
@@ -150,9 +150,9 @@ class Bucket:
 
     @classmethod
     def open(cls, url: str, *, endpoint: str = "", region: str = "") -> Bucket:
-        """Open the bucket at a URL, which is s3://BUCKET/PREFIX or file:///FOLDER.
+        """Open the bucket at a URL of the form s3://BUCKET/PREFIX or file:///FOLDER.
 
-        Credentials, endpoint and region come from AWS's variables (AWS_ACCESS_KEY_ID,
+        Credentials, endpoint and region come from the AWS environment variables (AWS_ACCESS_KEY_ID,
         AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL, AWS_REGION) and from the pod's service account.
         `endpoint` and `region` are used only where the environment does not set them.
 
@@ -211,8 +211,7 @@ class Bucket:
     def fetch(self, entry: Stored, folder: Path) -> Path:
         """Download a checkpoint into the folder, either completely or not at all.
 
-        If the folder contains a checkpoint with the same name, replace it. Raises BucketError,
-        OSError.
+        An existing checkpoint with the same name is replaced. Raises BucketError, OSError.
         """
         manifest = self.manifest(entry)
         target = folder / manifest.name
@@ -237,7 +236,7 @@ class Bucket:
     def manifest(self, entry: Stored) -> CopyManifest:
         """Download the manifest of a checkpoint.
 
-        Raises BucketError. If the manifest is malformed, the error is Damaged.
+        Raises Damaged if the manifest is malformed. Raises BucketError for other failures.
         """
         found = CopyManifest.read(self._get(entry.key), entry)
         if found is None:
@@ -285,10 +284,7 @@ class Bucket:
             return None
 
     def sizes(self, prefix: str) -> dict[str, int]:
-        """Return the size in bytes of each object below a prefix, by the object's key.
-
-        Raises BucketError.
-        """
+        """Return {key: size in bytes} of the objects under a prefix. Raises BucketError."""
         return self._sizes(prefix)
 
     def read_end(self, key: str, most: int) -> bytes:
@@ -304,11 +300,10 @@ class Bucket:
         return found
 
     def scores(self, metric: str) -> dict[int, float]:
-        """Return the scores last written by `put_scores`, by step; empty if they are of a different
-        metric.
+        """Return {step: score} as stored by `put_scores`; empty if none are stored for this metric.
 
         Raises BucketError if the bucket does not respond. If a missing response were treated as "no
-        scores", the best checkpoint would be deleted.
+        scores", the best checkpoint could be deleted.
         """
         try:
             found = json.loads(self._get(_SCORES))
@@ -334,8 +329,8 @@ class Bucket:
         """Join an incarnation of `job`, and return the checkpoint that all its ranks continue from.
 
         The first rank that joins chooses the checkpoint, and records it with a conditional write.
-        The server refuses the same write by other ranks, which then read the record of the first
-        rank. So the ranks need no connection to each other. `order` is the position of this
+        The server rejects the same write from other ranks, and they read the first rank's record
+        instead. So the ranks need no connection to each other. `order` is the position of this
         incarnation among all incarnations of the job, and is equal on all ranks.
 
         The result is the newest complete checkpoint that the first rank found in the bucket; None
@@ -401,7 +396,7 @@ class Bucket:
         return bool(self._try("created", key, create))
 
     def publish(self, path: Path, step: int, epoch: int | None = None) -> Stored:
-        """Upload a checkpoint, which is a file or a folder, and then its manifest.
+        """Upload a checkpoint (a file or a folder), and then its manifest.
 
         Readers ignore a checkpoint without a manifest, so they never see an incomplete checkpoint.
         Raises Vanished, BucketError, OSError.
@@ -432,19 +427,20 @@ class Bucket:
         return File(below, before[0], digest)
 
     def data_of(self, step: int, mark: str) -> str:
-        """Return the key prefix for the files of a checkpoint that this incarnation uploads.
+        """Return the key prefix under which this incarnation uploads a checkpoint's files.
 
-        `mark` consists of 8 hexadecimal digits, and distinguishes several attempts to upload the
+        `mark` is a string of 8 hexadecimal digits that distinguishes several attempts to upload the
         same step.
         """
         return f"{_DATA}/{self.term:09d}-{step:09d}-{mark}"
 
     def upload(self, path: Path, data: str, names: Iterable[str]) -> None:
-        """Upload the named files in the folder `path` that are not yet in the bucket.
+        """Upload the files `names` in the folder `path`, except those that are already in the
+        bucket.
 
         `commit` later completes the checkpoint. Raises BucketError and OSError. Raises Vanished if
-        one of the files was removed. `lacking` then also raises Vanished in the other processes,
-        which would otherwise wait for this file.
+        one of the files was removed. In that case, `lacking` raises Vanished in the other processes
+        too, so that they do not wait for the file.
         """
         there, names = self._sizes(data), tuple(names)
         try:
@@ -470,7 +466,7 @@ class Bucket:
                 raise Vanished(f"{file} was removed before it was uploaded to {self.url}") from None
 
     def lacking(self, manifest: CopyManifest) -> list[str]:
-        """Return the files of a checkpoint that are not yet in the bucket in their full size.
+        """Return the paths of a checkpoint's files that have not been uploaded yet.
 
         An object appears in the bucket only once its upload is complete. Raises Vanished if a file
         will never be uploaded.
@@ -523,16 +519,16 @@ class Bucket:
         try:
             self._try("written", key, partial(put, max_concurrency=1) if self._slow else put)
         except BucketError:
-            # By default, twelve parts of a file are uploaded at the same time, and each part has
-            # the time limit of a request. On a slow connection, none of them would be complete in
-            # time. In this case, upload one part at a time.
+            # By default, twelve parts of a file are uploaded at the same time, each within the time
+            # limit of a request. On a slow connection, none of the parts would be complete in time,
+            # so upload one part at a time.
             if self._slow or size <= piece or time.monotonic() - began < _REQUEST_SECONDS:
                 raise
             self._slow = True
             self._put(key, file, watch)
 
     def _sizes(self, prefix: str) -> dict[str, int]:
-        """Return the size in bytes of each object below a prefix, by the object's key."""
+        """Return {key: size in bytes} of the objects under a prefix."""
 
         def listed() -> dict[str, int]:
             return {item["path"]: item["size"] for page in self._obs.list(self._store, prefix) for item in page}
@@ -630,8 +626,8 @@ class Bucket:
             kind = Damaged if isinstance(error, (NotFoundError, FileNotFoundError)) else BucketError
             raise kind(f"{self.url}/{key} cannot be {what}: {type(error).__name__}: {_first_line(error)}") from None
         except BaseException as error:
-            # A Rust panic does not derive from Exception, so it would end a thread that catches
-            # only exceptions of that class.
+            # A Rust panic is not a subclass of Exception, so it would end a thread that catches
+            # only Exception.
             if type(error).__name__ != "PanicException":
                 raise
             raise BucketError(f"{self.url}/{key} cannot be {what}: obstore panicked: {_first_line(error)}") from None
@@ -655,9 +651,9 @@ def _in_order(listed: Iterable[Stored]) -> list[Stored]:
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return the paths of a checkpoint's files. The checkpoint is a file or a folder.
+    """Return the paths of the files of a checkpoint (a file or a folder).
 
-    Raises BucketError if a file cannot be stored, or if there are no or too many files.
+    Raises BucketError if a file cannot be stored, or if the folder has no files or too many files.
     """
     found = [path] if path.is_file() else sorted(f for f in path.rglob("*") if not f.is_dir() or f.is_symlink())
     if not found or len(found) > MOST_FILES:
@@ -676,7 +672,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 class _Watched(io.FileIO):
-    """A file that calls `watch` with the number of bytes read so far."""
+    """A file that calls `watch` after each read, with the number of bytes read so far."""
 
     def __init__(self, path: Path, watch: Callable[[int], None]) -> None:
         super().__init__(path)

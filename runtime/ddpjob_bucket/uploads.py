@@ -3,11 +3,11 @@
 An upload can take longer than the time between two checkpoints, and the bucket can be unreachable
 for hours. Even then, training must continue, and the disk must not fill up. Therefore:
 
-- One checkpoint is uploaded at a time, and only the newest one waits. If a newer checkpoint
-  replaces a waiting one, `release` is called with the waiting one, which the caller can then
-  delete.
-- A failed upload is retried after 1, 2, 4, ... 60 s, and after at most 5 s while the process waits
-  for its last upload. A newer checkpoint replaces the failed one.
+- Checkpoints are uploaded one at a time, and only the latest one waits. If a newer checkpoint
+  replaces the waiting one, `release` is called with the replaced checkpoint, and the caller can
+  delete it.
+- A failed upload is retried after 1, 2, 4, ... 60 s. While the process waits for its last upload,
+  the pause is at most 5 s. A newer checkpoint replaces the failed one.
 - If files of a checkpoint have vanished, its upload is abandoned (`lost`).
 
 Example: step 100 is being uploaded when 200 and 300 are saved. 300 replaces 200, and 200 is
@@ -30,10 +30,11 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 """The first and the longest pause between two attempts to upload, in seconds. After each failure,
 the next pause is twice as long."""
 LONGEST_AWAITED = 5.0
-"""The longest pause, in seconds, while a process that is about to end waits for its last upload.
-The pod may have only seconds left."""
+"""The longest pause, in seconds, while the process waits for its last upload before it ends. The
+pod may have only seconds left.
+"""
 MOST_COMPLETED = 100
-"""Maximum number of steps that `completed` holds, if no one reads and removes them."""
+"""Maximum number of steps in `completed`. If nothing removes them, older steps are dropped."""
 
 
 @dataclass(frozen=True)
@@ -44,23 +45,24 @@ class Waiting:
     step: int
     epoch: int | None = None
     time: float = 0.0
-    """When the checkpoint was saved, in Unix seconds."""
+    """When the checkpoint was saved, as a Unix time in seconds."""
     names: tuple[str, ...] = ()
-    """The files that this process uploads, if several processes upload files of the same folder. If
-    empty, this process uploads all files."""
+    """Names of the files that this process uploads, if several processes share the upload of a
+    folder. If empty, this process uploads all files.
+    """
 
 
 class Uploads:
-    """Uploads checkpoints in a thread. A newer checkpoint replaces one that is waiting.
+    """Uploads checkpoints in a thread. A newer checkpoint replaces a waiting one.
 
     A failed upload never ends the process.
 
     `tidy` is called in the thread after each upload. `release` is called with each checkpoint that
-    needs no more uploading. `publish`, if given, is called for each upload instead of
+    no longer needs to be uploaded. `publish`, if given, is called for each upload instead of
     `bucket.publish`. With `in_turn`, no checkpoint is replaced, and the oldest one is uploaded
     first, because other processes upload their parts of each checkpoint. `done` is called in the
-    thread after each completed upload, when `figures` already includes the upload. Callers of
-    `wait` are woken up later.
+    thread after each completed upload. By then, `figures` includes the upload, but callers of
+    `wait` have not been woken up yet.
     """
 
     def __init__(
@@ -95,13 +97,13 @@ class Uploads:
 
     @property
     def newest(self) -> int | None:
-        """Step of the newest checkpoint that this process has uploaded; None if there is none."""
+        """Step of the latest checkpoint that this process has uploaded; None if there is none."""
         return self._newest.step if self._newest is not None else None
 
     def offer(self, waiting: Waiting) -> None:
         """Add a checkpoint to the queue of uploads.
 
-        Unless `in_turn` is set, the added checkpoint replaces a checkpoint that is waiting.
+        Unless `in_turn` is set, the new checkpoint replaces a waiting one.
         """
         with self._changed:
             passed = [] if self._in_turn else list(self._waiting)
@@ -122,7 +124,7 @@ class Uploads:
 
     @property
     def behind_seconds(self) -> float:
-        """How many seconds uploads have been behind; 0 if no checkpoint is left to upload.
+        """How long uploads have been behind, in seconds; 0 if no checkpoint is left to upload.
 
         Each completed upload resets this time to 0.
         """
@@ -151,8 +153,8 @@ class Uploads:
     def close(self) -> None:
         """Start no more uploads.
 
-        The upload that is in progress is cut off when the process ends. The files of this upload
-        have no manifest, so readers do not count them as a checkpoint.
+        An upload in progress is cut off when the process ends. Its files have no manifest, so
+        readers ignore them.
         """
         with self._changed:
             self._closing = True
@@ -206,7 +208,7 @@ class Uploads:
                 self._changed.wait(left)
 
     def _upload(self, waiting: Waiting) -> str:
-        """Upload one checkpoint. Return the reason if the upload failed; empty if it succeeded."""
+        """Upload one checkpoint. Return the reason for a failure; empty if the upload succeeded."""
         self.lost = False
         try:
             self._publish(waiting)

@@ -10,11 +10,14 @@ from pathlib import Path
 
 @contextmanager
 def alone(lock: Path, *, strict: bool = False) -> Iterator[None]:
-    """Hold a lock on a file inside this `with`, so that only one process at a time does the work.
+    """Hold a lock on a file while this `with` block runs, so that only one process at a time does
+    the work.
 
-    The file is created if it does not exist. Raises OSError if it cannot be opened. If the file
-    system does not support locks, the result depends on `strict`. With `strict`, OSError is raised.
-    Without it, several processes could do the work at once.
+    The file is created if it does not exist. Raises OSError if the file cannot be opened.
+
+    If the file system does not support locks, `strict` decides what happens. With `strict`, OSError
+    is raised. Without `strict`, the block runs unlocked, so several processes could do the work at
+    once.
     """
     with lock.open("a") as file:
         try:

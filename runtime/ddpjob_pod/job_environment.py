@@ -24,8 +24,8 @@ class VariableError(ValueError):
 
 @dataclass(frozen=True)
 class JobEnvironment:
-    """The values of the variables DDPJOB_CLUSTER, DDPJOB_NAMESPACE and so on. If a variable is not
-    set, its value is an empty string.
+    """The values of DDPJOB_CLUSTER, DDPJOB_NAMESPACE and so on. An unset variable has an empty
+    value.
     """
 
     cluster: str
@@ -41,8 +41,7 @@ class JobEnvironment:
     procs_per_node: str
     gpus: str
     coordinator: str
-    """HOST:PORT of the job's coordinator. It is set in every pod of a job, and never outside jobs.
-    """
+    """HOST:PORT of the job's coordinator; set in every pod of a job, and empty outside a job."""
     token: str
     fence: str
     """The group that this process belongs to, as GENERATION.ROUND."""
@@ -51,12 +50,12 @@ class JobEnvironment:
     checkpoint_url: str
     checkpoint_shared: str
     logs_kept: str
-    """Number of pods of each slot whose logs are kept with the checkpoints; empty or 0 if no logs
+    """Number of pods per slot whose logs are kept next to the checkpoints; empty or 0 if no logs
     are kept.
     """
     snapshot_folder: str
-    """Folder in memory that outlives the workers and holds training states; empty if no states are
-    kept in memory.
+    """Folder in memory where training states outlive the workers; empty if no states are kept in
+    memory.
     """
     snapshot_steps: str
     preflight: str
@@ -76,7 +75,7 @@ class JobEnvironment:
     code_dir: str
     termination_log: str
     stacks_dir: str
-    """Folder in which workers write their Python stacks when they receive a signal."""
+    """Folder in which workers write their Python stacks when they receive `stack_signal.SIGNAL`."""
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> JobEnvironment:
@@ -97,8 +96,8 @@ class JobEnvironment:
     def group(self) -> tuple[int, int] | None:
         """The group that this process belongs to, as (generation, round).
 
-        The group is None if no launcher started this process. While two groups of a job exist, only
-        the group with the higher (generation, round) is allowed to write. Raises VariableError if
+        None if no launcher started this process. While two groups of a job exist, only the group
+        with the higher (generation, round) pair is allowed to write. Raises VariableError if
         DDPJOB_FENCE is malformed.
         """
         if not self.fence:
@@ -110,8 +109,9 @@ class JobEnvironment:
 
     @property
     def grace(self) -> float | None:
-        """The pod's grace period in seconds; None outside a job. Raises VariableError if the
-        variable is not a number.
+        """The pod's grace period in seconds; None outside a job.
+
+        Raises VariableError if DDPJOB_GRACE_SECONDS is not a number.
         """
         try:
             return float(self.grace_seconds) if self.grace_seconds else None
@@ -121,17 +121,17 @@ class JobEnvironment:
 
     @property
     def may_have_snapshots(self) -> bool:
-        """Whether training states may be in the memory of this pod or of other pods of the job.
+        """Whether any pod of the job may hold training states in memory.
 
         This is true in every job, even if this pod keeps no states. After a change to the spec, old
-        and new pods can have different settings, so all ranks of a job must exchange which states
-        they hold.
+        and new pods can have different settings, so all ranks of a job must tell each other which
+        states they hold.
         """
         return bool(self.snapshot_folder or self.coordinator)
 
     @property
     def snapshot_interval(self) -> int | str:
-        """Number of steps between two states that are kept in memory, or "auto"."""
+        """Number of steps between two copies of the training state into memory, or "auto"."""
         return int(self.snapshot_steps) if self.snapshot_steps.isdigit() else "auto"
 
     @property
@@ -143,7 +143,7 @@ class JobEnvironment:
     def is_first(self) -> bool:
         """Whether this process counts as the job's first one.
 
-        The job's first process has rank 0. If a `command` sets no ranks, it is the process in the
-        pod with index 0.
+        The first process is the one with rank 0. If a `command` sets no ranks, the process in the
+        pod with index 0 counts as the first one.
         """
         return os.environ.get("RANK", self.index or "0") == "0"

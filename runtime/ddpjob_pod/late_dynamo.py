@@ -1,10 +1,10 @@
 """Defers the import of torch._dynamo until it is needed, so that a replacement node trains sooner.
 
-DistributedDataParallel and torch.optim import torch's compiler, with sympy and half of
-torch.distributed, only to check whether the compiler is in use. Those imports take as long as the
-rest of `import torch`. Until torch._dynamo is needed, a stand-in module answers these checks as the
-real module would. As soon as the program uses anything else of torch._dynamo, the code of the real
-module runs in the namespace of the stand-in, which thereby becomes the real module.
+DistributedDataParallel and torch.optim import torch's compiler only to check whether it is in use.
+The compiler in turn imports sympy and half of torch.distributed. All these imports take as long as
+the rest of `import torch`. Until torch._dynamo is needed, a stand-in module answers the checks as
+the real module would. As soon as the program uses anything else in torch._dynamo, the real module's
+code runs in the stand-in's namespace, and the stand-in becomes the real module.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ COMPILER = "torch._compile"
 compilation.
 """
 _KEPT = "__dynamo_disable"
-"""Name of the attribute where torch._compile keeps the result of `disable` for a function."""
+"""Name of the function attribute in which torch._compile caches the result of `disable`."""
 _lock = threading.RLock()
 
 
 @contextlib.contextmanager
 def uncollected(*, keep: bool = False) -> Iterator[None]:
-    """Suspend the garbage collector inside this `with`, for imports of torch.
+    """Suspend the garbage collector while this `with` block imports torch.
 
     The collector takes up to a fifth of the import time, and finds no garbage among imported
     modules. With `keep`, the collector permanently ignores all objects that exist after the
@@ -53,16 +53,16 @@ def uncollected(*, keep: bool = False) -> Iterator[None]:
 
 
 def put_off() -> None:
-    """Import torch and defer the import of torch._dynamo, unless it has been imported already."""
+    """Import torch, and defer the import of torch._dynamo unless it has happened already."""
     torch = importlib.import_module("torch")
     if NAME not in sys.modules and (module := _not_run()) is not None:
         sys.modules[NAME] = vars(torch)["_dynamo"] = module
 
 
 def find() -> ModuleSpec | None:
-    """Return a spec that lets an import hook import the stand-in instead of torch._dynamo.
+    """Return a spec with which an import hook imports the stand-in instead of torch._dynamo.
 
-    Return None if this torch has no _dynamo.
+    Return None if this version of torch has no _dynamo.
     """
     module = _not_run()
     return None if module is None else ModuleSpec(NAME, _AsItIs(module))
@@ -78,12 +78,12 @@ def _not_run() -> _Late | None:
 
 
 def is_put_off() -> bool:
-    """Whether torch._dynamo is still represented by the stand-in."""
+    """Whether the stand-in still takes the place of torch._dynamo."""
     return isinstance(sys.modules.get(NAME), _Late)
 
 
 def load() -> None:
-    """Import torch._dynamo now if it was deferred. Raises any error from the import."""
+    """Import torch._dynamo now if its import was deferred. Raises any error from the import."""
     module = sys.modules.get(NAME)
     if isinstance(module, _Late):
         _load(module)
@@ -92,7 +92,7 @@ def load() -> None:
 class _Late(ModuleType):
     """The stand-in for torch._dynamo.
 
-    Looking up a name that the stand-in does not know runs the code of the real module.
+    When a name is looked up that the stand-in does not know, the real module's code is run.
     """
 
     def __init__(self, spec: ModuleSpec) -> None:
@@ -106,11 +106,10 @@ class _Late(ModuleType):
         )  # fmt: skip
 
     def _disable(self, fn: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Return the function unchanged, because nothing can be compiled before torch._dynamo is
-        loaded.
+        """Return the function unchanged if torch's own decorator makes this call.
 
-        Only calls from torch's own decorator are answered this way. All others go to the real
-        `disable`.
+        Nothing can be compiled before torch._dynamo is loaded, so there is nothing to disable yet.
+        All other calls go to the real `disable`.
         """
         if fn is None or sys._getframe(1).f_globals.get("__name__") != COMPILER:
             return _load(self).disable(fn, *args, **kwargs)
@@ -119,8 +118,8 @@ class _Late(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__all__":
-            # inspect and warnings look up such names in every module. Such a lookup must not load
-            # torch._dynamo.
+            # inspect and warnings look up names with double underscores in every module. These
+            # lookups must not load torch._dynamo.
             raise AttributeError(f"module {NAME!r} has no attribute {name!r}")
         return getattr(_load(self), name)
 
@@ -150,29 +149,28 @@ class _Part(SimpleNamespace):
 
 
 class _Submodules:
-    """Import hook that runs the code of torch._dynamo itself before one of its submodules is
-    imported.
-    """
+    """Import hook that runs the code of torch._dynamo before any of its submodules is imported."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Run the code of torch._dynamo, and return a spec for the submodule if that code has
-        imported it.
+        """Run the code of torch._dynamo, and return a spec for the submodule `name`.
 
-        This hook must come before Python's own hooks in sys.meta_path.
+        Return None if that code has not imported the submodule. This hook must come before Python's
+        own hooks in sys.meta_path.
         """
         if not name.startswith(NAME + ".") or not is_put_off():
             return None
         load()
         # The code of torch._dynamo may have imported this submodule already. If the submodule
         # stayed in sys.modules, Python would ignore this spec and run the submodule again. A
-        # program would then change settings in the second copy, which the compiler does not read.
+        # program would then change settings in the second copy, although the compiler reads the
+        # first.
         module = sys.modules.pop(name, None)
         return None if module is None else ModuleSpec(name, _AsItIs(module))
 
 
 class _AsItIs(Loader):
-    """Loader that returns an existing module without running it, because it has run already or will
-    run later.
+    """Loader that returns an existing module without running it. The module has run already, or
+    will run later.
     """
 
     def __init__(self, module: ModuleType) -> None:
@@ -183,20 +181,18 @@ class _AsItIs(Loader):
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Restore the module's own spec, which Python has replaced during the import. The module is
-        not run.
-        """
-        # Modules with settings do not allow their attributes to be set, so set the spec only if it
-        # differs.
+        """Restore the module's own spec, which the import has replaced. Do not run the module."""
+        # torch's modules of settings reject assignments to other attributes, so assign the spec
+        # only if it differs.
         if module.__spec__ is not self._spec:
             module.__spec__ = self._spec
 
 
 def _ddp_mode(settings: Path) -> dict[str, Callable[..., Any]]:
-    """Return {name: stand-in} for the function with which DDP reads the setting `optimize_ddp`.
+    """Return {name: stand-in} for the function with which DDP reads the `optimize_ddp` setting.
 
-    The stand-in returns the usual default of this setting. `settings` is the file config.py of
-    torch._dynamo. If this file has a different default, the result is empty. A program can change
+    The stand-in returns the usual default of this setting. `settings` is the path of config.py in
+    torch._dynamo. If that file has a different default, the result is empty. A program can change
     the setting only by importing the real module.
     """
     try:
@@ -209,8 +205,8 @@ def _ddp_mode(settings: Path) -> dict[str, Callable[..., Any]]:
 def _load(module: _Late) -> Any:
     """Run the code of the real module in the stand-in, and return the module.
 
-    Raises any error from that code. The next import of torch._dynamo then happens as usual, without
-    the stand-in.
+    Raises any error from that code. After an error, the next import of torch._dynamo bypasses the
+    stand-in.
     """
     with _lock:
         if not isinstance(module, _Late):
@@ -229,5 +225,5 @@ def _load(module: _Late) -> Any:
             vars(sys.modules["torch"]).pop("_dynamo", None)
             raise
         for function in disabled:
-            vars(function).pop(_KEPT, None)  # Without the kept result, torch asks the real `disable` at the next call.
+            vars(function).pop(_KEPT, None)  # Without the cached result, torch calls the real `disable` next time.
         return module

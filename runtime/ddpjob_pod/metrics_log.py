@@ -6,10 +6,10 @@ Each line is a JSON object with the event, its time and its numbers:
     {"event": "step", "time": 1764371002.1, "step": 10, "loss": 2.31}
     {"event": "eval", "time": 1764371009.9, "step": 100, "accuracy": 0.41}
 
-The built-in trainer and `ddpjob_report` write the file. After a restart, they append a "start" line
-and then log the repeated steps again. In a job, a "start" line also has `run`, the first characters
-of the job's UID, because a later job may continue in the same folder. A killed writer loses only
-its last line, because each line is one write.
+The built-in trainer and `ddpjob_report` write the file. After a restart, they append a "start"
+line, and log each repeated step a second time. In a job, a "start" line also has a `run` field with
+the first characters of the job's UID, because a later job may continue in the same folder. Each
+line is one write, so a writer that is killed loses only its last line.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ class MetricsLog:
         content = self._path.read_bytes() if self._path.exists() else b""
         self._file = self._path.open("ab", buffering=0)
         self.incarnations = content.count(b'{"event": "start"')
-        # Whether the file ends in an incomplete line, which a killed writer has left.
+        # Whether the file ends in an incomplete line, left by a writer that was killed.
         self._truncated = bool(content) and not content.endswith(b"\n")
         self._warned = False
 
     def write(self, event: str, /, **fields: Any) -> None:
-        """Write one line with the event, the time and the given fields. Fields cannot override the
-        event or the time.
+        """Write one line with the event, the time and the given fields.
 
-        Numbers that are not finite become null, because JSON has no NaN. If the disk is full, lines
-        are lost, with one warning, but training continues.
+        Fields cannot override the event or the time. Infinite and undefined numbers become null,
+        because JSON cannot represent them. If the disk is full, lines are lost but training
+        continues. Only the first lost line causes a warning.
         """
         finite = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -61,8 +61,8 @@ class MetricsLog:
         if event == "start" and (uid := JobEnvironment.read().uid):
             finite["run"] = uid[:8]
         head = {"event": event, "time": wall_clock()}
-        # `head` is included twice: at the beginning, so that the line begins with the event, and at
-        # the end, so that fields cannot override the event and the time.
+        # The first `head` puts the event at the beginning of the line. The second `head` keeps
+        # fields from overriding the event and the time.
         line = json.dumps({**head, **finite, **head}) + "\n"
         left = (("\n" if self._truncated else "") + line).encode()
         try:

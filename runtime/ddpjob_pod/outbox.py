@@ -12,13 +12,13 @@ from ddpjob_runtime import protocol
 from ddpjob_pod.posting import TIMEOUT_SECONDS
 
 INTERVAL_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 15.0
-"""Number of seconds between two posts. The first number is the usual one. While the coordinator
-does not respond, the pause grows up to the second number.
+"""The usual and the longest pause between two posts, in seconds. While the coordinator does not
+respond, the pause grows from the first value to the second.
 """
 
 
 class Outbox:
-    """Collects figures until a background thread sends them. Only the newest figure under each name
+    """Collects figures until a background thread sends them. Only the latest value of each figure
     is kept.
 
     Subclasses define `_work`, which runs in the thread and takes the figures from `_pending`.
@@ -36,7 +36,7 @@ class Outbox:
     def add(self, figures: dict[str, Any]) -> None:
         """Queue figures for the next post. They replace queued figures with the same names."""
         if os.getpid() != self._process:
-            return  # A forked data-loader process has a copy of this object, but not the thread that sends.
+            return  # A forked data-loader process has a copy of this object, but not of its thread.
         with self._changed:
             self._pending = merged(self._pending, figures)
             self._changed.notify()
@@ -58,8 +58,7 @@ class Outbox:
 def next_pause(pause: float, sent: bool) -> float:
     """Return how many seconds to wait before the next post.
 
-    `pause` is the length of the previous wait. If the previous post was not sent, the wait is
-    doubled.
+    `pause` is the previous result. It is doubled, up to a limit, if the last post was not sent.
     """
     return INTERVAL_SECONDS if sent else min(2 * pause, LONGEST_PAUSE_SECONDS)
 

@@ -1,8 +1,8 @@
 """Measures, in any training loop, how long each rank itself works per step, and finds lagging
 ranks.
 
-Problem: in a group, every rank's step takes equally long, because all wait for the slowest rank. A
-stopwatch around the step shows the same time everywhere.
+Problem: in a group, a step takes equally long on every rank, because all ranks wait for the slowest
+one. The duration of a step therefore does not show which rank is slow.
 
 Rule: a rank's own work is the time from one step of its first optimizer to the next, excluding
 waits for other ranks. `WorkClock` recognizes two kinds of waits:
@@ -10,16 +10,17 @@ waits for other ranks. `WorkClock` recognizes two kinds of waits:
 - DDP waits at the end of a backward pass. Callbacks at the end of a pass run in the order they were
   queued, and this module queues its callback before DDP does. So DDP's wait lasts from this
   module's callback until `torch.autograd.backward` returns.
-- All other waits are calls to `Work.wait`. On GPUs with a newer torch, calls to the collective
-  itself count as well.
+- All other waits are calls to `Work.wait`. On GPUs, newer versions of torch also wait in the calls
+  to the collectives themselves.
 
 On a GPU, the stream waits, not the host, so waits are measured by events in the GPU's stream. If a
-version of torch waits in other functions, all ranks show equal times, so no rank is named. The
+version of torch waits in other functions, all ranks show equal times, and no rank is named. The
 measurement has not been tested on several GPUs yet.
 
-Only the median of the steps counts, because a step with an evaluation or a checkpoint is an
-outlier. Every LOOK_SECONDS (a *check*), each rank writes its median into the group's store, and
-rank 0 reads and judges all of them (`stragglers.py`). Without new steps, no rank is judged.
+Only the median over many steps counts, because a step with an evaluation or a checkpoint is an
+outlier. A *check* takes place every LOOK_SECONDS: each rank writes its median into the group's
+store, and rank 0 reads and judges all medians (`stragglers.py`). If there were no new steps, no
+rank is judged.
 
 Example: two ranks compute for 100 ms and a third one for 200 ms, and all exchange gradients.
 
@@ -48,8 +49,8 @@ from ddpjob_pod.stragglers import Straggler, Stragglers
 
 LOOK_SECONDS = 5.0
 FACTOR, SECONDS = 1.5, 30.0
-"""A rank is named as lagging if its own work takes FACTOR times as long as the others' work, for
-SECONDS. The two values equal the defaults of the built-in trainer.
+"""A rank is named as lagging once its own work has taken FACTOR times as long as the others' work
+for SECONDS. Both values are also the defaults of the built-in trainer.
 """
 COLLECTIVES = (
     *("_allgather_base", "_reduce_scatter_base", "allgather", "allreduce", "broadcast", "reduce"),
@@ -67,15 +68,15 @@ _FEWEST = 3
 for the next check.
 """
 _UNREAD = 100
-"""Maximum number of steps whose CUDA events have not been read yet. While this many steps are
-waiting, new steps are not measured.
+"""Maximum number of measured steps whose CUDA events have not been read yet. At this number, new
+steps are not measured.
 """
 
 
 class WorkClock:
     """Measures how long this rank itself works in each step.
 
-    `step_ends` is called in the thread that trains, but `waited` can be called in any thread.
+    `step_ends` must be called in the training thread, but `waited` can be called in any thread.
     """
 
     def __init__(self, torch: Any) -> None:
@@ -88,8 +89,9 @@ class WorkClock:
         self._steps: collections.deque[tuple[float, float]] = collections.deque(maxlen=_RECENT)
 
     def mark(self) -> Any:
-        """Return a mark for the present moment: an event in the GPU's stream or, without a GPU, the
-        time.
+        """Return a mark for the present moment.
+
+        On a GPU, the mark is an event in the GPU's stream. Without a GPU, it is the time.
         """
         cuda = self._torch.cuda
         if not cuda.is_initialized():
@@ -99,12 +101,10 @@ class WorkClock:
         return event
 
     def waited(self, begin: Any, end: Any) -> None:
-        """Count the time between two marks as a wait, if the training thread was the one that
-        waited.
+        """Count the time between two marks as a wait, if the training thread is calling.
 
-        On a GPU, waits in torch's own threads count as well, because the backward pass runs in
-        them. These threads are recognized by their names, which begin with Dummy because Python did
-        not start them.
+        On a GPU, torch's own threads count as well, because they run the backward pass. Their names
+        begin with "Dummy-", because Python did not start them.
         """
         thread = threading.current_thread()
         if thread.ident == self._thread or (thread.name.startswith("Dummy-") and not isinstance(begin, float)):
@@ -131,7 +131,8 @@ class WorkClock:
         return bool(compiling() or (cuda.is_initialized() and cuda.is_current_stream_capturing()))
 
     def take(self) -> tuple[float, float] | None:
-        """Return the median own work and the median whole time of a step, in seconds.
+        """Return two medians over the latest steps: the own work and the duration of a step, in
+        seconds.
 
         Both medians cover the steps since the last call that returned medians. Return None if there
         are too few of these steps. Steps that the GPU has not finished yet are left for the next
@@ -158,7 +159,7 @@ def _seconds(begin: Any, end: Any) -> float:
 
 
 class Lookout:
-    """Compares the own work of all ranks. On rank 0, it passes the lagging ranks to `say`."""
+    """Compares how long each rank itself works. On rank 0, passes the lagging ranks to `say`."""
 
     def __init__(
         self, say: Callable[[list[dict[str, float]]], None], clock: Callable[[], float] = time.monotonic
@@ -183,7 +184,7 @@ class Lookout:
         self.report(found)
 
     def report(self, found: tuple[Straggler, ...]) -> None:
-        """Pass the lagging ranks to `say`, unless the last call passed the same ranks."""
+        """Pass the lagging ranks to `say`, unless nothing has changed since the last call."""
         entries = [straggler.as_figures() for straggler in found]
         if entries != self._said:
             self._said = entries
@@ -216,11 +217,10 @@ _begun: list[Lookout] = []
 
 
 def begin(say: Callable[[list[dict[str, float]]], None]) -> None:
-    """Start to measure this process's steps, as soon as the program has imported torch. Later calls
-    do nothing.
+    """Start measuring this process's steps as soon as the program has imported torch.
 
-    Whenever the lagging ranks change, `say` is called with the entries for a progress report.
-    Nothing is measured if there is only one rank.
+    Whenever the lagging ranks change, `say` is called with the entries for a progress report. If
+    there is only one rank, nothing is measured. Later calls do nothing.
     """
     if not _begun and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         _begun.append(Lookout(say))
@@ -233,13 +233,13 @@ def begin(say: Callable[[list[dict[str, float]]], None]) -> None:
 class _TorchImport:
     """Import hook that starts the measurement as soon as the program has imported torch.
 
-    The hook does not wait until torch.optim is imported, because in a forked worker all modules of
-    torch appear at once.
+    The hook waits for torch itself, not for torch.optim. In a forked worker, the import of torch
+    makes all of its modules appear at once, so the hook would miss torch.optim.
     """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Find torch as the other import hooks do, and arrange that the measurement starts after
-        torch has been executed.
+        """Find torch as the other import hooks do, and start measuring once torch has been
+        executed.
         """
         if name != "torch":
             return None
@@ -260,8 +260,8 @@ class _TorchImport:
 def _measure(optimizer_module: Any) -> None:
     """Register a hook that is called after each optimizer step.
 
-    The first call to the hook also starts to measure waits, because only then is torch certain to
-    be completely imported.
+    The hook's first call also starts the measurement of waits, because torch may not be completely
+    imported before then.
     """
     hook = getattr(optimizer_module, "register_optimizer_step_post_hook", None)
     if hook is None:
@@ -292,7 +292,7 @@ def _start(torch: Any) -> WorkClock:
 
 
 def count_waits(wait: Callable[..., Any], clock: WorkClock) -> Callable[..., Any]:
-    """Return a version of `wait` that counts the time spent in it as a wait."""
+    """Return a version of `wait` that counts its own duration as a wait."""
 
     @functools.wraps(wait)
     def counted(*given: Any, **named: Any) -> Any:

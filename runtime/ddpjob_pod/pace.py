@@ -1,12 +1,12 @@
 """Measures training speed as reported counts per second, over a window of several reports.
 
-Few steps fall between two reports, so two reports alone give a poor estimate. With half a second
-between posts and steps of 0.3 s, the speed would change by a factor of two from post to post.
+A speed computed from only two reports would be poor, because few steps fall between them. For
+example, with steps of 0.3 s and a report every half second, the speed would change by a factor of
+two from one report to the next.
 
-The window ends with the newest report, and is kept as short as its minimum length allows: it must
-cover SECONDS, and also either STEPS or LONGEST_SECONDS. No speed is given before the reports cover
-FIRST_SECONDS or FIRST_STEPS. If the count falls, the script has started again, so a new window
-begins.
+The window ends with the latest report. It is the shortest window that covers SECONDS and also
+covers either STEPS or LONGEST_SECONDS. The speed is unknown until the reports cover FIRST_SECONDS
+or FIRST_STEPS. If the count falls, the script has started again, so a new window begins.
 
 Example, with steps of 0.3 s and a report every half second:
 
@@ -14,7 +14,7 @@ Example, with steps of 0.3 s and a report every half second:
     count     1    3    5    6      20
     speed     -    -  4.0  3.3     3.4      measured since second 1.0
 
-The step counter loads only this file into the processes of a script, so the file imports nothing.
+This file imports nothing, because the step counter loads it by itself into a script's processes.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ SECONDS = 5.0
 LONGEST_SECONDS = 60.0
 STEPS = 10
 BETWEEN_SECONDS = 0.5
-"""If reports arrive faster than this, a newer one replaces the previous one in the window, so that
-the window stays small.
+"""Minimum time between reports in the window, in seconds. If reports arrive faster, a new report
+replaces the previous one, which keeps the window small.
 """
 
 
 class Pace:
-    """Computes the counts per second from the newest reports.
+    """Computes the counts per second from the latest reports.
 
-    `least` replaces STEPS as the number of counts that a window must cover to be long enough.
+    `least` is the number of counts that a window must cover, instead of STEPS.
     """
 
     def __init__(self, least: int = STEPS) -> None:
@@ -40,7 +40,7 @@ class Pace:
         self._window: list[tuple[float, float]] = []  # (count, time of the report), oldest first
 
     def add(self, count: float, now: float) -> None:
-        """Record that `count` was reached at `now`, in seconds of a monotonic clock."""
+        """Record that `count` was reached at `now`, a time in seconds from a monotonic clock."""
         window = self._window
         if window and count == window[-1][0]:
             return

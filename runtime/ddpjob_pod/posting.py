@@ -1,7 +1,7 @@
 """Posts data to the job's coordinator, with a proof that the sender knows the job's token.
 
-The token itself is never sent, because the coordinator's address may by now belong to a stranger
-(docs/protocol.md, "Coordinator").
+The token itself is never sent, because an unrelated process may have taken over the coordinator's
+address (docs/protocol.md, "Coordinator").
 """
 
 from __future__ import annotations
@@ -27,23 +27,22 @@ class Poster:
     def __init__(self, address: str, token: str) -> None:
         self._address, self._token, self.instance = address, token, ""
         """`instance` identifies the coordinator process that responded last. A coordinator rejects
-        proofs that were made for a different process.
+        proofs made for a different process.
         """
-        # Each report contains the round of this process. So if this process is a fenced rank 0, its
-        # figures are not taken for figures of the next round.
+        # Each report contains the round of this process. Otherwise, the coordinator could mistake
+        # the figures of a fenced rank 0 for figures of the next round.
         fence = JobEnvironment.read().fence
         self._round = {"round": fence} if fence else {}
         with contextlib.suppress(OSError):
-            # The first lookup of a host name makes glibc read the environment. If that happened in
-            # a thread while the program sets a variable, the process could crash.
+            # glibc reads the environment at the first lookup of a host name. If a thread made that
+            # lookup while the program was setting a variable, the process could crash.
             socket.getaddrinfo("localhost", None)
 
     def post(self, report: dict[str, Any]) -> tuple[int, str]:
-        """Post a report, and return the status and the body of the response, or (0, "") without a
-        response.
+        """Post a report, and return the status and the body of the response.
 
-        No error is raised, because a missing coordinator must not disturb training. The operator
-        notices by itself that the coordinator is missing.
+        Return (0, "") if there is no response. No error is raised, because a missing coordinator
+        must not disturb training. The operator notices a missing coordinator by itself.
         """
         body = json.dumps({**report, **self._round}).encode()
         try:

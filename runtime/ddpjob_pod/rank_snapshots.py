@@ -1,7 +1,7 @@
 """Copies the training state into the node's memory at intervals, and restores it at startup.
 
-`snapshot_store` explains why this is needed, how states are stored in slots (files in memory that
-each hold one state), and how states are ordered. This module handles tensors and ranks.
+`snapshot_store` explains why such copies are needed, how states are ordered, and how they are
+stored in slots (files in memory that each hold one state). This module handles tensors and ranks.
 
 **Copy.** The caller passes the state as a tree of tensors, numbers and containers. The tree is
 split into a *skeleton* (the pickled tree, with a number in place of each tensor) and the tensors'
@@ -9,11 +9,11 @@ bytes, which are copied directly into the mapped slot. On a GPU, the tensors are
 device, in stream order. Cloning takes a tenth of a millisecond for 100 MB. A side stream copies the
 clones to the host while the next step runs, and then the slot is marked complete.
 
-**Private states.** With each copy, every rank sends two things to all other ranks: what copies have
-cost it (`Cost`), and its private state, such as its random generators. This exchange takes
-milliseconds on the network, which is longer than the copy itself. So with the interval "auto", a
-background thread waits for the exchange and then completes the slot, usually early in the next
-step. `settle` waits for that thread. If the caller calls `settle` before each step of an optimizer
+**Private states.** With each copy, every rank sends two things to all other ranks: the cost of its
+last copy (`Cost`), and its private state, such as its random generators. On a network, this
+exchange takes milliseconds, longer than the copy itself. So with the interval "auto", a background
+thread waits for the exchange and then completes the slot, usually early in the next step. `settle`
+waits for that thread. If the caller calls `settle` before each step of an optimizer
 (`settles_early`), no step is taken until the copy of the previous step is complete. So the interval
 still limits how many steps are repeated after a loss. If the caller does not call `settle` before
 each step, or if the state is sharded, there is no background thread, and `take` itself waits for
@@ -23,33 +23,34 @@ the exchange.
 which copies take at most a hundredth of the training time. After a loss, at most one interval of
 steps is repeated. The cost of a copy is its duration or the time that it adds to a step, whichever
 is longer. A copy can lengthen a step by more than its own duration, because it also evicts caches,
-wakes threads, and delays the other ranks. The added time is measured by comparison with steps that
-have no copy. Therefore, the interval is at least 2 until enough comparisons have been made. A
-single slow step changes nothing, because medians are compared. From one copy to the next, the
-interval grows at most fourfold.
+wakes threads, and delays the other ranks. To find the added time, steps with a copy are compared
+with steps without a copy. Therefore, the interval is at least 2 until enough comparisons have been
+made. A single slow step changes nothing, because medians are compared. From one copy to the next,
+the interval grows at most fourfold.
 
 **Start.** Every node reports which states it holds, and all ranks choose the same moment (an
 incarnation and a step). Nodes that lack the state from that moment receive it over the process
-group. The ranks also adopt rank 0's interval and the highest incarnation that any of them has,
-because a pod that was replaced after a change to the spec can have different values. Every copy on
-any node includes the private states of all ranks, because a rank's own node may be lost.
+group. The ranks also adopt rank 0's interval and the highest incarnation of all ranks. These values
+can differ after a change to the spec, because only replacement pods have the new ones. Every copy
+on any node includes the private states of all ranks, because a rank's own node may be lost.
 
-**A different group size** (`_Regrouping`). An elastic job can continue with fewer or more ranks
-than wrote a sharded state. Each rank then reads all old parts, one after another, and takes its own
-rows from each of them. So a rank never holds more than one old part in addition to its own part.
+**A different group size** (`_Regrouping`). An elastic job can continue from a sharded state even if
+it now has fewer or more ranks than the group that wrote the state. Each rank then reads all old
+parts, one after another, and takes its own rows from each of them. So a rank never holds more than
+one old part in addition to its own part.
 
 **Failures.** A node whose volume is too small keeps no states, and its ranks receive the state at
-startup in their own memory. All ranks learn this at the next copy, and report how much memory is
-needed. With replicated state, the other nodes continue to copy. A sharded state would never be
-complete, so all nodes stop copying. If a node dies during a transfer, the collective fails, and the
-job restarts from the remaining states.
+startup in their own memory. All ranks learn of the missing room at the next copy, and report how
+much memory is needed. With replicated state, the other nodes continue to copy. A sharded state
+would never be complete, so all nodes stop copying. If a node dies during a transfer, the collective
+fails, and the job restarts from the remaining states.
 
 Example, 2 nodes, a copy every 10 steps: node 1 is lost after step 48. Node 0 holds step 40, and the
-new node holds nothing. Both choose step 40, and node 0 sends the state of this step. Then 8 steps
-are repeated.
+new node holds nothing. Both nodes choose step 40, and node 0 sends the state after this step to
+node 1. Then 8 steps are repeated.
 
-Pickles come only from this job's own pods, which run the user's program anyway. So unpickling them
-adds no risk.
+Unpickling adds no risk, because pickles come only from this job's own pods, which run the user's
+program anyway.
 """
 
 from __future__ import annotations
@@ -93,23 +94,23 @@ from ddpjob_pod.snapshot_store import (
 
 AUTO, NONE = "auto", "none"
 SHARE = 0.01
-"""Maximum share of the training time that is spent on copies, with "auto"."""
+"""Maximum share of the training time that copies may take, if the interval is "auto"."""
 LONGEST = 10**6
 """Maximum number of steps between two copies, even if copying is very slow."""
 _FIRST_COPIES = 2
-"""Number of copies after the start whose cost is ignored. These copies take longer, because they
+"""Number of initial copies whose cost is ignored. They take longer than later copies, because they
 also reserve slots and connect the ranks.
 """
 _RECENT = 15
-"""Number of copies whose median cost determines the interval with "auto"."""
+"""If the interval is "auto", the median cost of this many copies determines it."""
 _ENOUGH = 3
-"""Minimum number of copies whose steps must be compared with steps without a copy. Until then, the
-interval ignores how much a copy lengthens a step.
+"""Minimum number of comparisons between steps with and without a copy. Until then, the interval
+does not take into account how much a copy lengthens a step.
 """
 _GROWTH = 4
 """Maximum factor by which "auto" lengthens the interval from one copy to the next."""
 _COMPARED = 64
-"""Maximum number of step times that are kept between two copies, for comparison with the step that
+"""Maximum number of step times to keep between two copies, for comparison with the step that
 included a copy.
 """
 _UNKNOWN = math.nan
@@ -123,11 +124,11 @@ _HELLO = struct.Struct("<QQQQQ")
 _AUTO_CODE, _NONE_CODE = 0, 2**64 - 1
 
 Rebuild = Callable[[tuple[Any, ...], Any, "tuple[int, ...]"], Any]
-"""Function that makes the tensor to restore. Its arguments are the tensor's path in the tree, this
-rank's shard, and the shape of the whole tensor.
+"""Function that rebuilds a tensor from this rank's shard. Its arguments are the tensor's path in
+the tree, the shard, and the shape of the whole tensor.
 """
 Rows = Callable[[tuple[Any, ...], "tuple[int, ...]"], Optional[range]]
-"""Function that returns which rows of a tensor belong in this rank's shard, or None if the rank
+"""Function that returns the range of a tensor's rows that this rank needs, or None if the rank
 needs the whole tensor. Its arguments are the tensor's path in the tree and the shape of the whole
 tensor.
 """
@@ -151,8 +152,8 @@ class RankExchange(Protocol):
     def start_gathering(self, content: bytes) -> Callable[[], list[bytes] | None]:
         """Begin to gather every rank's bytes, and return a function that waits for them.
 
-        The size of the buffers comes from the previous calls. If a rank's bytes exceed the buffers,
-        the returned function returns None, and the caller must call `gather_bytes` instead.
+        Earlier calls determine the size of the buffers. If a rank's bytes exceed the buffers, the
+        returned function returns None, and the caller must call `gather_bytes` instead.
         """
 
     def send(self, content: memoryview, to: int) -> None:
@@ -161,7 +162,7 @@ class RankExchange(Protocol):
     def swap(self, content: memoryview, to: int, received: memoryview, source: int) -> None:
         """Send bytes to one rank, and receive bytes from another rank at the same time.
 
-        An empty `content` is not sent, and an empty `received` is not awaited.
+        If `content` is empty, nothing is sent. If `received` is empty, nothing is received.
         """
 
     def receive(self, content: memoryview, source: int) -> None:
@@ -171,33 +172,34 @@ class RankExchange(Protocol):
 class Cost(NamedTuple):
     """The cost of copies on one rank.
 
-    Times are in seconds. A time is 0 if it is unknown, as at the first copy.
+    Times are in seconds. Most times are 0 while they are unknown, for example at the first copy.
     """
 
     copy: float = 0.0
     exchange: float = 0.0
     """Duration of the ranks' exchange before a copy, including the wait for the last rank."""
     pace: float = 0.0
-    """Time of one step without a copy."""
+    """Duration of a step without a copy."""
     keeps: float = 0.0
     """1 if this rank keeps copies; 0 if the node has no room, or if a different rank on the node
     writes for this rank.
     """
     needed: float = 0.0
-    """Bytes that two states would need on this rank's node; 0 if the states fit."""
+    """Bytes that two states would need on this rank's node; 0 if two states fit."""
     longer: float = _UNKNOWN
     """Time that the copy added to a step; NaN if no step without a copy was measured."""
 
 
 class TorchExchange:
-    """Exchanges bytes through a process group that accepts CPU tensors. Also works for a single
-    process.
+    """Exchanges bytes through a process group that accepts CPU tensors.
+
+    A single process needs no group.
     """
 
     def __init__(self, local_rank: int, local_world: int, distributed: Any = None, group: Any = None) -> None:
         """Exchange bytes through the process group `group`.
 
-        `distributed` is the module torch.distributed. For a single process, it is None.
+        `distributed` is the torch.distributed module, or None for a single process.
         """
         self._distributed, self._group = distributed, group
         self.rank = distributed.get_rank(group) if distributed else 0
@@ -209,7 +211,7 @@ class TorchExchange:
     def gather_bytes(self, content: bytes) -> list[bytes]:
         """Return all ranks' bytes, in rank order.
 
-        If the bytes of a rank exceed the buffers, a second collective with larger buffers follows.
+        If a rank's bytes exceed the buffers, all ranks repeat the exchange with larger buffers.
         """
         while (said := self.start_gathering(content)()) is None:
             pass
@@ -237,10 +239,10 @@ class TorchExchange:
         return wait_for_ranks
 
     def _buffers(self, size: int) -> list[Any]:
-        """Return one tensor to send, and for each rank a tensor to receive its bytes.
+        """Return one tensor for sending, and one tensor per rank for receiving.
 
-        The next call returns the same tensors, because allocating new ones took a fifth of the time
-        that a small copy takes.
+        Later calls reuse these tensors, because allocating new ones took a fifth as long as a small
+        copy.
         """
         if not self._reused or len(self._reused[0]) != size:
             torch = _torch()
@@ -258,7 +260,7 @@ class TorchExchange:
     def swap(self, content: memoryview, to: int, received: memoryview, source: int) -> None:
         """Send `content` to one rank, and fill `received` from another rank.
 
-        An empty `content` is not sent, and an empty `received` is not awaited.
+        If `content` is empty, nothing is sent. If `received` is empty, nothing is received.
         """
         sending = None
         if content:
@@ -285,14 +287,14 @@ class _StepTimes:
 
     def __init__(self) -> None:
         self._paces: deque[float] = deque(maxlen=_RECENT)
-        """Median times of steps without a copy. There is one value for each of the last intervals
-        that had such steps.
+        """Median times of the steps without a copy, one value per interval. Intervals without such
+        steps have no value.
         """
         self._with_copy: float | None = None
         self._others: deque[float] = deque(maxlen=_COMPARED)
 
     def copied(self) -> None:
-        """Treat the next step as the step that includes a copy."""
+        """Treat the next step as one that includes a copy."""
         self._with_copy = None
         self._others.clear()
 
@@ -304,8 +306,8 @@ class _StepTimes:
             self._others.append(seconds)
 
     def complete(self, cost: Cost) -> Cost:
-        """Return the cost of the last copy with two times added: the usual time of a step, and how
-        much the copy lengthened a step.
+        """Return the cost of the last copy with `pace` and `longer` filled in, as far as they are
+        known.
         """
         if not cost.copy or self._with_copy is None:
             return cost
@@ -330,11 +332,11 @@ class Cadence:
     every: int | str
     """Number of steps between two copies, AUTO or NONE."""
     due: int = 0
-    """Step after which the next copy is made, if `every` is AUTO."""
+    """Step after which the next copy is due. Used only if `every` is AUTO."""
     recent: list[tuple[float, float, float]] = field(default_factory=list)
-    """Measurements of the last copies: (seconds of the copy, seconds that it added to a step or
-    NaN, seconds of a step without a copy). Several measurements are kept, because a single copy can
-    be an outlier.
+    """Measurements of the last copies. Each one consists of three times in seconds: the duration of
+    the copy, the time that it added to a step (NaN if unknown), and the duration of a step without
+    a copy. Several measurements are kept, because a single copy can be an outlier.
     """
     _interval: int = 1
 
@@ -421,7 +423,8 @@ class _Place:
 class _Places:
     """The places of a state's tensors, one after another in a slot.
 
-    Each tensor is described as (dtype, shape, stride, shape of the whole tensor or None).
+    `shapes` describes each tensor as (dtype, shape, stride, whole). The last item is the shape of
+    the whole tensor if the tensor is a shard, and otherwise None.
     """
 
     def __init__(self, shapes: list[tuple[Any, Any, tuple[int, ...], tuple[int, ...] | None]]) -> None:
@@ -444,7 +447,7 @@ class Restored:
     owns: dict[int, bytes]
     """Each rank's private state; empty if ranks have none."""
     made: Moment | None
-    """The last step that was completed before the restart, if any node knows it."""
+    """The last step completed before the restart; None if no node knows it."""
 
 
 @dataclass
@@ -458,9 +461,11 @@ class _Copy:
     has_own: bool
     gathering: Callable[[], list[bytes] | None]
     said: list[bytes] | None = None
-    """Every rank's `content`, in rank order; None until all of them have arrived."""
+    """The `content` of every rank, in rank order; None until the contents of all ranks have
+    arrived.
+    """
     is_agreed: bool = False
-    """Whether the ranks have already determined the next interval from these costs."""
+    """Whether the ranks have already determined the next interval from the costs in `said`."""
     layout: _StateLayout | None = None
     writing: Writing | None = None
     event: Any = None
@@ -523,7 +528,7 @@ class _Finisher:
 
 
 class RankSnapshots:
-    """One rank's view of the newest states in memory.
+    """One rank's access to the latest states in memory.
 
     All ranks must call the methods in the same order.
     """
@@ -538,17 +543,17 @@ class RankSnapshots:
         sharded: bool = False,
         together: bool = False,
     ) -> None:
-        """Give a rank access to the states in its node's memory.
+        """Connect a rank to the states in its node's memory.
 
         Args:
             store: the node's states.
             exchange: the connection to the other ranks.
             order: the incarnation of this process, as (generation, round).
             every: number of steps between two copies, AUTO or NONE.
-            sharded: whether each rank has a part of the state; otherwise all ranks have the same
-                state.
-            together: whether all ranks must call the function `make` that is passed to `take`,
-                although only some ranks keep the state.
+            sharded: whether each rank has its own part of the state. If False, all ranks have the
+                same state.
+            together: whether `take` must call `make` on all ranks, even on those that do not keep
+                the state.
         """
         self._together = together
         self._store, self._exchange, self._order = store, exchange, order
@@ -556,13 +561,14 @@ class RankSnapshots:
         self._part = part_of(exchange.rank, exchange.world) if sharded else ALL
         self.cadence = Cadence(every)
         self.interval = 0
-        """Number of steps between two copies. A loss repeats at most this many steps. The number is
-        0 while no state is held.
+        """Number of steps between two copies; 0 while no state is held. After a loss, at most this
+        many steps are repeated.
         """
         self.needed = 0
-        """Bytes that two states need, if the states do not fit on every node; otherwise 0."""
+        """Bytes that two states need, if some node does not have room for them; otherwise 0."""
         self._lacks = 0
-        """Bytes that two states need, if the states do not fit on this rank's node; otherwise 0."""
+        """Bytes that two states need, if this rank's node does not have room for them; otherwise 0.
+        """
         self._copies = 0
         self._base: Moment | None = None
         """The moment that training continued from. None once a later state is complete on all
@@ -575,14 +581,12 @@ class RankSnapshots:
         self._pending: _Copy | None = None
         self._background: _Finisher | None = None
         self.settles_early = False
-        """Whether the caller calls `settle` before each step of the optimizer. The caller sets this
-        attribute.
-        """
+        """Whether the caller calls `settle` before each optimizer step. Set by the caller."""
         self._owns_room = 0
         """Bytes reserved at the end of a slot for the ranks' private states."""
         self.start: dict[str, Any] = {}
-        """Where training continued, in the format that `protocol.read_start` reads; empty before
-        `begin`.
+        """Where training continued from, in the format that `protocol.read_start` reads. Empty
+        until `begin` is called.
         """
         self._made: Moment | None = None
         self._said: dict[str, Any] = {}
@@ -593,8 +597,8 @@ class RankSnapshots:
 
     @property
     def _speaks(self) -> bool:
-        """Whether this rank acts for its node: it reports the node's states, and writes replicated
-        state.
+        """Whether this rank speaks for its node. Such a rank reports the node's states and writes
+        replicated state.
         """
         return self._exchange.local_rank == 0
 
@@ -603,7 +607,7 @@ class RankSnapshots:
         return self._sharded or self._speaks
 
     def use(self, exchange: RankExchange) -> None:
-        """Wait for the last copy, and use a different exchange from now on.
+        """Wait until the last copy is complete, and then switch to a different exchange.
 
         The new exchange must connect the same ranks.
         """
@@ -613,20 +617,20 @@ class RankSnapshots:
     def restore(
         self, rebuild: Rebuild | None = None, rows: Rows | None = None, *, views: bool = False
     ) -> Restored | None:
-        """Return the newest state that the nodes together hold completely; None if there is none.
+        """Return the latest state that the nodes together hold completely; None if there is none.
 
-        Afterwards, every node that has room holds this state. This does not apply to a state that a
-        group of a different size has written.
+        Unless a group of a different size wrote the state, every node with enough room holds it
+        afterwards.
 
         Args:
-            rebuild: function that makes a sharded tensor from this rank's part of it.
+            rebuild: function that rebuilds a sharded tensor from this rank's shard.
             rows: function that returns which rows of a tensor this rank needs. Without this
                 function, only states from groups of the same size count.
-            views: whether the tensors are views of the node's memory, which are valid until the
+            views: whether the tensors share the node's memory and therefore become invalid at the
                 next copy. If False, the tensors are copies in CPU memory.
 
         Raises:
-            RuntimeError: a rank is gone, as in any collective.
+            RuntimeError: a rank is gone.
         """
         said = self.agree()
         if self.is_off:
@@ -655,8 +659,8 @@ class RankSnapshots:
         for transfer in transfers(held, wanted, moment):
             content = self._transfer(transfer, moment, alone=alone) or content
         if self._sharded and len(world) > self._exchange.local_world:
-            # Give each node a copy of the previous node's parts. Without these copies, the state
-            # would be lost if a node were lost before the next copy.
+            # Give each node a copy of the previous node's parts. Otherwise, losing a node before
+            # the next copy would lose the state.
             before = {r: (node_of[r], self._part_before(r)) for r in world}
             for transfer in transfers(held, before, moment):
                 self._transfer(transfer, moment)
@@ -667,13 +671,13 @@ class RankSnapshots:
         return Restored(moment, tree, owns, made)
 
     def _nodes(self, speakers: Iterable[int]) -> dict[int, int]:
-        """Return, for each rank, the rank that speaks for its node."""
+        """Return {rank: the rank that speaks for its node}."""
         return {rank: max(s for s in speakers if s <= rank) for rank in range(self._exchange.world)}
 
     def _regroup(
         self, moment: Moment, number_of_parts: int, held: dict[int, list[Held]], regrouping: _Regrouping
     ) -> Restored | None:
-        """Return this rank's part of a state that was written by a group of a different size."""
+        """Return this rank's part of a state that a group of a different size wrote."""
         owns: dict[int, bytes] = {}
         recent: list[tuple[float, float, float]] = []
         node_of = self._nodes(held)
@@ -683,27 +687,27 @@ class RankSnapshots:
             for transfer in transfers(held, wanted, moment):
                 content = self._transfer(transfer, moment, alone=True) or content
             owns, recent = regrouping.add(content or self._store.read(self._find(part, moment)))
-        # Until all ranks have reached this point, they can still be reading this node's parts.
+        # Wait for all ranks here, because some of them may still be reading this node's parts.
         self._exchange.gather_bytes(b"")
         tree = regrouping.complete()
         self.interval = self.cadence.resume(moment.step, recent)
         return Restored(moment, tree, owns, self._made)
 
     def _part_before(self, rank: int) -> str:
-        """Return the name of the previous node's part that this rank's node keeps a copy of."""
+        """Return the name of the part of the previous node that `rank` keeps a copy of."""
         world = self._exchange.world
         return part_of((rank - self._exchange.local_world) % world, world)
 
     @property
     def is_off(self) -> bool:
-        """Whether the ranks have agreed to keep no states in memory, at startup or later."""
+        """Whether the ranks have agreed, at startup or later, not to keep states in memory."""
         return self.cadence.every == NONE
 
     def agree(self) -> dict[int, tuple[int, bytes]]:
         """Agree with the other ranks on the interval and the incarnation.
 
-        Return {rank that speaks for a node: (bytes of room on the node, the states that it holds,
-        encoded)}.
+        Return {rank: (room, states)} for the ranks that speak for a node. `room` is the node's room
+        in bytes, and `states` contains the node's states in the form that `encode` returns.
         """
         if self._store.fault:
             _warn(f"this pod does not keep training states in memory: {self._store.fault}")
@@ -726,10 +730,10 @@ class RankSnapshots:
         raise RuntimeError(f"the state after step {moment.step} is no longer in this node's memory")
 
     def _transfer(self, transfer: Transfer, moment: Moment, *, alone: bool = False) -> memoryview | None:
-        """Send or receive the part, if this rank takes part in the transfer.
+        """Send or receive a part, if this rank is the sender or the receiver.
 
-        If `alone` is set, or if the node has no room, the received state is not stored in a slot.
-        In these two cases, return the received state. In all other cases, return None.
+        A received part is stored in a slot, and the result is None. But if `alone` is set or the
+        node has no room, return the received part instead.
         """
         rank = self._exchange.rank
         if rank == transfer.source:
@@ -767,7 +771,7 @@ class RankSnapshots:
     def note(self, step: int) -> None:
         """Record that a step is complete.
 
-        `take` records this as well. Call `note` only if `take` is called late, during the next
+        `take` does this as well, so call `note` only if `take` is called late, during the next
         step.
         """
         if step == self._last:
@@ -781,14 +785,13 @@ class RankSnapshots:
             self.start["seconds"] = round(time.perf_counter() - self._began, 3)
 
     def interrupt(self) -> None:
-        """Ignore the time of the next step, because this time includes other work, such as an
-        evaluation.
-        """
+        """Ignore the time of the next step, which includes other work such as an evaluation."""
         self._noted = _UNKNOWN
 
     def take(self, step: int, make: Callable[[], Any], own: Callable[[], bytes] | None = None) -> None:
-        """Record that a step is complete, unless `note` has done so, and copy the state if a copy
-        is due after this step.
+        """Record that a step is complete, and copy the state if a copy is due.
+
+        A step that `note` has already recorded is not recorded again.
 
         Args:
             step: number of steps completed since training began.
@@ -829,9 +832,9 @@ class RankSnapshots:
         self._times.copied()
         if self._copies > _FIRST_COPIES:
             exchange = 0.0 if later else exchanged - exchanges
-            # If the copy waits for another node or the device, the whole duration is its cost. If
-            # it does not wait, only the CPU time of this thread is its cost, because other
-            # processes can run during a copy.
+            # If the copy waits for another node or the device, its cost is its whole duration.
+            # Otherwise, its cost is only the CPU time of this thread, because other processes may
+            # run during the copy.
             waits = self._sharded or self._stream is not None
             copying = took - exchange if waits else time.thread_time() - worked
             self._cost = Cost(copying, exchange)
@@ -839,8 +842,8 @@ class RankSnapshots:
     def _settles_later(self) -> bool:
         """Whether a background thread completes the next copy.
 
-        The thread does not complete the first copies, because the size of the ranks' private states
-        becomes known only after these copies.
+        The first copies are completed without the thread, because they determine the size of the
+        ranks' private states.
         """
         return (
             self.settles_early
@@ -872,7 +875,7 @@ class RankSnapshots:
             raise RuntimeError(f"cannot exchange states with the other ranks: {copy.error}") from copy.error
 
     def _agree_on(self, copy: _Copy) -> bool:
-        """Determine the next interval together with all ranks.
+        """Agree with all other ranks on the next interval.
 
         Return False if copies have become useless (see `_end_if_useless`).
         """
@@ -901,11 +904,12 @@ class RankSnapshots:
         return True
 
     def _count_copy(self) -> None:
-        """Count a copy. At the second copy, stop protecting the state that training continued from.
+        """Count a copy, and clean up at the second one.
 
         By then, the first copy is complete on all nodes, because the ranks have exchanged their
-        costs after the first copy. Parts that this node need not keep are also deleted, such as
-        parts written by a group of a different size.
+        costs since. So the state that training continued from is no longer protected. Parts that
+        this node does not need are deleted, for example those that a group of a different size
+        wrote.
         """
         self._copies += 1
         if self._copies == 2:
@@ -940,7 +944,7 @@ class RankSnapshots:
     def _targets(self, data: memoryview, slot: int, layout: _StateLayout) -> list[Any]:
         """Return tensors that use the slot's memory.
 
-        As long as the layout stays the same, the same tensors are returned again.
+        While the layout stays the same, later calls return the same tensors.
         """
         base, places, views = self._views.get(slot, (0, None, []))
         if base != layout.base or places is not layout.places:
@@ -1030,10 +1034,10 @@ def _inventory(rank: int, content: bytes) -> tuple[list[Held], Moment | None]:
 
 
 def _reserve(size: int) -> memoryview:
-    """Return anonymous memory. Pages take up memory only once they are written.
+    """Return anonymous memory. Its pages take up space only once they are written.
 
-    The size was sent by another rank, and could be wrong. Raises RuntimeError if this process
-    cannot get that much memory.
+    The size comes from another rank and may be wrong. Raises RuntimeError if this process cannot
+    get that much memory.
     """
     try:
         return memoryview(mmap.mmap(-1, size))
@@ -1081,8 +1085,8 @@ class _StateLayout:
             tree: the state.
             owns_room: number of bytes to reserve for the ranks' private states.
             recent: the measurements in `Cadence.recent`, which a restart needs.
-            known: the places of the previous state's tensors. If the new state has the same places,
-                these objects are reused.
+            known: the places of the previous state's tensors. They are reused if the new state's
+                tensors have the same types and shapes.
         """
         self._found: list[tuple[Any, tuple[int, ...] | None]] = []
         try:
@@ -1131,7 +1135,7 @@ class _StateLayout:
 
 
 def explain_recursion(tree: Any) -> str:
-    """Return what is wrong with a state that contains itself, or is nested too deeply."""
+    """Return an error message for a state that contains itself or is nested too deeply."""
     left: list[tuple[Any, str, tuple[int, ...]]] = [(tree, "", ())]
     seen = set()
     while left:
@@ -1151,7 +1155,7 @@ def _read(
 ) -> tuple[Any, dict[int, bytes], list[tuple[float, float, float]]]:
     """Return a slot's tree, the ranks' private states, and the measurements in `Cadence.recent`.
 
-    With `views`, tensors that are not sharded use the slot's memory.
+    With `views`, unsharded tensors share the slot's memory.
     """
     skeleton, places, tensors, owns, recent = _open(data)
 
@@ -1167,11 +1171,10 @@ def _read(
 
 
 def _open(data: memoryview) -> tuple[Any, list[_Place], Callable[[int], Any], dict[int, bytes], list[Any]]:
-    """Return the contents of a slot.
+    """Return (skeleton, places, tensors, private states, measurements) from a slot.
 
-    The contents are the skeleton, the tensors' places, a function that returns the tensor with a
-    given number as a view of the slot, the ranks' private states, and the measurements in
-    `Cadence.recent`.
+    `tensors` is a function that returns the tensor with a given number, as a view of the slot. The
+    measurements are those of `Cadence.recent`.
     """
     length, base, tail, tail_length = _SIZES.unpack_from(data, 0)
     skeleton, pickled_places, recent = pickle.loads(data[_SIZES.size : _SIZES.size + length])
@@ -1255,8 +1258,8 @@ class _Shard:
     def add(self, shard: Any) -> None:
         """Copy the rows that this rank needs from the next old shard.
 
-        If the first shard already contained all rows, do nothing, because every part holds the
-        whole tensor in that case.
+        Do nothing if the first shard already contained all rows. In that case, every part holds the
+        whole tensor.
         """
         if self._is_complete:
             return
@@ -1272,8 +1275,8 @@ def _copy_to(data: memoryview, tensor: Any, place: _Place) -> None:
     if tuple(tensor.stride()) != place.stride or not tensor.is_cpu or tensor.is_conj() or tensor.is_neg():
         _view(data, place).copy_(tensor)
     elif place.count:
-        # torch would divide each small copy among its threads, and the threads would spend more
-        # time waiting for each other than copying.
+        # Do not let torch copy the bytes. It would divide each small copy among its threads, and
+        # the threads would spend more time waiting for each other than copying.
         size = place.count * place.dtype.itemsize
         target = (ctypes.c_char * size).from_buffer(data, place.offset)
         ctypes.memmove(target, tensor.data_ptr(), size)
@@ -1289,8 +1292,9 @@ def _view(data: memoryview, place: _Place) -> Any:
 
 
 def _dense_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a copy without gaps that keeps the order of the tensor's dimensions in
-    memory.
+    """Return the strides of a tensor's copy without gaps.
+
+    The copy keeps the order in which the dimensions lie in memory.
     """
     order = sorted(range(len(shape)), key=lambda d: (stride[d], shape[d]), reverse=True)
     strides, step = [0] * len(shape), 1

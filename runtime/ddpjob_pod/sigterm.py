@@ -8,8 +8,8 @@ immediately, and a thread reads that number.
 
 A thread in sigwait would notice the signal just as soon, but SIGTERM would have to be blocked in
 every other thread. Threads that torch, gloo and OpenMP started earlier would still receive SIGTERM,
-which would end the process. Child processes, such as loaders and compilers, would inherit the
-blocked signal mask and ignore SIGTERM.
+and the process would end. Child processes, such as loaders and compilers, would inherit the signal
+mask, so SIGTERM would not end them.
 
 SIGTERM still ends a forked child, such as a loader, as multiprocessing expects.
 """
@@ -26,37 +26,41 @@ from types import FrameType
 
 
 class SigtermFlag:
-    """Records whether this process has received SIGTERM, and calls a function when it does."""
+    """Records whether this process has received SIGTERM, and calls a function when the signal
+    arrives.
+    """
 
     _newest: SigtermFlag | None = None
-    """The flag that SIGTERM sets. Only the flag that called `listen` last receives the signal."""
+    """The flag that SIGTERM sets. If `listen` was called on several flags, only the last of them is
+    set.
+    """
 
     def __init__(self, heard: Callable[[], None]) -> None:
-        """Create a flag that is not set.
+        """Create an unset flag.
 
         SIGTERM can set the flag only after `listen` has been called.
 
-        `heard` is called when SIGTERM arrives: in the signal handler or, after
+        `heard` is called when SIGTERM arrives. It runs in the signal handler or, after
         `listen(at_once=True)`, in a separate thread.
         """
         self._heard, self._in_thread = heard, False
         self.asked_at: float | None = None
-        """Time at which SIGTERM arrived, by time.monotonic(); None if it has not arrived."""
+        """When SIGTERM arrived, as a value of time.monotonic(); None if it has not arrived."""
 
     @property
     def is_listening(self) -> bool:
         """Whether SIGTERM still sets this flag.
 
-        This is no longer the case if a framework has replaced the signal handler.
+        False once a framework has replaced the signal handler.
         """
         return signal.getsignal(signal.SIGTERM) == self._handle
 
     def listen(self, *, at_once: bool = False) -> None:
         """Let SIGTERM set this flag from now on. Must be called in the main thread.
 
-        With `at_once`, SIGTERM sets the flag even while the main thread is blocked. For that, this
-        flag needs the process's wake-up descriptor, so the process must not use the descriptor for
-        anything else, as asyncio does.
+        With `at_once`, SIGTERM sets the flag even while the main thread is blocked. The flag then
+        takes over the process's wake-up descriptor, so nothing else in the process, such as
+        asyncio, may use that descriptor.
         """
         self._in_thread, SigtermFlag._newest = at_once, self
         signal.signal(signal.SIGTERM, self._handle)
@@ -81,8 +85,7 @@ class SigtermFlag:
     def forget_in_child(self) -> None:
         """Let SIGTERM end this forked child process again, unless a framework handles the signal.
 
-        The child has inherited the pipe of the rank that forked it, and must not write the signal
-        to it.
+        The child has inherited its parent's pipe, and must not write the signal to that pipe.
         """
         if self._in_thread:
             signal.set_wakeup_fd(-1)
@@ -95,11 +98,10 @@ _forking = threading.local()
 
 @cache
 def _care_at_forks() -> None:
-    """Register the functions that handle forks. Later calls do nothing, even if the process trains
-    again.
+    """Register the functions that handle forks, once per process.
 
     If `_hold` were registered twice, its second call would save the signal mask that its first call
-    set.
+    had set, not the program's own mask.
     """
     os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_restore_in_child)
 
@@ -107,7 +109,7 @@ def _care_at_forks() -> None:
 def _hold() -> None:
     """Block SIGTERM before a fork, until `_restore_in_child` has run in the child.
 
-    If the child received SIGTERM earlier, it would write to its parent's pipe.
+    A child that received SIGTERM before then would write to its parent's pipe.
     """
     _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 
@@ -115,8 +117,8 @@ def _hold() -> None:
 def _release() -> None:
     """Restore the signal mask that `_hold` saved.
 
-    The program may have blocked SIGTERM on purpose before it forked, for a child that unblocks the
-    signal.
+    The program may have blocked SIGTERM on purpose before the fork, and may rely on the child to
+    unblock it.
     """
     signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
 

@@ -8,8 +8,8 @@ Rule: each pod has a small folder in memory (a tmpfs) with *slots*, files that e
 Each part of the state has two slots, which are written in turn. While one slot is overwritten, the
 other one still holds a whole state. A slot's mark is cleared before its data is written, and set
 afterwards, each time by a single aligned write. So if a worker is killed in between, the slot is
-marked as incomplete. Another file holds the number of the last completed step, whether its state
-was copied or not. This number shows how many steps a restart repeats.
+marked as incomplete. Another file holds the number of the last completed step, even if the state
+after that step was not copied. This number shows how many steps a restart repeats.
 
 A memory barrier is not needed, not even on ARM. A kill is a precise exception: all writes before it
 in program order reach memory, and no later writes do. Other processes read only after the writer
@@ -17,7 +17,7 @@ has ended, or after a collective in which the writer took part. The launcher sta
 once all processes of earlier workers have ended, so no older incarnation is still writing.
 
 The slot to overwrite is not always the one with the older state. If another node lacked its part of
-the newest state, the job has restarted from an older state. The newer state is then abandoned, so
+the latest state, the job has restarted from an older state. The latest state is then abandoned, and
 its slot is overwritten (`begin`).
 
 Example: a part has slots at steps 40 and 50, but another node's part has only 40. So all ranks
@@ -25,13 +25,13 @@ continue from step 40. The next copy overwrites step 50, because step 40 is need
 copy is complete.
 
 States are ordered by incarnation (generation, round) first, and by step second. A node that was
-partitioned can hold a state with a higher step, but from an older round. Meanwhile the job has
-continued without that node, from an earlier step, and only the job's history counts (`choose`).
+partitioned can hold a state with a higher step, but from an older round. In the meantime, the job
+has continued without that node from an earlier step. Only the job's history counts (`choose`).
 
-With replicated state (DDP), a node has one part, `ALL`, written by its first rank. The copy of any
+With replicated state (DDP), a node has one part, `ALL`, written by its first rank. The copy on any
 single node is enough to restore all nodes. With sharded state, each rank has its own part, and the
-next node keeps a copy of this part. A state counts only if all its parts come from the same number
-of ranks. Why: docs/decisions/0023.
+next node keeps a copy of this part. A state counts only if all of its parts are there and come from
+a group of the same size. Why: docs/decisions/0023.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ALL = "all"
-"""Name of the part that holds the whole state, if the state is replicated."""
+"""Name of the only part of a replicated state."""
 HEADER_BYTES = 4096
 ALIGNMENT = 64
 """Tensors in a slot begin at multiples of this number of bytes."""
@@ -60,9 +60,9 @@ _WHOLE = 0x77686F6C65
 _MADE = struct.Struct("=8sQQQ")
 _MADE_MAGIC = int.from_bytes(_MAGIC, sys.byteorder)
 _SHARED = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0x8000 if sys.platform == "linux" else 0)
-"""Flags for mapping a slot into memory. All its pages are mapped at once, because a page fault
-takes five times as long as copying into the page. Python 3.9 does not define MAP_POPULATE, so the
-value that it has on Linux is written here.
+"""Flags for mapping a slot into memory. All pages of the slot are mapped at once, because a page
+fault takes five times as long as copying into the page. Python 3.9 does not define MAP_POPULATE, so
+its value on Linux is repeated here.
 """
 _SLOT = re.compile(r"(all|[0-9]{1,6}of[0-9]{1,6})\.([01])")
 _PART = re.compile(r"([0-9]+)of([0-9]+)")
@@ -74,7 +74,7 @@ Order = tuple[int, int]
 
 @dataclass(frozen=True, order=True)
 class Moment:
-    """A point in the job's history: an incarnation and a step in it."""
+    """A point in the job's history: a step of an incarnation."""
 
     order: Order
     step: int
@@ -108,11 +108,10 @@ class NoRoom(Exception):
 class SnapshotStore:
     """The folder in memory where one node keeps its states.
 
-    If the folder cannot be used, it counts as a folder without states and without room.
+    A folder that cannot be used counts as one without states and without room.
 
     Attributes:
-        fault: why the folder cannot be used; empty if the folder can be used, or if the node does
-            not have one.
+        fault: why the folder cannot be used; empty if there is no fault or no folder.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -160,15 +159,13 @@ class SnapshotStore:
         return [(path, match) for path, match in found if match is not None]
 
     def begin(self, part: str, size: int, base: Moment | None = None) -> Writing:
-        """Return memory for the next state of a part.
+        """Return memory for the next state of a part, in one of the part's two slots.
 
-        The next state overwrites one of the two slots of the part.
+        `base` is the moment that training continued from. Pass None once a later state is complete
+        on all nodes. The state from `base` is kept even if this node holds a newer one, because the
+        job has abandoned the newer state.
 
-        `base` is the moment that training continued from; None once a later state is complete on
-        all nodes. The state from that moment is kept, even if this node holds a newer state,
-        because the job has abandoned the newer one.
-
-        If there is not enough room, raises NoRoom without changing anything.
+        Raises NoRoom, without changing anything, if there is not enough room.
         """
         held = self._held_of(part)
         kept = [h for h in held if base is None or h.moment <= base] or held
@@ -186,7 +183,7 @@ class SnapshotStore:
         return memoryview(memory)[HEADER_BYTES : HEADER_BYTES + held.size]
 
     def drop(self, parts: Container[str]) -> None:
-        """Delete all states of these parts, complete or not."""
+        """Delete all states of these parts, whether complete or not."""
         for path, match in self._slots():
             if match[1] in parts:
                 self._open.pop((match[1], int(match[2])), None)
@@ -200,7 +197,7 @@ class SnapshotStore:
     def made(self) -> Moment | None:
         """The last step that a worker on this node completed.
 
-        The result is None if no step was completed, or if the file is damaged.
+        None if no step was completed, or if the file is damaged.
         """
         try:
             magic, generation, round_, step = _MADE.unpack((self.folder / "made").read_bytes()[: _MADE.size])
@@ -211,8 +208,8 @@ class SnapshotStore:
     def note_made(self, moment: Moment) -> None:
         """Record that a worker on this node has completed a step.
 
-        If the process is killed during this write, the file holds the previous step or, at the
-        first step of a new incarnation, perhaps none.
+        If the process is killed during this write, the file still holds the previous step. At the
+        first step of a new incarnation, the file may hold no step instead.
         """
         if self._made is None:
             return
@@ -224,11 +221,10 @@ class SnapshotStore:
         self._made[3] = moment.step
 
     def room(self, part: str) -> int:
-        """Return how many bytes the two slots of a part can take together, including the bytes that
-        they take already.
+        """Return how many bytes the two slots of a part can occupy together.
 
-        The volume's pages count towards the container's memory limit, so free memory limits the
-        result too.
+        The result includes the bytes that the slots already occupy. It is also limited by the free
+        memory, because the volume's pages count towards the container's memory limit.
         """
         if self._made is None:
             return 0
@@ -255,10 +251,10 @@ class SnapshotStore:
         return memory
 
     def _reserve(self, part: str, whole: int) -> None:
-        """Reserve the pages of both slots now.
+        """Reserve the pages of both slots in advance.
 
-        If a page could not be allocated later, while a worker writes to it, SIGBUS would kill the
-        worker. Raises NoRoom.
+        Without this, a worker would be killed by SIGBUS if it wrote to a page that could not be
+        allocated. Raises NoRoom.
         """
         room = self.room(part)
         if 2 * whole > room:
@@ -279,14 +275,15 @@ class Writing:
         self.data = memoryview(memory)[HEADER_BYTES : HEADER_BYTES + size]
 
     def complete(self, moment: Moment) -> None:
-        """Mark the slot as complete. All data must have been written before."""
+        """Mark the slot as complete. All data must already have been written."""
         _HEAD.pack_into(self._memory, 0, _MAGIC, 0, *moment.order, moment.step, self._size)
         _words(self._memory)[_MARK] = _WHOLE
 
 
 def _complete(part: str, slot: int, memory: bytes | mmap.mmap, size: int) -> Held | None:
-    """Describe the state in a slot, a file of `size` bytes. Return None if the state is damaged or
-    incomplete.
+    """Return a description of the state in a slot; None if the state is damaged or incomplete.
+
+    `memory` begins with the slot's header. `size` is the size of the slot's file in bytes.
     """
     if len(memory) < _HEAD.size:
         return None
@@ -297,8 +294,8 @@ def _complete(part: str, slot: int, memory: bytes | mmap.mmap, size: int) -> Hel
 
 
 def _words(memory: mmap.mmap) -> memoryview:
-    """Return the header of a slot as 8-byte words. Each access to a word is atomic, which `struct`
-    does not guarantee.
+    """Return the header of a slot as 8-byte words. Access to such a word is atomic, unlike access
+    through `struct`.
     """
     return memoryview(memory)[:HEADER_BYTES].cast("Q")
 
@@ -307,8 +304,8 @@ _CGROUPS = (
     ("/sys/fs/cgroup", "memory.max", "memory.current", ""),
     ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
-"""Names that the cgroup versions 2 and 1 use: the folder, the files with the limit and the usage,
-and the prefix of keys in memory.stat.
+"""The names used by versions 2 and 1 of cgroups: the folder, the file with the limit, the file with
+the usage, and the prefix of the keys in memory.stat.
 """
 SPARED = 0.1
 """Share of the container's limit and of the machine's memory that states must leave free."""
@@ -324,7 +321,8 @@ def free_memory(root: Path = Path("/")) -> int:
     free = [sys.maxsize]
     for folder, limit_file, usage_file, prefix in _CGROUPS:
         place = root / folder[1:]
-        # The limit is "max" (none), or the machine uses the other cgroup version.
+        # An error means that the limit is "max" (none), or that the machine uses the other version
+        # of cgroups.
         with contextlib.suppress(OSError, ValueError):
             limit, usage = (int((place / name).read_text()) for name in (limit_file, usage_file))
             statistics = _numbers((place / "memory.stat").read_text())
@@ -337,8 +335,8 @@ def free_memory(root: Path = Path("/")) -> int:
 
 
 def _numbers(text: str) -> dict[str, int]:
-    """Parse a file such as memory.stat: return the number on each line, keyed by the first word of
-    the line.
+    """Parse text in the format of memory.stat. Return the number on each line, keyed by the line's
+    first word.
     """
     lines = [line.split() for line in text.splitlines()]
     return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdigit()}
@@ -346,19 +344,19 @@ def _numbers(text: str) -> dict[str, int]:
 
 def parts_of(world: int) -> list[str]:
     """Return the names of all parts of a state, in rank order. `world` is the number of ranks that
-    share it, or 0 for a replicated state.
+    share the state, or 0 for a replicated state.
     """
     return [part_of(rank, world) for rank in range(world)] or [ALL]
 
 
 def choose(held: Mapping[int, Iterable[Held]], world: int | None) -> tuple[Moment, int] | None:
-    """Choose the newest moment for which the nodes together hold all parts.
+    """Choose the latest moment for which the nodes together hold all parts.
 
     Return (moment, number of parts), where 0 stands for a replicated state. Return None if no state
     is complete.
 
     Args:
-        held: the states that each node holds, by the rank that speaks for the node.
+        held: the states that each node holds, keyed by the rank that speaks for the node.
         world: the required number of parts, 0 for a replicated state; None if any number will do.
     """
     found: dict[tuple[Moment, int], set[int]] = {}
@@ -387,9 +385,9 @@ def transfers(
     """Return the transfers that give each rank its wanted part of the state from `moment`.
 
     Args:
-        held: the states that each node holds, by the rank that speaks for the node.
-        wanted: for each rank that wants a part, the rank that speaks for its node, and the part's
-            name. A rank whose node holds the part needs no transfer.
+        held: the states that each node holds, keyed by the rank that speaks for the node.
+        wanted: {rank that wants a part: (rank that speaks for its node, the part's name)}. If the
+            rank's node already holds the part, no transfer is needed.
     """
     holders: dict[str, list[tuple[int, int]]] = {}
     for holder, states in sorted(held.items()):
@@ -407,9 +405,7 @@ def transfers(
 
 
 def encode(held: Iterable[Held], made: Moment | None) -> bytes:
-    """Encode what a node holds as bytes: its states, and its last completed step. `decode` reads
-    them.
-    """
+    """Encode a node's states and its last completed step as bytes, for `decode`."""
     first = made or Moment((0, 0), 0)
     lines = [_HELD.pack(*first.order, first.step, 1 if made else 0, b"made")]
     lines += [_HELD.pack(*h.moment.order, h.moment.step, h.size, h.part.encode()) for h in held]
@@ -417,8 +413,9 @@ def encode(held: Iterable[Held], made: Moment | None) -> bytes:
 
 
 def decode(content: bytes) -> tuple[list[Held], Moment | None]:
-    """Return the states and the last completed step that `encode` was given. Raises ValueError if
-    the content is malformed.
+    """Decode the states and the last completed step from bytes that `encode` returned.
+
+    Raises ValueError if the content is malformed.
     """
     held, made = [], None
     if len(content) > MOST_INVENTORY_BYTES:

@@ -1,23 +1,23 @@
 """Finds lagging ranks, which make all other ranks wait in each step.
 
 A rank that is 30 % slower than the others makes the whole job 30 % slower. The step times do not
-show which rank it is, because every rank's step takes equally long. The ranks therefore compare how
-long they work without waiting (measured by the trainer's `step_clock.py`, and by `own_work.py` for
-scripts).
+show which rank is slow, because a step takes equally long on every rank. The ranks therefore
+compare how long they work without waiting. This time is measured by `step_clock.py` in the trainer,
+and by `own_work.py` in scripts.
 
-- A rank's slowdown is its own seconds per step divided by those of the median rank. In a pipeline,
-  a rank is compared only with ranks of the same stage, because stages do different work.
-- If the ranks' shares of the batch differ, the slowdown is also computed from the times for equal
-  shares, and the smaller of the two slowdowns counts. A rank with more samples is not lagging, and
-  the other ranks do not wait for a rank with fewer samples.
+- A rank's slowdown is the time of its own work per step, divided by that of the median rank. In a
+  pipeline, a rank is compared only with ranks of the same stage, because stages do different work.
+- If the ranks' shares of the batch differ, a second slowdown is computed as if the shares were
+  equal, and the smaller of the two slowdowns counts. A rank is not lagging just because it has more
+  samples, and the other ranks do not wait for a rank with fewer samples.
 - A rank is named once its slowdown has exceeded `factor` for `seconds` and in at least three
   reports. It stays named until its slowdown has been below the midpoint of 1 and `factor` for the
   same time and number of reports. A single slow batch therefore has no effect, and a rank near the
-  limit does not switch between named and not named again and again.
+  limit is not named again and again.
 - A rank's cost is the share of each step that would be saved if the rank kept pace. The cost may be
-  small: a rank may be twice as slow as the others in work that takes only a hundredth of the step.
-  An excess below a millisecond is noise. The operator moves a rank to a different host only if that
-  saves enough time (the operator's `slow_ranks.py`).
+  small even if the slowdown is large, because the slow work may take only a hundredth of the step.
+  An excess below a millisecond counts as noise. The operator moves a rank to a different host only
+  if the move saves enough time (`slow_ranks.py` in the operator).
 
 Example: 8 ranks normally need 100 ms per step and report every 10 s; factor=1.2, seconds=60.
 
@@ -34,29 +34,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 NAMED = 8
-"""Maximum number of ranks to name, slowest first. If more ranks than this are slow, being slow is
-not an exception, and naming ranks does not help.
+"""Maximum number of ranks to name, slowest first. If even more ranks are slow, a longer list would
+not help to find the cause.
 """
 _REPORTS = 3
 _RECENT = 0.3
-"""Weight of the newest report in a rank's slowdown and cost."""
+"""Weight of the latest report in a rank's slowdown and cost."""
 _LEAST = 0.001
-"""Minimum number of seconds per step by which a rank must be slower than the median rank. A smaller
-excess counts as cost 0.
+"""Minimum excess of a rank's time per step over that of the median rank, in seconds. A smaller
+excess counts as no cost.
 """
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A lagging rank. Its own work takes `slowdown` times (at least 1) as long as that of the
-    median rank.
-    """
+    """A lagging rank. Its own work takes `slowdown` times as long as that of the median rank."""
 
     rank: int
     slowdown: float
     cost: float | None = None
-    """Share of the group's step time by which this rank is slower than the median rank; None if the
-    step time is unknown.
+    """Excess of this rank's time over that of the median rank, as a share of the step time; None if
+    the step time is unknown.
     """
 
     def as_figures(self) -> dict[str, float]:
@@ -71,14 +69,14 @@ class _Rank:
     cost: float = 0.0
     named: bool = False
     since: float | None = None
-    """The time since which the rank has been slow but not yet named, or fast enough but still
-    named. None if neither applies.
+    """When the rank became slow but was not yet named, or became fast enough but was still named.
+    None if neither applies.
     """
     reports: int = 0
 
 
 class Stragglers:
-    """Names a rank that is slower than the median by `factor` for `seconds` and three reports.
+    """Names each rank whose slowdown has exceeded `factor` for `seconds` and in three reports.
 
     A rank stays named until its slowdown has been below the midpoint of 1 and `factor` for the same
     time and number of reports.
@@ -101,18 +99,17 @@ class Stragglers:
         """Record the ranks' times since the last call, and return the lagging ranks.
 
         Args:
-            now: the present time in seconds, by a clock that never goes back.
-            own: each rank's own seconds per step; 0 means unknown.
-            even: each rank's own seconds per step if all had equal shares of the batch; None if all
+            now: the present time in seconds, from a monotonic clock.
+            own: time of each rank's own work per step, in seconds; 0 means unknown.
+            even: the values of `own` as they would be with equal shares of the batch; None if the
                 shares are equal.
             stages: number of pipeline stages. Ranks r, r + stages, ... are compared only with each
                 other.
-            step: seconds that a whole step takes; 0 means unknown.
+            step: duration of a whole step, in seconds; 0 means unknown.
 
-        If `even` is given, the smaller of a rank's two slowdowns counts. If only the times for
-        equal shares counted, a rank with fewer samples would be named, although the other ranks do
-        not wait for this rank. A rank with fewer samples needs more time per sample, because each
-        pass has a fixed cost.
+        If `even` is given, the smaller of a rank's two slowdowns counts. If only `even` counted, a
+        rank with fewer samples could be named, because each pass has a fixed cost and this rank
+        needs more time per sample. But the other ranks do not wait for it.
         """
         if not self._factor:
             return ()
@@ -146,10 +143,9 @@ class Stragglers:
 
 
 def _slowdowns(times: Sequence[float], stages: int) -> dict[int, float]:
-    """Return each rank's time as a multiple of the median of its stage. Ranks with unknown times
-    are left out.
+    """Return each rank's time divided by the median time of the rank's stage.
 
-    A stage is left out if fewer than two of its times are known.
+    Ranks with unknown times are left out. So are stages in which fewer than two times are known.
     """
     found = {}
     for stage in range(stages):

@@ -1,8 +1,9 @@
 """Finds the versions of the packages that this process uses, and the model of its GPU.
 
-Only modules that the program has already imported are inspected. So nothing is imported, and the
-list of installed packages, which may have hundreds of entries, is not needed. The GPU is named only
-once the program uses it, because an earlier query would initialize CUDA in a process that may fork.
+This module inspects only modules that the program has already imported. It therefore imports
+nothing, and does not read the list of installed packages, which may have hundreds of entries. The
+model of the GPU is reported only once the program uses the GPU, because an earlier query would
+initialize CUDA in a process that may fork.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ _MODULES = {"PIL": "pillow"}
 
 
 def read_environment() -> dict[str, Any]:
-    """Return {"packages": versions of packages, Python and CUDA} and, if the program uses a GPU,
-    "gpu" with its model.
+    """Return {"packages": {name: version}}, with Python and CUDA among the names.
+
+    If the program uses a GPU, the result also has the GPU's model under "gpu".
     """
     packages = {"python": ".".join(map(str, sys.version_info[:3]))}
     for name in PACKAGES:
