@@ -85,7 +85,7 @@ class Platform:
     def key_mark(self) -> str:
         """A short hash of the operator's key.
 
-        The hash tells keys apart without revealing anything about them.
+        The hash distinguishes keys without revealing anything about them.
         """
         return hmac.new(self.operator_key, b"mark", hashlib.sha256).hexdigest()[:6]
 
