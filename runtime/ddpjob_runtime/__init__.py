@@ -1,8 +1,9 @@
 """Everything that runs inside a job's pods, in any image: coordinator, store, launcher, workers.
 
-The package needs only Python 3.9 or later and its standard library; the launcher and the store also
-need torch. In job pods, the package is an archive in a ConfigMap that is mounted at /opt/ddpjob.
-The coordinator, the launcher and the operator share only `protocol`.
+The package needs only Python 3.9 or later and its standard library, except that the launcher and
+the store also need torch. In job pods, the package is an archive in a ConfigMap, mounted at
+/opt/ddpjob. `protocol` is the only module that the operator shares with the coordinator and the
+launcher.
 """
 
 from __future__ import annotations
@@ -13,5 +14,4 @@ _PACKAGE = Path(__file__).resolve().parent
 PROGRAM = _PACKAGE if _PACKAGE.is_dir() else _PACKAGE.parent
 """The path to give to Python: this folder or, in job pods, the archive that contains it."""
 WORKER = PROGRAM / "worker.py" if PROGRAM == _PACKAGE else PROGRAM.with_name("ddpjob_worker.py")
-"""The entry point of workers. In job pods, the entry point is a separate file next to the archive.
-"""
+"""The entry point of workers. In job pods, it is a separate file next to the archive."""

@@ -2,8 +2,8 @@
 
     python3 PATH/ddpjob_runtime coordinator|launcher|store|check ARGUMENTS
 
-The path is needed because PYTHONPATH and the working directory belong to the user's program, which
-inherits both.
+The runtime is started by its path rather than with `python3 -m`, because PYTHONPATH and the working
+directory belong to the user's program, which inherits both.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import signal
 import sys
 
 if os.getpid() == 1 and {"launcher", "coordinator"} & set(sys.argv[1:2]):
-    # The kernel drops signals that PID 1 neither handles nor blocks. Without this block, a pod that
-    # is deleted while this process still imports modules would stay for its whole grace period.
+    # The kernel drops signals that PID 1 neither handles nor blocks. If SIGTERM were not blocked
+    # here, a pod that is deleted while this process still imports modules would stay for its whole
+    # grace period.
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
 
 import importlib
@@ -37,7 +38,7 @@ def main() -> None:
 
     del sys.argv[1]
     sys.path_hooks.insert(0, Archive)
-    # The import of Archive made Python cache zipimport's loader for the archive's path. Remove that
+    # Importing Archive made Python cache zipimport's loader for the archive's path. Remove that
     # loader from the cache.
     sys.path_importer_cache.clear()
     program = importlib.import_module(PROGRAMS[name])
@@ -48,9 +49,9 @@ def main() -> None:
 def find_package() -> None:
     """Import the runtime's packages without changing `sys.path`, which belongs to the user.
 
-    Python has put the folder of this file on `sys.path` or, in job pods, the archive that contains
-    this file. Once a package is imported, Python finds its submodules through the package's own
-    path.
+    Python has put this file's folder first on `sys.path`. In job pods, that entry is the archive
+    that contains this file. Replace the entry only during the imports. Once a package is imported,
+    Python finds its submodules through the package's own path.
     """
     folder = Path(__file__).resolve().parent
     sys.path[0] = str(folder.parent if folder.is_dir() else folder)

@@ -1,7 +1,7 @@
 """Asks the kernel whether a connection's peer has acknowledged all bytes that were sent to it.
 
-A host's kernel acknowledges bytes even if the process that should read them is paused or gets no
-CPU time. A host without power or network acknowledges nothing. Only Linux reports acknowledgements.
+A running host's kernel acknowledges bytes even while the receiving process is paused or gets no CPU
+time. A host without power or network acknowledges nothing. Only Linux reports acknowledgements.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import socket
 import sys
 
 _UNACKED = slice(24, 28)
-"""The position of the field tcpi_unacked in Linux's struct tcp_info."""
+"""The bytes of Linux's `struct tcp_info` that contain its `tcpi_unacked` field."""
 _THIN_LINEAR_TIMEOUTS = 16
 """Linux's TCP_THIN_LINEAR_TIMEOUTS, for which Python has no constant."""
 
@@ -34,11 +34,12 @@ def is_acknowledged(stream: socket.socket) -> bool:
 
 
 def resend_often(stream: socket.socket) -> None:
-    """Make the kernel resend a small number of bytes every 0.2 s.
+    """Make the kernel resend unacknowledged bytes every 0.2 s, as long as there are only a few of
+    them.
 
-    By default, the kernel would resend the bytes after 0.2, 0.4, 0.8 s and so on. A link that was
-    down for 0.5 s would then appear to be down for 0.8 s.
+    By default, the kernel doubles the delay before each retry: 0.2, 0.4, 0.8 s and so on. A link
+    that was down for 0.5 s would then appear to be down for 0.8 s.
     """
     if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # The kernel is too old for this option.
+        with contextlib.suppress(OSError):  # Old kernels do not have this option.
             stream.setsockopt(socket.IPPROTO_TCP, _THIN_LINEAR_TIMEOUTS, 1)

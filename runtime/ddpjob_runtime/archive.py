@@ -8,7 +8,7 @@ import zipimport
 class Archive(zipimport.zipimporter):
     """Finds modules in an archive, and compiles each of them only once.
 
-    zipimport's own loader would compile a module once to find its file name, and again to run it.
+    zipimport's own loader compiles a module twice: first to find its file name, and then to run it.
     """
 
     def get_filename(self, fullname: str) -> str:

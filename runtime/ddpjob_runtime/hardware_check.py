@@ -2,8 +2,8 @@
 
     python3 PATH/ddpjob_runtime check JSON
 
-The check is a separate process. Its device context therefore ends with the process, and a hung
-driver does not block anything else. The check writes lines of JSON: `{"step": NAME}` before each
+The check runs in a process of its own. Its device context is freed when that process ends, and a
+hung driver blocks only that process. The check writes lines of JSON: `{"step": NAME}` before each
 part, and `{"problem": TEXT, ...}` at the end. TEXT is empty if the check has passed.
 """
 
@@ -26,10 +26,10 @@ from typing import Any
 FILE_BYTES = 1 << 20
 """Size in bytes of the file that is written to the checkpoint folder, synced and read back."""
 SUM_BYTES = 16 << 20
-"""Size in bytes of the tensor in the all-reduce that is timed."""
+"""Size in bytes of the tensor in the timed all-reduce."""
 FREE_SHARE = 0.5
-"""The share of a GPU's memory that must be free. If less memory is free, another process uses the
-GPU. The share is not 1, because time-sliced GPUs are never completely free.
+"""The fraction of a GPU's memory that must be free. If less is free, another process must be
+using the GPU. The fraction is below 1 because a time-sliced GPU is never completely free.
 """
 _SIDE = 1024
 _SIOCGIFADDR = 0x8915
@@ -38,7 +38,8 @@ _SIOCGIFADDR = 0x8915
 def main() -> None:
     """Run the check that the first argument describes.
 
-    Exit immediately when standard input ends, because the launcher is then gone.
+    The launcher holds the other end of standard input. If standard input ends, the launcher is
+    gone, and this process exits immediately.
     """
     settings = json.loads(sys.argv[1])
     threading.Thread(target=_end_with_launcher, daemon=True).start()
@@ -47,7 +48,7 @@ def main() -> None:
     except Exception as error:
         found = {"problem": f"{type(error).__name__}: {str(error)[:1000]}"}
     _say(**found)
-    # Exit immediately, because a failed process group could block an ordinary exit.
+    # An ordinary exit could hang in a process group that has failed.
     os._exit(0)
 
 
@@ -67,9 +68,9 @@ def _say(**fields: Any) -> None:
 def check_node(settings: dict[str, Any]) -> dict[str, Any]:
     """Check this node's checkpoint folder and devices.
 
-    The result contains the problem, which is empty if the node passes. In `settings`, `folder` is
-    the checkpoint folder. If `folder` is empty, no folder is checked. `pod` is the name of this
-    pod. `gpus` is the number of devices that the pod must have, and `resource` is their kind.
+    `settings` contains `folder` (the checkpoint folder; empty if none is to be checked), `pod` (the
+    name of this pod), `gpus` (the number of devices that the pod must have) and `resource` (the
+    kind of these devices). The result contains `problem`, which is empty if the node passes.
     """
     folder = settings["folder"]
     if folder:
@@ -81,7 +82,7 @@ def check_node(settings: dict[str, Any]) -> dict[str, Any]:
     try:
         import torch
     except ImportError:
-        # The launcher will report that torch is missing, and will say what to do.
+        # The launcher itself will report that torch is missing, and what to do about it.
         return {"problem": ""}
     devices, problem = _devices(torch, settings["gpus"], settings["resource"])
     for device in devices:
@@ -91,7 +92,7 @@ def check_node(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def folder_problem(folder: Path, pod: str) -> str:
-    """Return why the folder cannot hold checkpoints; empty if it can."""
+    """Return the reason why the folder cannot hold checkpoints; empty if it can."""
     path, content = folder / f".ddpjob-preflight-{pod}-{os.urandom(4).hex()}", os.urandom(FILE_BYTES)
     try:
         try:
@@ -110,15 +111,15 @@ def folder_problem(folder: Path, pod: str) -> str:
 
 
 def _devices(torch: Any, wanted: int, resource: str) -> tuple[list[str], str]:
-    """Return torch's names for the node's devices, and what is wrong with their number.
+    """Return torch's names for the node's devices, and a problem if there are too few of them.
 
-    The second value is empty if the number is right.
+    The problem is empty if there are enough devices.
     """
     if not wanted or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return ["cpu"], ""
     kind = "xpu" if resource.startswith("gpu.intel.com/") else "cuda"
     if kind == "cuda" and resource.partition("/")[0] not in ("nvidia.com", "amd.com") and not torch.cuda.is_available():
-        # torch supports this device through a plugin that this module does not know.
+        # torch supports this device only through a plugin, which this module does not know.
         return ["cpu"], ""
     module = getattr(torch, kind, None)
     there = module.device_count() if module is not None and module.is_available() else 0
@@ -127,10 +128,10 @@ def _devices(torch: Any, wanted: int, resource: str) -> tuple[list[str], str]:
 
 
 def device_problem(torch: Any, device: str) -> str:
-    """Return what is wrong with a device; empty if its memory and its computations are correct.
+    """Return what is wrong with a device; empty if its memory and its arithmetic are correct.
 
-    All sums in the computations are whole numbers below 2**24, which float32 and TF32 represent
-    exactly.
+    Every sum in the test is a whole number below 2**24, because float32 and TF32 represent such
+    numbers exactly.
     """
     if device.startswith("cuda"):
         free, total = torch.cuda.mem_get_info(device)
@@ -147,7 +148,7 @@ def device_problem(torch: Any, device: str) -> str:
         v = ((torch.arange(_SIDE) * 13) % 7 - 3).double()
         product = torch.mm(a, b).cpu().double()
         wrong = int((torch.mv(product, v) != torch.mv(a.cpu().double(), torch.mv(b.cpu().double(), v))).sum())
-    except RuntimeError as error:  # torch raises this error for every driver error.
+    except RuntimeError as error:  # torch raises RuntimeError for every driver error.
         return f"{device}: {(str(error).splitlines() or [type(error).__name__])[0][:300]}"
     return f"{device}: {wrong} of {_SIDE} rows of a matrix product are wrong" if wrong else ""
 
@@ -156,11 +157,11 @@ def device_problem(torch: Any, device: str) -> str:
 
 
 def check_links(settings: dict[str, Any]) -> dict[str, Any]:
-    """Run one rank of an all-reduce of whole numbers, verify its result, and time it.
+    """Run one rank of an all-reduce of whole numbers, verify the result, and time it.
 
     `settings` contains `rank`, `world`, `local`, the store's `host` and `port`, `backend`, `gpus`
-    and `seconds`. The result contains `problem`, `transport` and `rate`. The rate is the bus
-    bandwidth as defined by nccl-tests, in 10^6 bytes per second. With only one rank, it is None.
+    and `seconds`. The result contains `problem`, `transport` and `rate`. `rate` is the bus
+    bandwidth as nccl-tests defines it, in 10^6 bytes per second; None if there is only one rank.
     """
     import torch
     import torch.distributed as dist
@@ -187,12 +188,13 @@ def check_links(settings: dict[str, Any]) -> dict[str, Any]:
         numbers = pattern[:count] * (rank % 8 + 1)
         began = time.monotonic()
         dist.all_reduce(numbers)
-        # Reading this number also waits until the device has finished.
+        # `int` waits until the device has finished, so the time below includes the whole
+        # all-reduce.
         wrong = int((numbers != expected[:count]).sum())
         if count > 1000:
             shortest = min(shortest, time.monotonic() - began)
-        # Do not exit here. An exit would break the connections to other ranks, which may be
-        # healthy.
+        # Do not exit after a wrong result. An exit would break the connections to the other ranks,
+        # and those ranks may be healthy.
         if wrong and not problem:
             problem = f"an all-reduce with {backend} returned {wrong} wrong sums out of {count}"
     rate = 2 * (world - 1) / world * SUM_BYTES / shortest / 1e6 if world > 1 else None
@@ -205,9 +207,9 @@ def check_links(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _keep_nccl_log() -> Path:
-    """Make NCCL log its choices to a file, and return the file's path.
+    """Make NCCL log its choices to a file, and return that file's path.
 
-    Call this before NCCL is first used.
+    Must be called before NCCL is first used.
     """
     handle, name = tempfile.mkstemp(prefix="ddpjob-nccl-")
     os.close(handle)
@@ -216,7 +218,8 @@ def _keep_nccl_log() -> Path:
 
 
 def nccl_transport(log: str) -> str:
-    """Return the network, devices and kinds of channels that NCCL uses, according to its log.
+    """Return the network, the devices and the types of channel that NCCL uses, according to its
+    log.
 
     The log must have been written with NCCL_DEBUG=INFO.
     """
@@ -238,9 +241,9 @@ def nccl_transport(log: str) -> str:
 def _gloo_interface() -> str:
     """Return the name of the network interface that gloo uses.
 
-    As in torch, the variable GLOO_SOCKET_IFNAME names the interface. If the variable is not set,
-    gloo uses the interface that has the address of the host's name. If there is no such interface,
-    gloo uses the loopback interface.
+    Like torch, use the interface that the variable GLOO_SOCKET_IFNAME names. If the variable is not
+    set, gloo looks up the address of this host's own name and uses the interface with that address,
+    or the loopback interface if there is none.
     """
     named = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if named:
@@ -254,7 +257,7 @@ def _gloo_interface() -> str:
 
 
 def _interfaces() -> dict[str, str]:
-    """Return the network interface of each of this host's addresses, by address."""
+    """Map each of this host's addresses to the name of its network interface."""
     import fcntl
 
     found = {}

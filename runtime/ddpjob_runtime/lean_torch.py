@@ -13,15 +13,16 @@ from types import ModuleType
 from typing import Any
 
 META_KERNELS = "torch._meta_registrations"
-"""The module that defines how torch's operators treat tensors without data. Importing it takes a
-fifth of torch's import time."""
+"""The module that defines how torch's operators treat tensors without data. Importing it accounts
+for a fifth of torch's import time.
+"""
 
 
 @contextlib.contextmanager
 def for_rendezvous() -> Iterator[None]:
     """Defer META_KERNELS while torch is imported inside this `with`.
 
-    The deferred module runs when it is first used. If it is not used, it never runs.
+    The module runs when something first uses it, and never runs if nothing does.
     """
     hook = _MetaKernelsLater()
     sys.meta_path.insert(0, hook)
@@ -32,7 +33,7 @@ def for_rendezvous() -> Iterator[None]:
 
 
 class _MetaKernelsLater:
-    """Import hook that makes META_KERNELS run only when it is first used."""
+    """Import hook that runs META_KERNELS only when it is first used."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Return a spec that defers META_KERNELS; None for every other module."""
@@ -45,8 +46,8 @@ class _MetaKernelsLater:
 class _Later(Loader):
     """Loads a module, but runs it only when it is first used.
 
-    Python's own LazyLoader is not suitable. LazyLoader would run the module as soon as torch lets
-    `inspect` look at the module.
+    Python's own LazyLoader would run the module too early: torch makes `inspect` look at all loaded
+    modules, and a deferred module would run at that moment.
     """
 
     def __init__(self, loader: Loader) -> None:
@@ -57,7 +58,7 @@ class _Later(Loader):
         return _NotRun(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing. The module is run when it is first used."""
+        """Do nothing, because the module runs only when it is first used."""
 
 
 class _NotRun(ModuleType):

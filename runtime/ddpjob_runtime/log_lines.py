@@ -1,10 +1,10 @@
 """Writes log lines without blocking. Lines are lost if the disk is full or nobody reads the pipe.
 
-A container's output is a pipe, which the container runtime reads. The container runtime stops
-reading while the host's log folder is full or hangs, and the pipe then fills up. A write to a full
-pipe would block the coordinator's event loop, or the launcher's only thread that reads from the
-coordinator. The pipe is not made non-blocking, because the workers share it and expect blocking
-writes.
+A container's output is a pipe that the container runtime reads. If the host's log folder is full or
+hangs, the container runtime stops reading, and the pipe fills up. Writing to a full pipe would
+block the coordinator's event loop, or the one thread in which the launcher reads from the
+coordinator. Making the pipe non-blocking is not an option, because the workers share the pipe and
+expect blocking writes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from typing import TextIO
 from ddpjob_runtime import protocol
 
 PIECE = select.PIPE_BUF
-"""Number of bytes that a pipe accepts in one write without blocking, if it can accept any bytes."""
-PATIENCE_SECONDS = 0.05
-"""How many seconds to wait for a slow reader. If the previous line was lost, the next line does not
-wait.
+"""Number of bytes that can be written to a pipe at once without blocking, if the pipe is writable.
 """
+PATIENCE_SECONDS = 0.05
+"""How many seconds to wait for a slow reader. There is no wait if the previous line was lost."""
 
 
 class Log:
@@ -43,7 +42,7 @@ class Log:
         if self._lost:
             line = f"({self._lost} lines are missing here, because nothing read this log)\n{line}"
         data = line.encode(errors="backslashreplace")
-        with contextlib.suppress(OSError, ValueError):  # The disk is full, or the stream is closed.
+        with contextlib.suppress(OSError, ValueError):  # Full disk or closed stream.
             stream = self._stream or sys.stderr
             stream.flush()
             try:
@@ -59,7 +58,7 @@ class Log:
 def divert_loggers(log: Log) -> None:
     """Redirect to `log` the output that loggers would write to stderr.
 
-    torchrun's loggers are called by the thread that restarts workers, which must not block.
+    The thread that restarts workers calls torchrun's loggers, and that thread must not block.
     """
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     handlers = [h for logger in loggers if isinstance(logger, logging.Logger) for h in logger.handlers]
@@ -75,12 +74,14 @@ class _Emit:
     def __call__(self, record: logging.LogRecord) -> None:
         try:
             self._log.write(self._handler.format(record) + "\n")
-        except Exception:  # The arguments of the record do not match its format.
+        except Exception:  # For example, the record's arguments do not match its format.
             self._handler.handleError(record)
 
 
 def _write(descriptor: int, piece: bytes, wait: float) -> bool:
-    """Write a piece of a line. Return False if this is impossible within `wait` seconds."""
+    """Write a piece of a line. Return False if the descriptor is not writable within `wait`
+    seconds.
+    """
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)
     return bool(poll.poll(wait * 1000)) and os.write(descriptor, piece) > 0

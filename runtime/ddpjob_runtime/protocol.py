@@ -1,11 +1,11 @@
 """Defines the messages, the report and the constants with which coordinator, launchers and operator
 communicate.
 
-docs/protocol.md describes how they are used. This module needs only the standard library of Python
-3.9 or later, because it runs in users' images.
+docs/protocol.md describes the protocol. This module runs in users' images, so it needs only Python
+3.9 or later and the standard library.
 """
 
-# ruff: noqa: UP045  (the types of records are evaluated, and Python 3.9 cannot evaluate `X | None`)
+# ruff: noqa: UP045 (record types are evaluated, and Python 3.9 cannot evaluate `X | None`)
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from itertools import islice
 from typing import Any, Optional, Union
 
 VERSION = 1
-"""Version of this protocol, and of the way in which pods start the runtime. If a job's pods use a
-different version, the job gets a new generation.
+"""Version of this protocol, including how pods start the runtime. If a job's pods use a different
+version, the job gets a new generation.
 """
 NUMBERS_PER_ATTEMPT = 1_000_000
-"""The coordinator of attempt A numbers its rounds and incidents from 1 + A * NUMBERS_PER_ATTEMPT.
-No number must be used twice in a generation, and a new coordinator cannot ask the previous
-coordinator which numbers it has used.
+"""The coordinator of attempt A numbers its rounds and incidents from 1 + A * NUMBERS_PER_ATTEMPT. A
+number must not be used twice in a generation, and a new coordinator cannot ask its predecessor
+which numbers are taken.
 """
 
 
 class Word(str, Enum):
-    """A string of the protocol. It formats as its value in every version of Python."""
+    """A string of the protocol. In every version of Python, `str` and `format` return its value."""
 
     __str__ = str.__str__
     __format__ = str.__format__  # type: ignore[assignment]
@@ -44,12 +44,12 @@ class Word(str, Enum):
 
 EXIT_DONE = 0
 EXIT_STEPPED_ASIDE = 75
-"""Exit code of a worker that has saved a checkpoint and ended, because it was asked to stop."""
+"""Exit code of a worker that was asked to stop and has ended after saving a checkpoint."""
 EXIT_RENDEZVOUS_LOST = 76
 EXIT_STOPPED = 77
 EXIT_INIT_FAILURE = 78
 EXIT_FENCED = 79
-"""The launcher was fenced, because the round continued without its node."""
+"""The launcher was fenced: the round continued without its node."""
 EXIT_UNFIT = 80
 """The node has failed the checks in spec.preflight."""
 
@@ -65,7 +65,7 @@ class Mode(Word):
 
 
 class Hangs(Word):
-    """The values of spec.recovery.hangs, which says what happens after a proven hang."""
+    """The values of spec.recovery.hangs: what to do once a hang is proven."""
 
     END = "End"
     REPORT = "Report"
@@ -82,7 +82,7 @@ class WaitKind(Word):
 
 
 class CoordinatorState(Word):
-    """The state of a job's group, as the coordinator reports it."""
+    """The state of a job's group as reported by the coordinator."""
 
     FORMING = "Forming"
     RUNNING = "Running"
@@ -106,7 +106,7 @@ class MemberState(Word):
 
 
 class IncidentKind(Word):
-    """The kind of an incident, which is the first cause of a break as the coordinator sees it."""
+    """The kind of an incident: what first caused the break, in the coordinator's view."""
 
     WORKER_FAILED = "WorkerFailed"
     OOM_KILLED = "OOMKilled"
@@ -118,13 +118,15 @@ class IncidentKind(Word):
 
 
 COLD_WORKERS = "ColdWorkers"
-"""Kind of a note: this node's workers are started cold, which means that they are not forked from a
-process that has imported torch."""
+"""Kind of a note: this node's workers are started cold. They are not forked from a process that has
+already imported torch.
+"""
 PREFLIGHT = "Preflight"
-"""Kind of a note: what the node with rank 0 measured when it checked the links."""
+"""Kind of a note: the results of the link check, as measured by the node with rank 0."""
 DATA = "Data"
-"""Kind of a note: how much of storage.data.url or code.archive a node has fetched. The note's text
-is empty once everything is fetched."""
+"""Kind of a note: how much of storage.data.url or code.archive a node has fetched so far. The
+note's text is empty once the node has fetched everything.
+"""
 MOST_CODE_BYTES = 2 * 2**30
 """Maximum size of code.archive in bytes."""
 MOST_UNPACKED_BYTES = 8 * 2**30
@@ -137,24 +139,24 @@ COMMUNICATION_ERROR = re.compile(
     r"\bRDMA\b|(?<![a-z])UCC(?![a-z])|\bMPI\b|\bHorovodInternalError\b|\bHorovod has been shut down\b|\btensorpipe\b",
     re.I,
 )
-"""Matches errors that a rank raises when its peer is gone. The pattern is applied to an exception's
-message. The pattern is not applied to the traceback, because source lines in a traceback might
-contain the name of a backend.
+"""Matches errors that a rank raises when its peer is gone. Apply it only to an exception's message.
+A traceback quotes source lines, and these might contain the name of a backend.
 """
 RANK_FAILURE = "RankFailed"
-"""Kind of the termination message of a failed rank. Only a rank that the torchrun of a `command`
-has started writes this message (worker.py).
+"""Kind of the termination message of a failed rank. Only ranks that are started by the torchrun of
+a `command` write this message (see worker.py).
 """
 
 RANK_ENDED = "(this rank has ended)"
-"""Shown instead of the stacks of a rank whose process has ended."""
+"""Replaces the stacks of a rank whose process has ended."""
 RANK_FAILED = "(this rank has failed, and its process has not ended) "
-"""Shown before the error of a failed rank, in the first line of its stacks. The process of such a
-rank has not ended yet, because the process waits for one of its threads or for a device.
+"""Precedes a failed rank's error in the first line of its stacks. The process of such a rank still
+exists, because it waits for one of its threads or for a device.
 """
 DATA_WAITS = "waiting for another pod on this Kubernetes node, which is fetching the data"
-"""Text of the DATA note of a pod that waits while another pod on its host fetches the data. The
-note of the fetching pod has the details."""
+"""Text of a pod's DATA note while another pod on the same host fetches the data. The note of that
+other pod has the details.
+"""
 
 
 # --- lines between members and the coordinator
@@ -200,20 +202,21 @@ HEARTBEAT_SECONDS = 1.0
 SILENCE_SECONDS = 6.0
 """A connection counts as dead if nothing has been received on it for this many seconds."""
 RECONNECT_SECONDS = 30.0
-"""How many seconds a member in Standard mode continues after the connection to its coordinator was
-lost. The coordinator might only be suspended, and workers need the coordinator's store only for a
-new round. If the coordinator has ended, the operator replaces all pods.
+"""How many seconds a Standard-mode member continues after losing its connection to the coordinator.
+The coordinator might only be suspended, and the workers do not need its store until the next round.
+If the coordinator has ended, the operator replaces all pods.
 
-In Fast mode, a member continues as long as its workers run. A member without workers waits for a
-new coordinator for as long as a member waits for the first coordinator.
+In Fast mode, a member continues for as long as its workers run. A member without workers waits for
+a new coordinator as long as it would wait for the first one.
 """
 
 MAX_LINE = 256 * 1024
 MAX_LOOKS = 96 * 1024
-"""Maximum number of characters in the stacks that a member sends for one check, for all its ranks
-together."""
+"""Maximum number of characters in the stacks that a member sends for one check. The limit applies
+to the stacks of all its ranks together.
+"""
 MAX_RANKS = 1024
-"""Maximum number of ranks that one member can have."""
+"""Maximum number of ranks per member."""
 MAX_TEXT = 4096
 MAX_TRACEBACK = 32 * 1024
 MAX_NOTE = 1000
@@ -223,48 +226,52 @@ MAX_SIGNAL = 20
 MAX_NAME = 253
 """Maximum length of a pod name, as in Kubernetes."""
 MAX_REASON = 300
-"""Maximum length in characters of the reason why a member was lost."""
+"""Maximum length in characters of the reason for a member's loss."""
 MAX_INCIDENTS = 50
 MAX_NOTES = 100
-"""Maximum number of notes in a report. The limit is high enough, because there are few kinds of
-notes, and each pod has at most one note of each kind.
+"""Maximum number of notes in a report. Reports stay below this limit, because there are few kinds
+of notes and a pod has at most one note of each kind.
 """
 DETAILED_INCIDENTS = 10
-"""Number of the newest incidents whose tracebacks the operator keeps. A status shows at most this
-number of incidents."""
+"""Number of latest incidents whose tracebacks the operator keeps. A status shows no more incidents
+than this.
+"""
 MAX_TOLD, MAX_TOLD_BEFORE, MAX_STACKS = 3000, 200, 6000
-"""The operator shortens strings to these numbers of characters: MAX_TOLD for the message and the
-traceback of a detailed incident, MAX_TOLD_BEFORE for the message of an older incident, and
-MAX_STACKS for the stacks of an overdue step. The pods' logs contain the complete strings."""
+"""The operator shortens texts to these numbers of characters. MAX_TOLD applies to the message and
+the traceback of a detailed incident, MAX_TOLD_BEFORE to the message of an older incident, and
+MAX_STACKS to the stacks of an overdue step. The pods' logs contain the complete texts.
+"""
 MAX_REPORT = 1024 * 1024
-"""Maximum size of a report in bytes, regardless of the number of pods."""
+"""Maximum size of a report in bytes, however many pods the job has."""
 MAX_TEXTS = 96 * 1024
-"""Maximum size in bytes of a report without its lists of pods."""
+"""Maximum size in bytes of a report, not counting its lists of pods."""
 ROUNDS_FILE = ".ddpjob-rounds.jsonl"
 """Name of the file in the checkpoint folder where a member records rounds and breaks, one per line.
-The file is hidden because scripts assume that the newest or last visible file in that folder is
+The file is hidden from scripts that take the newest or the last visible file in that folder to be
 their checkpoint.
 """
 LOGS_FOLDER, OLDER = ".ddpjob-logs", ".1"
-"""LOGS_FOLDER is the folder, in the checkpoint folder or bucket, that keeps the ends of pods' logs.
-OLDER is the suffix of the file that keeps the older lines of such a log."""
+"""LOGS_FOLDER is a folder inside the checkpoint folder or bucket. It keeps the last part of each
+pod's log. OLDER is the suffix of the file that contains the older lines of such a log.
+"""
 MAX_KEPT_LOG = 1 << 20
-"""Maximum size of one pod's kept log in bytes, in all of its files together."""
+"""Maximum total size in bytes of the files in which one pod's log is kept."""
 MAX_RECORDED = 5
-"""Maximum number of incidents in a RECORD line. The coordinator keeps such a line shorter than half
-of MAX_LINE, because a line longer than MAX_LINE would end the connection."""
+"""Maximum number of incidents in a RECORD line. The coordinator also keeps the line below half of
+MAX_LINE, because a line longer than MAX_LINE would end the connection.
+"""
 MAX_SPARES = 100
 MAX_PODS = 1024 + MAX_SPARES
-"""Maximum number of pods in one job: its nodes and spares."""
+"""Maximum number of pods in a job, both nodes and spares."""
 MAX_NUMBER = 2**62
-"""Largest whole number that a member is allowed to send. The status can hold numbers of 63 bits, so
-a round number can still grow beyond this limit.
+"""Largest whole number that a member may send. The status can hold 63-bit numbers, which leaves
+room for a round number to grow beyond this limit.
 """
 MAX_SECONDS = 2**31
-"""Longest time in seconds that a member or the operator is allowed to send."""
+"""Longest time in seconds that a member or the operator may send."""
 MAX_FIGURES = 100
-"""Maximum number of entries in a progress report, and also in its `metrics`. The same number is the
-maximum length of an entry's name in characters.
+"""Maximum number of entries in a progress report, and in its `metrics`. It is also the maximum
+number of characters in an entry's name.
 """
 STRAGGLERS = "stragglers"
 """Key in a progress report for the lagging ranks, `[{"rank": 3, "slowdown": 1.8, "cost": 0.4}]`."""
@@ -274,12 +281,12 @@ ROUND = "round"
 DDPJOB_FENCE.
 """
 UNGROUPED = "ungrouped"
-"""Key in the step counter's reports. The value is true if the program takes steps, but has not
+"""Key in the step counter's reports. The value is true if the program takes steps without having
 formed a process group with the other ranks.
 """
 UNCOUNTABLE = "uncountable"
-"""Key in the step counter's reports. The value is true if the counter might miss the next steps.
-For example, the counter cannot see the steps of a compiled optimizer.
+"""Key in the step counter's reports. The value is true if the counter might miss the next steps, as
+with a compiled optimizer.
 """
 EXCHANGING = "exchanging"
 """Key in the step counter's reports. The value is true if the ranks exchanged data in each of the
@@ -287,45 +294,44 @@ first steps after step 1.
 """
 FLAGS = (UNGROUPED, UNCOUNTABLE, EXCHANGING)
 RESUMED = "resumed"
-"""Key in the step counter's reports. The value is one of RESUMED_WORDS, and says whether the state
-of a checkpoint was loaded into the optimizer before its first step.
+"""Key in the step counter's reports: whether a checkpoint was loaded into the optimizer before its
+first step. The value is one of RESUMED_WORDS.
 """
 RESUMED_WORDS = YES, NO, UNKNOWN = "yes", "no", "unknown"
 START = "start"
-"""Key in a progress report for the step from which this round's training continued, and where that
-step's state came from. `read_start` describes the value.
+"""Key in a progress report for the point from which this round's training continued: its step, and
+the source of the state at that step. `read_start` describes the value.
 """
 ENVIRONMENT = "environment"
-"""Key in a progress report for the GPU and the packages that rank 0 trains with. `read_environment`
+"""Key in a progress report for rank 0's GPU and the versions of its packages. `read_environment`
 describes the value.
 """
 MAX_PACKAGES = 20
 _PACKAGE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,39}")
 _PRINTABLE = re.compile(r"[ -~]{1,80}")
 SOURCES = MEMORY, STORAGE, SCRATCH = "memory", "storage", "scratch"
-"""The possible sources of the state from which training continues."""
+"""Possible sources of the state from which training continues."""
 AT_RISK = "stepsAtRisk"
-"""Figure in a progress report: the maximum number of steps that would be repeated if a loss
-occurred now.
+"""Figure in a progress report: how many steps would be repeated, at most, if a node were lost now.
 """
 SNAPSHOT_BYTES = "snapshotBytes"
-"""Figure in a progress report: the number of bytes that two training states need in memory. The
-figure is sent only if a node does not have enough memory for both states.
+"""Figure in a progress report: the size in bytes of two training states. It is sent only if a node
+does not have enough memory for both of them.
 """
 COUNTED_SPEED = "stepsPerSecond"
-"""The only metric that the step counter sends. This metric is used as the speed if a script does
-not report samples per second.
+"""The only metric that the step counter sends. If a script does not report samples per second, this
+metric is shown as its speed.
 """
 CHECKPOINT_TIME = "checkpointTime"
-"""Metric from a script: when its newest checkpoint was completely on disk, in Unix seconds.
-"""
+"""Metric from a script: the Unix time at which its latest checkpoint was completely on disk."""
 COPY_STEP, COPY_TIME, COPY_BEHIND = "copyStep", "copyTime", "copyBehind"
-"""Metrics about the copies of checkpoints in a bucket. COPY_STEP is the step of the newest copy,
-and COPY_TIME is when that checkpoint was saved, in Unix seconds. COPY_BEHIND is the number of
-seconds for which a checkpoint has existed only on its machine, without a completed upload.
+"""Metrics about the copies of checkpoints in a bucket. COPY_STEP is the step of the latest copy,
+and COPY_TIME is the Unix time at which that checkpoint was saved. COPY_BEHIND is how many seconds a
+checkpoint has existed only on its machine, without a completed upload.
 
-Reports with only these metrics are sent in the background, so they do not show that the script is
-taking steps."""
+Reports with only these metrics come from the background, so they do not show that the script is
+taking steps.
+"""
 
 
 def encode(verb: str, **values: Any) -> bytes:
@@ -337,7 +343,7 @@ def encode(verb: str, **values: Any) -> bytes:
 def _bare(verb: str) -> bytes:
     """Return the line for a message that has only a verb.
 
-    Lines are cached, because a thousand members together send a thousand heartbeats per second.
+    The lines are cached because a thousand members send a thousand heartbeats per second in total.
     """
     return _line({"t": verb})
 
@@ -347,10 +353,9 @@ def _line(message: dict[str, Any]) -> bytes:
 
 
 def decode(line: bytes) -> dict[str, Any]:
-    """Return the message in a line, which is a JSON object with a verb.
+    """Parse a line into a message, which is a JSON object with a verb.
 
-    Raises:
-        ValueError: the line is something else; the error's message shows the line.
+    Raises: ValueError: the line is something else; the error's message shows the line.
     """
     try:
         message = json.loads(line)
@@ -364,8 +369,8 @@ def decode(line: bytes) -> dict[str, Any]:
 def clip(text: object, limit: int = MAX_TEXT) -> str:
     """Shorten the string to `limit` characters by leaving out its middle.
 
-    The middle is the least useful part, because messages begin with the error, and tracebacks end
-    with it. Where possible, `clip` leaves out whole lines.
+    The middle is the least useful part: messages begin with the error, and tracebacks end with it.
+    Whole lines are left out where possible.
     """
     full = "" if text is None else str(text)
     if len(full) <= limit:
@@ -378,16 +383,16 @@ def clip(text: object, limit: int = MAX_TEXT) -> str:
 
 
 _PART_OF_A_LINE = 300
-"""Maximum number of characters that `clip` and `last_lines` additionally leave out, so that a
-shortened string consists of whole lines."""
+"""Maximum number of extra characters that `clip` and `last_lines` leave out to avoid partial lines.
+"""
 _NEWLINE = "\n"
 
 
 def last_lines(text: str, limit: int) -> str:
     """Return the last `limit` characters of the string.
 
-    If these characters begin within a line, and the next line begins soon after, the result starts
-    with the next line instead.
+    If these characters begin in the middle of a line, and the next line begins soon after, the
+    partial line is left out.
     """
     text = text.strip()
     last = text[-limit:]
@@ -396,10 +401,10 @@ def last_lines(text: str, limit: int) -> str:
 
 
 def error_mark(message: str, traceback: str) -> tuple[str, str]:
-    """Return the parts that are the same in all occurrences of one error.
+    """Return what all occurrences of the same error have in common.
 
-    The first part is the first line of the message. Digits are removed from this line, because they
-    may be the number of a rank. The second part is the last file and line of the traceback. It is
+    The first part of the result is the first line of the message. Its digits are replaced, because
+    they may be the number of a rank. The second part is the last file and line in the traceback;
     empty if there is no traceback.
     """
     lines = _FRAME.findall(traceback)
@@ -414,8 +419,8 @@ _BEYOND_16_BITS = re.compile("[\U00010000-\U0010ffff]")
 def clip_kept(text: str, limit: int) -> str:
     """Shorten the string to `limit` characters that take at most `2 * limit` bytes in memory.
 
-    If a string contains a single character beyond 16 bits, such as an emoji, Python stores each of
-    its characters in four bytes. So these characters are replaced if the string is longer than half
+    A single character beyond 16 bits, such as an emoji, makes Python store every character of a
+    string in four bytes. Such characters are therefore replaced if the string is longer than half
     of `limit`.
     """
     text = clip(text, limit)
@@ -448,16 +453,17 @@ def is_sealed(proof: Any, token: str, *parts: str | bytes) -> bool:
 
 HEALTH_PATH, STATUS_PATH, METRICS_PATH = "/healthz", "/status", "/metrics"
 INSTANCE_HEADER, NONCE_HEADER, PROOF_HEADER = "DDPJob-Instance", "DDPJob-Nonce", "DDPJob-Proof"
-"""Names of three HTTP headers, which contain the coordinator's random number, the request's nonce,
-and the seal. A request's seal covers `"request", INSTANCE, NONCE, METHOD, PATH with query, BODY`,
-and a response's seal covers `"answer", INSTANCE, NONCE, BODY`."""
+"""Names of three HTTP headers. They contain the coordinator's random number, the request's nonce,
+and the seal. The seal of a request covers `"request", INSTANCE, NONCE, METHOD, PATH with query,
+BODY`. The seal of a response covers `"answer", INSTANCE, NONCE, BODY`.
+"""
 MAX_NONCE = 100
 
 
 class Command(Word):
     """Requests that change something in the coordinator.
 
-    Each is a `POST /v1/NAME`, sealed with the job's token.
+    Each request is a `POST /v1/NAME` and carries a seal made with the job's token.
     """
 
     PROGRESS = "progress"
@@ -471,15 +477,15 @@ class Command(Word):
 
     @property
     def path(self) -> str:
-        """The path in the request's URL."""
+        """The path of the request's URL."""
         return f"/v1/{self}"
 
 
 def kept_log_name(pod: str, uid: str) -> str:
     """Return the file name of a pod's kept log.
 
-    The name contains the beginning of the job's UID, because a later job with the same name has
-    pods with the same names.
+    The pod's name is not enough, because the pods of a later job can have the same names. The file
+    name therefore also contains the beginning of the job's UID.
     """
     return f"{pod}.{(re.sub('[^0-9a-f]', '', uid) + '0' * 8)[:8]}.log"
 
@@ -490,7 +496,7 @@ _KEPT_LOG = re.compile(
 
 
 def read_kept_log(name: str) -> Optional[tuple[str, str]]:
-    """Parse the file name of a kept log; return None for other names.
+    """Parse the file name of a kept log; return None for any other name.
 
     The result is the pod's name and the beginning of the job's UID.
     """
@@ -501,7 +507,8 @@ def read_kept_log(name: str) -> Optional[tuple[str, str]]:
 def order_mark(pods: Iterable[str]) -> str:
     """Return a short hash that identifies an order of the pods; empty if there is no order.
 
-    By this mark, the sender of an order recognizes that the report refers to the same order.
+    The sender of an order compares this hash with the one in the report, to see whether the
+    coordinator has that order.
     """
     names = "\n".join(pods)
     return hashlib.sha256(names.encode(errors="surrogatepass")).hexdigest()[:16] if names else ""
@@ -526,18 +533,17 @@ def log_line(moment: datetime, who: str, text: str) -> str:
 
 
 OWN_LOG_LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (?:ddpjob|coordinator): (?!exits with code [1-9])")
-"""Matches the beginning of a line that was written with `log_line`. One such line is excluded:
-`exits with code CODE`, the launcher's last line after a failure, because it describes only how the
-launcher itself ended.
+"""Matches the beginning of a line written by `log_line`, with one exception: `exits with code
+CODE`. The launcher logs that line last, after a failure, and it describes only the launcher's own
+exit.
 """
 
 
 def largest_report(pods: int) -> int:
     """Return the maximum size in bytes of a report for a job with `pods` pods, including spares.
 
-    The coordinator does not know the number of spares. The coordinator limits its reports to
-    MAX_TEXTS plus the actual size of the lists of members. This sum is less than the maximum that
-    this function returns.
+    The coordinator does not know how many spares there are. It limits its reports to MAX_TEXTS plus
+    the actual size of the lists of members, and that sum is always below the maximum returned here.
     """
     return min(MAX_REPORT, MAX_TEXTS + 64 * 1024 + 1024 * pods)
 
@@ -545,17 +551,17 @@ def largest_report(pods: int) -> int:
 class Record:
     """A dataclass that can be written as a JSON object.
 
-    The JSON keys are the field names in camel case: field `min_nodes` becomes key `minNodes`.
+    The JSON keys are the field names in camel case. For example, the `min_nodes` field becomes
+    `minNodes`.
     """
 
     @classmethod
     def read(cls: type[R], body: Any, where: str = "report") -> R:
         """Read a record from a JSON object.
 
-        Unknown keys are ignored. Keys of fields with a default may be missing.
+        Unknown keys are ignored. A key may be missing if its field has a default.
 
-        Raises:
-            ValueError: the object is invalid; the message names the key and states the rule.
+        Raises: ValueError: the object is invalid; the message names the key and states the rule.
         """
         if not isinstance(body, dict):
             raise ValueError(f"{where}: must be an object, not {body!r:.80}")
@@ -574,13 +580,13 @@ class Record:
 
 R = typing.TypeVar("R", bound=Record)
 Read = Callable[[Any, str], Any]
-"""A function that converts a JSON value. The function's second argument is the value's path in the
-report. If the value is invalid, the function raises a ValueError that names this path.
+"""A function that converts a JSON value. Its second argument is the value's path in the report. If
+the value is invalid, the function raises a ValueError that names the path.
 """
 
 
 def _layout_of(cls: Any) -> tuple[tuple[str, str, Read, bool], ...]:
-    """Return (name, key, reader, whether the key is required) for each field of a record."""
+    """Return a tuple (name, key, reader, is required) for each field of a record."""
     kinds = typing.get_type_hints(cls)
     return tuple(
         (
@@ -597,7 +603,7 @@ _layout: Callable[[Any], tuple[tuple[str, str, Read, bool], ...]] = cache(_layou
 
 
 def _at_most(most: int, default: Any) -> Any:
-    """Return a field with a default value and a limit for its number of entries or characters."""
+    """Return a field with a default and a maximum number of entries or characters."""
     return field(default=default, metadata={"most": most})
 
 
@@ -615,10 +621,10 @@ def _write(value: Any) -> Any:
 
 
 def _reader(kind: Any, most: int) -> Read:
-    """Return the function that reads a field of the type `kind`.
+    """Return the function that reads a field of type `kind`.
 
-    `most` limits the entries of a list and the characters of a string. `_layout` is cached, so this
-    function is called only once per field.
+    `most` is the maximum number of entries of a list, or of characters of a string. This function
+    is called only once per field, because `_layout` is cached.
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Union:  # The records use Union only for Optional fields.
@@ -645,10 +651,9 @@ def _read_list(read: Read, most: int, value: Any, where: str) -> tuple[Any, ...]
 
 
 def read_figures(value: Any, where: str) -> dict[str, Any]:
-    """Return the valid figures in a progress report and in its `metrics`. Drop all other values.
+    """Return the valid figures of a progress report and of its `metrics`; drop all other values.
 
-    Raises:
-        ValueError: the report is not an object.
+    Raises: ValueError: the report is not an object.
     """
     if not isinstance(value, dict):
         raise ValueError(f"{where}: must be an object, not {value!r:.80}")
@@ -666,12 +671,12 @@ def read_figures(value: Any, where: str) -> dict[str, Any]:
 
 
 def read_start(value: Any) -> dict[str, Any]:
-    """Return where this round's training continued; empty if the value is malformed.
+    """Return the point from which this round's training continued; empty if the value is malformed.
 
-    The result says that training continued after step `step`, and that the state of this step came
-    from `source`, which is one of SOURCES. `made` is the last step that was completed before the
-    restart. If that step is unknown, `made` is missing. `seconds` is how long it took until
-    training had completed step `made` again. Until then, `seconds` is missing.
+    `step` is the step after which training continued, and `source`, one of SOURCES, is where the
+    state at that step came from. `made` is the last step that was completed before the restart;
+    missing if unknown. `seconds` is how long training took to complete step `made` again; missing
+    until then.
     """
     if not isinstance(value, dict) or value.get("source") not in SOURCES or not _is_count(value.get("step")):
         return {}
@@ -685,10 +690,10 @@ def read_start(value: Any) -> dict[str, Any]:
 
 
 def read_environment(value: Any) -> dict[str, Any]:
-    """Return the GPU's model as `gpu`, and the packages' versions by name as `packages`.
+    """Return the GPU's model as `gpu`, and a dict of package versions as `packages`.
 
-    Malformed parts are dropped. Strings are printable ASCII of at most 80 characters, so that they
-    can be shown anywhere.
+    Malformed parts are dropped. Every string is at most 80 characters of printable ASCII, so it can
+    be shown anywhere.
     """
     found: dict[str, Any] = {}
     if not isinstance(value, dict):
@@ -713,7 +718,7 @@ def _is_count(value: Any) -> bool:
 
 
 def read_stragglers(value: Any) -> list[dict[str, Any]]:
-    """Return the lagging ranks, each rank once.
+    """Return the lagging ranks without duplicates.
 
     A malformed entry is dropped. If only its cost is malformed, the entry is kept without the cost.
     """
@@ -743,9 +748,9 @@ def _is_figure(value: Any) -> bool:
 
 
 def awaited_figures(progress: dict[str, Any]) -> frozenset[str]:
-    """Return which of step (or epoch), loss and speed a progress report contains.
+    """Return the names of the awaited figures that a progress report contains.
 
-    Users wait for the first value of each of these figures.
+    Users wait for the first value of "step" (or epoch), "loss" and "speed".
     """
     metrics = progress.get("metrics")
     counted = isinstance(metrics, dict) and COUNTED_SPEED in metrics
@@ -758,10 +763,10 @@ def awaited_figures(progress: dict[str, Any]) -> frozenset[str]:
 
 
 def progress_news(progress: dict[str, Any]) -> frozenset[str]:
-    """Return marks for the parts of a progress report that are urgent when they first appear.
+    """Return one mark for each part of a progress report that is urgent when it first appears.
 
-    There is one mark for each figure that users wait for, for each flag of the step counter that is
-    set, and for each field of START.
+    Such a part is a figure that users wait for, a flag that the step counter has set, or a field of
+    START.
     """
     start = progress.get(START) or {}
     flags = {name for name in FLAGS if progress.get(name)}
@@ -771,7 +776,7 @@ def progress_news(progress: dict[str, Any]) -> frozenset[str]:
 def is_number(value: Any) -> bool:
     """Whether `value` is a finite number of at most 64 bits, as the status requires.
 
-    JSON's true does not count as a number.
+    A JSON `true` does not count as a number.
     """
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
@@ -789,7 +794,7 @@ def whole_number(value: Any, name: str, least: int = 0, most: int = MAX_NUMBER) 
 def _read_number(kind: Any, value: Any, where: str) -> Any:
     if isinstance(value, bool) or not isinstance(value, int if kind is int else (int, float)):
         raise ValueError(f"{where}: must be a {'whole ' if kind is int else ''}number, not {value!r:.80}")
-    # This also excludes NaN and infinities, which the status cannot hold.
+    # This check also excludes NaN and infinities, which the status cannot hold.
     if not -(2**63) <= value < 2**63:
         raise ValueError(f"{where}: must be a finite number of at most 64 bits, not {value!r:.80}")
     return value
@@ -810,7 +815,7 @@ def _read_text(kind: Any, value: Any, where: str) -> str:
 def escaped(text: str) -> str:
     """Escape lone surrogates, because APIs reject strings that contain them.
 
-    Python uses lone surrogates in file names that are not UTF-8.
+    Python uses lone surrogates to represent file names that are not valid UTF-8.
     """
     return text.encode(errors="backslashreplace").decode()
 
@@ -847,7 +852,7 @@ _READERS = {
 class Member(Record):
     """A launcher that is connected to the coordinator.
 
-    `rank` is its group rank in the current round.
+    `rank` is the group rank of the member in the current round.
     """
 
     pod: str = field(metadata={"most": MAX_NAME})
@@ -860,9 +865,9 @@ class Member(Record):
 
 @dataclass(frozen=True)
 class LostMember(Record):
-    """A member whose connection has ended, and whose index has not been taken by another member.
+    """A member whose connection has ended and whose index no other member has taken.
 
-    `since` is when the member last sent something.
+    `since` is when the coordinator last received anything from the member.
     """
 
     pod: str = field(metadata={"most": MAX_NAME})
@@ -873,7 +878,7 @@ class LostMember(Record):
 
 @dataclass(frozen=True)
 class Note(Record):
-    """Information about a pod for the operator, for example that its workers are started cold."""
+    """Information for the operator about a pod, for example that its workers are started cold."""
 
     pod: str = field(metadata={"most": MAX_NAME})
     kind: str = field(metadata={"most": MAX_KIND})
@@ -882,7 +887,7 @@ class Note(Record):
 
 @dataclass(frozen=True)
 class Incident(Record):
-    """One break of the group, and the first cause of the break."""
+    """A break of the group, and its first cause."""
 
     id: int
     time: datetime
@@ -897,15 +902,17 @@ class Incident(Record):
     traceback: str = _at_most(MAX_TRACEBACK, "")
     consequences: int = 0
     backoff_seconds: float = 0.0
-    """How long the coordinator waits after this break before it starts the next round."""
+    """How long the coordinator waits after this break before starting the next round."""
     alike_ranks: int = 0
-    """Number of ranks that failed with the same `error_mark`; 0 if any rank failed on its own with
-    a different error."""
+    """Number of ranks that failed with the same `error_mark`; 0 if a rank failed with a different
+    error that is not a consequence.
+    """
     alike_pods: int = 0
-    """Number of pods in which the ranks counted by `alike_ranks` ran."""
+    """Number of pods that contained the ranks counted by `alike_ranks`."""
     group_rank: Optional[int] = None
-    """Group rank of the node whose workers all ended with exit code 0 before the workers of other
-    nodes."""
+    """Group rank of the node whose workers all ended with exit code 0 while other nodes still had
+    workers.
+    """
 
     def short(self, traceback: int = MAX_TEXT) -> Incident:
         """Return a copy with a shorter message and at most `traceback` characters of traceback."""
@@ -914,9 +921,9 @@ class Incident(Record):
 
 
 def shortened(incidents: tuple[Incident, ...], detailed: int = DETAILED_INCIDENTS) -> tuple[Incident, ...]:
-    """Return the incidents, with their texts shortened to the lengths that the operator keeps.
+    """Return the incidents with their texts shortened to the lengths that the operator keeps.
 
-    Only the newest `detailed` incidents keep their tracebacks.
+    Only the latest `detailed` incidents keep their tracebacks.
     """
     older = len(incidents) - detailed
     return tuple(
@@ -933,8 +940,8 @@ def shortened(incidents: tuple[Incident, ...], detailed: int = DETAILED_INCIDENT
 class Recovery(Record):
     """Measurements of the job's recovery.
 
-    `last_seconds` is the time from the last break to the first step after it. `down_since` is when
-    the group stopped taking steps; None while it takes steps.
+    `last_seconds` is the time from the last break to the first step after that break. `down_since`
+    is when the group stopped taking steps; None while the group is taking steps.
     """
 
     last_seconds: Optional[float] = None
@@ -945,11 +952,11 @@ class Recovery(Record):
 class RankLook(Record):
     """What a rank has done since the last check for a hang, and where it is now.
 
-    `text` is a part of the rank's stack, and `digest` is a hash of the whole stack. The last check
-    was `seconds` ago. Since then, the processes in the worker's session have used `cpu` seconds of
-    CPU time, and have transferred `bytes` through files and sockets. `forks` is how many of these
-    processes have begun or ended. `wait` and `call` are what the worker waits for, according to the
-    kernel.
+    `text` is part of the rank's stack, and `digest` is a hash of the whole stack. `seconds` is the
+    time since the last check. `cpu`, `bytes` and `forks` cover that time and all processes in the
+    worker's session: the CPU time in seconds, the bytes transferred through files and sockets, and
+    the number of processes that began or ended. `wait` and `call` describe what the worker is
+    waiting for, according to the kernel.
     """
 
     rank: int
@@ -960,14 +967,16 @@ class RankLook(Record):
     bytes: float
     forks: int = 0
     gpu: bool = False
-    """Whether the worker uses a GPU. A worker takes CPU time even while it only waits for a GPU."""
+    """Whether the worker uses a GPU. Such a worker uses CPU time even while it is only waiting for
+    the GPU.
+    """
     wait: Optional[WaitKind] = None
     call: str = _at_most(MAX_FIGURES, "")
 
 
 @dataclass(frozen=True)
 class Overdue(Record):
-    """An overdue step: the group has not completed a step since the time `since`.
+    """A step that is overdue. The group has not completed a step since the time `since`.
 
     `where` describes where the ranks are, and `traceback` contains their stacks.
     """
@@ -976,7 +985,7 @@ class Overdue(Record):
     where: str
     traceback: str = _at_most(MAX_TRACEBACK, "")
     activity: str = _at_most(MAX_FIGURES, "")
-    """What the script was doing according to its own report."""
+    """What the script reported that it was doing."""
 
 
 @dataclass(frozen=True)
@@ -986,16 +995,17 @@ class Report(Record):
     generation: int
     state: CoordinatorState
     nodes: int
-    """Number of members that a round should have. `min_nodes` members are enough to start one."""
+    """Number of members that a round should have. A round can start with `min_nodes` members."""
     min_nodes: int
     backoff: tuple[float, ...] = field(metadata={"most": 2})
     """The initial and the longest back-off delay in a crash loop, in seconds."""
     now: Optional[datetime] = None
-    """The current time on the coordinator's clock. All times in the report were taken from this
+    """The current time on the coordinator's clock. All other times in the report are from the same
     clock.
     """
     news: int = 0
-    """A counter that increases with every change, except a change in the progress."""
+    """A counter that increases with every change to the report other than a change in `progress`.
+    """
     mode: Mode = Mode.STANDARD
     attempt: int = 0
     hang_after: Optional[float] = None
@@ -1012,9 +1022,10 @@ class Report(Record):
     progress: dict[str, Any] = field(default_factory=dict)
     recovery: Recovery = Recovery()
     overdue: Optional[Overdue] = None
-    """The overdue step. This field is set only if `hang_after` is None. If `hang_after` is set, an
-    overdue step is reported as an incident.
+    """The overdue step, if `hang_after` is None. With `hang_after` set, an overdue step becomes an
+    incident instead, and this field is None.
     """
     order: str = _at_most(MAX_FIGURES, "")
-    """`order_mark` of the pod order that determines the ranks. It is empty if the ranks follow the
-    indices."""
+    """`order_mark` of the pod order that determines the ranks; empty if the ranks follow the
+    indices.
+    """

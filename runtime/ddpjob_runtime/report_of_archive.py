@@ -1,6 +1,6 @@
 """The module `ddpjob_report.py` in job pods, which loads the real package from the archive.
 
-If a program has this file's folder in its PYTHONPATH, `import ddpjob_report` imports this module.
+A program whose PYTHONPATH contains this file's folder gets this module from `import ddpjob_report`.
 The module then replaces itself with the package.
 """
 

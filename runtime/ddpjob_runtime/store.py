@@ -2,8 +2,8 @@
 
     python3 PATH/ddpjob_runtime store --port PORT --host ADDRESS
 
-The process prints a line "ready PORT" when it accepts connections. It exits when its standard input
-ends, which means that the coordinator has died.
+The process prints a line "ready PORT" once it accepts connections. When the coordinator dies,
+standard input ends, and the process exits.
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ from ddpjob_runtime import lean_torch, protocol
 def serve(host: str, port: int = 0, seconds: float = 300.0) -> Any:
     """Return a TCPStore that listens on one address. The store's timeout is `seconds`.
 
-    Port 0 means any free port.
+    Port 0 means any free port. torch would let the store listen on every address of the machine,
+    which is unsafe because a store has no authentication.
 
-    torch itself would let the store listen on every address of the machine, although a store has no
-    authentication.
-
-    Raises OSError if this machine does not have the address, or if the port is in use.
+    Raises OSError if the address does not belong to this machine, or if the port is in use.
     """
     import torch
     from torch.distributed import TCPStore  # type: ignore[attr-defined, unused-ignore]
@@ -46,7 +44,8 @@ def serve(host: str, port: int = 0, seconds: float = 300.0) -> Any:
             f"cannot host a store on {host!r}, port {port}: {why}. The address must be one of this machine's, and the"
             " port must be free; check POD_IP, torchrun's --local-addr or the coordinator's --host"
         ) from error
-    # Before version 2.8, torch accepts an existing socket only for the older of its two servers.
+    # torch has two servers for a store. Before version 2.8, only the older one accepts an existing
+    # socket.
     uses_libuv, timeout = torch.__version__ >= "2.8", timedelta(seconds=seconds)
     return TCPStore(
         host, port, is_master=True, wait_for_workers=False, timeout=timeout,
@@ -60,13 +59,13 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--host", required=True)
     arguments = parser.parse_args()
-    # Without garbage collection, the import of torch takes a tenth less time. This process does not
-    # create objects later, so it needs no collection.
+    # torch imports a tenth faster without garbage collection. Collection is not needed later
+    # either, because this process then creates no more objects.
     gc.disable()
     try:
         with lean_torch.for_rendezvous():
             import torch.distributed  # noqa: F401
-    # These errors include OSError, which is raised if a library of CUDA is missing.
+    # The import can fail in many ways. If a CUDA library is missing, the error is an OSError.
     except Exception as error:
         if isinstance(error, MemoryError) or getattr(error, "errno", None) is not None:
             raise  # This node has a temporary problem. An error about a missing library has no errno.
@@ -80,9 +79,9 @@ def main() -> None:
         store = serve(arguments.host, arguments.port)
     except OSError as error:
         sys.exit(f"store: {error}")
-    # The image's own code may have printed text without a newline.
+    # The image's own code may have printed text that does not end with a newline.
     sys.stdout.write(f"\nready {store.port}\n")
     sys.stdout.flush()
     while sys.stdin.buffer.read(4096):
         pass
-    os._exit(0)  # The threads of the store need no shutdown.
+    os._exit(0)  # The store's threads do not need to be shut down.

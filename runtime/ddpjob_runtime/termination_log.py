@@ -15,7 +15,7 @@ MAX_BYTES = 4096
 
 
 def write_termination_log(kind: str, message: str, traceback: str = "") -> None:
-    """Write the reason why the container ends, as a JSON object of at most 4096 bytes.
+    """Write why the container ends, as a JSON object of at most 4096 bytes.
 
     If the message or the traceback is too long, its middle is left out.
     """
@@ -38,6 +38,6 @@ def write_termination_log(kind: str, message: str, traceback: str = "") -> None:
     try:
         path.write_text(text)
     except OSError as error:
-        # stderr may be on the same full disk, so writing to stderr may also fail.
+        # stderr may be a file on the same full disk, so this write may fail, too.
         with contextlib.suppress(OSError):
             sys.stderr.write(f"ddpjob: cannot write {path}: {error}\n")

@@ -4,10 +4,10 @@
     python3 -u worker.py --script FILE ARGUMENTS | --module NAME ARGUMENTS | --exec COMMAND ARGUMENTS
     worker.py -u FILE ARGUMENTS | -u -m NAME ARGUMENTS
 
-The launcher uses the first form. The second form has the same arguments as Python itself. The
-second form is used if a job's `command` runs torchrun, because torchrun starts its workers with the
-program that PYTHON_EXEC names. In that case no launcher reports errors, so this file also writes an
-error as the container's termination message.
+The launcher uses the first form. If a job's `command` runs torchrun, torchrun uses the second form:
+PYTHON_EXEC names this file, and torchrun calls the program that PYTHON_EXEC names as it would call
+Python. In that case no launcher reports errors, so this file also writes an error as the
+container's termination message.
 
 This file adds six features:
 
@@ -15,10 +15,10 @@ This file adds six features:
 - An exception is written to torchrun's error file, as @record does for scripts that use it.
 - On rank 0, the optimizers' steps are counted.
 - torch's compiler is imported only when something needs it.
-- If a rank was killed while it built a torch extension, the extension can be built again.
+- If a rank is killed while building a torch extension, the extension can be built again.
 - `import ddpjob_report` finds the package that comes with the runtime.
 
-Apart from these features, the program runs as it would without this file. Therefore no other
+Apart from these features, the program runs as it would without this file. To keep this so, no other
 runtime module is imported under its own name, and standard modules are imported only by the
 functions that need them.
 """
@@ -35,42 +35,49 @@ if TYPE_CHECKING:
 
 EXIT_STEPPED_ASIDE = 75
 OF_COMMAND = "--of-command"
-"""First argument of this file in a worker that the torchrun of a job's `command` has started.
+"""First argument of this file in workers that are started by the torchrun of a job's `command`.
 Workers that the launcher starts do not get this argument.
 """
 STAY_SECONDS = 10.0
-"""Number of seconds after the program's failure when the kernel ends the process. Without this
-limit, exit handlers, threads and destructors could keep the process alive.
+"""How many seconds after the program's failure the kernel ends the process. Without this limit,
+exit handlers, threads and destructors could keep the process alive.
 """
 REASON_BYTES = 4096
 """Maximum size of a container's termination message in Kubernetes, in bytes."""
 EXIT_REFUSED = 78
-"""Exit code of a program that rejects its configuration. If a worker exits with this code before
-the first training step, the job ends instead of restarting."""
+"""Exit code of a program that rejects its configuration. If a worker has not completed a training
+step when it exits with this code, the job ends instead of restarting.
+"""
 MARK = b"ddpjob\n"
-"""Content that this file writes to a torch extension's lock file. The lock file exists while a rank
-builds the extension."""
+"""Content that worker.py writes to the lock file of a torch extension. The lock file exists while a
+rank builds the extension.
+"""
 MOST_CAUSES, MOST_OF_A_CAUSE = 3, 1000
-"""Maximum number of an exception's causes that are recorded, and maximum length of each cause in
-characters."""
+"""Maximum number of an exception's causes to record, and maximum length of each cause in
+characters.
+"""
 POST_SECONDS = 0.5
 STEPS_WITHOUT_GROUP = 10
-"""Number of optimizer steps after which a program without a process group is assumed never to form
-one."""
+"""Number of optimizer steps without a process group after which a program is assumed never to form
+one.
+"""
 STEPS_OF_EXCHANGE = 3
-"""The ranks count as training together if they exchange data in each optimizer step from step 2 to
-step STEPS_OF_EXCHANGE."""
+"""The ranks count as training together if they exchange data in every optimizer step from step 2 to
+step STEPS_OF_EXCHANGE.
+"""
 OTHER_EXCHANGES = ("horovod", "mpi4py", "torchft", "torch_xla", "hivemind", "byteps", "bagua", "ray")
 """Packages that let a program train with other ranks without a torch.distributed group."""
 
 
 def main() -> None:
-    """Run the program that the command line names, in place of this file."""
+    """Run the program that the command line names, as if Python had started it instead of this
+    file.
+    """
     words = sys.argv[1:]
     if words[0] == "-u":
         become_worker(words[1:])
     if not getattr(sys.flags, "safe_path", False):
-        del sys.path[0]  # this file's folder
+        del sys.path[0]  # the folder of worker.py
     if words[0] == OF_COMMAND:
         del words[0]
         Reason.wanted = True
@@ -80,7 +87,8 @@ def main() -> None:
 def become_worker(words: list[str]) -> None:
     """Start this file again with the Python that runs torchrun.
 
-    This file's first line selects the first Python in PATH, and that may be a different Python.
+    This file's first line selects the first Python in PATH, which torchrun does not necessarily
+    use.
     """
     import os
     import shutil
@@ -97,10 +105,11 @@ def become_worker(words: list[str]) -> None:
 
 
 def run(words: list[str], hide: Callable[[], None] | None = None) -> None:
-    """Run the user's program in place of this file. `words` are this file's arguments.
+    """Run the user's program as if Python had started it instead of this file.
 
-    `hide` is called just before the program starts. If the worker was forked from a process that
-    had imported torch, `hide` hides the modules that the program should import itself.
+    `words` are this file's arguments. `hide` is called just before the program starts. A worker
+    that was forked from a process that had imported torch uses `hide` to hide modules that the
+    program should import itself.
     """
     mode, target = words[0], words[1]
     die_with_launcher()
@@ -122,7 +131,7 @@ def run(words: list[str], hide: Callable[[], None] | None = None) -> None:
 def die_with_launcher() -> None:
     """Make the kernel kill this worker when its launcher dies.
 
-    A worker has its own session, so without this signal it would continue to run.
+    A worker has its own session, so it would otherwise outlive the launcher.
     """
     import ctypes
     import os
@@ -138,8 +147,7 @@ def die_with_launcher() -> None:
 def descends_from(launcher: int) -> bool:
     """Whether the launcher started this process, directly or through a PYTHON_EXEC program.
 
-    In the second case, the launcher started the PYTHON_EXEC program, which then started this
-    process.
+    A PYTHON_EXEC program is started by the launcher and starts this process itself.
     """
     import os
 
@@ -156,7 +164,7 @@ def descends_from(launcher: int) -> bool:
 def show_stacks_on_signal() -> None:
     """Make a signal write the main thread's stack to a file, even while C++ code runs.
 
-    The launcher sends the signal to ranks that hang. Programs do not use this signal.
+    The launcher sends this signal to ranks that hang. No program is known to use the same signal.
     """
     import os
 
@@ -169,16 +177,16 @@ def show_stacks_on_signal() -> None:
     try:
         file = open(os.path.join(folder, os.environ.get("RANK", "0") + ".txt"), "w")  # noqa: PTH118, PTH123, SIM115
     except OSError:
-        return  # Training without the stacks of a later hang is better than no training.
-    # Write only the main thread's stack. The other threads keep running while the stack is written,
-    # and reading their frames could crash a healthy process.
+        return  # Training without stack dumps is better than no training.
+    # Write only the main thread's stack. Other threads keep running during the write, and reading
+    # their frames could crash a healthy process.
     faulthandler.register(signal.SIGRTMIN + 7, file=file, all_threads=False)
 
 
 def replace_process(command: list[str]) -> None:
     """Replace this process with a command.
 
-    Signals that Python ignores get their default handling back first.
+    First restore the default handling of the signals that Python ignores.
     """
     import os
     import signal
@@ -201,20 +209,21 @@ class ReportImport:
     """Import hook that adds the folder of `ddpjob_report` to sys.path once a program imports
     `ddpjob_report`.
 
-    If the image has its own `ddpjob_report`, the program gets the image's package, and sys.path is
-    not changed. If the fork server has already imported `ddpjob_report` from the same file, the
-    program gets that module, and nothing is executed again. The modules of `ddpjob_pod` are handled
-    in the same way. If they were not, the trainer would execute these modules a second time, and
-    the trainer and `ddpjob_report` would use different copies.
+    If the image has its own `ddpjob_report`, the program gets that package, and sys.path does not
+    change. If the fork server has already imported `ddpjob_report` from the same file, the program
+    gets the imported module, and its code does not run again.
 
-    The folder stays in sys.path after the import, because processes spawned by multiprocessing can
-    find the modules only through sys.path.
+    The hook treats the modules of `ddpjob_pod` in the same way. If their code ran again for the
+    trainer, the trainer and `ddpjob_report` would use different copies of these modules.
+
+    The folder stays in sys.path after the import. Processes that multiprocessing spawns can find
+    the modules only through sys.path.
     """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         """Find `ddpjob_report` in the image or, if the image has no such package, in this runtime.
 
-        A module that the fork server has imported from the same file is not executed again.
+        If the fork server has imported the module from the same file, its code does not run again.
         """
         ready = report_modules.get(name)
         if name != "ddpjob_report" and (ready is None or not name.startswith("ddpjob_pod.")):
@@ -235,19 +244,19 @@ class ReportImport:
 
 
 class ReadyModule:
-    """Loader of a module that the fork server has already imported."""
+    """Loader for a module that the fork server has already imported."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
 
     def create_module(self, spec: Any) -> Any:
-        """Return the imported module instead of creating one."""
+        """Return the module that is already imported, instead of creating a new one."""
         return self._module
 
     def exec_module(self, module: Any) -> None:
-        """Make the modules that `ddpjob_report` uses visible in sys.modules, and call its `begin`.
+        """Add the modules that `ddpjob_report` uses to sys.modules, and call its `begin`.
 
-        Importing `ddpjob_report` in a worker without a fork server has the same effects.
+        Without a fork server, importing `ddpjob_report` has the same effects.
         """
         if module.__name__ != "ddpjob_report":
             return
@@ -260,14 +269,15 @@ class ReadyModule:
 
 
 report_modules: dict[str, Any] = {}
-"""If the fork server has imported `ddpjob_report` for its workers, this contains that module and
-the modules that it uses, by name."""
+"""Maps names to modules: `ddpjob_report` and the modules that it uses, if the fork server has
+imported `ddpjob_report` for its workers. Empty otherwise.
+"""
 
 
 def packages() -> str:
     """Return the sys.path entry from which the runtime's packages can be imported.
 
-    In job pods, this entry is the archive next to this file. Outside job pods, it is the parent of
+    In job pods, this entry is the archive next to this file. Elsewhere, it is the parent folder of
     this file's folder.
     """
     import os
@@ -278,9 +288,7 @@ def packages() -> str:
 
 
 def put_compiler_off() -> None:
-    """Delay the import of torch's compiler until the program needs the compiler (see
-    late_dynamo.py).
-    """
+    """Delay the import of torch's compiler until the program needs it (see late_dynamo.py)."""
     import os
 
     if os.environ.get("DDPJOB_COORDINATOR") and "torch" not in sys.modules:
@@ -291,7 +299,7 @@ class CompilerImport:
     """Import hook that provides `torch._dynamo` as a module whose code has not run yet."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Find a deferred `torch._dynamo`; return None for all other modules."""
+        """Return a spec that defers `torch._dynamo`; None for all other modules."""
         if name != "torch._dynamo":
             return None
         sys.meta_path.remove(self)
@@ -302,9 +310,10 @@ class CompilerImport:
 
 
 def load_of_pod(name: str) -> Any:
-    """Load a module of ddpjob_pod without adding it to sys.modules, where the program would see it.
+    """Load a module of ddpjob_pod without adding it to sys.modules, so that the program does not
+    see it.
 
-    The module itself must not import other modules of ddpjob_pod.
+    The module must not import other modules of ddpjob_pod.
     """
     import os
     from importlib.machinery import PathFinder
@@ -317,7 +326,7 @@ def load_of_pod(name: str) -> Any:
 
 
 def build_again() -> None:
-    """Let torch build an extension again if the rank that was building it has been killed."""
+    """Let torch build an extension again if the rank that was building it was killed."""
     import os
 
     if os.environ.get("DDPJOB_COORDINATOR"):
@@ -325,13 +334,15 @@ def build_again() -> None:
 
 
 def mend_baton(module: Any) -> None:
-    """Make a rank that builds a torch extension hold a kernel lock on the lock file.
+    """Make a rank that builds a torch extension hold a kernel lock on the extension's lock file.
 
-    Except in its newest versions, torch only checks whether the lock file exists. If the rank that
+    All but the newest versions of torch only check whether the lock file exists. If the rank that
     builds the extension is killed, for example by a restart of the group, the lock file stays, and
-    all later ranks wait forever. A kernel lock, however, is released when its process ends.
-    Therefore a rank removes a lock file that contains MARK but is no longer locked by a process,
-    and then builds the extension itself.
+    all later ranks wait forever.
+
+    The kernel releases a lock when the process that holds it ends. A lock file that contains MARK
+    but is not locked was therefore left by a dead rank. The next rank removes this file and builds
+    the extension itself.
     """
     import contextlib
     import fcntl
@@ -357,7 +368,7 @@ def mend_baton(module: Any) -> None:
     def is_left_behind(path: str) -> bool:
         with contextlib.suppress(OSError), open(path, "r+b", buffering=0) as file:  # noqa: PTH123
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Before the lock was acquired, another rank may have removed this file and created a
+            # Before this process locked the file, another rank may have removed it and created a
             # new one.
             if file.read() == MARK and os.path.samestat(os.fstat(file.fileno()), os.stat(path)):  # noqa: PTH116
                 os.remove(path)  # noqa: PTH107
@@ -368,9 +379,9 @@ def mend_baton(module: Any) -> None:
 
 
 def after_import(name: str, act: Callable[[Any], None]) -> None:
-    """Call `act` with the module `name` as soon as the program has imported the module.
+    """Call `act` with the `name` module as soon as the program has imported that module.
 
-    If the program never imports it, `act` is not called.
+    If the program never imports the module, `act` is not called.
     """
     loaded = sys.modules.get(name)
     if loaded is not None:
@@ -380,13 +391,17 @@ def after_import(name: str, act: Callable[[Any], None]) -> None:
 
 
 class AfterImport:
-    """Import hook that calls a function with one module right after the module's import."""
+    """Import hook that waits for the import of one module, and then calls a function with that
+    module.
+    """
 
     def __init__(self, name: str, act: Callable[[Any], None]) -> None:
         self.name, self.act = name, act
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Find the module, and make its loader call `act` after it has executed the module."""
+        """Find the module, and wrap its loader so that `act` is called once the module's code has
+        run.
+        """
         if name != self.name:
             return None
         sys.meta_path.remove(self)
@@ -411,14 +426,13 @@ class AfterImport:
 def run_recorded(mode: str, target: str) -> None:
     """Run the program until it ends.
 
-    If the program raises an exception, write the exception to torchrun's error file, and print it
-    without this file's frames. The process then exits with code 1. If ddpjob_report raised the
-    exception because a restart would not help, the exit code is EXIT_REFUSED.
+    If the program raises an exception, write it to torchrun's error file, and print it without this
+    file's frames. The process then exits with code 1, or with EXIT_REFUSED if ddpjob_report raised
+    the exception because a restart would not help.
     """
     import os
 
-    # Read the pid and the error file's path now, because the program may fork or clear its
-    # environment.
+    # Note the pid and the error file's path now. The program may fork, or clear its environment.
     process, errors = os.getpid(), os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     failure = None
     try:
@@ -438,8 +452,8 @@ def run_recorded(mode: str, target: str) -> None:
         raise
     except BaseException as error:
         failure = error
-    # Show the error only after the except block. Inside the block, Python would chain errors in the
-    # excepthook to the failure.
+    # Show the error after the except block. Inside the block, Python would record it as the context
+    # of any error in the excepthook.
     if failure is not None:
         code = EXIT_REFUSED if getattr(failure, "ddpjob_refusal", False) is True else 1
         if os.getpid() == process:
@@ -468,7 +482,7 @@ def show(error: BaseException) -> None:
 
 
 def hide_own_frames(error: BaseException) -> None:
-    """Make the interpreter print this exception without this file's frames."""
+    """Make the interpreter leave out this file's frames when it prints this exception."""
     hook, trace = sys.excepthook, remove_own_frames(error)
 
     def show(kind: type[BaseException], value: BaseException, _: TracebackType | None) -> None:
@@ -478,9 +492,10 @@ def hide_own_frames(error: BaseException) -> None:
 
 
 def run_script(path: str) -> None:
-    """Run a file as `python PATH` does.
+    """Run PATH as `python PATH` does.
 
-    PATH may be a source or bytecode file, or a folder or archive with a __main__.py.
+    PATH may be a source file or a bytecode file. It may also be a folder or an archive that
+    contains a __main__.py.
     """
     import os
 
@@ -502,8 +517,8 @@ def run_script(path: str) -> None:
 def load(path: str) -> tuple[Any, Any]:
     """Return the loader and the code object of a Python file.
 
-    As in Python, a file counts as bytecode if its name ends with .pyc, or if its content begins
-    with Python's magic number.
+    Like Python, treat a file as bytecode if its name ends with .pyc, or if its content begins with
+    Python's magic number.
     """
     import io
     from importlib.machinery import SourceFileLoader, SourcelessFileLoader
@@ -541,7 +556,7 @@ def run_module(name: str, new_path: str | None = None) -> None:
 def new_main() -> Any:
     """Create an empty `__main__` module for the program, and put it into sys.modules.
 
-    This file's own module stays in sys.modules as `__ddpjob_worker__`.
+    This file's own module remains available there as `__ddpjob_worker__`.
     """
     import builtins
     from types import ModuleType
@@ -552,7 +567,7 @@ def new_main() -> Any:
     if sys.version_info < (3, 14):
         vars(module)["__annotations__"] = {}
     sys.modules["__main__"] = module
-    # In processes that multiprocessing spawns, this is a second name for __main__.
+    # In a process that multiprocessing has spawned, the same module is also named __mp_main__.
     if "__mp_main__" in sys.modules:
         sys.modules["__mp_main__"] = module
     return module
@@ -564,7 +579,7 @@ def new_main() -> Any:
 def remove_own_frames(error: BaseException) -> TracebackType | None:
     """Return the error's traceback without this file's frames.
 
-    The result is None if no other frames exist, as for a syntax error in the program.
+    If there are no other frames, as for a syntax error in the program, return None.
     """
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
@@ -573,9 +588,9 @@ def remove_own_frames(error: BaseException) -> TracebackType | None:
 
 
 def program_frames(error: BaseException) -> TracebackType | None:
-    """Return the error's traceback, starting with the program's first frame.
+    """Return the error's traceback from the program's first frame on.
 
-    The frames of this file and the frames of `python -m` are removed.
+    The earlier frames, which belong to this file and to `python -m`, are removed.
     """
     trace = remove_own_frames(error)
     while trace is not None and "runpy" in trace.tb_frame.f_code.co_filename:
@@ -586,8 +601,8 @@ def program_frames(error: BaseException) -> TracebackType | None:
 def record(error: BaseException, path: str, code: int) -> None:
     """Write the error to torchrun's error file, in the format of torch.distributed.elastic.
 
-    `path` names the error file. If there is no torchrun, `path` is empty and nothing is written.
-    `code` is this process's exit code.
+    `path` names the error file. Without torchrun, `path` is empty, and nothing is written. `code`
+    is this process's exit code.
     """
     import json
     import time
@@ -602,7 +617,7 @@ def record(error: BaseException, path: str, code: int) -> None:
         "py_callstack": text, "timestamp": str(int(time.time()))}}}  # fmt: skip
     try:
         with open(path) as file:  # noqa: PTH123
-            written = json.load(file)  # The program's own @record has written the file.
+            written = json.load(file)  # The program's own @record wrote the file.
         if isinstance(written["message"]["extraInfo"], dict):
             said = with_inner_error(written["message"]["message"])
             written["message"]["message"] = said + causes(error, said)
@@ -624,15 +639,15 @@ def record(error: BaseException, path: str, code: int) -> None:
 
 
 class Reason:
-    """The reason why a rank failed, written as the container's termination message.
+    """The reason why a rank failed, in the form of the container's termination message.
 
     termination_log.py describes such messages. If several ranks fail, only the first one writes its
     reason.
     """
 
     wanted = False
-    """Whether this process writes its failure. It does so if the torchrun of a `command` has
-    started this process.
+    """Whether this process writes the reason for its failure. Only processes that are started by
+    the torchrun of a `command` do.
     """
 
     def __init__(self, code: int, is_init: bool, said: str, trace: str) -> None:
@@ -646,14 +661,14 @@ class Reason:
         self.said, self.trace = said, trace
 
     def write(self) -> None:
-        """Write the reason, unless a rank has already failed since torchrun's last restart."""
+        """Write the reason, unless another rank has failed since torchrun's last restart."""
         import fcntl
         import json
         import os
 
         named = os.environ.get("DDPJOB_TERMINATION_LOG")
         try:
-            # If no file is configured, use the container's own file, but only if it exists.
+            # If no file is configured, the container's own file is used, but only if it exists.
             made = os.O_CREAT if named else 0
             file = os.open(named or "/dev/termination-log", os.O_RDWR | made, 0o600)
         except OSError:
@@ -673,9 +688,10 @@ class Reason:
             os.close(file)
 
     def text(self) -> bytes:
-        """Return the reason as JSON in at most REASON_BYTES.
+        """Return the reason as JSON of at most REASON_BYTES.
 
-        A long message keeps its beginning, and a long traceback keeps its end.
+        If the message is too long, its beginning is kept. If the traceback is too long, its end is
+        kept.
         """
         import json
 
@@ -689,13 +705,13 @@ class Reason:
 
 
 def end_in_time() -> None:
-    """Make the kernel end this process after STAY_SECONDS, unless the process ends earlier by
-    itself.
+    """Make the kernel end this process after STAY_SECONDS, unless it ends earlier.
 
-    This function is called when the program has failed. Exit handlers, threads and destructors may
-    then wait forever for other ranks, which in turn wait for this rank. A Python thread could not
-    end the process, because threads do not run while the interpreter shuts down or a library holds
-    the GIL.
+    Call this when the program has failed. Its exit handlers, threads and destructors may wait
+    forever for other ranks, which in turn wait for this rank.
+
+    A Python thread could not end the process. Threads do not run while the interpreter shuts down,
+    nor while a library holds the GIL.
     """
     import signal
 
@@ -705,7 +721,7 @@ def end_in_time() -> None:
 
 
 def text_of(error: BaseException) -> str:
-    """Return the error's message or, if its __str__ fails, the text that Python would show."""
+    """Return the error's message. If its __str__ fails, return what Python would print instead."""
     try:
         return str(error)
     except Exception:
@@ -713,11 +729,12 @@ def text_of(error: BaseException) -> str:
 
 
 def with_inner_error(said: str) -> str:
-    """Append a subprocess's error to the first line of a message that quotes its traceback.
+    """Add a subprocess's error to the first line of a message that quotes the subprocess's
+    traceback.
 
-    mp.spawn and DataLoader quote the traceback of a failed subprocess in the message of their own
-    exception, but most displays show only the first line of a message. mp.spawn's message begins
-    with an empty line, which is removed.
+    If a subprocess fails, mp.spawn and DataLoader raise an exception whose message quotes its
+    traceback. Most displays show only the first line of a message, which does not contain the
+    error. The empty line at the beginning of mp.spawn's message is removed.
     """
     lines = [line for line in said.splitlines() if line.strip()]
     heads = [number for number, line in enumerate(lines) if "Traceback (most recent call last):" in line]
@@ -731,10 +748,10 @@ def with_inner_error(said: str) -> str:
 
 
 def causes(error: BaseException, said: str) -> str:
-    """Describe the exceptions that led to `error`. Exceptions that the message `said` contains are
-    left out.
+    """Describe the exceptions that led to `error`, except those that the message `said` already
+    contains.
 
-    A program may catch an exception and then call sys.exit(1), or raise a different exception. Only
+    A program may catch an exception and then call sys.exit(1) or raise a different exception. Only
     the original exception's message shows whether the failure is a consequence of a lost peer.
     """
     found: list[str] = []
@@ -754,7 +771,8 @@ def causes(error: BaseException, said: str) -> str:
 
 
 def refused_arguments(error: BaseException) -> str:
-    """Return the message that argparse printed before it ended the program; empty for other errors.
+    """Return the message that argparse printed before it ended the program; empty for any other
+    error.
 
     The SystemExit that argparse raises contains only the exit code.
     """
@@ -769,17 +787,17 @@ def refused_arguments(error: BaseException) -> str:
 
 
 def group_exists() -> bool:
-    """Whether the program has formed torch.distributed's default process group."""
+    """Whether the program has created torch.distributed's default process group."""
     distributed = sys.modules.get("torch.distributed")
     return bool(distributed is not None and distributed.is_available() and distributed.is_initialized())
 
 
 def collectives() -> int:
-    """Return how many collectives the program's process groups have run; 0 if that is unknown."""
+    """Return how many collectives the program's process groups have run; 0 if unknown."""
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     try:
         return sum(group._get_sequence_number_for_group() for group in list(c10d._world.pg_map))  # type: ignore[union-attr]
-    # There is no group, or this version of torch or the backend does not count collectives.
+    # There is no group, or else this version of torch or the backend does not count collectives.
     except Exception:
         return 0
 
@@ -787,10 +805,11 @@ def collectives() -> int:
 def ignores_group() -> bool:
     """Whether Accelerate has formed a process group, but still lets this rank train alone.
 
-    Hugging Face's Trainer uses Accelerate, too. Without a GPU and without `cpu=True`, Accelerate
-    calls init_process_group, but then acts as if this were the only process. If the groups have run
-    collectives, the script uses only parts of Accelerate and exchanges data itself, so the result
-    is False.
+    Without a GPU and without `cpu=True`, Accelerate calls init_process_group, but then acts as if
+    this were the only process. Hugging Face's Trainer uses Accelerate, so it does the same.
+
+    If the groups have run collectives, the result is False. In that case, the script uses only
+    parts of Accelerate and exchanges data itself.
     """
     state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
     shared = getattr(state, "_shared_state", None)
@@ -808,8 +827,9 @@ def exchanges_otherwise() -> bool:
 
 
 def count_steps() -> None:
-    """Count the optimizers' steps on rank 0, and post the count. Counting begins once torch.optim
-    is imported.
+    """Count the optimizers' steps on rank 0, and post the count.
+
+    Counting begins once torch.optim is imported.
     """
     import os
 
@@ -819,14 +839,13 @@ def count_steps() -> None:
 
 
 def hook_steps(optimizer_module: Any) -> None:
-    """Start to count the optimizers' steps, if this version of torch has the necessary hook."""
+    """Start counting the optimizers' steps, if this version of torch has the necessary hook."""
     if hasattr(optimizer_module, "register_optimizer_step_post_hook"):
         StepCounter(optimizer_module)
 
 
 class StepCounter:
-    """Counts the steps taken by the optimizer with the most steps, and posts them to the
-    coordinator.
+    """Counts each optimizer's steps, and posts the highest count to the coordinator.
 
     A thread posts the count at most twice a second.
     """
@@ -839,15 +858,15 @@ class StepCounter:
         self.world, self.grouped = int(os.environ.get("WORLD_SIZE") or 1), False
         self.said = self.captured = self.said_uncountable = False
         self.compiled = 0
-        # The id of the first optimizer's state. A reference to the state would keep it alive.
+        # The id of the first optimizer's state. Storing the state itself would keep it alive.
         self.state = 0
         self.has_state = self.loaded = False
-        # The number of collectives so far, and the number of consecutive steps that had any.
+        # The number of collectives so far, and the number of consecutive steps that ran any.
         self.made = self.exchanged = 0
         self.address, self.token = os.environ["DDPJOB_COORDINATOR"], os.environ["DDPJOB_TOKEN"]
         self.instance = ""
         self.environment: dict[str, Any] = {}
-        # The instance of the coordinator that already has the environment.
+        # The `instance` of the coordinator that has received the environment.
         self.described: str | None = None
         self.round = {"round": fence} if (fence := os.environ.get("DDPJOB_FENCE")) else {}
         counts = self.counts
@@ -857,7 +876,7 @@ class StepCounter:
             if torch.compiler.is_compiling():  # Counting a compiled step would cause a graph break.
                 return
             if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-                # The steps that replay a captured CUDA graph run no Python, so they cannot be
+                # A captured CUDA graph is replayed without Python code, so its steps cannot be
                 # counted.
                 self.captured = True
                 return
@@ -873,8 +892,8 @@ class StepCounter:
                 self.made = made
             if knows_state and counts[key] <= 2 and len(counts) == 1:
                 state = getattr(optimizer, "state", None)
-                # Loading a checkpoint replaces the state object. DCP takes an empty step before it
-                # loads.
+                # Loading a checkpoint replaces the state object. DCP takes an empty step before
+                # loading.
                 self.loaded = self.loaded or (counts[key] == 2 and id(state) != self.state)
                 self.state, self.has_state = id(state), isinstance(state, dict) and bool(state)
 
@@ -889,17 +908,18 @@ class StepCounter:
         optimizer_module.register_optimizer_step_post_hook(count_step)
 
     def resumed(self, steps: int) -> str:
-        """Return whether a checkpoint was loaded into the first optimizer before it took a step.
+        """Return whether a checkpoint was loaded into the first optimizer before the optimizer's
+        first step.
 
-        The result is "yes", "no" or "unknown". It is "unknown" before the second step, and for an
-        optimizer that keeps no state.
+        The result is "yes", "no" or "unknown". Unless a load was seen, the result is "unknown"
+        before the second step, and for an optimizer that keeps no state.
         """
         if self.loaded:
             return "yes"
         return "no" if steps > 1 and self.has_state else "unknown"
 
     def start(self) -> None:
-        """Start the thread that posts the count. This is called at the first step.
+        """Start the thread that posts the count. Call this at the first step.
 
         The count is also posted when the process ends.
         """
@@ -910,16 +930,17 @@ class StepCounter:
         import threading
 
         with contextlib.suppress(OSError):
-            # When a process resolves its first name, glibc reads the environment. If the program
-            # changes the environment at the same time, glibc may crash. So the thread must not be
-            # the first to resolve a name.
+            # glibc reads the environment when a process looks up its first host name, and may crash
+            # if the program changes the environment at that moment. The thread must therefore not
+            # be the first to look up a name.
             socket.getaddrinfo("localhost", None)
         threading.Thread(target=self.run, name="ddpjob-progress", daemon=True).start()
         atexit.register(self.post, 0.0, last=True)
 
     def run(self) -> None:
-        """Post the count whenever it has grown. Also post it once when the counter might begin to
-        miss steps.
+        """Post the count whenever it has grown.
+
+        When the counter might begin to miss steps, post the count once more.
         """
         import time
 
@@ -938,16 +959,15 @@ class StepCounter:
     def is_uncountable(self) -> bool:
         """Whether the counter might miss the next steps.
 
-        This is the case if code was compiled or a CUDA graph was captured since the last counted
-        step.
+        It might if code was compiled or a CUDA graph was captured after the last counted step.
         """
         return self.captured or count_compiled_frames() > self.compiled
 
     def post(self, steps_per_second: float, *, last: bool = False) -> None:
         """Post the count to the coordinator.
 
-        A failed post is not repeated, because the next one includes its steps. `last` means that
-        the program is ending, so it will no longer form a process group.
+        A failed post is not repeated, because the next post includes the same steps. `last` means
+        that the program is ending and can no longer form a process group.
         """
         import json
         import os
@@ -972,13 +992,14 @@ class StepCounter:
             report["exchanging"] = True
         if not self.environment:
             self.environment = load_of_pod("versions").read_environment()
-        if self.described != self.instance:  # This coordinator does not have the environment yet.
+        if self.described != self.instance:  # This coordinator still lacks the environment.
             report["environment"] = self.environment
         body = json.dumps(report).encode()
         try:
             status, instance = self.ask(body)
             if status == "401" and instance != self.instance:
-                # A proof is valid only for the coordinator whose instance it contains.
+                # The proof contained an old instance. Only the coordinator with that instance
+                # accepts it.
                 self.instance = instance
                 body = json.dumps({**report, "environment": self.environment}).encode()
                 status, _ = self.ask(body)
@@ -988,9 +1009,9 @@ class StepCounter:
             self.posted, self.described = steps, self.instance
 
     def trains_alone(self, steps: int, least: int) -> bool:
-        """Return whether each rank seems to train its own model, and log that once.
+        """Return whether each rank seems to train its own model. The first time it is true, log it.
 
-        Before the step `least`, the result is False, because the ranks might still form a group.
+        The result is False before the step `least`, because the ranks might still form a group.
         """
         alone = self.world > 1 and steps >= least and not self.grouped and not exchanges_otherwise()
         if alone and not self.said:
@@ -1007,8 +1028,8 @@ class StepCounter:
     def ask(self, body: bytes) -> tuple[str, str]:
         """Post the body, and return the response's status and the coordinator's random number.
 
-        The token itself is not sent, because the coordinator's address may now belong to a
-        stranger.
+        The request does not contain the token, because the coordinator's address may now belong to
+        a stranger.
         """
         import os
         import socket
