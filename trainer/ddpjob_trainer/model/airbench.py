@@ -39,7 +39,7 @@ each of the three groups halves them."""
 
 
 class Whitening(nn.Module):
-    """A convolution of images (n, channels, height, width) with fixed filters and a trained bias."""
+    """Convolves images (n, channels, height, width) with fixed filters, and adds a trained bias."""
 
     weight: torch.Tensor
 
