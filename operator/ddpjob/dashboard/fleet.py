@@ -343,7 +343,7 @@ class Fleet:
         return [key for key, source in self._sources.copy().items() if source is backend]
 
     def _look(self, backend: Backend) -> None:
-        """Read a backend's jobs, and drop jobs that were deleted while nothing followed the backend."""
+        """Read a backend's jobs, and drop the known jobs that no longer exist."""
         now = {key_of(body): body for body in backend.jobs()}
         for key in self._keys(backend):
             if key not in now:

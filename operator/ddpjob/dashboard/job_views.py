@@ -45,10 +45,7 @@ def plain(text: str) -> str:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which jobs the list shows, and in which order.
-
-    The query in the page's address contains this.
-    """
+    """Which jobs the list shows, and in which order. The page's address contains this choice."""
 
     words: str = ""
     state: str = ""
@@ -303,7 +300,7 @@ _TITLES = {"samplesPerSecond": "samples/s", "lr": "learning rate", "dataWait": "
 
 
 def trained_curves(series: MetricSeries, by: str = "step") -> Json:
-    """Return the curves of the built-in trainer's measurements, in the form for the page's script.
+    """Return the curves of the built-in trainer's measurements, as the page's script draws them.
 
     `by` is the horizontal axis, one of AXES. At each restart, a curve has a null value, so that no
     line crosses the restart.

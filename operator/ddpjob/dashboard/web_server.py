@@ -79,14 +79,14 @@ _LINE = 4000
 """Maximum number of characters in a log line; the rest is cut off."""
 _BATCH = 500
 _FRESH_SECONDS = 1.0
-"""Number of seconds for which data about a job is reused by other requests."""
+"""Number of seconds for which other requests reuse data that was read about a job."""
 _CURVES_SECONDS = 5.0
 _LOOK_SECONDS = 1.0
 _BODY = 32 << 10
 """Maximum size of a form in bytes."""
 _SILENCE_SECONDS = 15.0
-"""After this many seconds with nothing to send, a stream sends a comment. Sending shows whether the
-viewer is still connected."""
+"""A stream that has had nothing to send for this many seconds sends a comment. Sending shows
+whether the viewer is still connected."""
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".txt": "text/plain", ".svg": "image/svg+xml"}
 _NAME = r"{namespace:[a-z0-9][-a-z0-9.]{0,252}}/{name:[a-z0-9][-a-z0-9.]{0,252}}"
 _WORD = re.compile(r"[a-z0-9][-a-z0-9.]{0,252}")

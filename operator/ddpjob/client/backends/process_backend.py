@@ -330,8 +330,8 @@ class ProcessBackend:
     def delete(self, name: str) -> None:
         """Stop the job and remove its record and logs.
 
-        Training data and checkpoints are kept, including checkpoints that --fresh has set aside.
-        Checkpoints are deleted only if all runs that used them had whenDeleted: Delete.
+        Training data is kept. Checkpoints, including those that --fresh has set aside, are deleted
+        only if all runs that used them had whenDeleted: Delete.
         """
         self.stop(name, now=True)
         folder = self.folder(name)

@@ -38,8 +38,8 @@ class JobRequest:
 
     program: str
     source: str = ""
-    """The text of a script, for a script that is not in a file. If it is set, `program` is the
-    script's name."""
+    """The text of a script, for a script that is not in a file. If `source` is set, `program` is
+    the script's name."""
     args: Sequence[str | os.PathLike[str]] = ()
     image: str = ""
     name: str = ""
@@ -340,10 +340,10 @@ def _set(spec: Json, path: str, value: Any) -> None:
 
 
 def _joined(path: str, old: Any, value: Any) -> Any:
-    """Return the value that a field gets if `old` is its current value.
+    """Return the new value of a field whose current value is `old`.
 
-    Two mappings are merged, and entries of `value` take precedence. Raises Mistake if `value` would
-    replace a list from another option.
+    Two mappings are merged, and the entries of `value` take precedence. Raises Mistake if `value`
+    would replace a list from another option.
     """
     if isinstance(old, list):
         raise Mistake(

@@ -262,8 +262,8 @@ class Packed:
 def pack(found: Found, source: str, to: Path) -> Packed:
     """Write an archive with a folder's files to the path `to`.
 
-    Messages refer to the folder as `source`. Raises Mistake if there are too many files, or if they
-    are too large.
+    Messages refer to the folder as `source`. Raises Mistake if there are too many files, or if the
+    files are too large.
     """
     if len(found.files) > MOST_CODE_FILES:
         raise Mistake(
@@ -301,7 +301,7 @@ def _write_archive(files: Mapping[str, Path], to: IO[bytes]) -> None:
         for name, path in files.items():
             with path.open("rb") as content:
                 state = os.fstat(content.fileno())
-                member = tarfile.TarInfo(name)  # TarInfo sets the time and the owner to 0.
+                member = tarfile.TarInfo(name)  # TarInfo's default time and owner are 0.
                 member.size, member.mode = state.st_size, 0o755 if state.st_mode & 0o100 else 0o644
                 tar.addfile(member, content)
 

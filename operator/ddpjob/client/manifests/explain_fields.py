@@ -85,7 +85,7 @@ def _unknown(names: list[str], depth: int, holder: Schema) -> str:
 
 
 def _kubernetes(names: list[str]) -> str:
-    """Return the path under which `kubectl explain` knows a field in podTemplate.
+    """Return the path with which `kubectl explain` finds a field in podTemplate.
 
     podTemplate has the same fields as a pod.
     """

@@ -1,7 +1,7 @@
 """Turns a Python function into a script that a job can run.
 
-The script has the function's source and a call with the arguments as JSON. Before the call it
-installs `packages`, if there are any (see packages_in_pod).
+The script contains the function's source, and calls the function with the arguments from JSON. If
+there are `packages`, the script installs them before the call (see packages_in_pod).
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def _arguments(function: Callable[..., Any], args: Mapping[str, Any]) -> str:
 
 
 def _other_keys(value: Any) -> Iterator[object]:
-    """Yield the keys of mappings in `value` that are not strings, at any depth.
+    """Yield every key that is not a string in the mappings in `value`, at any depth.
 
     json.dumps would turn such a key into a string, which could be equal to another key.
     """

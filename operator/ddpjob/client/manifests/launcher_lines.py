@@ -27,7 +27,7 @@ _PYTHON = re.compile(r"(.*/)?python[0-9.]*")
 
 @dataclass
 class LauncherLine:
-    """A torchrun line, the variables that it needs, and notes on how it differs."""
+    """A torchrun line with its variables, and notes on differences from the original line."""
 
     words: list[str]
     env: dict[str, str] = field(default_factory=dict)
@@ -187,8 +187,8 @@ _RUN = "torch.distributed.run"
 def _starts(words: Sequence[str], first: str) -> bool:
     """Whether the command `words` starts a launcher.
 
-    `first` is the first word of the command. It is either the launcher itself, or a Python that
-    runs the launcher as a module (`python -m`).
+    `first` is the first word of the command. This word is either the launcher itself, or a Python
+    that runs the launcher as a module (`python -m`).
     """
     name = first.rpartition("/")[2]
     options = list(takewhile(lambda word: word.startswith("-") and word != "-m", words[1:]))

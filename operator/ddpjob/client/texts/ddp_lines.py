@@ -321,8 +321,8 @@ def _sampled(node: ast.stmt, call: ast.Call) -> AddedLine:
 def _saves(tree: ast.Module, script: TrainingScript) -> Iterator[AddedLine]:
     """Yield a replacement for each statement that saves something with torch.save.
 
-    In the replacement, only rank 0 saves. It saves the model without the DistributedDataParallel
-    wrapper.
+    In the replacement, only rank 0 saves, and it saves the model without the wrapper
+    (DistributedDataParallel).
     """
     for node in ast.walk(tree):
         if _is_save(node):
