@@ -57,7 +57,8 @@ class Progress:
     samples_per_second: float | None = None
     """Number of samples that all ranks together process per second."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Other numbers that the script reported, such as accuracy, by name."""
+    """Maps the names of other numbers that the script reported, such as accuracy, to their
+    values."""
 
     @classmethod
     def read(cls, progress: Mapping[str, Any]) -> Progress:
@@ -85,7 +86,7 @@ def _number(value: Any, kind: type[_Number]) -> _Number | None:
 
 @dataclass(frozen=True)
 class Job:
-    """A snapshot of a job, which is never updated. `Client.get` returns a new snapshot."""
+    """A snapshot of a job at one moment. `Client.get` returns a new snapshot."""
 
     name: str
     namespace: str
@@ -96,8 +97,7 @@ class Job:
     """
     spec: JobSpec = field(repr=False)
     status: JobStatus = field(repr=False)
-    """The job's `status`, which includes its conditions, its slots, and the causes of its restarts.
-    """
+    """The job's `status`, including the conditions, the slots, and the causes of restarts."""
     body: Json = field(repr=False)
     """The complete DDPJob object, as `kubectl get -o json` prints it."""
     returned_by: Client | None = field(default=None, repr=False, compare=False)
@@ -105,7 +105,7 @@ class Job:
 
     @classmethod
     def read(cls, body: Json, client: Client | None = None) -> Job:
-        """Return the job that is described by a DDPJob object.
+        """Return the job that a DDPJob object describes.
 
         Raises Mistake if the object contains values that only a newer release of the client knows.
         """
@@ -137,7 +137,7 @@ class Job:
         return self.returned_by
 
     def _repr_html_(self) -> str:
-        """Show the current state of the job in a notebook, with the curve of its loss."""
+        """Show the current state of the job and the curve of its loss in a notebook."""
         from ddpjob.client.job_html import job_html
 
         try:
@@ -151,7 +151,7 @@ class Job:
 
     @property
     def progress(self) -> Progress:
-        """The progress that the training script reported last, such as epoch, step and loss."""
+        """The latest progress that the training script reported, such as epoch, step and loss."""
         return Progress.read(self.status.progress)
 
     @property
@@ -172,10 +172,10 @@ _Item = TypeVar("_Item")
 
 
 def if_allowed(read: Callable[[str], list[_Item]], job: str, faults: list[str]) -> list[_Item]:
-    """Return the list that `read` returns for a job, such as its pods or its events.
+    """Return the result of `read(job)`, such as the job's pods or events.
 
-    If the user is not permitted to read this list, return an empty list and add a note to `faults`.
-    This is not an error, because the job's status contains most of the information anyway.
+    If the user is not permitted to read it, return an empty list and add a note to `faults`. This
+    is not an error, because the job's status contains most of the information anyway.
     """
     try:
         return read(job)
@@ -211,7 +211,7 @@ class Client:
         kubeconfig: str | None = None,
     ) -> None:
         self._backend = _backend(backend, namespace, context, kubeconfig) if isinstance(backend, str) else backend
-        # Do not leave out large fields, because `Job.body` is documented as the whole object.
+        # Include large fields, because `Job.body` is documented as the complete object.
         self._backend.whole = True
 
     def train(
@@ -380,10 +380,10 @@ class Client:
         `rank` selects the pod that runs this global rank, and leaves out lines that are known to
         come from other ranks in the pod. `index` selects the pods of the slot with this number.
         With `tail`, only the last `tail` lines of each existing pod's log are read. With `follow`,
-        new lines are yielded until the job has ended, including all lines of pods that are created
-        in the meantime. Raises Mistake if nothing can be read, for example because no pod has this
-        `rank` or `index`. If only some logs cannot be read, a Python warning is issued for each of
-        them.
+        new lines are yielded until the job has ended. These include all lines of pods that are
+        created in the meantime. Raises Mistake if nothing can be read, for example because no pod
+        has this `rank` or `index`. If only some logs cannot be read, a Python warning is issued for
+        each of them.
         """
         from ddpjob.client.logs.log_follower import Chosen, LogFollower
 
@@ -418,8 +418,8 @@ class Client:
         """Return the curve of a metric over the steps. A notebook displays the curve as a picture.
 
         Dashed lines mark restarts. `metric` is a name in the rows that `metrics` returns. If
-        `output` is given, the curve is also written to this .svg file. Raises Mistake if fewer than
-        two steps have a value of the metric.
+        `output` is given, the curve is also written to this .svg file. Raises Mistake if the metric
+        has values for fewer than two steps.
         """
         from ddpjob.client.job_html import MetricCurve
         from ddpjob.client.texts.metric_series import read_metrics, rows_of
@@ -442,7 +442,7 @@ class Client:
         return curve
 
     def stacks(self, job: str | Job) -> Mapping[str, str]:
-        """Return the Python stacks of the processes in each running training pod, by pod name.
+        """Return the Python stacks of the processes in running training pods, by pod name.
 
         Training continues while the stacks are read.
         """
@@ -483,7 +483,7 @@ class Client:
     def validate(self, manifest: str | Path | Mapping[str, Any]) -> None:
         """Check a manifest without a cluster, as `ddpjob validate` does.
 
-        If the manifest is invalid, Mistake is raised, with one line for each fault.
+        Raises Mistake, with one line for each fault, if the manifest is invalid.
         """
         _read_manifest(manifest)
 
@@ -572,8 +572,8 @@ def _name(job: str | Job) -> str:
 def _read(follower: LogFollower, stop: threading.Event, *, named: bool) -> Iterator[tuple[str, str]]:
     """Yield a (pod name, line) pair for each line. Raise Mistake if nothing could be read.
 
-    `named` is true if the caller chose a rank. In that case, it is also an error if the rank has no
-    lines, because a rank with this number may not exist.
+    `named` is true if the caller chose a rank. A rank without any lines is then also an error,
+    because it may not exist.
     """
     try:
         for line in follower.lines():

@@ -12,16 +12,14 @@ from ddpjob.client.texts.job_text import header, row
 
 _WIDTH, _HEIGHT, _POINTS = 480, 90, 480
 _LOG_FROM = 20
-"""If the largest number of a curve is more than this many times the smallest number, the scale is
-logarithmic."""
+"""The scale is logarithmic if a curve's largest value is more than this many times its smallest
+value."""
 _COLOURS = {"Running": "#1a7f37", "Complete": "#1a7f37", "Failed": "#cf222e"}
 _OTHER = "#9a6700"
 
 
 def job_html(body: Json, rows: Sequence[Mapping[str, float]]) -> str:
-    """Return a job's row of `ddpjob get` as an HTML table, and the curve of its loss over the
-    steps.
-    """
+    """Return HTML with the job's row of `ddpjob get` and the curve of its loss."""
     titles, cells = header(), row(body, utc_now())
     shown = [(title, cell) for title, cell in zip(titles, cells, strict=True) if cell]
     heads = "".join(f'<th scope="col" style="text-align:left">{escape(title.lower())}</th>' for title, _ in shown)
@@ -36,10 +34,7 @@ def _cell(title: str, cell: str) -> str:
 
 
 def _line(points: Sequence[tuple[float, float]]) -> str:
-    """Return the curve of the loss and its label as HTML.
-
-    The text is empty if there are fewer than two points.
-    """
+    """Return the loss curve and its label as HTML; empty if there are fewer than two points."""
     curve = MetricCurve("loss", points)
     return f"{curve._repr_svg_()}<small>{curve.label}</small>" if len(curve.points) > 1 else ""
 
@@ -54,7 +49,7 @@ class MetricCurve:
 
     @property
     def label(self) -> str:
-        """A phrase with the curve's first and last value."""
+        """A phrase that gives the first and the last value of the curve."""
         (first, begin), (last, end) = self.points[0], self.points[-1]
         scale = ", on a logarithmic scale" if self._is_logarithmic else ""
         return f"{self._name} from {begin:.4g} to {end:.4g}, steps {first:g} to {last:g}{scale}"

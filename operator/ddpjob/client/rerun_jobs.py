@@ -6,7 +6,7 @@ kept, and the new job resumes from them. The job's ConfigMaps with code are read
 are deleted together with the job.
 
 On a cluster, `fresh` does not delete any checkpoint. The new job uses a different folder, which
-cannot have been used before because its name contains a part of the old job's UID.
+cannot have been used before because its name contains part of the old job's UID.
 
     storage.checkpoints                      of the old job    of the new job
     {claimName: c}, nfs or hostPath          c: first          subPath: first-after-1c2d3e4f
@@ -65,8 +65,7 @@ def rerun(backend: Backend, name: str, *, fresh: bool) -> str:
 
 
 def _in_a_new_folder(manifest: Json, uid: str) -> tuple[Json, str]:
-    """Return the manifest with a new checkpoint folder, and a phrase that says where the job
-    starts.
+    """Return the manifest with a new checkpoint folder, and a phrase about how the job starts.
 
     Raises Mistake if the folder cannot be changed in the job's own spec.
     """
@@ -123,9 +122,9 @@ def checkpoints_that_stay(body: Json) -> str:
 
 
 def _manifest(body: Json) -> Json:
-    """Return the manifest that a user would write for an object.
+    """Reduce an object to the manifest that a user would write for it.
 
-    It does not contain the fields that the API server, or the runner on this machine, has added.
+    Fields that the API server, or the runner on this machine, has added are removed.
     """
     meta = body["metadata"]
     kept: dict[str, Any] = {key: dict(meta[key]) for key in _KEPT if meta.get(key)}

@@ -37,7 +37,7 @@ KEPT_OUTPUT = 16 * 1024
 
 
 async def _host_store(server: Server, host: str, port: int) -> int:
-    """Run the store's process until it ends, and return the coordinator's exit code."""
+    """Run the store process until it exits, and return the exit code for the coordinator."""
     try:
         child = await asyncio.create_subprocess_exec(
             sys.executable, str(PROGRAM), "store", "--port", str(port), "--host", host,
@@ -62,11 +62,11 @@ async def _host_store(server: Server, host: str, port: int) -> int:
 
 
 async def _read(output: asyncio.StreamReader, said: bytearray, server: Server) -> None:
-    """Read all output from the store's process. When the line `ready PORT` appears, record that the
-    store is ready.
+    """Read all output of the store process, and record that the store is ready once the line `ready
+    PORT` appears.
 
-    The last KEPT_OUTPUT bytes are kept in `said`. The output can contain other lines of any length,
-    because code in the image can print text when Python starts, when torch is imported, or later.
+    Keep the last KEPT_OUTPUT bytes in `said`. Code in the image may print other lines of any length
+    when Python starts, when torch is imported, or later.
     """
     ready = False
     while piece := await output.read(KEPT_OUTPUT):
@@ -79,7 +79,7 @@ async def _read(output: asyncio.StreamReader, said: bytearray, server: Server) -
 
 
 async def _until_asked(server: Server) -> int:
-    """Wait until `POST /v1/exit` asks this coordinator to exit, and return the exit code."""
+    """Wait until the coordinator decides to exit (`exit_why`), and return exit code 0."""
     while server.coordinator.exit_why is None:
         await server.wait_for_change()
     log(f"exits: {server.coordinator.exit_why}")
@@ -87,12 +87,13 @@ async def _until_asked(server: Server) -> int:
 
 
 async def run(arguments: argparse.Namespace, settings: CoordinatorSettings, token: str) -> NoReturn:
-    """Run the coordinator until it is asked to exit (exit code 0) or its store has ended (1, or 78
-    if torch is unusable).
+    """Run the coordinator, and end the process with an exit code. Never returns.
 
-    SIGTERM ends the process immediately with exit code 143. If the job has succeeded, SIGTERM ends
-    the process with exit code 0 instead, so that the pod is not shown as failed. Never returns.
-    Raises OSError if it cannot listen on the port.
+    The exit code is 0 if the coordinator was asked to exit, 1 if the store process has ended, and
+    78 if torch is unusable. SIGTERM ends the process immediately with exit code 143. If the job has
+    succeeded, the exit code is 0 instead, so that the pod is not shown as failed.
+
+    Raises OSError if the coordinator cannot listen on the port.
     """
     server = Server(settings, token, store_ready=arguments.store_port is None)
     rounds = server.coordinator.rounds
@@ -163,7 +164,8 @@ def main() -> None:
     if not token:
         parser.error("the environment variable DDPJOB_TOKEN is missing or empty: set it to the job's token")
     signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
-    # Until now, SIGTERM was blocked, because this process may be PID 1 of its container.
+    # SIGTERM was blocked until this handler was set. This process may be PID 1 of its container,
+    # and the kernel discards signals for which PID 1 has no handler.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
     divert_loggers(log)  # This also diverts the loggers of asyncio.
     # Each pod's connection needs a file descriptor, and so does each connection from an unknown

@@ -7,12 +7,12 @@ job that trains for hours between failures, however, should not wait at all.
 - After the first failure in a series, the group does not wait. After the second failure, the group
   waits `initial` seconds. Each later wait is twice as long as the previous wait, up to `maximum`.
 - A series ends when the job completes a step beyond the furthest step so far, or when a round has
-  run for HEALTHY_SECONDS. A step that only repeats work lost since the last checkpoint does not end
+  run for HEALTHY_SECONDS. Repeating the steps that were lost since the last checkpoint does not end
   a series.
 - Only failures of the job itself count. After the loss of a node, the next round begins without
   delay.
 
-Example, initial=10 and maximum=300. The script fails at step 120 each time, after 20 s:
+Example with initial=10 and maximum=300. The script fails at step 120 each time, after 20 s:
 
     failure   1   2    3    4    5     6     7     8
     waits     0  10   20   40   80   160   300   300
@@ -30,16 +30,16 @@ from __future__ import annotations
 HEALTHY_SECONDS = 60.0
 """A round that has run for this many seconds does not count as part of a crash loop."""
 VERDICT_SECONDS = 5.0
-"""Number of seconds that a job without restarts waits after its own failure. In this time, the
-operator can decide whether the failure counts, and end the job. If the operator has not ended the
-job by then, the job continues, because the operator might be down.
+"""Number of seconds that a job whose recovery.maxRestarts is 0 waits after a failure of its own. In
+this time, the operator can decide whether the failure counts, and end the job. If it does not, the
+job continues, because the operator might be down.
 """
 
 
 class RoundBackoff:
-    """Computes how long the next round is delayed after a series of failures.
+    """Computes how long to delay the next round after a series of failures.
 
-    With `no_restarts`, the job also waits for the operator's decision after every failure.
+    With `no_restarts`, the delay also gives the operator time to decide about each failure.
     """
 
     def __init__(self, initial: float, maximum: float, *, no_restarts: bool = False) -> None:
@@ -55,13 +55,14 @@ class RoundBackoff:
         self.initial, self.maximum = initial, maximum
 
     def step(self, position: tuple[float, float]) -> None:
-        """Record that the job has reached `position`, an (epoch, step)."""
+        """Record that the job has reached `position`, a pair of epoch and step."""
         if self._furthest is None or position > self._furthest:
             self._furthest, self._advanced = position, True
 
     def fail(self, now: float, ran: float) -> float:
-        """Count a failure of the job itself in a round that ran for `ran` seconds. Return the
-        back-off in seconds.
+        """Count a failure of the job itself, and return the back-off in seconds.
+
+        `ran` is the number of seconds that the failed round had run.
         """
         healthy = self._advanced or ran >= HEALTHY_SECONDS
         self._failures = 1 if healthy else self._failures + 1

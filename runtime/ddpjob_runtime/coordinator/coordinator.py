@@ -1,6 +1,6 @@
 """The coordinator's decisions: how messages from members, operator and script change the report.
 
-`Coordinator` only distributes each event and reads the report. The decisions are made in:
+`Coordinator` only dispatches events and assembles the report. Other modules make the decisions:
 
 - `round_sequence`, `formation` and `round`: when a round begins, breaks and ends;
 - `evidence` and `first_cause`: which event broke a round;
@@ -8,8 +8,9 @@
 - `takeover`: how a new coordinator takes over the round of the previous one;
 - `witnesses`: whether an unreachable host is declared lost early.
 
-After each event, `_advance` does whatever is due. Example: a member reports `failure`. The method
-`failure` breaks the round, and `_advance` forms the next one as soon as no member has workers.
+After each event, `_advance` does whatever is due. For example, when a member reports `failure`, the
+method `failure` breaks the round. `_advance` then forms the next round as soon as no member has
+workers.
 """
 
 from __future__ import annotations
@@ -51,18 +52,17 @@ from ddpjob_runtime.protocol import (
 )
 
 _NO_STEP = frozenset({ACTIVITY, STRAGGLERS, ROUND, START, ENVIRONMENT, AT_RISK, SNAPSHOT_BYTES})
-"""Keys whose presence in a progress report does not show that the current round has completed a
-step.
+"""A progress report with only these keys does not show that the current round has completed a step.
 """
 
 
 class Coordinator:
     """Makes all decisions about the group. It opens no sockets, and its clock is passed in.
 
-    `clock()` returns Unix seconds and never goes back. `later(seconds, function)` calls the
-    function after that time. `changed()` is called after every change to the report, and
-    `log(text)` receives one line for each event. `acknowledges(member)` returns whether the kernel
-    of the member's host has acknowledged all data that was sent to it.
+    `clock()` returns Unix seconds and never goes back. `later(seconds, function)` calls `function`
+    after `seconds`. `changed()` is called after every change to the report, and `log(text)` is
+    called once for each event. `acknowledges(member)` returns whether the kernel of the member's
+    host has acknowledged all data that was sent to it.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Coordinator:
         progress.
         """
         self.exit_why: str | None = None
-        """The reason why this coordinator exits; None as long as it does not exit."""
+        """Why this coordinator exits; None until it decides to exit."""
 
     def _bump(self, news: bool = True) -> None:
         self.news += news
@@ -104,7 +104,7 @@ class Coordinator:
     def hello(
         self, pod: str, index: int, attempt: int, pid: int, send: Send, grace: float = 30.0, resume: Any = None
     ) -> Member | None:
-        """Admit a launcher, and return its member. Return None if the launcher is refused.
+        """Admit a launcher and return its member. Return None if the launcher is refused.
 
         Raises:
             ValueError: `resume` is malformed; the message names the field.
@@ -127,8 +127,8 @@ class Coordinator:
         send(ToMember.WELCOME, {"generation": self.settings.generation})
         if resumed is not None:
             self._takeover.resume(member, resumed)
-        # Nothing becomes due when a new member arrives. When a thousand members started, checking
-        # all of them at each hello took a quarter of the CPU time.
+        # A new member makes nothing due, so `_advance` is skipped. When a thousand members started,
+        # calling it at every hello took a quarter of the CPU time.
         if old is not None or resumed is not None:
             self._advance()
         return member
@@ -138,8 +138,8 @@ class Coordinator:
             return ToMember.DONE, {}
         if self._stop is not None:
             return ToMember.STOP, self._stop
-        # Respond with an error and not with `stop`. After an error, the member keeps its workers
-        # and looks for the next coordinator.
+        # Respond with an error instead of `stop`. After an error, the member keeps its workers and
+        # looks for the next coordinator.
         if self.rounds.over:
             return ToMember.ERROR, {"why": f"this coordinator has stopped: {self.exit_why}"}
         why = self.members.why_refused(pod, index, attempt)
@@ -172,7 +172,7 @@ class Coordinator:
         self.rounds.remove(old, f"replaced by {pod}")
 
     def lost(self, member: Member, why: str) -> None:
-        """Handle the loss of a member. Its connection has ended, or it was silent for too long."""
+        """Handle the loss of a member that has disconnected or has been silent for too long."""
         self.rounds.lose(member, why)
         self._advance()
 
@@ -192,10 +192,10 @@ class Coordinator:
         self._advance()
 
     def send_away(self, pod: str, why: str) -> None:
-        """Remove a pod that is being deleted, and refuse it from now on.
+        """Remove a pod that is being deleted, unless its workers may be saving.
 
-        If the pod's workers may be saving, do nothing. A launcher that is starting or ready has
-        nothing to save, and might not have noticed that its pod is being deleted.
+        A launcher that is starting or ready has nothing to save. It might not have noticed that its
+        pod is being deleted.
         """
         members = (member for member in self.members if member.pod == pod)
         if all(member.state in (MemberState.STARTING, MemberState.READY) for member in members):
@@ -204,10 +204,11 @@ class Coordinator:
     # ---- what members report
 
     def ready(self, member: Member, after: int, host: str, port: int, check: int = 0, watch: int = 0) -> None:
-        """Record that the member can take part in a round. `after` is the number of the last round
-        that the member knows of. `check` is the maximum number of seconds that the next round
-        spends on checking the links. `watch` is the port on which the member's neighbours watch the
-        member.
+        """Record that the member can take part in a round.
+
+        `after` is the number of the last round that the member knows of. `check` is the maximum
+        number of seconds that the next round may spend on checking links. `watch` is the port
+        through which the member's neighbours watch its host.
         """
         self.rounds.ready(member, after, host, port, check, watch)
         self._advance()
@@ -232,7 +233,7 @@ class Coordinator:
         self._advance()
 
     def neighbour(self, member: Member, number: int, rank: int, silent: bool) -> None:
-        """Record that a neighbour of the member has fallen silent, or can be heard again.
+        """Record a member's report that a neighbour has fallen silent or can be heard again.
 
         Raises:
             ValueError: `rank` is not a neighbour of the member.
@@ -240,8 +241,7 @@ class Coordinator:
         self._witnesses.report(member, number, rank, silent)
 
     def stacks(self, member: Member, number: int, rank: int, text: str, idle: bool | None = True) -> None:
-        """Add the stacks of one rank. The stacks were requested to find out whether the group
-        hangs.
+        """Add the stacks of one rank, which were requested because the group may be hung.
 
         `idle` indicates whether the rank has been idle since the last check; None means unknown.
         """
@@ -252,8 +252,9 @@ class Coordinator:
         self.rounds.looked(member, number, ranks)
 
     def note(self, member: Member, kind: str, why: str) -> None:
-        """Set the note of this kind about the member's pod. The operator reads notes. An empty
-        `why` removes the note.
+        """Set the note of this kind about the member's pod, for the operator to read.
+
+        An empty `why` removes the note.
         """
         self._notes.pop((member.pod, kind), None)
         if why:
@@ -286,7 +287,7 @@ class Coordinator:
     ) -> None:
         """Set the time limit for hangs, the back-off, and what to do about a proven hang (`hangs`).
 
-        If `hangs` is None, the setting for proven hangs is not changed.
+        If `hangs` is None, keep the current setting for proven hangs.
 
         Raises:
             ValueError: the message names the field and states the rule.
@@ -306,14 +307,14 @@ class Coordinator:
         self._advance()
 
     def stood_still(self, seconds: float) -> None:
-        """Extend the time limit for hangs by the `seconds` for which this process was suspended.
+        """Extend the time limit for hangs, because this process was suspended for `seconds`.
 
         Other processes of the job may have been suspended at the same time.
         """
         self.rounds.watch.forgive(seconds)
 
     def set_order(self, pods: list[str]) -> None:
-        """Give ranks to pods in the order of this list, from the next round on.
+        """Assign ranks to pods in the order of this list, starting with the next round.
 
         If the list is empty, ranks follow the indices.
 
@@ -331,7 +332,7 @@ class Coordinator:
             self._advance()
 
     def stop(self, ok: bool, why: str) -> None:
-        """Make every member stop its workers. No more rounds begin."""
+        """Make every member stop its workers, and begin no more rounds."""
         if self.rounds.over:
             return
         self._stop = {"ok": ok, "why": why}
@@ -341,18 +342,18 @@ class Coordinator:
             member.send(ToMember.STOP, self._stop)
 
     def exit(self, why: str) -> None:
-        """Let this process exit, because the job has ended and nobody will request the report
-        again.
+        """Let this process exit, for example because the job has ended and nobody will request the
+        report again.
         """
         self.exit_why = why
         self._notify()
 
     def replaced(self, generation: int, attempt: int) -> None:
-        """Exit because a member has found another coordinator at the job's name.
+        """Exit if a later coordinator has taken over the job's name.
 
-        If the other coordinator is not later than this one, do nothing. Once this coordinator has
-        exited, all members look up the name again and find the later coordinator. Until it exits,
-        this coordinator does not judge any round.
+        Called when a member has found another coordinator under that name. Once this coordinator
+        has exited, all members look up the name again and find the later one. Until then, this
+        coordinator does not judge any round.
         """
         if (generation, attempt) <= (self.settings.generation, self.settings.attempt):
             return
@@ -364,8 +365,8 @@ class Coordinator:
         """Merge a progress report whose format has been checked. The first step after a restart
         ends the downtime.
 
-        A report that names a round other than the current round comes from a fenced rank and is
-        ignored.
+        Ignore a report that names a different round than the current one, because it comes from a
+        fenced rank.
         """
         current = self.rounds.current
         if current is not None and report.get(ROUND, now := f"{self.settings.generation}.{current.number}") != now:
@@ -415,10 +416,9 @@ class Coordinator:
 
 
 def _same_workers(old: Member, resumed: Resume | None) -> bool:
-    """Whether this coordinator and the reconnecting launcher agree on the round of the launcher's
-    workers.
+    """Whether this coordinator and the reconnecting launcher agree on the round of its workers.
 
-    If they do not, a line was lost with the old connection.
+    If they disagree, a line was lost with the old connection.
     """
     if old.state == MemberState.LEAVING:
         # The member is leaving in any case, and the round breaks once the member is gone.

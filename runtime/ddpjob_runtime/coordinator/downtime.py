@@ -30,10 +30,10 @@ class Downtime:
             self._end(now)
 
     def step(self, now: float, running: bool) -> None:
-        """Record that a step was reported. If a round is running, the downtime ends.
+        """Record that a step was reported, which ends the downtime if a round is running.
 
-        Before the job's first step, `round_runs` ended the downtime. At the first step, that
-        downtime is replaced by the time from the same break to this step.
+        If the job had not reported a step before, `round_runs` has already ended the downtime. The
+        downtime is then measured again, from the same break to this step.
         """
         self._steps_are_seen = True
         if running:

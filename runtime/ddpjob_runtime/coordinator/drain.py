@@ -10,25 +10,23 @@ from ddpjob_runtime.protocol import ToMember
 
 DRAIN_SECONDS = 30.0
 """Maximum number of seconds from `restart` to `ready`. The limit is high because a killed worker
-that holds a device or a lot of memory takes many seconds to disappear.
+that holds a device or a lot of memory may take many seconds to exit.
 """
 PLANNED_SLACK = 5.0
-"""Number of seconds after a member's grace period in which the member can still report `ready`. In
-a planned restart, the member's workers can save during the grace period.
+"""Number of seconds that a member has after its grace period to report `ready`. In a planned
+restart, the member's workers can save during the grace period.
 """
 
 
 class Drains:
-    """Asks members to stop their workers, and calls `fence(late)` with the members that did not
-    stop their workers in time.
-    """
+    """Asks members to stop their workers, and passes those that are late to `fence`."""
 
     def __init__(self, members: Members, loop: Loop, fence: Callable[[list[Member]], None]) -> None:
         self._members, self._loop, self._fence = members, loop, fence
 
     def ask(self, member: Member, why: str, planned: bool) -> None:
-        """Ask `member` to stop its workers. If `planned`, the workers can save during the member's
-        grace period.
+        """Ask `member` to stop its workers. If the stop is `planned`, the workers can save during
+        the member's grace period.
         """
         seconds = member.grace + PLANNED_SLACK if planned else DRAIN_SECONDS
         if member.drain(self._loop.now() + seconds, planned):

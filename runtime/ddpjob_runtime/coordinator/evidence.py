@@ -19,14 +19,14 @@ from ddpjob_runtime.protocol import EXIT_STEPPED_ASIDE, IncidentKind
 
 
 class Evidence:
-    """Collects the failures, losses and departures in one round, and the coordinator's own reasons
-    to end the round.
+    """Collects evidence about one round: failures, losses, departures, and the coordinator's own
+    reasons to end the round.
     """
 
     def __init__(self) -> None:
         self._failures: list[WorkerFailure] = []
         self._losses: list[MemberLoss] = []
-        self._finishes: list[Finish] = []  # ends of single ranks with exit code 0, on nodes that still have workers
+        self._finishes: list[Finish] = []  # single ranks that exited with code 0 on nodes that still have workers
         self._known: Verdict | None = None  # a hang or a planned restart, whose cause is known from the start
         # members that never reconnected, which explain everything except sure failures
         self._absent: Verdict | None = None
@@ -36,9 +36,7 @@ class Evidence:
         self._failures.append(failure)
 
     def knows(self, failure: WorkerFailure) -> bool:
-        """Whether this failure has been reported before. When a member reconnects, it reports its
-        failures again.
-        """
+        """Whether this failure was reported before. A reconnecting member repeats its reports."""
         worker = failure.source, failure.rank, failure.local_rank
         return any(worker == (known.source, known.rank, known.local_rank) for known in self._failures)
 
@@ -55,7 +53,7 @@ class Evidence:
 
     @property
     def saving(self) -> bool:
-        """Whether a member is leaving, and a worker has already exited after saving."""
+        """Whether a member is leaving and a worker has already saved and exited."""
         return self.somebody_leaves and any(f.exit_code == EXIT_STEPPED_ASIDE for f in self._failures)
 
     def resized(self, time: float, details: dict[str, Any]) -> None:
@@ -63,9 +61,7 @@ class Evidence:
         self._known = Verdict(IncidentKind.JOINED, time, details, 0)
 
     def hangs(self, time: float, details: dict[str, Any]) -> None:
-        """Set the cause to a hang. All failures and losses of the round count
-        as its consequences.
-        """
+        """Set the cause to a hang, and count all failures and losses as its consequences."""
         self._known = Verdict(IncidentKind.HANG, time, details, self._count)
 
     def absent(self, time: float, details: dict[str, Any]) -> None:
@@ -73,8 +69,9 @@ class Evidence:
         self._absent = Verdict(IncidentKind.PEER_LOST, time, details, self._count, sure=False)
 
     def came_apart(self, time: float, details: dict[str, Any]) -> None:
-        """Record that a member has left the round for an unknown reason. This cause is used only if
-        no other cause is known.
+        """Record that a member has left the round for an unknown reason.
+
+        This counts as the cause only if no other cause is known.
         """
         self._fallback = Verdict(IncidentKind.PEER_LOST, time, details, 0, sure=False)
 
@@ -83,9 +80,9 @@ class Evidence:
         return len(self._failures) + len(self._losses)
 
     def verdict(self, finishes: list[Finish], ended_at: float | None) -> Verdict | None:
-        """Return the cause as far as it is known now; None if no cause is known.
+        """Return the most likely cause so far; None if no cause is known.
 
-        `ended_at` is when members were first asked to stop their workers.
+        `ended_at` is the time at which members were first asked to stop their workers.
         """
         if self._known is not None:
             return self._known
@@ -95,8 +92,8 @@ class Evidence:
         return verdict or self._fallback
 
     def is_own(self, verdict: Verdict) -> bool:
-        """Whether the cause is a failure of the job itself, so that the next round is delayed if
-        such failures recur.
+        """Whether the cause is a failure of the job itself. Repeated failures of this kind delay
+        the next round.
 
         A cause set by `came_apart` counts as such a failure.
         """

@@ -6,27 +6,25 @@ reported before the error that caused it.
 
 1. Each failure gets a suspicion (`_suspicion`): 0 for a worker's own error, 1 for an abort, 2 for a
    communication error, and 3 for any failure after the members were asked to stop their workers.
-   The higher the suspicion is, the more likely the failure is a consequence. The failure with the
-   lowest suspicion is the cause. If several failures have the same lowest suspicion, the earliest
-   of these failures is the cause.
+   The higher the suspicion, the more likely the failure is a consequence. The failure with the
+   lowest suspicion is the cause. If several failures share the lowest suspicion, the earliest of
+   them is the cause.
 2. If members were lost or have left, these events compete with the failures whose suspicion is 0,
    and the earliest event is the cause. A worker that was killed by a signal does not compete,
    because the workers of a lost pod are killed together with the pod. An OOM kill does compete.
 3. If only suspicious failures are known, and a worker has ended with exit code 0, that exit is the
    cause. The other workers were still waiting in a collective for the worker that had exited.
 
-Example. All times are in seconds on the coordinator's clock, to which the times in reports are
-converted:
+In this example, all times are in seconds and have been converted to the coordinator's clock:
 
     10.02  rank 0  exit code 1  "Connection closed by peer"         suspicion 2
     10.03  rank 3  SIGABRT      "watchdog"                          suspicion 1
     10.05  rank 5  exit code 1  "ValueError: label 1000 of 1000"    suspicion 0: the cause
 
-A `Verdict` is `sure` if no later report could change the verdict, as in this example. If rank 5 has
-not reported yet, the verdict names rank 3 and is not sure, so the coordinator waits for the other
-members.
+A `Verdict` is `sure` if no later report could change it, as in this example. Before rank 5 reports,
+the verdict names rank 3 and is not sure, so the coordinator waits for the other members.
 
-Why: docs/decisions/0010. `merge_causes` in the operator adds Kubernetes' own information.
+See docs/decisions/0010. `merge_causes` in the operator adds Kubernetes' own information.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ a consequence of the `restart`.
 
 @dataclass(frozen=True)
 class Source:
-    """The node that an event belongs to."""
+    """The pod that an event comes from."""
 
     pod: str
     index: int
@@ -84,12 +82,12 @@ class WorkerFailure:
 
     @property
     def communication(self) -> bool:
-        """Whether the error is of a kind that the death of a peer can cause."""
+        """Whether the death of a peer could have caused this error."""
         return not (self.oom or self.init) and bool(protocol.COMMUNICATION_ERROR.search(self.message))
 
     @property
     def kind(self) -> IncidentKind:
-        """The kind of incident that the round gets if this failure is the cause."""
+        """The kind of incident to record if this failure is the cause."""
         if self.oom:
             return IncidentKind.OOM_KILLED
         return IncidentKind.INIT_FAILURE if self.init else IncidentKind.WORKER_FAILED
@@ -97,8 +95,8 @@ class WorkerFailure:
 
 @dataclass(frozen=True)
 class MemberLoss:
-    """The loss of a member whose connection has ended or, if `leaving`, the departure that a member
-    has announced.
+    """The loss of a member whose connection has ended, or the announced departure of a member
+    (`leaving`).
     """
 
     source: Source
@@ -110,10 +108,10 @@ class MemberLoss:
 
 @dataclass(frozen=True)
 class Finish:
-    """Records that workers of a member have ended with exit code 0: only `rank`, or all workers if
-    `rank` is None.
+    """The exit with code 0 of one worker, or of all workers of a member.
 
-    `node` is the member's group rank.
+    `rank` is the worker's rank; None means all workers of the member. `node` is the member's group
+    rank.
     """
 
     source: Source
@@ -139,13 +137,11 @@ class Verdict:
 
 
 def _suspicion(failure: WorkerFailure, ended_at: float | None) -> int:
-    """Return the suspicion that a failure is only a consequence of another failure.
-
-    The higher the number, the more likely the failure is a consequence:
+    """Return how strongly a failure is suspected of being a consequence of another failure.
 
     - 0: the worker's own error.
-    - 1: an abort, which is how communication libraries end a process when a peer is gone; or an
-      NCCL error about this rank's own device.
+    - 1: an abort, because communication libraries abort the process when a peer is gone. An NCCL
+      error about this rank's own device also counts as 1.
     - 2: a communication error.
     - 3: any failure after the members were asked to stop their workers.
     """
@@ -175,7 +171,7 @@ def first_cause(
 ) -> Verdict | None:
     """Return the cause of a broken round; None if nothing is known to have gone wrong.
 
-    `ended_at` is when the members were asked to stop their workers. Failures after that time are
+    `ended_at` is the time at which the members were asked to stop their workers. Later failures are
     consequences.
     """
     causes = [f for f in failures if _own(f, losses, ended_at)]

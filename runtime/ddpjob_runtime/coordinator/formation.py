@@ -1,21 +1,20 @@
 """Decides when a round begins, with which members, and when it restarts with a different size.
 
-If a round begins with too few nodes, the nodes that come later are wasted until the next round. If
-it waits for them, it wastes the nodes that are ready. The rules compare these costs, using what is
-known about the missing nodes:
+If a round begins before all nodes are ready, the late nodes are idle until the next round. If the
+round waits for them, the ready nodes are idle. The rules weigh these costs, based on what is known
+about the missing nodes:
 
-- A round of `nodes` nodes begins immediately; a round of fewer than `min_nodes` never begins.
-- If the number of ready nodes is in between, the first round waits FIRST_GRACE for more nodes,
+- A round of `nodes` nodes begins immediately. A round of fewer than `min_nodes` nodes never begins.
+- With any number of ready nodes in between, the first round waits FIRST_GRACE for more nodes,
   because pods start at different times.
-- A later round begins immediately if as many nodes are ready as the last round had. If fewer nodes
-  are ready, the round waits SHRINK_GRACE for more nodes. SHRINK_GRACE is 10 s in Standard mode. It
-  is 0 in Fast mode, where a restart is cheap.
-- If new nodes could join a running round, the round is restarted with the new nodes. If the new
-  nodes complete the group, the round must have run for FILL_SECONDS. If the group is still
-  incomplete with the new nodes, the round must have run for GROW_SECONDS, because every restart
-  costs steps.
+- A later round begins immediately if at least as many nodes are ready as the last round had.
+  Otherwise, it waits SHRINK_GRACE for more nodes. SHRINK_GRACE is 10 s in Standard mode, and 0 in
+  Fast mode, where a restart is cheap.
+- If new nodes are ready, a running round is restarted to include them. Because every restart costs
+  steps, the round must first have run for FILL_SECONDS if the new nodes complete the group, and for
+  GROW_SECONDS if they do not.
 
-Example, nodes=8 and min_nodes=6:
+Example with nodes=8 and min_nodes=6:
 
     t=0    6 nodes are ready: the first round may begin at t=30
     t=12   all 8 are ready: round 1 begins
@@ -26,7 +25,7 @@ Example, nodes=8 and min_nodes=6:
 Survivors of the last round are chosen first (`choose`), then the members that have waited longest.
 If there are too many survivors, those with the highest indices are excluded, because a smaller job
 loses those slots. The operator sends the order of the ranks, because only the operator knows which
-hosts the pods run on: docs/decisions/0019.
+hosts the pods run on (docs/decisions/0019).
 """
 
 from __future__ import annotations
@@ -38,30 +37,27 @@ from ddpjob_runtime.coordinator.members import Member
 from ddpjob_runtime.protocol import Mode
 
 FIRST_GRACE = 30.0
-"""How many seconds the first round waits for more nodes after `min_nodes` nodes are ready."""
+"""Number of seconds that the first round waits for more nodes once `min_nodes` nodes are ready."""
 SHRINK_GRACE = {Mode.STANDARD: 10.0, Mode.FAST: 0.0}
-"""How many seconds a later round waits for more nodes if fewer are ready than the last round had.
-"""
+"""Number of seconds that a later round waits for more nodes if it has fewer than the last round."""
 FILL_SECONDS = 10.0
-"""Minimum number of seconds that a round runs before it is restarted, if the new nodes complete the
-group.
+"""Number of seconds that a round must have run before it is restarted with new nodes that complete
+the group.
 """
 GROW_SECONDS = 60.0
-"""Minimum number of seconds that a round runs before it is restarted, if the new nodes do not
+"""Number of seconds that a round must have run before it is restarted with new nodes that do not
 complete the group.
 """
 ORDER_SECONDS = 10.0
 """Maximum number of seconds that a round waits for the operator to send a new member's position in
-the order. A round rarely has to wait, because the operator knows the position before the pod
-starts.
+the order of the ranks. This is rarely needed, because the operator usually knows the position
+before the pod starts.
 """
 
 
 @dataclass(frozen=True)
 class Size:
-    """How many nodes a round should have (`nodes`), and how many it needs at
-    least (`min_nodes`).
-    """
+    """The desired (`nodes`) and the minimum (`min_nodes`) number of nodes in a round."""
 
     nodes: int
     min_nodes: int
@@ -75,9 +71,9 @@ class RankOrder:
     """
 
     expected: bool = False
-    """Whether the operator sends an order in which each member has a position."""
+    """Whether the operator is expected to send an order that includes every member."""
     places: dict[str, int] = field(default_factory=dict)
-    """{pod: its position in the order}. If the mapping is empty, ranks follow the indices."""
+    """Maps each pod to its position. If there are no positions, ranks follow the indices."""
 
     def ranked(self, chosen: Iterable[Member]) -> list[Member]:
         """Return the members in the order of their ranks.
@@ -89,8 +85,8 @@ class RankOrder:
         return sorted(chosen, key=lambda m: (m.index != 0, self.places.get(m.pod, last), m.index))
 
     def known_at(self, chosen: Iterable[Member]) -> float:
-        """Return when the round should stop waiting for these members' positions; 0 if the round
-        need not wait.
+        """Return the time until which a round waits for these members' positions; 0 if it need not
+        wait.
         """
         if not self.expected:
             return 0.0
@@ -100,11 +96,12 @@ class RankOrder:
 def begins_at(
     ready: int, size: Size, enough_since: float | None, first: bool, before: int | None, mode: Mode
 ) -> float | None:
-    """Return when a round with the ready members begins: 0 for now, None if there are too few
-    members.
+    """Return the time at which a round with the ready members begins: 0 means now, and None means
+    that there are too few members.
 
-    `enough_since` is when the number of ready members reached `min_nodes`, and `before` is the size
-    of the last round. If at least `before` members are ready, the round does not wait for more.
+    `enough_since` is the time at which the number of ready members reached `min_nodes`. `before` is
+    the size of the last round. If at least that many members are ready, the round does not wait for
+    more.
     """
     if ready >= size.nodes:
         return 0.0
@@ -118,8 +115,8 @@ def begins_at(
 def choose(ready: list[Member], nodes: int, last: int) -> list[Member]:
     """Choose the members of the next round from the ready ones.
 
-    Survivors of round `last` come first, in the order of their indices. The members that have
-    waited longest come next.
+    Survivors of round `last` come first, in the order of their indices. They are followed by the
+    other members, in the order in which they became ready.
     """
     survivors = sorted((m for m in ready if last and m.round == last), key=lambda m: m.index)
     others = sorted((m for m in ready if m not in survivors), key=lambda m: (m.ready_at, m.index))
@@ -127,10 +124,11 @@ def choose(ready: list[Member], nodes: int, last: int) -> list[Member]:
 
 
 def resizes_at(world: int, since: float | None, ready: int, size: Size) -> float | None:
-    """Return when a round with `world` nodes should be restarted to change its size; None to keep
-    its size.
+    """Return the time at which a round of `world` nodes should be restarted with a different size;
+    None to keep its size.
 
-    `since` is when the round began to run, and `ready` is the number of nodes that could join it.
+    `since` is the time at which the round began to run. `ready` is the number of nodes that could
+    join it.
     """
     if since is None:
         return None

@@ -1,23 +1,22 @@
 """Decides when to check a job that completes no steps, when to report it, and when to stop it.
 
 If one rank stops, all others wait for it in a collective, and nothing fails: the job holds its GPUs
-but does nothing. From outside, that looks like a long evaluation or a slow checkpoint. So time
-alone only raises a suspicion, and the ranks' activity decides:
+but does nothing. From outside, that looks like a long evaluation or a slow checkpoint. Time alone
+therefore only raises a suspicion, and the ranks' activity decides:
 
-- **Suspicion.** `UsualGaps` learns how long the gaps between reports usually are. It learns them
-  separately for each activity: the start of a round, training, and whatever the script reports,
-  such as evaluating. If no report arrives for FACTOR times the 99th percentile of these gaps, and
-  for at least LEAST_SECONDS, the coordinator checks the ranks. Until LEAST_GAPS gaps are known, the
-  minimum is longer than LEAST_SECONDS, especially at the start of a round (UNKNOWN). A round's
-  first check comes after EARLY_LOOK seconds. Until the minimum has passed, however, checks cannot
-  end the round. Such early checks only report ranks that wait for other ranks, for example because
-  of a wrong MASTER_ADDR.
+- **Suspicion.** `UsualGaps` learns the usual length of the gaps between reports, separately for
+  each activity: the start of a round, training, and whatever the script reports, such as
+  evaluating. The coordinator checks the ranks if no report arrives for FACTOR times the 99th
+  percentile of these gaps, and for at least LEAST_SECONDS. Until LEAST_GAPS gaps are known, this
+  minimum is higher, especially at the start of a round (UNKNOWN). If a round has reported nothing
+  after EARLY_LOOK seconds, it gets an early check. An early check cannot end the round. It only
+  reports ranks that wait for other ranks, for example because of a wrong MASTER_ADDR.
 - **Proof.** If two more checks, LOOK_EVERY seconds apart, show a standstill (`standstill`), the
   round ends as a hang, unless recovery.hangs is Report. From the first of these two checks on, the
   coordinator's report shows the step as overdue. If a check shows that a rank has moved, the pause
   before the next check grows.
 - **hangAfterSeconds** ends the round after that many seconds without a step, even if no hang was
-  proved. If the script's steps are not counted, silence proves nothing. In that case the ranks'
+  proved. If the script's steps are not counted, silence proves nothing. In that case, the ranks'
   stacks are compared, and the round ends only if all ranks have been idle for hangAfterSeconds.
 - A group that is active but completes no steps is reported as overdue after max(300 s, 20 times the
   longest gap). Without hangAfterSeconds, its round is never ended.
@@ -27,8 +26,8 @@ the step is reported as overdue at 20 s, and the round ends at 25 s: "no step fo
 wait (FILE:LINE) (the other ranks are waiting for it); rank 0 in ...". An evaluation of 60 s gets
 four checks. Each shows CPU time or transferred bytes, so nothing is reported.
 
-A hang is treated as a first cause, like any other: docs/decisions/0010. Why hung rounds are stopped
-automatically: docs/decisions/0024.
+A hang is a first cause like any other (docs/decisions/0010). See docs/decisions/0024 for why hung
+rounds are stopped automatically.
 """
 
 from __future__ import annotations
@@ -47,12 +46,12 @@ LEAST_GAPS, KEPT_GAPS, MOST_ACTIVITIES = 20, 1000, 20
 START, TRAINING = "start of a round", ""
 UNKNOWN = {START: 600.0, TRAINING: 60.0}
 UNKNOWN_ACTIVITY = 120.0
-"""Minimum number of seconds without a report before a check, if too few gaps are known for the
-script's activity.
+"""Minimum number of seconds without a report before the ranks are checked, as long as too few gaps
+are known for the script's activity.
 """
 LEAST_AT_START = 60.0
-"""Minimum number of seconds without a report before a check at the start of a round, if an earlier
-round has completed a step.
+"""Minimum number of seconds without a report before the ranks are checked at the start of a round.
+This minimum applies once an earlier round has completed a step.
 """
 EARLY_LOOK = 45.0
 """Number of seconds from the start of a round to its first check. This check can report a problem,
@@ -67,30 +66,29 @@ LEAST_REPORTS = 20
 DUMP_SECONDS = 3.0
 """Maximum number of seconds to wait for the stacks of all ranks."""
 LAST_STACKS_SECONDS = 0.3
-"""Once the stacks of a member's first rank have arrived, the stacks of the member's other ranks
-arrive within this many seconds.
+"""Once the stacks of a member's first rank have arrived, those of its other ranks follow within
+this many seconds.
 """
 
 
 class UsualGaps:
-    """Learns how long the gaps between reports usually are, separately for each activity."""
+    """Learns the usual length of the gaps between reports, separately for each activity."""
 
     def __init__(self) -> None:
         self._gaps: dict[str, deque[float]] = {}
         self._limits: dict[str, float] = {}
 
     def add(self, activity: str, gap: float) -> None:
-        """Learn how long a gap in this activity was. Once MOST_ACTIVITIES are known, gaps of other
-        activities are ignored.
+        """Learn the length of one gap in this activity.
+
+        Once MOST_ACTIVITIES activities are known, the gaps of any other activity are ignored.
         """
         if activity in self._gaps or len(self._gaps) < MOST_ACTIVITIES:
             self._gaps.setdefault(activity, deque(maxlen=KEPT_GAPS)).append(gap)
             self._limits.pop(activity, None)
 
     def limit(self, activity: str) -> float:
-        """Return how many seconds without a report must pass in this activity before the ranks are
-        checked.
-        """
+        """Return the number of seconds without a report after which the ranks are checked."""
         if activity not in self._limits:
             self._limits[activity] = self._compute(activity)
         return self._limits[activity]
@@ -108,8 +106,8 @@ class UsualGaps:
 class HangWatch:
     """Tracks when the next step is overdue, and when to check the ranks.
 
-    If no step is completed for `hang_after` seconds, the round ends as a hang; None means no limit.
-    The pace from a round's beginning to its first report is tracked separately, because loading
+    `hang_after` is the number of seconds without a step after which the round ends as a hang; None
+    means no limit. The time until a round's first report is tracked separately, because loading
     data may take longer than any step.
     """
 
@@ -118,11 +116,11 @@ class HangWatch:
         self._usual = UsualGaps()
         self._reports, self._longest_gap, self._longest_start = 0, 0.0, 0.0
         self.since: float | None = None
-        """When the last step was completed or, if the round has no step yet, when the round began
-        to run. None between rounds.
+        """Time of the last step. Until the round completes a step, this is the time at which the
+        round began to run. None between rounds.
         """
         self.activity = TRAINING
-        """What the script says that it is doing between steps, such as evaluating."""
+        """The activity that the script reports between steps, such as evaluating."""
         self._in_round = 0
         self._suspicion: Suspicion | None = None
 
@@ -131,7 +129,7 @@ class HangWatch:
         self.hang_after, self.hangs = hang_after, hangs
 
     def begin(self, now: float) -> None:
-        """Start to measure the time without steps, because a round begins to run."""
+        """Start measuring the time without steps, because a round begins to run."""
         self.since, self._in_round, self.activity, self._suspicion = now, 0, TRAINING, None
 
     def end(self) -> None:
@@ -139,9 +137,7 @@ class HangWatch:
         self.since = self._suspicion = None
 
     def step(self, now: float) -> None:
-        """Record that the job has completed a step, or has shown in some other way that it is
-        alive.
-        """
+        """Record that the job has completed a step or has otherwise shown that it is alive."""
         if self.since is None:
             return
         gap = now - self.since
@@ -177,7 +173,7 @@ class HangWatch:
             self._suspicion = None
 
     def note(self, activity: str) -> None:
-        """Record what the script says that it is doing; empty if the script says nothing."""
+        """Record the activity that the script reports; empty if it reports none."""
         self.activity = activity
 
     @property
@@ -193,11 +189,11 @@ class HangWatch:
         return max(OVERDUE_SECONDS, PACE_FACTOR * pace)
 
     def due(self) -> float | None:
-        """Return when the next step becomes overdue; None if that is unknown."""
+        """Return the time at which the next step becomes overdue; None if that is unknown."""
         return None if self.since is None or self.limit is None else self.since + self.limit
 
     def looks_at(self) -> float | None:
-        """Return when the ranks are checked next; None while no round runs."""
+        """Return the time of the next check of the ranks; None while no round runs."""
         if self.since is None:
             return None
         if self._suspicion is not None:
@@ -206,11 +202,11 @@ class HangWatch:
         return self.since + (limit if self._in_round else min(limit, EARLY_LOOK))
 
     def may_end(self, now: float) -> bool:
-        """Whether enough time without a report has passed for a proven hang to end the round."""
+        """Whether no report has arrived for so long that a proven hang may end the round."""
         return self.since is not None and now >= self.since + self._usual.limit(self._phase)
 
     def suspect(self) -> Suspicion:
-        """Return the results of the checks since the last step. There are none until the first
+        """Return the results of the checks since the last step, which are empty before the first
         check.
         """
         if self._suspicion is None:
@@ -227,17 +223,17 @@ class Suspicion:
         self._pause = LOOK_EVERY
 
     def ask(self, now: float) -> bool:
-        """Begin a check, and return whether this check could be the one that proves a hang.
+        """Begin a check, and return whether it could prove a hang.
 
-        If the result is True, the members should keep the stacks from this check in their logs.
+        If it could, members should keep the stacks from this check in their logs.
         """
         self._asked = now
         return self.standstill.looks == 1
 
     def add(self, now: float, look: Look | None) -> None:
-        """Add the result of a check; None if a member did not respond.
+        """Add the result of a check; None means that a member did not respond.
 
-        If ranks have moved, or that is unknown, the pause before the next check grows.
+        If ranks have moved, or if that is unknown, the pause before the next check grows.
         """
         if look is None:
             self.standstill = Standstill()
@@ -247,7 +243,7 @@ class Suspicion:
 
 
 class HangDump:
-    """Collects all ranks' stacks in a round without steps.
+    """Collects the stacks of all ranks in a round that completes no steps.
 
     `done` is called when all stacks have arrived, or after DUMP_SECONDS.
     """
@@ -281,9 +277,7 @@ class HangDump:
 
     @property
     def idle(self) -> bool | None:
-        """Whether all ranks have been idle since they were last asked; None if that is unknown for
-        a rank.
-        """
+        """Whether all ranks have been idle since they were last asked; None if that is unknown."""
         states = self._idle.values()
         if any(state is False for state in states):
             return False

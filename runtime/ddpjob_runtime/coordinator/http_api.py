@@ -112,8 +112,9 @@ async def _read(first: bytes, reader: asyncio.StreamReader) -> tuple[str, str, d
 async def _answer(
     server: Any, reader: asyncio.StreamReader, method: str, target: str, body: bytes, known: bool
 ) -> tuple[int, str, str]:
-    """Answer a request: return (status, content type, body). `known` is whether the client knows
-    the job's token.
+    """Return the status, the content type and the body of the response to a request.
+
+    `known` indicates whether the client knows the job's token.
     """
     try:
         url = urlsplit(target)
@@ -146,10 +147,8 @@ async def _answer(
 
 
 def _report(report: Report) -> str:
-    """Return the report as JSON. If the JSON is larger than the operator accepts, the report's
-    strings are shortened.
-    """
-    # The job cannot have more pods than `most`, and the operator ignores the entries beyond that.
+    """Return the report as JSON, with shortened texts if it is larger than the operator accepts."""
+    # A job has at most `most` pods, and the operator ignores any further entries.
     most = report.nodes + protocol.MAX_SPARES
     report = replace(report, members=report.members[:most], lost=report.lost[:most])
     text, allowed = _json(report), protocol.MAX_TEXTS
@@ -182,9 +181,9 @@ def _shorten(report: Report) -> Report:
 
 
 def _drop_texts(report: Report) -> Report:
-    """Return the report without its long texts, only with names and numbers.
+    """Return the report with only names and numbers.
 
-    Shortening texts may not be enough, because one character in a text may take six bytes in JSON.
+    Shortening the texts may not be enough, because one character may take six bytes in JSON.
     """
     last = tuple(replace(i, message="", traceback="") for i in report.incidents[-protocol.DETAILED_INCIDENTS :])
     overdue = report.overdue and replace(report.overdue, where="", traceback="")
@@ -289,7 +288,7 @@ ROUTES = {
     Command.EXIT.path: ("POST", _exit),
 }
 GUARDED = {protocol.STATUS_PATH, *(command.path for command in Command)}
-"""Paths that need the job's token, because requests to them change the job, or because the
+"""Paths for which the job's token is required. Requests to these paths change the job, or their
 responses contain more than numbers.
 """
 

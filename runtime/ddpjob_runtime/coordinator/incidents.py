@@ -33,8 +33,8 @@ class Incidents:
     ) -> None:
         """Record a break.
 
-        `details` are more fields of `Incident`, and `backoff` is the number of seconds by which the
-        next round is delayed because of the break.
+        `details` contains additional fields of the `Incident`. `backoff` is the number of seconds
+        by which this break delays the next round.
         """
         incident = Incident(
             self._next_id, time_of(unix_seconds), kind, consequences=consequences, backoff_seconds=backoff, **details

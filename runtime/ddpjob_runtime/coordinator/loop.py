@@ -14,10 +14,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Loop:
-    """What the modules that decide need from an event loop.
+    """The functions of an event loop that the decision-making modules need.
 
-    `now()` returns Unix seconds that never go back. `later(seconds, function)` calls the function
-    after that time. `changed()` must be called after every change to the report. `log(text)` writes
+    `now()` returns Unix seconds that never go back. `later(seconds, function)` calls `function`
+    after `seconds`. `changed()` must be called after every change to the report. `log(text)` writes
     one line for each event.
     """
 
@@ -50,10 +50,12 @@ class Alarm:
 async def within(seconds: float, what: Awaitable[T], left: Callable[[], float] = lambda: 0.0) -> T | None:
     """Await `what`, and return its result, or None after a timeout.
 
-    After `seconds`, `left` is called. This function returns how many more seconds to wait; 0 means
-    that the timeout has expired. In Python before 3.12, `asyncio.wait_for` would create a task.
-    `within` awaits `what` in the current task, because a task for each line took a third of the CPU
-    time when hundreds of members connected at the same time.
+    After `seconds`, `left()` returns how many more seconds to wait; 0 means that the timeout has
+    expired.
+
+    Before Python 3.12, `asyncio.wait_for` created a task for each call. When hundreds of members
+    connected at the same time, a task for each line took a third of the CPU time. `within`
+    therefore awaits `what` in the current task.
     """
     task, loop, over = asyncio.current_task(), asyncio.get_running_loop(), False
     assert task is not None
@@ -69,8 +71,8 @@ async def within(seconds: float, what: Awaitable[T], left: Callable[[], float] =
 
     def due() -> None:
         nonlocal timer
-        # Call `end` only in the next turn of the event loop. Data that arrived while this process
-        # was suspended is then read first.
+        # Call `end` only in the next turn of the event loop, after the data that arrived while this
+        # process was suspended has been read.
         timer = loop.call_soon(end)
 
     timer = loop.call_later(seconds, due)

@@ -101,8 +101,8 @@ HANDLERS: dict[str, Callable[[Coordinator, Member, dict[str, Any]], None]] = {
 def read_failure(member: Member, message: dict[str, Any]) -> WorkerFailure:
     """Return the failure that a launcher reports.
 
-    Clocks differ between nodes, so the launcher reports how long ago the failure occurred. The time
-    of the failure is computed from this age.
+    Clocks differ between nodes. The launcher therefore reports how long ago the failure occurred,
+    and this function computes its time.
     """
     sent, when = message.get("sent", 0.0), message.get("time", 0.0)
     age: float = sent - when if protocol.is_number(sent) and protocol.is_number(when) else 0.0

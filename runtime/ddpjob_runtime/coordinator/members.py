@@ -13,7 +13,7 @@ from ddpjob_runtime.coordinator.states import MEMBER_TRANSITIONS, State
 from ddpjob_runtime.protocol import LostMember, MemberState, ToMember, time_of
 
 Send = Callable[[str, "dict[str, Any]"], None]
-"""Function that sends one line to the member, given the line's verb and fields."""
+"""A function that sends one line to the member, given the line's verb and fields."""
 
 
 class Member:
@@ -33,17 +33,13 @@ class Member:
         self.rank: int | None = None
         self.host, self.port, self.ready_at = "", 0, 0.0
         self.watch = 0
-        """Port on which the member's neighbours watch whether its host responds; 0 if they cannot
-        watch it.
-        """
+        """Port through which the member's neighbours watch its host; 0 if they cannot watch it."""
         self.check = 0
-        """Maximum number of seconds that the member's next round spends on checking the links. If
-        the member does not request a check, the value is 0.
+        """Maximum number of seconds that the member's next round may spend on checking links; 0 if
+        the member does not request a check.
         """
         self.drain_by: float | None = None
-        """Time by which the member must have stopped its workers; None if it was not asked to stop
-        them.
-        """
+        """Deadline for the member to stop its workers; None if it was not asked to stop them."""
         self.drain_planned = False
         """Whether the member's workers can save before they stop."""
         self.given_up = False
@@ -55,18 +51,16 @@ class Member:
 
     @property
     def source(self) -> Source:
-        """The pod and index that this member's events belong to."""
+        """The pod and index that this member's events come from."""
         return Source(self.pod, self.index)
 
     @property
     def has_workers(self) -> bool:
-        """Whether the member is in a round, so that it may have workers; False if the member is
-        leaving.
-        """
+        """Whether the member may have workers, because it is in a round and is not leaving."""
         return self.state in (MemberState.RUNNING, MemberState.FINISHED)
 
     def count_in(self, tally: Counter[MemberState]) -> None:
-        """Count the states of this member in `tally` from now on. All members share the tally."""
+        """Count this member's state in `tally`, which all members share."""
         self._tally = tally
         self._tally[self.state] += 1
 
@@ -130,9 +124,9 @@ class Member:
         self._become(MemberState.LOST)
 
     def drain(self, until: float, planned: bool) -> bool:
-        """Set the deadline for the member to stop its workers, and return True.
+        """Set the deadline for the member to stop its workers, and return whether it was set.
 
-        If the member already has an earlier deadline, keep the earlier deadline and return False.
+        If the member already has an earlier deadline, that one stays in force.
         """
         self.drain_planned = planned
         if self.drain_by is not None and self.drain_by <= until:
@@ -146,20 +140,20 @@ class Member:
 
 
 class Members:
-    """Keeps three lists: the members (one per index), the missing members, and the pods that are
-    never admitted again.
+    """Keeps the members (one per index), the missing members, and the pods that are never admitted
+    again.
 
-    The number of ready members is needed for every line from a member, so a tally is updated
-    whenever a state changes. Without the tally, counting a thousand members for each line took half
-    of the CPU time before a round began.
+    The number of ready members is needed for every line from a member, so a tally of the states is
+    updated whenever a state changes. Without the tally, counting a thousand members took half of
+    the CPU time before a round began.
     """
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
         self.by_index: dict[int, Member] = {}
         self.missing: dict[int, LostMember] = {}
-        """Members that were lost without notice, by index. Each member is listed until a pod with
-        the same index connects, or until the operator reports that the member's pod is gone.
+        """Members that were lost without notice, by index. Each stays listed until a pod with the
+        same index connects, or until the operator reports that the member's pod is gone.
         """
         self._dismissed: dict[str, str] = {}
         self._tally: Counter[MemberState] = Counter()
@@ -177,7 +171,9 @@ class Members:
         return self._tally[MemberState.READY]
 
     def ready(self) -> list[Member]:
-        """Return the members that can take part in a new round, in the order they became ready."""
+        """Return the members that can take part in a new round, in the order in which they became
+        ready.
+        """
         return sorted((m for m in self if m.state == MemberState.READY), key=lambda m: (m.ready_at, m.index))
 
     def admit(self, member: Member) -> None:
@@ -187,7 +183,7 @@ class Members:
         self._loop.changed()
 
     def heard_of(self, index: int) -> None:
-        """Record that a pod with this index exists. The index then no longer counts as missing."""
+        """Record that a pod with this index exists. The index no longer counts as missing."""
         self.missing.pop(index, None)
 
     def why_refused(self, pod: str, index: int, attempt: int) -> str | None:
@@ -208,28 +204,24 @@ class Members:
             del self.missing[index]
 
     def miss(self, member: Member, why: str) -> None:
-        """List a member as lost without notice. The operator then checks what happened to the
-        member's pod.
-        """
+        """List a member as lost without notice, so that the operator checks its pod."""
         if self.holds(member) and member.state != MemberState.LEAVING:
             why = protocol.clip(why, protocol.MAX_REASON)
             self.missing[member.index] = LostMember(member.pod, time_of(member.heard), member.index, why)
 
     def remove(self, member: Member) -> None:
-        """Remove a member. If a newer member has already taken the same index, the newer member
-        stays.
-        """
+        """Remove a member. A newer member that has already taken the same index stays."""
         if self.holds(member):
             del self.by_index[member.index]
         member.lose()
         self._loop.changed()
 
     def lost(self) -> tuple[LostMember, ...]:
-        """Return the missing members as the report lists them."""
+        """Return the missing members in the form that the report uses."""
         return tuple(self.missing[index] for index in sorted(self.missing))
 
     def report(self) -> tuple[protocol.Member, ...]:
-        """Return the members as the report lists them, in the order of their indices.
+        """Return the members in the form that the report uses, ordered by index.
 
         Members that are starting or ready are listed without a rank.
         """

@@ -47,9 +47,7 @@ FAMILIES = {
 use the same names.
 """
 LABELS = {"ddpjob_members": "state", "ddpjob_incidents_total": "kind", "ddpjob_progress_metric": "name"}
-"""Families that have a label in addition to namespace and job_name, each with the name of that
-label.
-"""
+"""Families that have a label in addition to namespace and job_name, with the name of that label."""
 SAVED = {
     CHECKPOINT_TIME: "ddpjob_train_checkpoint_timestamp_seconds",
     COPY_TIME: "ddpjob_train_copy_timestamp_seconds",
@@ -124,6 +122,6 @@ def _labels(more: Mapping[str, Any]) -> str:
 
 
 def _escape(value: str) -> str:
-    # A string may contain half of a surrogate pair, which has no valid escape, so replace it.
+    # Replace unpaired surrogates, because the text format has no valid escape for them.
     whole = str(value).encode(errors="replace").decode()
     return whole.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -1,7 +1,7 @@
 """The job's progress: the last value of each figure reported by the script or the step counter.
 
-Scripts call `ddpjob_report`. The step counter in the workers reports without any help from the
-script. A job can have reports from both, so the reports are merged:
+Scripts report progress by calling `ddpjob_report`. In addition, the step counter in the workers
+reports without any help from the script. The reports from both are merged:
 
 - Once the script reports a step, the step counter's figures are ignored, and the speed that the
   step counter has measured is dropped.
@@ -48,17 +48,17 @@ from ddpjob_runtime.protocol import (
 
 NUMBERS = ("epoch", "epochs", "step", "steps", "loss", "samplesPerSecond", "eta", AT_RISK, SNAPSHOT_BYTES)
 AUTOMATIC = "automatic"
-"""Key that marks a report from the step counter. Such reports are used until the script reports a
-step itself.
+"""Key that marks a report from the step counter. Such reports are used until the script itself
+reports a step.
 """
 ACTIVITY = "activity"
-"""Key for what the script is doing between steps, such as evaluating. The value applies until the
-next report.
+"""Key of the script's activity between steps, such as evaluating. The value applies until the next
+report.
 """
 
 
 def check(body: Any) -> dict[str, Any]:
-    """Check the format of a report, and return the report.
+    """Check the format of a report, and return it.
 
     Raises:
         ValueError: the message names the field and states the rule.
@@ -113,13 +113,13 @@ def _check_metrics(metrics: Any) -> None:
 def _may_be_number(value: Any) -> bool:
     """Return whether `value` is a number.
 
-    Infinite and undefined numbers count, because a report of a diverging loss is not malformed.
+    Infinity and NaN count as numbers, because a report of a diverging loss is not malformed.
     """
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def is_of_copies(report: dict[str, Any]) -> bool:
-    """Whether a checked report is only about copies of checkpoints in the bucket.
+    """Whether a checked report contains only figures about copies of checkpoints in the bucket.
 
     Such a report does not show that the script is alive, because copies are made in the background.
     """
@@ -132,8 +132,8 @@ def is_of_copies(report: dict[str, Any]) -> bool:
 class MergedProgress:
     """Merges the reports from the script and the step counter.
 
-    Infinite and undefined figures are dropped, because JSON cannot represent them. Malformed
-    entries about lagging ranks are dropped too.
+    Infinity and NaN are dropped, because JSON cannot represent them. Malformed entries about
+    lagging ranks are dropped too.
     """
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ class MergedProgress:
         self._script_counts = False
 
     def shows_life(self, report: dict[str, Any]) -> bool:
-        """Whether a report shows that the job is alive. The report must be checked, but not yet
+        """Whether a checked report shows that the job is alive. Must be called before the report is
         merged.
 
         A report that only repeats a known epoch and step does not count.
@@ -157,10 +157,9 @@ class MergedProgress:
         return not named or any(self.values.get(name) != value for name, value in named.items())
 
     def merge(self, report: dict[str, Any], now: float) -> bool:
-        """Merge a checked report.
+        """Merge a checked report, and return whether its figures are used.
 
-        Return False if the figures are ignored, because they are from the step counter and the
-        script itself reports steps.
+        Figures from the step counter are ignored if the script itself reports steps.
         """
         if environment := read_environment(report.get(ENVIRONMENT)):
             self.values[ENVIRONMENT] = environment
@@ -188,7 +187,7 @@ class MergedProgress:
             elif name == STRAGGLERS:
                 self.values[name] = read_stragglers(value)
             elif name == START:
-                # A known start that has `seconds` is complete and is not replaced.
+                # Keep a known start that has `seconds`, because it is complete.
                 if "seconds" not in self.values.get(name, {}):
                     self.values[name] = read_start(value)
             elif name not in (AUTOMATIC, *FLAGS, RESUMED, ACTIVITY, ROUND, ENVIRONMENT):
@@ -202,7 +201,7 @@ class MergedProgress:
         return True
 
     def forget_ranks(self) -> None:
-        """Drop the figures about ranks, states in memory and speed.
+        """Drop the speed, and the figures about ranks and about states in memory.
 
         In the next round, the ranks have new numbers and report these figures again.
         """
@@ -221,7 +220,7 @@ class MergedProgress:
 
     @property
     def activity(self) -> str:
-        """What the script says that it is doing between steps; empty if the script says nothing."""
+        """The activity that the script reports between steps; empty if it reports none."""
         return str(self.values.get(ACTIVITY, ""))
 
     def report(self) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """One round: a fixed group of members from `go` to success or break.
 
 A round ends in one of two ways. It succeeds when the last member's workers have all ended with exit
-code 0. Or it breaks, once, at the first of these events: a worker's failure, the loss or departure
-of a member, a hang, or a change in the group's size. torchrun cannot replace one rank of a running
-group, so a break stops all workers, and the next round starts new ones. After a break, two things
-happen at the same time, so that finding the cause does not delay the restart:
+code 0. Otherwise it breaks, once, at the first of these events: a worker's failure, the loss or
+departure of a member, a hang, or a change in the group's size. torchrun cannot replace one rank of
+a running group, so a break stops all workers, and the next round starts new ones. After a break,
+two things happen at the same time, so that finding the cause does not delay the restart:
 
 - The workers are stopped. Members get `restart`, and reply `ready` when their workers are gone. If
   the end of the round is planned (a resize, or a node that leaves), workers can save first. A
@@ -13,7 +13,7 @@ happen at the same time, so that finding the cause does not delay the restart:
   after the break, the verdict is final if it is sure and no member is silent. If the verdict is not
   sure, or if a member is silent, the coordinator judges when every worker has ended.
 
-Example: one of four nodes has an error in its program.
+Example: the script on one of four nodes raises an error.
 
     0.00  node 2 reports `failure` with a ValueError: the round is BROKEN, all nodes get `restart`
     0.03  nodes 0, 1 and 3 report connection errors, which are only evidence
@@ -25,8 +25,8 @@ If the first reported failure is a connection error, `restart` is sent only SETT
 The real cause may still arrive within that time, and workers that are asked to stop would fail with
 misleading errors.
 
-`states` has a table of the states and their transitions. Why the coordinator determines causes:
-docs/decisions/0010.
+`states` has a table of the states and their transitions. See docs/decisions/0010 for why the
+coordinator determines causes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from ddpjob_runtime.coordinator.states import ROUND_TRANSITIONS, RoundState, Sta
 from ddpjob_runtime.protocol import EXIT_STEPPED_ASIDE, HEARTBEAT_SECONDS, MemberState, RankLook, ToMember
 
 SETTLE_SECONDS = 0.5
-"""The consequences of a break's cause arrive within this many seconds."""
+"""Number of seconds after a break within which the consequences of its cause arrive."""
 BUILD_SECONDS = 120.0
 """Maximum number of seconds from `go` until every member has sent `joined`."""
 QUIET_SECONDS = 2.5 * HEARTBEAT_SECONDS
@@ -52,7 +52,7 @@ QUIET_SECONDS = 2.5 * HEARTBEAT_SECONDS
 
 
 class RoundOwner(Protocol):
-    """What a round needs from the sequence of rounds that it belongs to."""
+    """The methods of the sequence of rounds that a single round uses."""
 
     @property
     def over(self) -> bool: ...
@@ -66,7 +66,7 @@ class RoundOwner(Protocol):
 
 
 class Round:
-    """A group of `world` members, whose group ranks begin at 0.
+    """A group of `world` members with group ranks from 0.
 
     `members` maps group ranks to members. After a takeover, it contains only members that have
     reconnected.
@@ -78,13 +78,13 @@ class Round:
         self._owner, self._loop = owner, loop
         self._state = State(RoundState.BUILDING, ROUND_TRANSITIONS)
         self._joined: set[int] = set()
-        self._finished: dict[int, float] = {}  # group rank -> time at which its workers had all ended with 0
+        self._finished: dict[int, float] = {}  # group rank -> time at which the last of its workers exited with code 0
         self._evidence = Evidence()
         self._running_since: float | None = None
         self.broken_at: float | None = None
         self._ended_at: float | None = None  # when the members were first asked to stop their workers
         self.ended_planned = False
-        """Whether the members were asked to end the round in a planned way, so that their workers
+        """Whether the members know that the end of the round is planned. If they do, their workers
         can save first.
         """
         self._dump: HangDump | None = None
@@ -93,7 +93,7 @@ class Round:
         self._close_look: Look | None = None
         self._drains: Member | None = None
 
-    # ---- what it is
+    # ---- state
 
     @property
     def state(self) -> RoundState:
@@ -116,7 +116,7 @@ class Round:
 
     @property
     def resizable_since(self) -> float | None:
-        """When the round began to run; None while the group's size must not change.
+        """Time at which the round began to run; None while the size of the group must not change.
 
         The size must not change before the round runs, or once a member has finished or is leaving.
         """
@@ -124,11 +124,11 @@ class Round:
 
     @property
     def can_hang(self) -> bool:
-        """Whether a lack of steps would be a hang, because all members should be taking steps."""
+        """Whether all members should be completing steps, so a lack of steps would be a hang."""
         return not self.broken and not self._finished
 
     def holds(self, member: Member) -> bool:
-        """Whether the member was sent into this round and still takes part in it."""
+        """Whether the member was sent into this round and is still part of it."""
         inside = (MemberState.RUNNING, MemberState.FINISHED, MemberState.LEAVING)
         return member.round == self.number and member.state in inside
 
@@ -140,8 +140,8 @@ class Round:
     def drains(self) -> bool:
         """Whether any member's workers may still be alive.
 
-        The answer is needed for every line from a member. To find it fast, the member that was
-        found last is checked first.
+        This is computed for every line from a member. The member that was found last time is
+        checked first, because it is likely to be found again.
         """
         known = self._drains
         if known is None or not self._has(known) or not self._may_have_workers(known):
@@ -161,9 +161,9 @@ class Round:
 
     @property
     def absent(self) -> int:
-        """Number of ranks that `absent_ranks` would return.
+        """The number of ranks that `absent_ranks` would return.
 
-        The number is needed for every hello, so it is computed without making the list.
+        This number is needed for every hello, so it is computed without building the list.
         """
         return self.world - len(self._joined)
 
@@ -217,9 +217,8 @@ class Round:
             self._joined.add(rank)
 
     def run(self) -> bool:
-        """Let the round run if every member has started its workers.
-
-        Return True if the round has begun to run in this call.
+        """Mark the round as running if every member has started its workers. Return whether this
+        call has marked it.
         """
         if self.state is not RoundState.BUILDING or not self.complete:
             return False
@@ -341,18 +340,16 @@ class Round:
         """Break a hung round: ask for the stacks of all ranks, and stop the workers once the stacks
         have arrived.
 
-        `why` is the beginning of the incident's message. That beginning includes the time since the
-        last step.
+        `why` begins the incident's message, and includes the time since the last step.
         """
         self._dump, self._hangs = HangDump(self._loop, self._end_dump), why
         self._break_up()
         self._dump.request(self.number, self.draining())
 
     def look(self, done: Callable[[HangDump], None]) -> None:
-        """Ask for the stacks of all ranks without breaking the round. `done` is called with the
-        result.
+        """Ask for the stacks of all ranks without breaking the round.
 
-        `done` is not called if the round breaks in the meantime.
+        `done` is called with the result, unless the round breaks in the meantime.
         """
 
         def end() -> None:
@@ -366,8 +363,8 @@ class Round:
     def look_closely(self, record: bool, done: Callable[[Look | None], None]) -> None:
         """Ask all members what their ranks are doing, without breaking the round.
 
-        `done` is called with the result, or with None if a member does not respond. With `record`,
-        the members write the stacks of this check to their logs.
+        `done` is called with the result, or with None if a member does not respond. If `record` is
+        set, the members write the stacks of this check to their logs.
         """
 
         def end(look: Look | None) -> None:
@@ -389,8 +386,9 @@ class Round:
             self._close_look.add(member, ranks)
 
     def hung(self, why: str, stacks: Stacks) -> None:
-        """Break a hung round whose stacks have been collected already. `why` is the beginning of
-        the incident's message.
+        """Break a hung round whose stacks have been collected already.
+
+        `why` begins the incident's message.
         """
         self._dump, self._hangs = HangDump(self._loop, self._end_dump, stacks), why
         self._break_up()

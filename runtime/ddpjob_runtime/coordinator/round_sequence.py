@@ -9,11 +9,10 @@ round can have workers. A member that does not stop its workers in time is fence
 permanently, and the group continues without it. Without this rule, one frozen node would stop the
 job forever.
 
-Round numbers only grow. A member that reconnects compares its round's number with the newest
-number, and so learns whether its round is over. Coordinators of different attempts use different
-ranges of numbers.
+Round numbers only grow. A reconnecting member learns whether its round is over by comparing its
+number with the latest number. Coordinators of different attempts use different ranges of numbers.
 
-Example, with three nodes, when node 2's machine loses power:
+Example with three nodes, in which node 2's machine loses power:
 
      0.0  node 2 has been silent for too long, or the operator knows that its pod is gone: `lose`.
           Round 7 breaks, nodes 0 and 1 get `restart`
@@ -26,7 +25,7 @@ when that is worthwhile. After repeated failures of the job itself, the next rou
 a delay (`backoff`). A coordinator that replaces an earlier coordinator first waits for the earlier
 coordinator's members. During this wait, no round begins or is judged (`takeover`).
 
-Why the coordinator forms rounds: docs/decisions/0001.
+See docs/decisions/0001 for why the coordinator forms rounds.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ from ddpjob_runtime.protocol import (
 class Rounds:
     """Decides when a round begins and when it ends.
 
-    `progress` holds the newest figures that the script has reported.
+    `progress` holds the latest figures that the script has reported.
     """
 
     def __init__(self, settings: CoordinatorSettings, members: Members, loop: Loop, progress: MergedProgress) -> None:
@@ -79,9 +78,7 @@ class Rounds:
         self.order = RankOrder(expected=settings.ordered)
         self.current: Round | None = None
         self.last_number = 0
-        """The number of the newest known round, including rounds that an
-        earlier coordinator began.
-        """
+        """The highest known round number, including rounds that an earlier coordinator began."""
         self._least_number = settings.attempt * NUMBERS_PER_ATTEMPT
         self.incidents = Incidents(settings.attempt)
         self.backoff = RoundBackoff(
@@ -89,13 +86,11 @@ class Rounds:
         )
         self.watch = HangWatch(settings.hang_after, settings.hangs)
         self.overdue: Overdue | None = None
-        """Describes the step in the current round that is taking too long; None if no step is
-        overdue.
-        """
+        """The overdue step of the current round; None if no step is overdue."""
         # the value of `watch.since` when all ranks were last asked for their stacks
         self._looked_at: float | None = None
         self.downtime = Downtime()
-        self._recorded = 0  # number of the newest incident that a member has already recorded
+        self._recorded = 0  # number of the latest incident that a member has recorded
         self.held = False
         """Whether an earlier coordinator's round may still be running. While this is true, no round
         begins or is judged.
@@ -172,8 +167,8 @@ class Rounds:
     def record(self, event: str, **fields: Any) -> None:
         """Ask one member, rank 0 if possible, to record a line that outlives the job's pods.
 
-        The coordinator cannot record the line itself, because the coordinator has no volume and
-        exits soon after the job ends.
+        The coordinator cannot record the line itself, because it has no volume and exits soon after
+        the job ends.
         """
         writer = self._writer()
         if writer is None:
@@ -190,8 +185,8 @@ class Rounds:
         self._recorded = new[-1].id if new else self._recorded
 
     def record_start(self, start: dict[str, Any]) -> None:
-        """Ask one member to record the step at which the round continued, and the steps that the
-        round repeated.
+        """Ask one member to record the step from which the round continued and the steps that it
+        repeated.
         """
         if (writer := self._writer()) is not None:
             line = {"event": "start", "time": iso(time_of(self._now())), "round": self.last_number, "start": start}
@@ -231,8 +226,8 @@ class Rounds:
             current.look(partial(self._on_look, since))
 
     def _check_standstill(self, current: Round) -> None:
-        """Ask all ranks what they are doing if such a check is due. End the round once the checks
-        prove a hang.
+        """If a check is due, ask all ranks what they are doing. If the checks prove a hang, end the
+        round.
         """
         due, since = self.watch.looks_at(), self.watch.since
         if due is None or since is None or not current.can_hang or current.looks_closely:
@@ -271,20 +266,19 @@ class Rounds:
         return f"no step for {self._now() - (self.watch.since or 0.0):.0f} s{said}"
 
     def _counts_steps(self) -> bool:
-        """Whether a lack of reported steps means that the job takes no steps.
+        """Whether a lack of reported steps means that the job completes no steps.
 
-        The result is True if steps have been counted. It is False once the step counter has
-        reported that it can no longer count steps.
+        This is true once steps have been counted, and false once the step counter has reported that
+        it can no longer count them.
         """
         return self.watch.steps_known and not self._progress.values.get(UNCOUNTABLE)
 
     def _on_look_without_steps(self, since: float, dump: HangDump) -> None:
-        """Decide whether a round whose steps are not counted is hung. `dump` holds the stacks of
-        all ranks.
+        """Decide whether a round whose steps are not counted is hung.
 
-        The round is hung if all ranks are idle. If a rank is working, the time limit for a hang
-        starts again. The limit also starts again if it is unknown whether a rank is working, as
-        after the first check.
+        `dump` holds the stacks of all ranks. If all ranks are idle, the round is hung. If a rank is
+        working, the time limit for hangs starts again. The same applies if the ranks' activity is
+        unknown, as after the first check.
         """
         current = self.current
         if self.watch.since != since or current is None or current.broken or self.watch.hang_after is None:
@@ -318,13 +312,13 @@ class Rounds:
         """Record that the member has no workers and can take part in a round.
 
         `after` is the number of the last round that the member knows of. `check` is the maximum
-        number of seconds that the next round spends on checking the links. `watch` is the port on
-        which the member's neighbours watch the member.
+        number of seconds that the next round may spend on checking links. `watch` is the port
+        through which the member's neighbours watch its host.
         """
         if member.state in (MemberState.LEAVING, MemberState.LOST):
             return
         if member.has_workers and member.round is not None and member.round > after:
-            # The member sent this `ready` before it received our `go`, so the `ready` is outdated.
+            # The member sent this `ready` before it received `go`, so the line is outdated.
             return
         self.last_number = max(self.last_number, after)
         current = self.current
@@ -394,9 +388,7 @@ class Rounds:
         self.advance()
 
     def stacks(self, member: Member, number: int, rank: int, text: str, idle: bool | None) -> None:
-        """Add the stacks of one rank. The stacks were requested to find out whether the round is
-        hung.
-        """
+        """Add the stacks of one rank, which were requested because the round may be hung."""
         if self.current is not None and number == self.current.number:
             self.current.stacks(member, rank, text, idle)
 
@@ -418,7 +410,7 @@ class Rounds:
             self.fence(late, "it did not stop its workers in time")
 
     def fence(self, late: list[Member], why: str) -> None:
-        """Continue without these late members, which may still have live workers."""
+        """Fence these late members, whose workers may still be alive, and continue without them."""
         for member in late:
             self._members.dismiss(member.pod, why)
             self._loop.log(f"fencing {member.pod}: {why}")
@@ -430,9 +422,9 @@ class Rounds:
         self.advance()
 
     def lose(self, member: Member, why: str) -> None:
-        """Remove a member that has disappeared without notice, and list the member as missing.
+        """Remove a member that has disappeared without notice, and list it as missing.
 
-        After the caller has removed all lost members, it must call `advance`.
+        Once all lost members have been removed, the caller must call `advance`.
         """
         if not self.over:
             self._members.miss(member, why)
@@ -442,7 +434,7 @@ class Rounds:
         """Remove a member that is gone. If the member belonged to the current round, the round
         breaks.
 
-        After the caller has removed all members that are gone, it must call `advance`.
+        Once all members that are gone have been removed, the caller must call `advance`.
         """
         current, was = self.current, member.state
         held = current is not None and current.holds(member)
@@ -451,7 +443,7 @@ class Rounds:
             current.lose(member, was, why)
 
     def end(self, state: CoordinatorState) -> None:
-        """End the sequence of rounds in `state`. No round begins afterwards."""
+        """End the sequence of rounds in the final state `state`. No more rounds begin."""
         self._state.become(state)
         self._end_watch()
         self._loop.changed()
@@ -467,8 +459,8 @@ class Rounds:
     def on_verdict(self, judged: Round, verdict: Verdict, own: bool, ran: float) -> None:
         """Record the first cause that was found for the break of a round.
 
-        `own` indicates whether the cause is a failure of the job itself. Such a failure delays the
-        next round. `ran` is how many seconds the round ran.
+        `own` indicates whether the cause is a failure of the job itself, which delays the next
+        round. `ran` is the number of seconds that the round ran.
         """
         wait = self.backoff.fail(self._now(), ran) if own else 0.0
         pod, message = verdict.details.get("pod") or "no pod", verdict.details["message"]
@@ -533,9 +525,8 @@ class Rounds:
     def progress(self, alive: bool, activity: str, step: bool) -> None:
         """Process a progress report.
 
-        `alive` indicates whether the report shows that the job is alive, `activity` is what the
-        script says that it is doing, and `step` indicates whether the report contains figures of a
-        step.
+        `alive` indicates whether the report shows that the job is alive. `activity` is the script's
+        activity between steps. `step` indicates whether the report contains figures about a step.
         """
         if step:
             self.downtime.step(self._now(), self.state == CoordinatorState.RUNNING)

@@ -1,16 +1,16 @@
 """The coordinator's port, and the rules for declaring a silent member lost.
 
-The first byte of a connection shows whether the peer sends the lines of a member or HTTP
-(`http_api`).
+The first byte of a connection shows whether the peer speaks HTTP (`http_api`) or sends a member's
+lines.
 
-A silent member may be dead, suspended, or unreachable together with most other members. If a live
-member is declared lost, the job restarts without need. If a dead member is not declared lost, the
-whole group waits for it. So silent members are checked:
+A silent member may be dead, suspended, or unreachable along with most other members. Declaring a
+live member lost restarts the job without need, and waiting for a dead member stalls the whole
+group. Silent members are therefore checked:
 
 - After SILENCE_SECONDS without a line from a member, the coordinator sends it a heartbeat. If the
-  kernel of the member's host acknowledges the heartbeat, the process is only suspended, and is
-  declared lost only after SLOW_SECONDS of silence. If the kernel does not acknowledge it, the
-  member is declared lost after PROBE_SECONDS.
+  kernel of the member's host acknowledges the heartbeat, the member's process is only suspended,
+  and the member is declared lost only after SLOW_SECONDS of silence. If the kernel does not
+  acknowledge it, the member is declared lost after PROBE_SECONDS.
 - If most members are silent, the fault is in this coordinator or its network. Then no member is
   declared lost before BLIND_SECONDS of silence. After that, all silent members are declared lost
   together, so that the operator replaces this coordinator.
@@ -55,31 +55,29 @@ STARTING_SECONDS = 120.0
 cold disk stalls all threads of a launcher.
 """
 PROBE_SECONDS = 1.0
-"""Number of seconds within which the kernel of a silent member's host must acknowledge data. If the
-kernel has acknowledged the data, the member counts as suspended but alive.
+"""Number of seconds within which the kernel of a silent member's host must acknowledge data. If it
+does, the member counts as suspended but alive.
 """
 SLOW_SECONDS, BLIND_SECONDS = 15.0, 30.0
 """Maximum silence in seconds: for a suspended member, and for any member while most members are
 silent.
 """
 RETURN_SECONDS = 10.0
-"""Number of seconds that a member has to reconnect after its connection has ended. This applies
-only if the member was silent, or this process was suspended, before the connection ended.
+"""Number of seconds that a member has to reconnect after its connection has ended. The member gets
+this time only if it was silent, or this process was suspended, before the connection ended.
 """
 TICK_SECONDS, STALL_SECONDS = 0.25, 1.0
 MAX_BACKLOG = 1024 * 1024
-"""Maximum number of bytes that wait to be sent to a member. If a member reads so slowly that more
-bytes are waiting, the member's connection is closed.
+"""Maximum number of bytes waiting to be sent to a member. If a member reads so slowly that more
+bytes are waiting, its connection is closed.
 """
 DEFAULT_GRACE = 30.0
 """Grace period of a member's pod in seconds, if the launcher does not report it."""
 MAX_STRANGERS = protocol.MAX_PODS + 512
 """Maximum number of open connections whose peers have not yet proved that they know the job's
-token.
-
-All pods of a job may connect at the same time, each from its own address. The limit must be high
-enough for all of these connections. If the limit were lower, new connections would close older
-ones, and on a slow host the pods would reconnect forever.
+token. All pods of a job may connect at the same time, each from its own address, so the limit must
+allow for all of them. With a lower limit, new connections would close older ones, and on a slow
+host the pods would reconnect forever.
 """
 MAX_NONCES = 4096
 """Maximum number of nonces to remember in order to refuse repeated requests. Only requests that
@@ -96,7 +94,7 @@ STARTED_AT = time.time() - time.monotonic()
 def now() -> float:
     """Return the time as Unix seconds, from a clock that is never corrected.
 
-    If corrections to the system clock had an effect, members would seem silent, or steps overdue.
+    If corrections of the system clock had an effect, members could seem silent, or steps overdue.
     """
     return STARTED_AT + time.monotonic()
 
@@ -112,7 +110,7 @@ class Strangers:
     """Keeps track of connections whose peers have not proved that they know the job's token.
 
     If there are too many of these connections, the address with the most of them loses its oldest
-    connection. This prevents strangers that hold connections open from locking out members and the
+    connection. Strangers that hold connections open therefore cannot lock out members or the
     operator.
     """
 
@@ -140,8 +138,8 @@ class Strangers:
         self._open.pop(writer, None)
 
     def complain(self, text: str) -> None:
-        """Log what a stranger did. At most one line is written per LOGGED_EVERY, so that strangers
-        cannot fill the log.
+        """Log what a stranger did, but write at most one line every LOGGED_EVERY seconds, so that
+        strangers cannot fill the log.
         """
         moment = time.monotonic()
         if moment < self._logged + LOGGED_EVERY:
@@ -152,8 +150,7 @@ class Strangers:
 
 
 class MemberConnection(asyncio.StreamReaderProtocol):
-    """A connection to a member that handles the member's heartbeats without waking the member's
-    task.
+    """A member's connection. It handles heartbeats without waking the member's task.
 
     During training, waking the tasks for heartbeats took most of the CPU time.
     """
@@ -163,20 +160,18 @@ class MemberConnection(asyncio.StreamReaderProtocol):
     def take_beats(self, on_beat: Callable[[], bool]) -> None:
         """Call `on_beat` for each heartbeat from now on.
 
-        If `on_beat` returns False, the heartbeat is left to the member's task.
+        If `on_beat` returns False, leave the heartbeat to the member's task.
         """
         self._on_beat = on_beat
 
     def data_received(self, data: bytes) -> None:
-        """Receive bytes. If the bytes are exactly one heartbeat, as is usual, handle the heartbeat
-        here.
-        """
+        """Receive bytes. If they are exactly one heartbeat, as is usual, handle it here."""
         if data != BEAT or self._on_beat is None or not self._on_beat():
             super().data_received(data)
 
 
 class Server:
-    """The coordinator's sockets. It passes what arrives to a `Coordinator`."""
+    """Owns the coordinator's sockets, and passes everything that arrives to a `Coordinator`."""
 
     def __init__(self, settings: CoordinatorSettings, token: str, store_ready: bool) -> None:
         loop = asyncio.get_running_loop()
@@ -185,7 +180,8 @@ class Server:
         self.strangers = Strangers()
         self._change = asyncio.Event()
         self._stood_still = float("-inf")
-        """When this process last noticed that it had been suspended (monotonic seconds)."""
+        """Time at which this process last noticed that it had been suspended, in monotonic seconds.
+        """
         self._connections: dict[Member, asyncio.StreamWriter] = {}
 
         def later(seconds: float, act: Callable[[], None]) -> None:
@@ -222,18 +218,15 @@ class Server:
         self._change = asyncio.Event()
 
     def wait_for_change(self) -> Coroutine[Any, Any, Any]:
-        """Return an awaitable that completes when the report changes for the first time after this
-        call.
-        """
+        """Return an awaitable that completes at the next change to the report."""
         return self._change.wait()
 
     def watch_for_stalls(self) -> None:
-        """Notice from now on when this process was suspended.
+        """Start detecting suspensions of this process.
 
-        A process is suspended when its host is migrated or has no CPU time for it.
-
-        A timer of the event loop notices the suspension. Timers run in the order of their times, so
-        this timer runs before any time limit for hangs that expired during the suspension.
+        A process is suspended while its host is migrated or has no CPU time for it. A timer of the
+        event loop detects the suspension. Timers run in the order of their times, so this timer
+        runs before any time limit for hangs that expired during the suspension.
         """
         asyncio.get_running_loop().call_later(TICK_SECONDS, self._look_for_a_stall, time.monotonic())
 
@@ -316,7 +309,7 @@ class Server:
         """Answer the member's heartbeats in the connection itself, without waking the member's
         task.
 
-        If the connection may have to end, the heartbeat is left to the task.
+        If the connection may have to end, leave the heartbeat to the task.
         """
         transport, answer = writer.transport, protocol.encode(ToMember.HEARTBEAT)
 
@@ -334,9 +327,9 @@ class Server:
     def _lose(self, member: Member, why: str) -> None:
         """Report a member as lost, unless it has been reported already.
 
-        If most members are silent, the caller must report all of them at the same moment. If the
-        members were reported one by one, the operator would not recognize a partition. It would
-        then replace each member instead of this coordinator.
+        If most members are silent, the caller must report all of them at the same moment. Otherwise
+        the operator would not recognize the partition, and would replace each member instead of
+        this coordinator.
         """
         if member.state == MemberState.LOST:
             return
@@ -414,7 +407,9 @@ class Server:
     async def _listen(
         self, member: Member, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, send: Any
     ) -> str:
-        """Handle a member's lines until its connection must end or has ended. Return why."""
+        """Handle a member's lines until its connection must end or has ended, and return the
+        reason.
+        """
         while True:
             try:
                 line = await self._hear(member, reader, writer, send)
@@ -462,7 +457,7 @@ class Server:
             probed, seconds = member.heard, PROBE_SECONDS
 
     def _lives(self, member: Member, writer: asyncio.StreamWriter) -> bool:
-        """Whether a silent member is perhaps still alive, because it is only slow or because most
+        """Whether a silent member may still be alive, because it is only slow or because most
         members are silent.
         """
         silence = now() - member.heard
@@ -515,9 +510,7 @@ class Server:
 
 
 def _unexpected(error: Exception) -> str:
-    """Describe an unexpected error that a member's line has caused, and the place where the error
-    was raised.
-    """
+    """Describe an unexpected error that a member's line has caused, and where it was raised."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {str(error)!r:.200} ({place.filename}:{place.lineno})"
 
@@ -535,9 +528,7 @@ def _sender(writer: asyncio.StreamWriter) -> Any:
 
 
 async def _line(reader: asyncio.StreamReader) -> bytes:
-    """Return the next line from a peer that is still unknown. If the line is too long or does not
-    arrive in time, return no bytes.
-    """
+    """Return the next line from an unknown peer, or no bytes if it is too long or late."""
     with contextlib.suppress(ValueError):
         return await within(HELLO_SECONDS, reader.readline()) or b""
     return b""

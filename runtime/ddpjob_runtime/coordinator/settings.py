@@ -12,7 +12,7 @@ class CoordinatorSettings:
     """The settings of a coordinator, except for its addresses. Times are in seconds.
 
     If `hang_after` is None, no time limit ends a round without steps. `hangs` determines whether a
-    proven hang ends the round. `ordered` means that the operator will send the order of the ranks,
+    proven hang ends the round. If `ordered` is set, the operator will send the order of the ranks,
     so the first round waits briefly for it. `no_restarts` means that recovery.maxRestarts is 0.
     """
 

@@ -11,11 +11,11 @@ the same, and one of these is true:
 - Every rank is in a collective, and no rank has transferred anything.
 
 A rank that uses a GPU may spend CPU time while its stack stays the same, because it spins while it
-waits for the GPU. A long computation on the GPU looks the same. Such a rank is not a culprit. While
-there is such a rank, a hang is proved only after the other ranks have stood still for SPIN_LOOKS
-checks. In all other cases, LEAST_LOOKS checks are enough. Some waits often end by themselves: waits
-for a stopped process, for storage or for a server, and sleeps. Such a wait proves a hang only if it
-lasts longer (PATIENCE). After any movement, the comparison starts again.
+waits for the GPU. A long computation on the GPU looks the same, so such a rank is not treated as a
+culprit. While there is such a rank, a hang is proved only after the other ranks have stood still
+for SPIN_LOOKS checks. In all other cases, LEAST_LOOKS checks are enough. Some waits often end by
+themselves: waits for a stopped process, for storage or for a server, and sleeps. Such a wait proves
+a hang only if it lasts longer (PATIENCE). After any movement, the comparison starts again.
 
 Example, 5 s between checks:
 
@@ -24,7 +24,7 @@ Example, 5 s between checks:
         rank 0 waits for rank 1
     10  the same again: the hang is proved. If rank 1 were in fsync, the proof would take 120 s
 
-If any member does not respond, the check is dropped. Why: docs/decisions/0024.
+If any member does not respond, the check is dropped. See docs/decisions/0024.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ NAMED_RANKS = 8
 LOOK_SECONDS = 4.0
 """Maximum number of seconds that a check waits for all members' responses."""
 LEAST_LOOKS, SPIN_LOOKS = 2, 6
-"""Number of checks after the first check that must show a standstill to prove a hang. LEAST_LOOKS
-is the usual number. SPIN_LOOKS applies if a rank spins while it uses a GPU.
+"""Number of checks, not counting the first one, that must show a standstill before a hang is
+proved. LEAST_LOOKS is the usual number. SPIN_LOOKS applies if a rank spins while it uses a GPU.
 """
 LEAST_GAP = 2.0
-"""Minimum number of seconds between two checks. If they are closer together, they prove nothing."""
+"""Minimum number of seconds between two checks. Checks that are closer together prove nothing."""
 IDLE_SHARE, IDLE_BYTES = 0.02, 8192
 """A rank counts as idle if, between two checks, it uses at most this share of a core and transfers
 at most this many bytes. Threads that only watch, such as NCCL's, stay below these limits.
@@ -71,7 +71,7 @@ COLLECTIVE_FILES = re.compile(
     r"/torch/distributed/(?!checkpoint/|elastic/|launcher/)|/torch/nn/parallel/distributed\.py$|/horovod/"
     r"|/ddpjob_pod/(own_work|rank_snapshots)\.py$"
 )
-"""Files with functions in which a rank waits for other ranks. `own_work` is among them because it
+"""Files with functions in which a rank waits for other ranks. `own_work` is included because it
 wraps torch's functions.
 """
 STORE_FILES = re.compile(r"/torch/distributed/rendezvous\.py$")
@@ -100,8 +100,9 @@ class Look:
         loop.later(LOOK_SECONDS, lambda: self._end(None))
 
     def request(self, number: int, members: list[Member], record: bool) -> None:
-        """Ask these members of round `number` what their ranks are doing. With `record`, their logs
-        keep the stacks of this check.
+        """Ask these members of round `number` what their ranks are doing.
+
+        If `record` is set, the members keep the stacks of this check in their logs.
         """
         for member in members:
             member.send(ToMember.LOOK, {"round": number, "record": record})
@@ -129,7 +130,7 @@ class Standstill:
         self._before: Look | None = None
         self._since, self._spins = 0.0, False
         self.looks = 0
-        """How many of the newest checks in a row have shown a standstill."""
+        """Number of consecutive checks, up to the latest one, that have shown a standstill."""
         self.awaited: frozenset[int] = frozenset()
         """The ranks that the others wait for. If every rank is in a collective, this set contains
         all ranks.
@@ -160,8 +161,8 @@ class Standstill:
 
     @property
     def has_waiting_rank(self) -> bool:
-        """Whether, in the last check, a rank waits for other ranks in a collective or while the
-        group forms.
+        """Whether the last check found a rank that waits for other ranks, in a collective or while
+        the group forms.
         """
         return self._before is not None and any(is_in_collective(look.text) for look in self._before.ranks.values())
 
@@ -205,8 +206,8 @@ def _compare(before: dict[int, RankLook], now: dict[int, RankLook]) -> tuple[fro
 
 
 def _wait_of(look: RankLook) -> WaitKind | None:
-    """Return what kind of wait a rank is in, according to the kernel or its stack; None if the kind
-    is unknown.
+    """Return the kind of wait that a rank is in, as shown by the kernel or by the rank's stack;
+    None if the kind is unknown.
     """
     if look.wait:
         return look.wait
@@ -230,9 +231,9 @@ def _describe_wait(look: RankLook) -> str:
 class Stacks:
     """The stacks of all ranks in a round without steps.
 
-    `texts` contains each rank's stacks, and `members` the member that runs the rank. `apart`
-    contains the ranks that the others wait for. If these ranks are unknown, `apart` is empty.
-    `waits` describes the known waits of ranks.
+    `texts` maps each rank to its stacks, and `members` to the member that runs it. `apart` contains
+    the ranks that the others wait for. It is empty if these ranks are unknown. `waits` describes
+    the known waits of ranks.
     """
 
     def __init__(
@@ -245,7 +246,7 @@ class Stacks:
         self.texts, self.members, self._apart, self._waits = texts, members, apart, waits or {}
 
     def culprit(self) -> Member | None:
-        """Return the member that the others wait for; None if the stacks do not show it.
+        """Return the member that the others wait for; None if the stacks do not show which one.
 
         If exactly one member has failed ranks, that member is the culprit. If several members have
         failed ranks, the culprit is unknown. If no rank has failed, the culprit is the only member
@@ -270,11 +271,10 @@ class Stacks:
         return next(m for m in self.members.values() if m.index == apart[0])
 
     def describe(self) -> tuple[str, str]:
-        """Return a text that says where each rank is, and the stacks of all ranks, shortened to the
-        limit for a traceback.
+        """Return a summary of where each rank is, and the stacks of all ranks.
 
-        Ranks that have ended or failed come first. They are followed by the ranks that the others
-        wait for.
+        The stacks are shortened to the limit for a traceback. Ranks that have ended or failed come
+        first, followed by the ranks that the others wait for.
         """
         over = protocol.RANK_ENDED, protocol.RANK_FAILED
         ranks = sorted(

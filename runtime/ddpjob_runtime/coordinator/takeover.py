@@ -1,20 +1,20 @@
 """Lets a coordinator replace an earlier one while the members' round continues undisturbed.
 
-The coordinator is a single process and does not keep anything on disk, so a new one begins without
-any knowledge. Meanwhile the members continue to train. They report everything that matters in their
-hello: the number and size of their round, their rank, and whether their workers are running. The
-danger is that a new coordinator begins a second, concurrent round with the members that have
+The coordinator is a single process and does not keep anything on disk, so a new coordinator knows
+nothing at first. Meanwhile, the members continue to train. They report everything that matters in
+their hello: the number and size of their round, their rank, and whether their workers are running.
+The danger is that a new coordinator begins a second, concurrent round with the members that have
 reconnected so far, because it does not know about the others.
 
 So from the first hello on, no round begins or is judged (`hold`) until one of these is true:
 
 - Every rank of the round has reconnected. Then the round continues.
 - ADOPT_SECONDS have passed. Then the round breaks because some ranks did not reconnect.
-- The round is known to be over. Or the number of pods that are known to be gone is at least the
-  number of ranks that have not reconnected. In both cases the hold ends after another
-  BROKEN_SECONDS, in which the remaining members can reconnect.
+- The round is known to be over, or at least as many pods are known to be gone as ranks have not
+  reconnected. In both cases, the hold ends after another BROKEN_SECONDS, in which the remaining
+  members can reconnect.
 
-Example, with four nodes in round 7, when the coordinator's pod is replaced:
+Example with four nodes in round 7, in which the coordinator's pod is replaced:
 
     0.0  node 0: hello, resume={round 7, rank 0, of 4, Running}. Round 7 is taken over, 1 of 4 back
     0.3  nodes 1 and 2 are back
@@ -27,7 +27,7 @@ If a member of a later round reconnects, the later round is adopted instead, and
 earlier round are drained. Rounds of different coordinators never have the same number
 (NUMBERS_PER_ATTEMPT).
 
-Why the loss of the coordinator does not lose a step in Fast mode: docs/decisions/0008.
+See docs/decisions/0008 for why losing the coordinator does not lose a step in Fast mode.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Resume:
     world: int
     state: MemberState
     planned: bool = False
-    """Whether an earlier coordinator asked the member to stop the round's workers in a planned way,
-    so that they can save before they exit.
+    """Whether an earlier coordinator asked the member for a planned stop, in which the workers can
+    save before they exit.
     """
 
     @property
@@ -68,7 +68,7 @@ class Resume:
 
     @classmethod
     def read(cls, body: Any) -> Resume | None:
-        """Read the field `resume` of a hello. Return None if the member was not in a round.
+        """Read the `resume` field of a hello. Return None if the member was not in a round.
 
         Raises:
             ValueError: the message names the field.
@@ -99,7 +99,9 @@ class Takeover:
         self._opened = False
         self._gone: set[str] = set()
         self._until: float | None = None
-        """When rounds stop being held for reconnecting members; None if rounds are not held."""
+        """Time at which rounds are no longer held for reconnecting members; None if rounds are not
+        held.
+        """
 
     def arrive(self) -> None:
         """Hold rounds from the first hello on, unless this is the first coordinator of the
@@ -150,7 +152,7 @@ class Takeover:
             self._gone.add(pod)
 
     def check(self) -> None:
-        """Release the rounds, or shorten their hold, if enough is known. Must be called after every
+        """If enough is known, release the rounds or shorten their hold. Must be called after every
         event.
         """
         if self._until is None:
@@ -162,10 +164,10 @@ class Takeover:
         if current is None:
             known = self._members.ready_count >= self._rounds.size.nodes
         else:
-            # The names of the members that have not reconnected are unknown. If the number of pods
-            # that are gone is at least the number of missing members, assume that the missing
-            # members ran in those pods. After a planned end, keep the long limit, because members
-            # may be saving before they look for this coordinator.
+            # It is unknown which members have not reconnected. If at least as many pods are gone as
+            # members are missing, assume that the missing members ran in those pods. After a
+            # planned end, keep the long limit, because members may be saving before they look for
+            # this coordinator.
             over = current.broken and not current.ended_planned
             known = over or len(self._gone) >= current.absent
         if known and self._until > self._loop.now() + BROKEN_SECONDS:

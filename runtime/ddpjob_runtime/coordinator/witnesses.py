@@ -24,7 +24,7 @@ Example with 8 nodes and a spare. The host of rank 3 loses its network at 0.0 s:
     0.95  only rank 3 has not acknowledged it: rank 3 is lost, and the spare takes its place
     5.00  the network is back. The member reports its old round, stops its workers, and is ready
 
-Why: docs/decisions/0025.
+See docs/decisions/0025.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ second while the reported member is silent. Reports expire because the line that
 may be lost.
 """
 PAUSE_SECONDS = 1.0
-"""Minimum number of seconds from a check that finds no loss to the next check."""
+"""Minimum number of seconds between a check that finds no loss and the next check."""
 
 
 class Witnesses:
     """Compares the neighbours' reports with what this coordinator sees on its own connections.
 
     `acknowledges(member)` returns whether the kernel of the member's host has acknowledged all data
-    that was sent.
+    that was sent to it.
     """
 
     def __init__(self, rounds: Rounds, members: Members, loop: Loop, acknowledges: Callable[[Member], bool]) -> None:
@@ -67,7 +67,7 @@ class Witnesses:
         self._rests_until = 0.0
 
     def report(self, member: Member, number: int, rank: int, silent: bool) -> None:
-        """Record that a neighbour of this member has fallen silent, or can be heard again.
+        """Record a member's report that a neighbour has fallen silent or can be heard again.
 
         Raises:
             ValueError: `rank` is not a neighbour of the member.
@@ -101,7 +101,7 @@ class Witnesses:
             self._loop.later(CONFIRM_SECONDS, self._judge)
 
     def _reported(self) -> list[Member]:
-        """Return the training members that their neighbours report as silent."""
+        """Return the training members whose neighbours report them as silent."""
         current = self._rounds.current
         if current is None or current.number != self._number or current.broken or self._rounds.over:
             return []

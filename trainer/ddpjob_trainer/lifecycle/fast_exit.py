@@ -1,8 +1,8 @@
 """Ends a rank without unloading torch's modules one by one.
 
-Unloading takes half a second, or several seconds on a busy machine. Peers and agents wait that
-long, because they form the next group only after the rank has ended. Data that must be kept is
-already flushed when it is written.
+Unloading takes half a second, and several seconds on a busy machine. The other ranks and their
+launchers would wait for it, because they form the next group only after this rank has exited. No
+data is lost, because data that must be kept is flushed as soon as it is written.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def with_code(code: int) -> int:
 
 
 def end_with(parent: int, by: signal.Signals) -> bool:
-    """Make the kernel send this process the signal `by` when its parent ends (Linux only).
+    """Make the kernel send the signal `by` to this process when its parent exits (Linux only).
 
-    Return False if the parent has already ended.
+    Return False if the parent has already exited.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)

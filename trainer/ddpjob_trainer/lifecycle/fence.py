@@ -25,18 +25,21 @@ from ddpjob_trainer.errors import CheckpointError, ConfigError, FencedError, Fol
 
 EXIT_FENCED = 79
 BEAT_SECONDS, WATCH_SECONDS = 5.0, 30.0
-"""The owner of a folder touches `owner.json` every BEAT_SECONDS. If a different job finds no sign
-that the owner has ended, it watches this file for WATCH_SECONDS. It does not compare the file's
-time with its own clock, because clocks differ."""
+"""The job that owns a folder touches the folder's `owner.json` every BEAT_SECONDS. A different job
+that finds no sign of the owner's end watches this file for WATCH_SECONDS. That job looks only for
+changes to the file. It does not compare the file's time with its own clock, because the clocks of
+two hosts can differ.
+"""
 _OWNER = "owner.json"
 _NAME = "fence.json"
 
 
 def round_from_env() -> tuple[int, int]:
-    """Return the (generation, round) that this process was started in; (0, 0) outside a job.
+    """Return the generation and round in which this process was started, or (0, 0) outside a job.
 
     The launcher gives both numbers to each worker in DDPJOB_FENCE. Without a launcher, the pod's
-    own DDPJOB_GENERATION and DDPJOB_ROUND are used. Raises ConfigError.
+    own DDPJOB_GENERATION and DDPJOB_ROUND are used. Raises ConfigError if DDPJOB_FENCE is
+    malformed.
     """
     job = JobEnvironment.read()
     try:
@@ -49,16 +52,16 @@ def round_from_env() -> tuple[int, int]:
 class Claim:
     """One incarnation's claim to a checkpoint folder.
 
-    The claim consists of a generation and a round, which are the highest among the ranks, and a
-    random number that identifies the incarnation.
+    A claim consists of the highest generation and round among the ranks, and a random number that
+    identifies the incarnation.
     """
 
     generation: int
     round: int
     incarnation: int
     job: str = JobEnvironment.read().uid
-    """The job's uid. A job that is recreated or rerun starts counting at zero, so only incarnations
-    of the same job are compared.
+    """The job's uid. When a job is recreated or rerun, generations and rounds start again at zero,
+    so only claims of the same job are compared.
     """
     host: str = socket.gethostname()
     time: float = 0.0
@@ -74,10 +77,11 @@ class Claim:
         write_atomically(folder / _NAME, json.dumps({**asdict(self), "time": time.time()}).encode())
 
     def check(self, folder: Path) -> None:
-        """Check that this incarnation still holds the claim.
+        """Check that this incarnation still holds the folder.
 
-        Raises FencedError if another incarnation has claimed the folder since then, and
-        CheckpointError if the claim is gone or damaged.
+        If an older incarnation of the same job has claimed the folder, claim it again. Raises
+        FencedError if any other incarnation has claimed the folder, and CheckpointError if the
+        claim is missing or damaged.
         """
         found = _read(folder)
         if found is None:
@@ -87,8 +91,8 @@ class Claim:
         if found.incarnation == self.incarnation:
             return
         if found.job == self.job and found.order < self.order:
-            # An older incarnation had read the folder's claim before ours was written, and then
-            # wrote its own.
+            # An older incarnation read the folder's claim before ours was written, and then
+            # replaced ours with its own.
             self.take(folder)
             return
         raise FencedError(self._refusal(folder, found))
@@ -108,10 +112,10 @@ class Claim:
 
 
 def agree_on_incarnation(group: Group) -> Claim:
-    """Return a claim for this incarnation that is the same on all ranks.
+    """Return this incarnation's claim, which is the same on all ranks.
 
-    It consists of the highest generation and round among the ranks, and a random number drawn by
-    rank 0. All ranks must call this together.
+    The claim consists of the highest generation and round among the ranks, and a random number that
+    rank 0 draws. All ranks must call this together.
     """
     generation, round_ = round_from_env()
     generations, rounds = group.gather(generation), group.gather(round_)
@@ -133,18 +137,22 @@ class Owner:
     ended: bool = False
     """Whether the job has completed training."""
     cluster: str = ""
-    """Identifies the cluster, because different clusters may have jobs with the same name. Empty if
-    unknown."""
+    """An identifier of the job's cluster, because jobs in different clusters can have the same
+    name. Empty if unknown.
+    """
 
     @classmethod
     def from_env(cls) -> Owner:
-        """Return the owner that stands for this process's job."""
+        """Return an Owner for the job of this process."""
         job = JobEnvironment.read()
         return cls(job.uid, job.namespace, job.name, job.host, cluster=job.cluster)
 
     @classmethod
     def read(cls, path: Path) -> Owner | None:
-        """Return the owner named in the file; None if the file is missing or cannot be parsed."""
+        """Return the owner that the file names.
+
+        Return None if the file is missing or cannot be parsed.
+        """
         try:
             found = json.loads(path.read_text())
             return cls(**{f.name: found[f.name] for f in fields(cls)})
@@ -154,7 +162,7 @@ class Owner:
     def is_rival_of(self, other: Owner) -> bool:
         """Return whether the two owners must not use the folder at the same time.
 
-        A job that is recreated with the same name continues in its folder.
+        A recreated job with the same name is not a rival, because it continues in the same folder.
         """
         other_name = (self.namespace, self.name) != (other.namespace, other.name)
         return self.job != other.job and (other_name or self.is_elsewhere(other))
@@ -172,7 +180,7 @@ class Owner:
 
 
 class Ownership:
-    """Keeps a folder for this process's job while the process is alive.
+    """Holds a checkpoint folder for this process's job as long as the process is alive.
 
     Only the rank that writes to the folder has an Ownership.
     """
@@ -182,11 +190,11 @@ class Ownership:
         self._ended = threading.Event()
 
     def take(self) -> Iterator[None]:
-        """Take over the folder from a job that has ended or is no longer running.
+        """Take over the folder after its former owner has ended or is no longer running.
 
-        If the former owner has not recorded its end in its file, this watches the file for
-        WATCH_SECONDS, and yields twice a second meanwhile. Raises FolderTakenError if the file
-        changes, because the other job is then still using the folder.
+        If the former owner has not recorded its end in `owner.json`, watch this file for
+        WATCH_SECONDS, and yield twice a second. Raises FolderTakenError if the file changes,
+        because a change means that the former owner is still using the folder.
         """
         found = Owner.read(self._path)
         if found is not None and not found.ended and found.is_rival_of(self._owner):
@@ -211,7 +219,7 @@ class Ownership:
         threading.Thread(target=self._beat, name="checkpoint-owner", daemon=True).start()
 
     def release(self) -> None:
-        """Release the folder after training, so that a different job can continue immediately."""
+        """Release the folder after training, so that a different job can use it immediately."""
         self._ended.set()
         if self._is_ours():
             # If this write fails, the next job only waits longer.
@@ -227,16 +235,17 @@ class Ownership:
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_SECONDS):
-            # The result is also None if a network file system fails briefly.
+            # None can also mean that a network file system failed briefly.
             found = Owner.read(self._path)
             if found is not None and found.job != self._owner.job:
                 return
             with contextlib.suppress(OSError):
-                os.utime(self._path)  # This sets the file's time from the file server's clock.
+                os.utime(self._path)  # The time comes from the file server's clock.
 
     def _mark(self) -> tuple[int, int] | None:
         try:
-            # A network file system asks its server when a file is opened.
+            # Opening the file makes a network file system ask its server for the current time of
+            # the file.
             with self._path.open("rb") as file:
                 found = os.fstat(file.fileno())
         except OSError:

@@ -1,13 +1,13 @@
 """Turns SIGTERM into a flag on which the ranks agree at the end of a step.
 
-In the reduction that combines their flags, they also agree on whether to save, and on whether every
-rank can still save. `ddpjob_pod.sigterm` holds the flag.
+A reduction combines the flags of all ranks. In the same reduction, the ranks agree on whether to
+save a checkpoint, and learn whether every rank can still save. `ddpjob_pod.sigterm` holds the flag.
 
-The reduction costs each rank about as much as its other bookkeeping. If steps are short, the ranks
-therefore agree about ten times a second instead of at each step. They all skip the same steps,
-because the number of steps to skip follows from the mean step time, which is part of the reduction.
-Example: after steps of 20 ms, they agree every sixth step. A stop still follows a complete step, on
-all ranks.
+The reduction costs each rank about as much as the rest of its bookkeeping. If steps are short, the
+ranks therefore agree about ten times a second instead of after each step. They all skip the same
+steps, because the number of steps to skip follows from the mean step time, which the ranks compute
+together in the reduction. Example: with steps of 20 ms, they agree after every sixth step. Training
+still stops only after a complete step, and after the same step on all ranks.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Due(enum.IntEnum):
 class SaverState:
     """The state of a rank's checkpoint writer.
 
-    The writer may be saving now (`busy`), be unable to save from now on (`failed`), or be fenced by
-    another incarnation of the job (`fenced`).
+    The writer can be saving a checkpoint (`busy`), permanently unable to save (`failed`), or fenced
+    by another incarnation of the job (`fenced`).
     """
 
     busy: bool = False
@@ -72,9 +72,9 @@ class Saver(Protocol):
 
 
 class StopRequest:
-    """Records SIGTERM, and makes the ranks agree on stopping.
+    """Records SIGTERM, and lets the ranks agree on when to stop.
 
-    If the ranks cannot agree in time, this process ends.
+    If the ranks do not agree in time, this process exits.
     """
 
     def __init__(self, group: Group, saver: Saver | None = None) -> None:
@@ -102,34 +102,36 @@ class StopRequest:
     def over(self) -> None:
         """Record that training is over.
 
-        After this call, SIGTERM does not end the process, which only has to write its last output.
+        After this call, SIGTERM does not end the process, because it only has to write its last
+        output.
         """
         self._agreed.set()
 
     @property
     def seconds_left(self) -> float:
-        """Seconds that the ranks have left after they agree to stop, before a pod may be killed."""
+        """Seconds left before a pod may be killed, once the ranks have agreed to stop."""
         return max(0.0, self._last_answer + self._patience() - 2 * self._slowest_step - time.monotonic())
 
     def is_due(self, certain: bool) -> bool:
         """Count a step, and return whether the ranks should call `agreement` after this step.
 
-        The result is the same on every rank. With `certain`, it is always true.
+        The result is the same on every rank. If `certain` is set, the result is always true.
         """
         self._steps += 1
         self._note_step()
         return certain or self._steps > self._skip
 
     def agreement(self, save_due: int = Due.NO, unreadable: int = 0) -> Agreement:
-        """Begin an agreement of the ranks on whether to stop or save after the current step.
+        """Start agreeing with the other ranks on whether to stop or save after the current step.
 
-        `save_due` states whether this rank wants to save (see `Due`). The agreement begins during
-        the step. It also adds up the numbers of unreadable samples of all ranks.
+        `save_due` states whether this rank wants to save (see `Due`). The same reduction also adds
+        up the unreadable samples of all ranks. It begins while the step is still running.
         """
         now = time.monotonic()
         if not self._steps:
             self._note_step()
-        # Steps are not counted during an evaluation, so the mean step time is unknown after it.
+        # No steps are counted during an evaluation, so the mean step time is unknown right after
+        # one.
         mean = (now - self._last_begun) / self._steps if self._steps else math.inf
         self._last_begun, self._steps = now, 0
         state = self._saver.state if self._saver else SaverState()
@@ -147,7 +149,7 @@ class StopRequest:
         self._last_step = now
 
     def _leave_in_time(self) -> None:
-        """End this process if the ranks do not agree to stop in time."""
+        """Wait until the ranks agree on a stop. Exit from this process if they take too long."""
         asked = time.monotonic()
         self._requested.set()
         over = self._agreed.is_set()
@@ -167,18 +169,18 @@ class StopRequest:
     def _until(self, asked: float) -> float:
         """Return the time, on the monotonic clock, at which this rank gives up waiting.
 
-        `asked` is when SIGTERM arrived. If the grace period is unknown, this rank waits for slow
-        ranks as long as they respond.
+        `asked` is the time at which SIGTERM arrived. If the grace period is unknown, every
+        agreement extends the wait, so this rank waits for slow ranks as long as they respond.
         """
         return self._patience() + (asked if self._grace is not None else max(asked, self._last_answer))
 
     def _patience(self) -> float:
-        """Return how many seconds the ranks have for agreeing to stop.
+        """Return how many seconds the ranks have to agree on a stop.
 
         If the grace period is known, they have all of it except the launcher's share and one second
-        for a message. If it is unknown, they have enough time for the next steps. While a
-        checkpoint is being saved, they have enough time for this save, because other ranks may be
-        waiting for it.
+        for a message. If the grace period is unknown, they have enough time for the next few steps.
+        While a checkpoint is being saved, they have enough time for the save instead, because other
+        ranks may be waiting for it to finish.
         """
         if self._grace is None:
             return (
@@ -225,9 +227,9 @@ class Agreement:
 
 
 def grace_from_env() -> float | None:
-    """Return the number of seconds between SIGTERM and the end of the pod; None outside a job.
+    """Return the seconds between SIGTERM and the end of the pod, or None outside a job.
 
-    Raises ConfigError.
+    Raises ConfigError if the grace period is malformed.
     """
     try:
         return JobEnvironment.read().grace

@@ -1,8 +1,9 @@
 """Writes a rank's Python stacks when no step has begun for almost train.timeout_seconds.
 
-The stacks of all threads are written to rank-N.txt. faulthandler writes from C, even while Python
-is blocked in a collective or never releases the GIL. A thread copies the file to stderr. Without a
-launcher, a signal also writes the main thread's stack to the file (`ddpjob_pod.stack_signal`).
+faulthandler writes the stacks of all threads to rank-N.txt, and a thread copies this file to
+stderr. faulthandler is written in C, so it works even if Python is blocked in a collective, or if a
+thread never releases the GIL. Without a launcher, a signal also makes it write the main thread's
+stack to the file (`ddpjob_pod.stack_signal`).
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ _SHARE_OF_TIMEOUT = 0.9
 
 
 class StackDumps:
-    """Writes the Python stacks of this process to a file.
+    """Writes the Python stacks of this process to a file when training seems to hang.
 
-    If no step begins for nearly `timeout_seconds`, the stacks are written before the waiting
-    collective fails.
+    The stacks are written when no step has begun for nearly `timeout_seconds`, shortly before the
+    waiting collective fails.
     """
 
     def __init__(self, run_dir: Path, rank: int, timeout_seconds: float) -> None:
@@ -44,7 +45,7 @@ class StackDumps:
         if self._by_signal:
             signal.signal(stack_signal.SIGNAL, signal.SIG_IGN)  # `unregister` restores this handler.
             # Write only the main thread's stack. Other threads keep running while the handler reads
-            # their frames, and this occasionally crashes a healthy process.
+            # their frames, and reading them occasionally crashes a healthy process.
             faulthandler.register(stack_signal.SIGNAL, file=self._file or sys.stderr, all_threads=False)
         self._arm()
         self._thread = threading.Thread(target=self._watch, name="stacks", daemon=True)
@@ -57,8 +58,8 @@ class StackDumps:
     def close(self) -> None:
         """Stop watching, and remove the file if it is empty.
 
-        From now on, the signal is ignored, because it must not end a rank that is about to exit.
-        Under a launcher, the signal still writes the stack.
+        After this call, the signal is ignored, because it must not end a rank that is about to
+        exit. Under a launcher, the signal still writes the stack.
         """
         self._closing.set()
         self._thread.join()
@@ -66,8 +67,8 @@ class StackDumps:
         if self._by_signal:
             faulthandler.unregister(stack_signal.SIGNAL)
         if self._file is not None:
-            # Another rank's stacks may be in the folder, or the volume may be gone. That must not
-            # hide the reason why training ends.
+            # Removing the folder fails if it contains another rank's stacks, or if the volume is
+            # gone. This error must not hide the reason why training ends.
             with contextlib.suppress(OSError):
                 empty = self._size() == 0
                 self._file.close()
@@ -94,8 +95,8 @@ class StackDumps:
     def _arm(self) -> None:
         """Let faulthandler write the stacks of all threads when the current step is overdue.
 
-        Reading the frames of running threads could crash the process. But the collective is about
-        to fail anyway, so it is more important to know where the threads are.
+        Reading the frames of running threads can crash the process. This risk is acceptable,
+        because the collective is about to fail anyway, and the stacks show where the threads are.
         """
         left = self._limit - (time.monotonic() - self._began)
         faulthandler.dump_traceback_later(max(0.1, left), file=self._file or sys.stderr)

@@ -32,9 +32,9 @@ def check(config: DdpConfig) -> None:
 def register(network: DistributedDataParallel, config: DdpConfig) -> Callable[[], None] | None:
     """Make DDP send the network's gradients through the hook that `config.comm_hook` names.
 
-    Return a function that clears the hook's state, or None if the hook does not have a state. All
-    ranks must call the returned function after each step whose gradients were not finite. Such a
-    step leaves the hook with a state that is not finite, which would corrupt the gradients of all
+    Return a function that clears the hook's state, or None if the hook is stateless. If the
+    gradients of a step were not finite, all ranks must call this function after the step.
+    Otherwise, the hook's state would not be finite either, and would corrupt the gradients of all
     later steps.
     """
     match config.comm_hook:

@@ -39,7 +39,7 @@ class Ddp(Strategy):
 
     divides = compiles_step = True
     _forget: Callable[[], None] | None = None
-    """Clears the state of the communication hook; None if the hook does not have a state."""
+    """Clears the state of the communication hook. None if the hook is stateless."""
     _checked = False
     """Whether the first step has verified that all weights get gradients."""
 
@@ -49,10 +49,10 @@ class Ddp(Strategy):
 
     @property
     def waits_apart(self) -> bool:
-        """Whether the clock can distinguish a rank's own work from its waiting for other ranks.
+        """Whether the clock can distinguish a rank's own work from its waits for other ranks.
 
-        If ranks exchange batch statistics in each layer, the clock must be able to measure the
-        waits for these exchanges, too.
+        If ranks exchange batch statistics in each layer, the clock must also be able to measure the
+        waits for these exchanges.
         """
         return self.clock.sees_waits or not (self.config.model.sync_batchnorm or self.parts)
 
@@ -75,15 +75,16 @@ class Ddp(Strategy):
     def batch_statistics(self) -> BatchStatistics:
         """Return the model's batch statistics.
 
-        With ddp.ordered, they are added up in the order of the micro-batches, as gradients are.
+        With ddp.ordered, the statistics are added up in the order of the micro-batches, as
+        gradients are.
         """
         return BatchStatistics(self.model, self.group, self.config.ddp.ordered)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Wrap the model in DDP.
 
-        DDP does not broadcast the model's buffers at each step, because the trainer exchanges batch
-        statistics itself, and exactly.
+        DDP's broadcast of the model's buffers is disabled, because the trainer itself exchanges the
+        exact batch statistics.
         """
         if self.group.world == 1 or self.config.ddp.ordered:
             return model
@@ -94,7 +95,7 @@ class Ddp(Strategy):
 
     @property
     def device_ids(self) -> list[torch.device] | None:
-        """The value of DDP's option `device_ids`: a list with the model's device.
+        """The value of DDP's `device_ids` option: a list with the model's device.
 
         The value is None if the model is on the CPU or on several devices.
         """
@@ -103,23 +104,24 @@ class Ddp(Strategy):
     def weight(self, count: int) -> float:
         """Return the factor by which each sample's loss is multiplied.
 
-        DDP averages gradients over the ranks, so the factor contains the number of ranks. With
-        ddp.ordered, the trainer sums gradients, so the factor does not contain this number.
+        DDP averages gradients over the ranks, so the factor includes the number of ranks. With
+        ddp.ordered, the trainer sums the gradients instead, so the factor does not include this
+        number.
         """
         return (1 if self.config.ddp.ordered else self.group.world) / count
 
     @contextmanager
     def without_exchange(self) -> Iterator[None]:
-        """Accumulate gradients inside this `with`, with the help of DDP's no_sync."""
+        """Accumulate gradients within this context, using DDP's no_sync."""
         with self.network.no_sync() if isinstance(self.network, DistributedDataParallel) else nullcontext():
             yield
         self._arrived.clear()
 
     def update(self, rate: float) -> Update:
-        """Take the optimizer's step.
+        """Take an optimizer step.
 
-        If the communication hook has a state, this method waits until the device reports whether
-        the step was skipped. After a skipped step, the hook's state must be cleared.
+        After a skipped step, the state of the communication hook must be cleared. If the hook has a
+        state, this method therefore waits until the device reports whether the step was skipped.
         """
         update = super().update(rate)
         if self._forget is not None and bool(update.skipped):
@@ -129,9 +131,9 @@ class Ddp(Strategy):
     def backward(self, micro_batches: MicroBatches, count: int) -> torch.Tensor:
         """Compute the gradients of the mean loss on every rank.
 
-        With ddp.ordered, the gradients of each micro-batch are kept separate until those of all
-        ranks have arrived. The gradients are then added up in a fixed order. Without ddp.ordered,
-        autograd adds the gradients of each micro-batch to those of the earlier micro-batches.
+        With ddp.ordered, each micro-batch's gradients are kept separate until the gradients of all
+        ranks have arrived, and are then added up in a fixed order. Without ddp.ordered, autograd
+        adds each micro-batch's gradients to the sum of the earlier gradients.
         """
         if not self.config.ddp.ordered or self.group.world == 1:
             if not isinstance(self.network, DistributedDataParallel):
@@ -181,9 +183,8 @@ class Ddp(Strategy):
     def _check_gradients(self) -> None:
         """Raise ConfigError if a weight got no gradient in the last micro-batch of the first step.
 
-        In that case, DDP has not exchanged the bucket of gradients that contains the weight. DDP
-        itself would report such a weight only in the second step, and with the parameter's number
-        instead of its name.
+        DDP does not exchange the bucket of gradients that contains such a weight. DDP itself would
+        report the weight only in the second step, and by its number instead of its name.
         """
         self._checked = True
         named = [(name, weight) for name, weight in self.model.named_parameters() if weight.requires_grad]
@@ -208,8 +209,8 @@ class Ddp(Strategy):
     def _check_exchange(self, network: DistributedDataParallel) -> None:
         """Raise ConfigError if DDP did not exchange every gradient in a step after the first one.
 
-        This happens if a weight got no gradient. The check runs before the optimizer's step, so
-        that no rank uses gradients that come only from itself.
+        DDP skips the exchange if a weight got no gradient. This check runs before the optimizer
+        step, so that no rank updates its weights with only its own gradients.
         """
         try:
             check_all_reduced(network)

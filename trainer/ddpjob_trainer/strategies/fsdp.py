@@ -1,6 +1,6 @@
 """strategy=fsdp: each rank keeps a shard of every weight and of its optimizer state (FSDP2).
 
-To compute a block, the ranks gather its weights, one block at a time.
+The ranks gather the weights of one block at a time, when they compute this block.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Fsdp(Strategy):
 
     @property
     def waits_apart(self) -> bool:
-        """Whether the clock can distinguish a rank's own work from waiting for weights."""
+        """Whether the clock can distinguish a rank's own work from its waits for weights."""
         return self.clock.sees_waits or self.group.world == 1
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -100,13 +100,13 @@ class Fsdp(Strategy):
     def weight(self, count: int) -> float:
         """Return the factor by which each sample's loss is multiplied.
 
-        FSDP averages gradients over the ranks, so the factor contains the number of ranks.
+        FSDP averages gradients over the ranks, so the factor includes the number of ranks.
         """
         return self.group.world / count
 
     @contextmanager
     def without_exchange(self) -> Iterator[None]:
-        """Accumulate whole gradients on each rank inside this `with`, without reducing them."""
+        """Accumulate whole gradients on each rank within this context, without reducing them."""
         from torch.distributed.fsdp import FSDPModule
 
         if isinstance(self.network, FSDPModule):
@@ -140,7 +140,7 @@ class Fsdp(Strategy):
 
     @cached_property
     def _weights(self) -> dict[str | int, nn.Parameter]:
-        """The parameters by their names in the model's state. A shared weight has several names."""
+        """The parameters, keyed by name in the model's state. A shared weight has several names."""
         return dict(self.model.named_parameters(remove_duplicate=False))
 
     def load(self, state: State) -> None:
@@ -169,10 +169,10 @@ class _Precision(Precision):
 
 
 def _recomputed(forward: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
-    """Run a block's forward pass without keeping its values.
+    """Run a block's forward pass without keeping intermediate values.
 
-    The backward pass repeats this forward pass. The repetition does not stop early, because
-    fully_shard counts the layers that have run.
+    The backward pass repeats this forward pass to the end, because fully_shard counts the layers
+    that have run.
     """
     from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -183,9 +183,9 @@ def _recomputed(forward: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
 def blocks(model: nn.Module) -> list[nn.Module]:
     """Return the model's blocks. The weights of one block are gathered together.
 
-    The blocks are the members of the model's block sequences and, outside such sequences, its
-    largest modules. A block sequence is an nn.Sequential or nn.ModuleList that has a member with
-    weights and with modules of its own.
+    A block is a module that has weights and submodules. A block sequence is an nn.Sequential or
+    nn.ModuleList with at least one block. The result contains the blocks in the innermost block
+    sequences, and the largest blocks outside of block sequences.
     """
     found: list[nn.Module] = []
     for module in model.children():

@@ -1,7 +1,7 @@
 """strategy=pipeline: each replica's model is divided into stages, which run on different ranks.
 
 Micro-batches pass through the stages concurrently. Rank = replica * stages + stage. The trainer
-chooses the micro-batches, so that normalization statistics, dropout and mixed images are the same
+itself chooses the micro-batches, so normalization statistics, dropout and mixed images are the same
 as with any other strategy. The schedules are PyTorch's (Huang et al., GPipe, 2019; Narayanan et
 al., PipeDream, 2019, for 1F1B).
 """
@@ -54,7 +54,7 @@ class _Running:
 
 
 class Pipeline(Strategy):
-    """Keeps one stage of the model on each rank, with the optimizer's state for this stage.
+    """Keeps one stage of the model and its optimizer state on each rank.
 
     The parameters of a stage have the same names as in the whole model.
     """
@@ -87,7 +87,7 @@ class Pipeline(Strategy):
 
     @property
     def waits_apart(self) -> bool:
-        """Whether the clock can distinguish a rank's own work from its waiting for other stages."""
+        """Whether the clock can distinguish a rank's own work from its waits for other stages."""
         return self.clock.sees_waits or self.group.world == 1
 
     @property
@@ -107,7 +107,7 @@ class Pipeline(Strategy):
         self._first_that_draws = next((stage for stage, part in enumerate(parts) if _draws(part)), 0)
         super().prepare(Stage(parts[self.stage]), shape)
         if self.stages > 1:
-            # Import this module here, because its import takes more than a second and would delay
+            # Import this module now. The import takes more than a second, and would otherwise delay
             # the first step.
             importlib.import_module("torch.distributed.pipelining")
             self.precision.over_parts = self._chain.sum
@@ -152,7 +152,8 @@ class Pipeline(Strategy):
         schedule.step(*inputs, **({"target": torch.arange(len(together))} if last else {}))
         self._running = None
         if not last:
-            # GradScaler refuses to unscale gradients on a rank that has never scaled a loss.
+            # GradScaler refuses to unscale gradients on a rank that has never scaled a loss, so
+            # scale a zero.
             self.precision.scaled(losses)
         return losses
 
@@ -182,8 +183,8 @@ class Pipeline(Strategy):
     def _boundaries(self, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
         """Return empty tensors with the shapes of this stage's input and output.
 
-        `shape` is the shape of a micro-batch's images. The tensors are float32 on the device
-        `meta`.
+        `shape` is the shape of a micro-batch's images. The tensors are float32, on the `meta`
+        device.
         """
         outputs = self._meta_model.outputs(shape)
         inputs = torch.empty(shape, device="meta")
@@ -270,9 +271,9 @@ class Pipeline(Strategy):
 
 
 class _Pass(nn.Module):
-    """The module that a schedule calls for each micro-batch.
+    """The module that PyTorch's schedule calls for each micro-batch.
 
-    The module calls `run`, not the model.
+    The module calls `run` instead of the model.
     """
 
     def __init__(self, model: nn.Module, run: Callable[[torch.Tensor], torch.Tensor]) -> None:

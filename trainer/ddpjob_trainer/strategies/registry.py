@@ -28,7 +28,8 @@ _CLASSES = {
 def enter(config: Config) -> None:
     """Translate the environment variables of a strategy's own launcher into torchrun's.
 
-    Must run before a rank reads its environment variables. Raises ConfigError.
+    Must run before a rank reads its environment variables. Raises ConfigError if Horovod is
+    missing, or runs in its own elastic mode.
     """
     if config.strategy is StrategyName.HOROVOD:
         from ddpjob_trainer.strategies.contrib import horovod

@@ -39,7 +39,7 @@ faster backend."""
 
 
 def compiler_options(mode: bool | CompileMode, *, dynamic: bool | None) -> dict[str, Any]:
-    """Return the arguments of torch.compile for the setting `model.compile`."""
+    """Return the arguments that torch.compile needs for the setting `model.compile`."""
     options: dict[str, Any] = {"backend": BACKEND, "dynamic": dynamic}
     return {**options, "mode": mode.value} if isinstance(mode, CompileMode) else options
 
@@ -66,7 +66,7 @@ class StepRegion(nn.Module):
         self._sizes, self._tested, self._normalize = sizes, tested, normalize
 
     def forward(self, images: torch.Tensor, labels: torch.Tensor, unreadable: int = 0) -> torch.Tensor:
-        """Return the sum of losses of a batch."""
+        """Return a batch's sum of losses."""
         if len(images) in self._sizes and not unreadable:
             return self._fast_losses(images, labels)
         return self._losses(images, labels, unreadable)

@@ -67,8 +67,9 @@ class Strategy:
     optimizer: torch.optim.Optimizer
     statistics: BatchStatistics
     parameters: list[tuple[str, nn.Parameter]]
-    """(name in the model, parameter) for each parameter that the optimizer updates. Frozen
-    parameters are left out."""
+    """A pair (name in the model, parameter) for each parameter that the optimizer updates. Frozen
+    parameters are left out.
+    """
     shape: tuple[int, ...]
     """The shape of an image: (channels, height, width)."""
     equal = False
@@ -83,15 +84,16 @@ class Strategy:
     exchange the statistics of micro-batches that several ranks share (see `sampler.Part`)."""
     parts: SharedParts | None = None
     stages = 1
-    """Number of ranks that do different work. Ranks r, r + stages, r + 2 * stages, ... do the same
-    work on different samples."""
+    """Number of stages into which the model is divided, one per rank. Ranks r, r + stages, r + 2 *
+    stages, ... run the same stage on different samples.
+    """
     compiles_step = False
     """Whether torch.compile can compile the whole step (see `step_region`), not just the network.
     """
     region: StepRegion | None = None
     """The compiled step, if model.compile is set."""
     depths: dict[str, int] | None = None
-    """The depth of each of the model's parameters; None if optim.layer_decay does not need it.
+    """The depth of each of the model's parameters. None if optim.layer_decay does not need depths.
     """
 
     def __init__(self, config: Config, group: Group, device: torch.device) -> None:
@@ -112,7 +114,7 @@ class Strategy:
 
     @property
     def waits_apart(self) -> bool:
-        """Whether the clock can distinguish a rank's own work from its waiting for other ranks."""
+        """Whether the clock can distinguish a rank's own work from its waits for other ranks."""
         return False
 
     @property
@@ -184,9 +186,9 @@ class Strategy:
         """Compute the gradients of the global batch's mean loss, and return the sum of losses.
 
         The mean is over the global batch's `count` samples. `micro_batches` are this rank's
-        micro-batches in the step, and all of them must be processed. The returned sum (a float64
-        scalar on the device) covers only those of this rank's micro-batches that count. All ranks
-        must call this together.
+        micro-batches in the step, and all of them must be processed. The returned sum, a float64
+        scalar on the device, leaves out micro-batches that do not count. All ranks must call this
+        together.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         if self.region is not None:
@@ -240,16 +242,16 @@ class Strategy:
     def weight(self, count: int) -> float:
         """Return the factor by which each sample's loss is multiplied.
 
-        The ranks' gradients are then summed or averaged, depending on the strategy. With this
-        factor, the outcome is the gradient of the mean loss over the global batch.
+        Depending on the strategy, the ranks' gradients are then summed or averaged. The factor
+        makes the result equal to the gradient of the global batch's mean loss.
         """
         return 1 / count
 
     def weighted(self, loss: torch.Tensor, count: int) -> torch.Tensor:
         """Return a micro-batch's sum of losses, multiplied by `weight`.
 
-        If the loss is not finite, the factor is NaN. All ranks then get gradients of NaN and skip
-        the step, even if the gradients of the loss itself are finite.
+        If the loss is not finite, the factor is NaN. All ranks then get NaN gradients and skip the
+        step, even if the gradients of the loss itself are finite.
         """
         if not loss.requires_grad:
             raise TrainingError(
@@ -259,16 +261,16 @@ class Strategy:
         return loss * (loss.detach().float() * 0.0 + self.weight(count))
 
     def without_exchange(self) -> AbstractContextManager[Any]:
-        """Accumulate gradients inside this `with` without sending them to other ranks.
+        """Accumulate gradients within this context, without sending them to other ranks.
 
-        In each step, all of a rank's micro-batches except the last one run inside this `with`.
+        In each step, all of a rank's micro-batches except the last one run within this context.
         """
         return nullcontext()
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the gradients by `factor`.
 
-        A step with unreadable samples needs a factor, because the step's mean loss covers only the
+        Needed after a step with unreadable samples, because the step's mean loss covers only the
         readable samples.
         """
         for parameter in self.model.parameters():
@@ -276,7 +278,7 @@ class Strategy:
                 parameter.grad.mul_(factor)
 
     def update(self, rate: float) -> Update:
-        """Take the optimizer's step at the learning rate `rate`, and clear the gradients.
+        """Take an optimizer step with the learning rate `rate`, and clear the gradients.
 
         All ranks must call this together.
         """
@@ -326,7 +328,7 @@ class Strategy:
         }
 
     def layout(self, place: tuple[str | int, ...], shape: torch.Size) -> Any:
-        """Return a DTensor that shows how `load` needs a tensor of the state to be sharded.
+        """Return a DTensor that has the sharding that `load` needs for a tensor of the state.
 
         `place` is the path of keys that leads to the tensor in the state, and `shape` is the shape
         of the whole tensor. Return None if `load` takes the whole tensor.
@@ -340,8 +342,8 @@ class Strategy:
         """
         self.precision.load_model(self.model, state["model"])
         if self.average is not None and "average" in state:
-            # A weight that was frozen when the state was saved has no average there. The weight's
-            # value then serves as the average.
+            # A weight that was frozen when the state was saved has no average in the state. Use the
+            # weight's value as its average.
             averages = {**state["model"], **state["average"]["averages"]}
             self.average.load({**state["average"], "averages": averages})
         frozen = {name for name, weight in self.model.named_parameters() if not weight.requires_grad}
@@ -369,12 +371,12 @@ def flat_gradients(weights: Sequence[nn.Parameter]) -> torch.Tensor:
 def set_gradients(weights: Sequence[nn.Parameter], flat: torch.Tensor) -> None:
     """Set the weights' gradients from a result of `flat_gradients`, or from a sum of such results.
 
-    A weight that has no gradient in any of these results remains without one, as in training on a
-    single rank. If its gradient were set to zero, the optimizer would apply weight decay to it.
+    A weight that has no gradient in any of these results keeps the gradient None, as in training on
+    a single rank. If its gradient were set to zero, the optimizer would apply weight decay to it.
     """
     flat, found_by = flat[: -len(weights)], flat[-len(weights) :]
-    # If all weights have a gradient on this rank, no flag can be 0. Reading the flags would only
-    # wait for the device.
+    # If every weight has a gradient on this rank, no flag can be 0. Reading the flags would only
+    # make the host wait for the device.
     idle = any(weight.grad is None for weight in weights)
     numbers = found_by.tolist() if idle else [1] * len(weights)
     for weight, gradient, found in zip(weights, pieces_like(weights, flat), numbers, strict=True):

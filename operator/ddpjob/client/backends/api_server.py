@@ -28,24 +28,24 @@ from ddpjob.client.backends.backend import Mistake, NoAnswer, NotKnown, Unreacha
 SECONDS = 30
 LARGEST_PAGE = 500
 LARGEST_ANSWER = 16 * 1024 * 1024
-"""Maximum size in bytes of a response that a dashboard in a cluster reads for its viewers. For the
-list of a job's pods or events, the maximum is twice as large, because a thousand pods take about 20
+"""Maximum size, in bytes, of a response that an in-cluster dashboard reads for its viewers. The
+limit is doubled for the list of a job's pods or events, because a thousand pods take about 20
 MB."""
 LARGEST_PAGE_BYTES = 2 * 1024 * 1024
-"""Maximum size in bytes of one page of a list that a dashboard in a cluster reads for its viewers.
-Only a page with a single object is allowed to be larger. The Python objects that are parsed from a
-page can take 30 times as much memory as the page's text."""
+"""Maximum size, in bytes, of one page of a list that an in-cluster dashboard reads for its viewers.
+A page may be larger only if it has a single object. The Python objects parsed from a page can take
+30 times as much memory as its text."""
 _parsing = threading.Lock()
-"""Lock that a thread holds while it parses and shapes objects. Without this lock, the threads of
-many viewers could each parse the same large object at once, and fill the memory."""
+"""A thread holds this lock while it parses and shapes objects. Otherwise, many viewers' threads
+could each parse a large object at the same time and exhaust the memory."""
 MERGE_PATCH = "application/merge-patch+json"
 _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPALIVE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-"""Socket options for TCP keepalive: times in seconds, and the maximum number of unanswered probes.
-On macOS, TCP_KEEPIDLE is called TCP_KEEPALIVE."""
+"""Socket options for TCP keepalive. The times are in seconds, and TCP_KEEPCNT is the maximum number
+of unanswered probes. On macOS, TCP_KEEPIDLE is called TCP_KEEPALIVE."""
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _USER_AGENT = "ddpjob"
-"""The User-Agent header. If a user creates or changes an object, the API server adds this name to
-the object's managedFields."""
+"""The User-Agent header. The API server records it in the managedFields of each object that the
+user creates or changes."""
 
 
 def _with_user_agent(api: Any) -> Any:
@@ -74,7 +74,7 @@ class ApiServer:
     """
 
     largest_answer: int | None = None
-    """Maximum size of a response in bytes. None means that there is no limit, because the process
+    """Maximum size of a response in bytes. None means no limit, which is safe in a process that
     serves only its own user."""
 
     def __init__(self, api: Any, namespace: str, context: str) -> None:
@@ -131,18 +131,17 @@ class ApiServer:
         body: Json | None = None,
         content_type: str = "application/json",
     ) -> Json:
-        """Send a request, and return its JSON response."""
+        """Send a request and return the JSON response."""
         response = self._send(method, path, query or {}, body, content_type)
         with self._answering():
             text = response.read()
         return self._parsed(response, text)
 
     def optional(self, path: str, absent: Collection[int] = (403, 404)) -> Json | None:
-        """Return the JSON response to a GET request.
+        """Return the JSON response to a GET request; None if its HTTP status is in `absent`.
 
-        If the response has an HTTP status in `absent`, return None. By default, `absent` contains
-        the status for an object that does not exist, and the status for an object that the user is
-        not permitted to read.
+        By default, None therefore means that the object does not exist, or that the user is not
+        permitted to read it.
         """
         try:
             return self.request("GET", path)
@@ -152,11 +151,11 @@ class ApiServer:
             raise
 
     def existing(self, path: str) -> Json | None:
-        """Return the JSON response to a GET request; None if the object does not exist."""
+        """Return the JSON response to a GET request, or None if the object does not exist."""
         return self.optional(path, absent=(404,))
 
     def items(self, path: str, query: Mapping[str, str] | None = None, *, of_a_job: bool = False) -> list[Json]:
-        """Return the items of a collection, as `listing` reads them."""
+        """Return the items of a collection. `listing` explains the parameters."""
         return self.listing(path, query, of_a_job=of_a_job)[0]
 
     def listing(
@@ -169,11 +168,11 @@ class ApiServer:
     ) -> tuple[list[Json], str]:
         """Return the items of a collection, and the collection's resourceVersion.
 
-        The collection is read in pages. If the objects are large, a page contains fewer objects.
-        `of_a_job` means that the collection belongs to one job. In that case, the total size of the
-        collection is limited to twice `largest_answer`, because the job's owner can make the
-        collection arbitrarily large. `shape` is called with each item of a page before the next
-        page is read, and returns the part of the item to keep.
+        The collection is read in pages, and pages of large objects contain fewer objects. If
+        `of_a_job` is true, the collection belongs to one job. Its total size is then limited to
+        twice `largest_answer`, because the job's owner can make the collection arbitrarily large.
+        `shape` is called with each item of a page before the next page is read, and returns the
+        part of the item to keep.
         """
         found: list[Json] = []
         limit, total, more = LARGEST_PAGE, 0, ""
@@ -205,9 +204,9 @@ class ApiServer:
                 return found, str(metadata.get("resourceVersion", ""))
 
     def stream(self, path: str, query: Mapping[str, str], silence: float | None = None) -> Iterator[bytes]:
-        """Yield pieces of a response as they arrive.
+        """Yield the response piece by piece, as it arrives.
 
-        Stop when the response ends, or after `silence` seconds without a piece.
+        Stop when the response ends, or after `silence` seconds without data.
         """
         import urllib3
 
@@ -221,7 +220,7 @@ class ApiServer:
             while piece := raw.read1(65536):
                 yield piece
         except (urllib3.exceptions.HTTPError, OSError):
-            return  # The caller can connect again, and continue after the last piece.
+            return  # The caller can reconnect and continue after the last piece.
         finally:
             raw.close()
 
@@ -232,9 +231,7 @@ class ApiServer:
         silence: float | None = None,
         shape: Callable[[Json], Json] = lambda event: event,
     ) -> Iterator[Json]:
-        """Yield the events of a watch. `shape` is called with each event, and returns what is
-        yielded.
-        """
+        """Yield the events of a watch, each transformed by `shape`."""
         rest = b""
         for piece in self.stream(path, query, silence):
             *whole, rest = (rest + piece).split(b"\n")
@@ -257,7 +254,7 @@ class ApiServer:
 
     @contextmanager
     def _answering(self) -> Iterator[None]:
-        """Raise NoAnswer if the code in this `with` gets no response or an incomplete one."""
+        """Raise NoAnswer if the enclosed code gets no response or an incomplete one."""
         import urllib3
         from kubernetes.client import ApiException  # The client raises ApiException for TLS errors.
 
@@ -345,8 +342,8 @@ class BearerServer(ApiServer):
         """Return the text of a response.
 
         Raises AnswerTooLarge if the response has more than `most` bytes. The size is limited
-        because many viewers share this process, and each viewer can open an object that somebody
-        has made huge on purpose.
+        because many viewers share this process, and any viewer can open an object that somebody has
+        deliberately made huge.
         """
         most = LARGEST_ANSWER if most is None else most
         text: bytes = response.read(most + 1, decode_content=True)
@@ -368,7 +365,7 @@ def _keepalive_options() -> list[tuple[int, int, int]]:
 def _tls_context(ca: str) -> ssl.SSLContext:
     """Return a TLS context that trusts the same certificates as kubectl.
 
-    These include certificates without key identifiers, which many authorities issue.
+    Certificates without key identifiers are also trusted, because many authorities issue them.
     """
     try:
         context = ssl.create_default_context(cafile=ca)
@@ -382,10 +379,10 @@ _OF_TLS = re.compile(r"\[SSL: \w+\] ")
 
 
 def _innermost_reason(error: BaseException) -> str:
-    """Return the text of the error that originally caused `error`.
+    """Return the message of the root cause of `error`.
 
-    urllib3 wraps the original error in several other errors. If the original error is a TLS error,
-    the official client adds one more wrapper.
+    urllib3 wraps the root cause in several other errors. The official client adds one more wrapper
+    to TLS errors.
     """
     wrapped = error.__context__ if getattr(error, "status", None) == 0 else None
     text = _OF_TLS.sub("", str(wrapped or getattr(error, "reason", None) or error))

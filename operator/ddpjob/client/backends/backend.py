@@ -19,9 +19,8 @@ LINE_BYTES = 1 << 20
 """Maximum size of a log line in bytes. The rest of the line is cut off."""
 
 SILENCE_SECONDS = 15.0
-"""If a log is followed until `LogOptions.stop` is set, its connection is closed and opened again
-whenever it has been silent for this many seconds. `stop` is checked only at such a reconnection and
-after each line."""
+"""A followed log's connection is closed and reopened after this many seconds of silence, if
+`LogOptions.stop` is set. `stop` is checked only after each line and at each reconnection."""
 
 METRICS = "run/metrics.jsonl"
 """File with the training metrics, in the job's checkpoint folder."""
@@ -41,7 +40,7 @@ class Mistake(Exception):
     """The request cannot be carried out. The message says why and what to do."""
 
     passing = False
-    """Whether the request can succeed if it is repeated later."""
+    """Whether the request might succeed if it is retried later."""
     denied = False
     """Whether the request failed because the caller is not authenticated or lacks a permission."""
 
@@ -87,7 +86,7 @@ class OutagePatience:
         self._since = None
 
     def tolerate(self, mistake: Mistake) -> None:
-        """Raise a mistake that is not temporary, or any mistake if the outage lasts too long."""
+        """Raise `mistake` if it is not temporary, or if the outage has lasted too long."""
         now = time.monotonic()
         self._since = now if self._since is None else self._since
         if not mistake.passing or now - self._since > OUTAGE_SECONDS:
@@ -96,7 +95,7 @@ class OutagePatience:
 
 @dataclass(frozen=True)
 class PodLine:
-    """A pod of a job, with the facts that are shown to users."""
+    """A pod of a job, as it is shown to users."""
 
     name: str
     role: str
@@ -104,7 +103,7 @@ class PodLine:
     index: int | None
     """The number of the pod's slot; None for the coordinator."""
     state: str
-    """The word that kubectl shows in its STATUS column."""
+    """The pod's state, usually the word that kubectl shows in its STATUS column."""
     host: str = ""
     message: str = ""
     """Why the pod is waiting, or why it has ended."""
@@ -120,7 +119,7 @@ class PodLine:
 
 @dataclass(frozen=True)
 class Happened:
-    """An event that was recorded for a job, such as a restart."""
+    """An event recorded for a job, such as a restart."""
 
     time: datetime | None
     warning: bool
@@ -133,17 +132,18 @@ class Happened:
 class LogOptions:
     """Which part of a log to read, and for how long.
 
-    `tail` selects the last lines, and `since` selects the lines of the last seconds. If both are
-    None, the whole log is read. With `follow`, reading continues until the pod has ended.
+    `tail` is the number of lines to read from the end, and `since` is the maximum age of a line in
+    seconds. If both are None, the whole log is read. With `follow`, reading continues until the pod
+    has ended.
     """
 
     follow: bool = False
     tail: int | None = None
     since: int | None = None
     previous: bool = False
-    """Read the log of the previous container, if the kubelet has restarted the pod."""
+    """Whether to read the log from before the kubelet's last restart of the container."""
     stop: threading.Event | None = None
-    """An event that the reader sets to stop following the log. After that, the log ends within
+    """The reader sets this event to stop following the log. The log then ends within
     SILENCE_SECONDS."""
     line_bytes: int = LINE_BYTES
     """Maximum size of a line in bytes; the rest is cut off."""
@@ -171,24 +171,24 @@ class EndedLogs(Protocol):
 
 
 class Backend(Protocol):
-    """Reads and changes jobs. Every method raises Mistake with a message for the user."""
+    """Reads and changes jobs. A method that fails raises Mistake with a message for the user."""
 
     local: bool
     """Whether jobs run on this machine, with its files and its Python."""
     notes: list[str]
-    """Notes for the user, about jobs that the last list omits and about the reason why `changes`
-    currently gets no response."""
+    """Notes for the user. They name jobs that are missing from the last list, and explain why
+    `changes` currently gets no response."""
     whole: bool
-    """Whether `jobs` and `changes` include the large fields of specs that the operator refuses as
-    too large. The default is False, because these fields can take a hundred times as much memory as
-    all other jobs."""
+    """Whether `jobs` and `changes` include the large fields of oversized specs, which the operator
+    refuses. The default is False, because these fields can take a hundred times as much memory as
+    all other jobs together."""
 
     @property
     def where(self) -> str:
-        """Where the jobs are, in words: `namespace ml, context prod`, or the folder of the runs."""
+        """A phrase that says where the jobs are, such as `namespace ml, context prod`."""
 
     def jobs(self) -> list[Json]:
-        """Return all jobs as objects, the oldest first."""
+        """Return all jobs as objects, oldest first."""
 
     def job(self, name: str) -> Json:
         """Return one job. Raises NoSuchJob."""
@@ -198,10 +198,10 @@ class Backend(Protocol):
     ) -> Iterator[tuple[Json, bool]]:
         """Yield the current jobs, and then each change, as pairs (object, whether it was deleted).
 
-        Stop after `seconds`; None means never. `known` are the jobs that the caller already has. If
-        some of the known jobs no longer exist, these jobs are yielded first, as deleted. A deleted
-        job's object can lack everything except the job's name and namespace, because callers keep
-        the other fields that they need.
+        Stop after `seconds`; None means never. `known` contains the jobs that the caller already
+        has. Known jobs that no longer exist are yielded first, as deleted. The object of a deleted
+        job may contain only the job's name and namespace, because callers keep any other fields
+        that they need.
 
         Raises NoSuchJob if job `name` does not exist or is deleted.
         """
@@ -210,7 +210,7 @@ class Backend(Protocol):
         """Return the job's pods, ordered by index."""
 
     def events(self, name: str) -> list[Happened]:
-        """Return the job's events, the oldest first."""
+        """Return the job's events, oldest first."""
 
     def kept_logs(self, name: str) -> EndedLogs:
         """Return the kept logs of a job's pods. Most of these pods no longer exist."""
@@ -219,13 +219,13 @@ class Backend(Protocol):
         """Yield pieces of a pod's log."""
 
     def metrics(self, name: str) -> str:
-        """Return the last METRICS_BYTES (or less) of rank 0's metrics.jsonl."""
+        """Return the end of rank 0's metrics.jsonl, at most METRICS_BYTES."""
 
     def patch(self, name: str, spec: Json) -> None:
         """Merge `spec` into the job's spec, as `kubectl patch --type=merge` does."""
 
     def create(self, manifests: list[Json]) -> str:
-        """Create a job and the objects that it needs, and return its name.
+        """Create a job and the objects that it needs, and return the job's name.
 
         The last manifest is the job.
         """
@@ -240,7 +240,7 @@ class Backend(Protocol):
         """Force-delete a pod, as if its machine were lost."""
 
     def run_in(self, pod: PodLine, code: str) -> str:
-        """Run Python code in a pod's trainer container, and return its output."""
+        """Run Python code in a pod's trainer container and return the output."""
 
 
 def poll_changes(
@@ -249,7 +249,7 @@ def poll_changes(
 ) -> Iterator[tuple[Json, bool]]:  # fmt: skip
     """Yield changes to jobs as `Backend.changes` does, for a backend without a watch.
 
-    `jobs` is called every `pause` seconds, and returns all current jobs. If there is no job `name`,
+    `jobs` returns all current jobs, and is called every `pause` seconds. If there is no job `name`,
     NoSuchJob is raised with the message `nowhere`.
     """
     end = None if seconds is None else time.monotonic() + seconds

@@ -53,25 +53,22 @@ _WATCH_SECONDS = 240
 _RETRY_SECONDS = 2.0
 _LEAVING_SECONDS = 30.0
 _WAITING_TO_START = 400
-"""HTTP status of the API server's response if a log belongs to a container that has not started
-yet."""
+"""HTTP status of the response to a request for the log of a container that has not started yet."""
 _PREPARED = ("ContainerCreating", "PodInitializing")
 """States of a pod whose containers do not report their own state yet."""
 _WARNED_PODS = 3
-"""Maximum number of starting pods whose events are read to find out why the pods have not started.
-The other starting pods usually wait for one of the same reasons."""
+"""Maximum number of pods whose events are read to find out why they have not started. Other
+starting pods are usually waiting for the same reasons."""
 _EXEC_SECONDS = 60.0
 MOST_OUTPUT = 16 << 20
-"""Maximum number of bytes of output that are accepted from a command in a pod. The number is twice
-METRICS_BYTES."""
+"""Maximum size, in bytes, of the output of a command in a pod. It is twice METRICS_BYTES."""
 _PRINTED = (b"\x01", b"\x02")
 """WebSocket channels for standard output and standard error."""
 _CHANGES = ("ADDED", "MODIFIED", "DELETED")
 _METRICS_PODS = 4
 """Maximum number of pods that are searched for the metrics or the kept logs."""
 _METRICS_SECONDS = 60.0
-"""If the search for the metrics or the kept logs has taken this many seconds, no other pod is
-tried."""
+"""A search for the metrics or the kept logs tries no more pods after this many seconds."""
 _METRICS_MARK = "metrics of this run:\n"
 _METRICS_PROBE = f"""
 import os
@@ -81,8 +78,8 @@ if os.path.isfile(path):
         file.seek(max(0, os.path.getsize(path) - {METRICS_BYTES}))
         print({_METRICS_MARK!r} + file.read({METRICS_BYTES}).decode("utf-8", "replace"))
 """
-"""Python code that runs in a pod. It prints a marker and then the end of the metrics file, if the
-pod has this file."""
+"""Python code that runs in a pod. If the pod has a metrics file, the code prints a marker, followed
+by the end of the file."""
 
 
 class ClusterBackend:
@@ -106,13 +103,12 @@ class ClusterBackend:
         return f"{place}, context {self.api.context}"
 
     def path(self, plural: str, name: str | None = None, *, everywhere: bool = False) -> str:
-        """Return the URL path of the object `name` in the namespace, or of all objects if `name` is
-        None.
+        """Return the URL path of an object in the namespace, or of a whole collection.
 
-        `plural` is `ddpjobs` or a resource of the core API, such as `pods`. Raises Mistake if
-        `name` is not a valid object name. In particular, a name can be empty because a shell
-        variable was not set. An empty name would turn a request to delete one job into a request to
-        delete all jobs.
+        `plural` is `ddpjobs` or a resource of the core API, such as `pods`. If `name` is None, the
+        path is that of the collection. Raises Mistake if `name` is not a valid object name. For
+        example, a name is empty if it comes from an unset shell variable. An empty name would turn
+        a request to delete one job into a request to delete all jobs.
         """
         if name is not None and (name in ("", ".", "..") or "/" in name or "%" in name):
             raise Mistake(f"{name!r} is not a valid object name")
@@ -145,7 +141,7 @@ class ClusterBackend:
 
     @contextmanager
     def _explaining(self, name: str | None = None) -> Iterator[None]:
-        """Replace an ApiRefusal raised in this `with` with a Mistake that names the actual reason.
+        """Replace an ApiRefusal from the enclosed code with a Mistake that gives the actual reason.
 
         For example, a 404 means either that the job does not exist, or that the cluster lacks the
         CRD.
@@ -203,7 +199,7 @@ class ClusterBackend:
             for key in [key for key in seen if key not in there]:
                 yield seen.pop(key), True
             items.reverse()
-            # Remove each job from the list, so that the jobs do not stay in memory during the
+            # Remove each job from the list, so that the list does not keep it in memory during the
             # watch.
             while items:
                 job = items.pop()
@@ -260,12 +256,11 @@ class ClusterBackend:
         return lines
 
     def _without_deleted_job(self, name: str, pods: list[Json]) -> list[Json]:
-        """Return the pods of the current job `name`, without the pods of a deleted job with this
-        name.
+        """Return `pods` without the pods of a deleted job that had the same name.
 
-        A deleted job's pods exist until they have terminated. A new job with the same name can have
-        pods at the same time. If the current job does not exist, or if the user is not permitted to
-        read this job, all pods are returned.
+        The pods of a deleted job exist until they have terminated, so they can coexist with those
+        of a new job. If the current job does not exist, or the user is not permitted to read it,
+        all pods are returned.
         """
         uids = {pod["metadata"]["labels"].get(LABEL_UID) for pod in pods}
         if len(uids) < 2 and not any("deletionTimestamp" in pod["metadata"] for pod in pods):
@@ -292,7 +287,7 @@ class ClusterBackend:
         return self._events(f"involvedObject.kind={KIND},involvedObject.name={name},involvedObject.uid={uid}")
 
     def _events(self, chosen: str) -> list[Happened]:
-        """Return the events that the field selector `chosen` selects, the oldest first."""
+        """Return the events that match the field selector `chosen`, oldest first."""
         found = [
             Happened(
                 parse_time(
@@ -327,7 +322,8 @@ class ClusterBackend:
                     if options.stopped:
                         return
                     if not line.endswith(b"\n") and not ended:
-                        # The connection broke within a line, so the whole line is read again.
+                        # The connection broke in the middle of a line, so the whole line is read
+                        # again.
                         break
                     stamp, _, text = line.partition(b" ")
                     if read.is_new(stamp):
@@ -346,10 +342,9 @@ class ClusterBackend:
                 if not options.follow:
                     raise
                 if options.stop is None:
-                    # Give up if the failures last too long, unless the caller has set
-                    # `options.stop` and decides by itself. Such a caller's requests time out after
-                    # a short silence, so a failure can simply mean that the pod has written
-                    # nothing.
+                    # Give up if the failures last too long. A caller that has set `options.stop`
+                    # decides for itself when to give up. Such a caller's requests time out after a
+                    # short silence, so a failure may only mean that the pod has written nothing.
                     patience.tolerate(failure)
             if options.stopped:
                 return
@@ -465,7 +460,7 @@ class ClusterBackend:
         return name
 
     def code_of(self, body: Json) -> list[Json]:
-        """Return the ConfigMaps that the job's pods mount and that the job owns."""
+        """Return the ConfigMaps that the job owns and its pods mount."""
         pod = ((body["spec"].get("podTemplate") or {}).get("spec")) or {}
         names = [volume["configMap"].get("name") for volume in pod.get("volumes") or () if volume.get("configMap")]
         found = [self.api.optional(self.path("configmaps", str(name))) for name in names]
@@ -529,7 +524,7 @@ class ClusterBackend:
             return _output(answer.sock, pod.name)
         except Mistake:
             raise
-        except Exception as error:  # ApiException, and the exceptions of websocket-client
+        except Exception as error:  # ApiException, or an exception of websocket-client
             raise Mistake(f"pod {pod.name}: {_refusal(str(getattr(error, 'reason', None) or error))}") from error
 
 
@@ -552,9 +547,9 @@ def _output(sock: Any, pod: str) -> str:
     """Return the output of a command in a pod.
 
     Read until the command exits, for at most _EXEC_SECONDS. Raises Mistake if the output is too
-    large. The python3 in a job's image can be any program, and can print without end. The size of
-    each frame is therefore counted when the frame arrives. WSClient.update is not used, because it
-    would store everything that the pod sends.
+    large. The python3 in a job's image can be any program and may never stop printing, so each
+    frame is counted as it arrives. WSClient.update is not used, because it would store everything
+    that the pod sends.
     """
     from websocket import ABNF, WebSocketConnectionClosedException, WebSocketTimeoutException
 
@@ -583,9 +578,8 @@ def _output(sock: Any, pod: str) -> str:
 def _refusal(said: str) -> str:
     """Return the API server's message from an error of websocket-client.
 
-    websocket-client puts its own message about the failed handshake before the API server's
-    message. If the rest of the error is not a message from the API server, websocket-client's own
-    message is returned.
+    websocket-client puts its own message about the failed handshake first. If no message from the
+    API server follows, the message about the handshake is returned.
     """
     between = " -+-+- "
     handshake, _, rest = said.partition(between)
@@ -596,15 +590,12 @@ def _refusal(said: str) -> str:
 
 
 def _lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield the lines of a stream, each with its line end. At the end, yield an incomplete last
-    line.
-    """
+    """Yield the lines of a stream with their line ends, including an incomplete last line."""
     rest = b""
     for piece in pieces:
         *whole, rest = (rest + piece).split(b"\n")
         yield from (line + b"\n" for line in whole)
-        # Bound the memory for a very long line, but keep enough of the line to show the reader that
-        # it is longer than LINE_BYTES.
+        # Limit the memory for a very long line, but keep enough to show that it exceeds LINE_BYTES.
         rest = rest[: LINE_BYTES + 64]
     if rest:
         yield rest
@@ -619,20 +610,20 @@ class _ReadPosition:
 
     def __init__(self) -> None:
         self.stamp, self._lines, self._skip = b"", 0, 0
-        """The timestamp of the last line, the number of lines with this timestamp, and the number
-        of these lines that are still to be skipped."""
+        """The timestamp of the last line, the number of lines read with this timestamp, and how
+        many of these lines must still be skipped after a reconnection."""
         self._skipping = False
 
     def again(self) -> None:
-        """Prepare for a new connection, which repeats lines.
+        """Prepare for a new connection, which first repeats earlier lines.
 
-        The repeated lines begin at the time `stamp` or earlier. After this call, `is_new` returns
-        False for the lines that have already been read.
+        The repetition begins at the time `stamp` or earlier. `is_new` returns False for each
+        repeated line that has already been read.
         """
         self._skipping, self._skip = bool(self.stamp), self._lines
 
     def is_new(self, stamp: bytes) -> bool:
-        """Return whether the log's next line has not been read before. `stamp` is its timestamp."""
+        """Return whether the next line of the log is new. `stamp` is the timestamp of this line."""
         if self._skipping:
             if _order(stamp) < _order(self.stamp):
                 return False
@@ -656,10 +647,7 @@ def _order(stamp: bytes) -> tuple[bytes, bytes]:
 
 
 def _names_object(refusal: ApiRefusal) -> bool:
-    """Whether a 404 means that an object does not exist.
-
-    A 404 can also mean that the kind of object is unknown.
-    """
+    """Whether a 404 means that an object does not exist, and not that its kind is unknown."""
     return re.search(r'"[^"]+" not found', str(refusal)) is not None
 
 
@@ -669,7 +657,7 @@ def _typed(job: Json) -> Json:
 
 
 def _versioned(job: Json) -> Json:
-    """Reduce a job to the metadata for its identity and for detecting changes."""
+    """Reduce a job to the metadata that identifies it and shows whether it has changed."""
     return {"metadata": {part: job["metadata"].get(part, "") for part in ("namespace", "name", "resourceVersion")}}
 
 

@@ -1,12 +1,12 @@
 """Reads the logs that deleted pods left next to their checkpoints. The logs may be in a folder, a
 pod or a bucket.
 
-The launcher keeps the end of each log (`launcher/keep_log.py`). The job chooses the names and the
+The launcher keeps the end of each log (`launcher/keep_log.py`). The job controls the names and the
 contents of these files, so the files cannot be trusted. Therefore sizes are bounded, links are not
-followed, and other files are ignored. Only a pod that mounts a claim can read the claim, so
-`list_files` and `read_file` are also sent to a pod of the job, and run there.
+followed, and files with unexpected names are ignored. A claim can be read only from a pod that
+mounts it, so `list_files` and `read_file` are also sent to a pod of the job and run there.
 
-Why: docs/decisions/0031.
+docs/decisions/0031 gives the reasons.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ddpjob.api.job_spec import Json
 from ddpjob.client.backends.backend import LogOptions, Mistake, PodLine
 
 GONE = "Gone"
-"""State that is shown for a pod that no longer exists, if its log was kept."""
+"""The state shown for a pod that no longer exists but whose log was kept."""
 _MARK = "kept logs:\n"
 _MOST_FILES = 10_000
 
@@ -33,8 +33,7 @@ _MOST_FILES = 10_000
 def list_files(path: str, most: int) -> list[tuple[str, int]]:
     """Return the names and sizes of the regular files in a folder.
 
-    `in_pod` sends the source of this function to a pod, so the function must not use anything
-    outside of itself.
+    This function must be self-contained, because `in_pod` sends its source to a pod.
     """
     import os
     from itertools import islice
@@ -56,10 +55,9 @@ def list_files(path: str, most: int) -> list[tuple[str, int]]:
 
 
 def read_file(path: str, name: str, most: int) -> bytes:
-    """Return the last `most` bytes of a regular file. Return nothing for any other file.
+    """Return the last `most` bytes of a regular file; empty for anything else.
 
-    `in_pod` sends the source of this function to a pod, so the function must not use anything
-    outside of itself.
+    This function must be self-contained, because `in_pod` sends its source to a pod.
     """
     import os
     import stat
@@ -107,7 +105,7 @@ class KeptLogs:
     def joined(self, more: KeptLogs) -> KeptLogs:
         """Return the logs of this object and of `more`.
 
-        If both have the log of a pod, the log is read from this object.
+        If both contain a file with the same name, it is read from this object.
         """
 
         def read(name: str) -> bytes:
@@ -116,7 +114,7 @@ class KeptLogs:
         return replace(self, sizes={**more.sizes, **self.sizes}, read=read)
 
     def _files(self, pod: str) -> list[str]:
-        """Return the names of the files that contain a pod's log, the older file first."""
+        """Return the names of the files that contain a pod's log, older file first."""
         name = kept_log_name(pod, self.uid)
         return [each for each in (name + OLDER, name) if each in self.sizes]
 
@@ -146,7 +144,7 @@ def in_folder(checkpoints: Path, job: str, uid: str) -> KeptLogs:
 def in_pod(run: Callable[[str], str], job: str, uid: str) -> KeptLogs:
     """Return the kept logs in a pod's checkpoint folder.
 
-    `run` runs Python code in this pod, and returns its output.
+    `run` executes Python code in this pod and returns the output.
     """
     folder = f'__import__("os").environ.get("DDPJOB_CHECKPOINT_DIR", "") + "/{LOGS_FOLDER}"'
 

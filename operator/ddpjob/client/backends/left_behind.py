@@ -40,7 +40,7 @@ _SHOWN = 200
 
 @dataclass(frozen=True)
 class Line:
-    """A line in the record, which describes the start of a round or the end of the job.
+    """A line of the record, about the start of a round or the end of the job.
 
     `incidents` are the breaks since the previous line.
     """
@@ -55,8 +55,8 @@ class Line:
     incidents: tuple[Incident, ...]
     progress: Json
     start: Json = field(default_factory=dict)
-    """The point from which the round continued training, in the form that `protocol.read_start`
-    returns. If the point was not recorded, the value is empty."""
+    """The point from which the round continued training, as `protocol.read_start` returns it; empty
+    if the point was not recorded."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class LeftBehind:
 
     @property
     def reported(self) -> Line:
-        """The newest line with progress, or the last line if no line has progress.
+        """The latest line with progress, or the last line if none has progress.
 
         The last line can lack progress, because a new coordinator does not know the progress until
         the script reports again.
@@ -116,10 +116,9 @@ def read_left_behind(folder: Path) -> LeftBehind:
 
 
 def _add_start(found: list[tuple[tuple[str, str, str], Line]], job: tuple[str, str, str], start: Line) -> None:
-    """Copy `start.start` into the line about the start of the same round.
+    """Add the starting point in the line `start` to the earlier line about the same round.
 
-    `found` contains the lines that have been read so far. If the round's line is not among them,
-    nothing is changed.
+    `found` contains the lines read so far. If none of them is about this round, nothing is changed.
     """
     for index in range(len(found) - 1, -1, -1):
         other, line = found[index]
@@ -131,7 +130,7 @@ def _add_start(found: list[tuple[tuple[str, str, str], Line]], job: tuple[str, s
 def _place(folder: Path) -> Path:
     """Return the folder that the job wrote to.
 
-    If `folder` is a folder of `ddpjob run`, the result is its checkpoint folder. If not, the result
+    If `folder` is a folder of `ddpjob run`, this is the checkpoint folder inside it. Otherwise, it
     is `folder` itself.
     """
     names = (ROUNDS_FILE, f"{ROUNDS_FILE}.1", METRICS)
@@ -154,8 +153,8 @@ def _end_of(path: Path) -> str:
 def _read(row: Any) -> tuple[tuple[str, str, str], Line]:
     """Return the identity (name, namespace, uid) of a line's job, and the line itself.
 
-    If the line has a `start`, this `start` describes the round of an earlier line. Raises
-    ValueError if `row` is not a line in the record.
+    A line with a `start` adds to an earlier line about the same round. Raises ValueError if `row`
+    is not a line of the record.
     """
     if not isinstance(row, dict) or row.get("event") not in ("round", "end", START):
         raise ValueError("not a line of the record")
@@ -188,8 +187,7 @@ def _whole(row: Json, key: str) -> int:
 def describe_left_behind(found: LeftBehind) -> Iterator[str]:
     """Yield lines about the job, its last progress and its rounds.
 
-    Rounds are listed in the order in which they began. The breaks that ended a round are listed
-    between this round and the next round.
+    Rounds are listed in chronological order, each followed by the breaks that ended it.
     """
     lines = found.lines
     yield f"Job:       {found.namespace}/{found.name}" if found.namespace else f"Job:       {found.name}"
@@ -239,9 +237,9 @@ def _progress(line: Line) -> str:
 
 
 def _start(line: Line) -> Iterator[str]:
-    """Yield a line about the step from which a round continued after a restart.
+    """Yield a line that says from which step a round continued after a restart.
 
-    The line also says how much work was repeated. If the step was not recorded, nothing is yielded.
+    The line also says how much work was repeated. If the step was not recorded, there is no line.
     """
     if line.start and line.incidents:
         again = describe_repeats(line.start["source"], count_steps(line.start))
@@ -259,10 +257,7 @@ def _break(incident: Incident) -> Iterator[str]:
 
 
 def describe_end(incident: Incident) -> list[str]:
-    """Return a text for each known detail of an incident's end.
-
-    The details are the exit code, the signal, and the number of consequences.
-    """
+    """Return the known details of an incident: exit code, signal and number of consequences."""
     parts = [f"exit code {incident.exit_code}"] if incident.exit_code is not None else []
     parts += [incident.signal] if incident.signal else []
     return [*parts, *([count(incident.consequences, "consequence")] if incident.consequences else [])]

@@ -39,10 +39,9 @@ _READ_ONLY = "a job that is shown from its checkpoint folder cannot be changed"
 
 
 class PastJobs:
-    """Implements `Backend` for a checkpoint folder, or for a folder that contains several
-    checkpoint folders.
+    """Implements `Backend` for a checkpoint folder, or for a folder with several of them.
 
-    Raises Mistake if the folder does not exist, cannot be read, or does not contain any records.
+    Raises Mistake if the folder does not exist, cannot be read, or contains no records.
     """
 
     local = True
@@ -50,7 +49,7 @@ class PastJobs:
     def __init__(self, folder: Path) -> None:
         self._root, self._namespace = folder, ""
         self.notes: list[str] = []
-        self.whole = True  # Large fields are not left out, because the files belong to this user.
+        self.whole = True  # Large fields are included, because the files belong to this user.
         self._known: dict[Path, tuple[tuple[float, ...], LeftBehind]] = {}
         """Maps each folder to its stamp (see `_stamp`) and its record. A folder is read again only
         if its stamp has changed."""
@@ -82,7 +81,8 @@ class PastJobs:
             name = next((name for name in (left.name, folder.name.lower()) if _NAME.fullmatch(name)), "")
             namespace = left.namespace or "default"
             if not name or (namespace, name) in found:
-                # If a job has several folders, only the newest is listed under its plain name.
+                # If several folders have the same job name, only the newest is listed under this
+                # name.
                 name = f"{name or 'job'}.{len(found)}"[-253:]
             found[namespace, name] = folder, left
         if len(folders) > _MOST_FOLDERS:
@@ -94,8 +94,8 @@ class PastJobs:
     def _read_again(self, folder: Path) -> tuple[tuple[float, ...], LeftBehind]:
         """Return a folder's stamp and its record. Raises Mistake.
 
-        The record is read again only if the stamp has changed. The record is returned without its
-        metrics, because the metrics of many jobs would fill the memory.
+        The record is read again only if the stamp has changed. Its metrics are left out, because
+        the metrics of many jobs would fill the memory.
         """
         known, stamp = self._known.get(folder), _stamp(folder)
         if known is not None and known[0] == stamp:
@@ -105,8 +105,8 @@ class PastJobs:
     def _folders(self) -> list[Path]:
         """Return the checkpoint folders to read.
 
-        If a job has used the backend's folder itself, return only this folder. If not, return the
-        subfolders that jobs have used, the newest first.
+        If a job has used the backend's folder itself, return only this folder. Otherwise, return
+        the subfolders that jobs have used, newest first.
         """
         if _stamp(self._root) or not self._root.is_dir():
             return [self._root]
@@ -130,7 +130,7 @@ class PastJobs:
     ) -> Iterator[tuple[Json, bool]]:
         """Yield changes as `Backend` defines them.
 
-        Even past jobs can change, because a job that is still training writes to its folder.
+        The listed jobs can change, because some may still be training and writing to their folders.
         """
         return poll_changes(self.jobs, name, f"no job {name} in {self._root}", _LOOK_SECONDS, seconds, known)
 
@@ -184,9 +184,10 @@ def _stamp(folder: Path) -> tuple[float, ...]:
 
 
 def _as_job(name: str, left: LeftBehind) -> Json:
-    """Build a DDPJob with the part of its status that is recorded.
+    """Build a DDPJob from a record.
 
-    The number of nodes is the only recorded part of the spec.
+    The record contains only part of the job's status. From the spec, it contains only the number of
+    nodes.
     """
     metadata: Json = {"name": name, "namespace": left.namespace or "default", "uid": left.uid}
     spec: Json = {"image": "", "nodes": 1, "gpusPerNode": 0}
@@ -226,8 +227,8 @@ def _as_job(name: str, left: LeftBehind) -> Json:
 def _restarts(lines: tuple[Line, ...]) -> Iterator[Json]:
     """Yield each break in the form of an entry in `status.restarts.recent`.
 
-    Its `round` is the round that followed the break. The record does not show whether a break
-    counted, so `counted` is always false.
+    The entry's `round` is the round that followed the break. `counted` is always false, because the
+    record does not show whether a break counted.
     """
     for line in lines:
         for incident in line.incidents:

@@ -48,16 +48,14 @@ _STARTED_SECONDS = 120.0
 """Number of seconds within which a new `ddpjob run` must have written its record. On a very busy
 machine, starting Python can take half a minute."""
 _STOPPED = "the job's `ddpjob run` was stopped; run the job again to resume"
-"""If a job was interrupted, this text replaces the message of its Suspended condition. The usual
-message suggests setting runPolicy.suspend to false, which is impossible without a running `ddpjob
-run`."""
+"""Replaces the message of an interrupted job's Suspended condition. The usual message suggests
+setting runPolicy.suspend to false, which is impossible while no `ddpjob run` is running."""
 
 
 def has_jobs() -> bool:
     """Whether the folder of runs contains a job.
 
-    The mere existence of a file status.json does not prove this, because other tools can use the
-    same file name.
+    A file named status.json is not enough, because other tools can use the same name.
     """
     return any(_is_record(JobFolder(file.parent)) for file in runs_folder().glob("*/status.json"))
 
@@ -67,8 +65,8 @@ _ALIVE = ("Running", "Pending", "Terminating")
 _OF_POD = re.compile(rf"(\d+-\d+|coordinator-\d+(-\d+)?)(\.{COORDINATOR_CONTAINER})?")
 """Matches the part that follows `JOB-` in the names of pods and logs."""
 _Known = tuple[tuple[int, int, int] | None, Json, bool]
-"""A record that was read: the inode, modification time and size of its file, its content, and
-whether the job has ended."""
+"""A record as it was last read: the inode, modification time and size of its file, then its
+content, then whether the job has ended."""
 
 
 _P = ParamSpec("_P")
@@ -76,7 +74,7 @@ _T = TypeVar("_T")
 
 
 def _report_disk_errors(method: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Turn disk errors into Mistakes, because programs do not expect an OSError from `Client`."""
+    """Turn disk errors into Mistakes, because callers of `Client` do not expect an OSError."""
 
     @functools.wraps(method)
     def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -98,7 +96,7 @@ class ProcessBackend:
     def __init__(self) -> None:
         self.notes: list[str] = []
         """Messages about status.json files that are not records of jobs."""
-        self.whole = True  # Large fields are not left out, because the files belong to this user.
+        self.whole = True  # Large fields are included, because the files belong to this user.
         self._known: dict[Path, _Known] = {}
         """The records that the last call to `jobs` read. Because these records are kept, a program
         that follows 1,000 jobs reads only the records that have changed."""
@@ -178,18 +176,18 @@ class ProcessBackend:
         path = folder.run((_record(folder) or {})["local"]["run"]).events
         found = []
         for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-            # Ignore an incomplete line. Either the disk was full, or the run was killed while it
-            # was writing the line.
+            # Ignore a line that is incomplete because the disk was full, or because the run was
+            # killed while it was writing the line.
             with suppress(ValueError):
                 event = json.loads(line)
                 found.append(Happened(parse_time(event["time"]), event["warning"], event["reason"], event["message"]))
         return found
 
     def kept_logs(self, name: str) -> KeptLogs:
-        """Return no kept logs.
+        """Return an empty KeptLogs.
 
-        They are not needed, because `pods` also lists terminated pods, and `log` reads their logs
-        from files on this machine.
+        Kept logs are not needed here, because `pods` also lists terminated pods, and `log` reads
+        their logs from files on this machine.
         """
         return KeptLogs(name, "", {}, lambda file: b"")
 
@@ -278,15 +276,14 @@ class ProcessBackend:
         scratch.
         """
         *code, job = manifests
-        # with_defaults completes a generateName.
+        # with_defaults turns a generateName into a name.
         name = str(with_defaults(job)["metadata"]["name"])
         job = {**job, "metadata": {**job["metadata"], "name": name}}
         folder = job_folder(name)
         folder.path.mkdir(parents=True, exist_ok=True)
         with (folder.path / "submit.lock").open("w") as lock:
-            # If another process submits the same job, it waits here until this submission is
-            # complete, and then finds that the job is already running. If the file system has no
-            # locks, `ddpjob run` reports the missing locks.
+            # A concurrent submission of the same job waits here, and then finds that the job is
+            # already running. If the file system does not support locks, `ddpjob run` reports this.
             with suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_EX)
             self._start(folder, code, job, fresh=fresh)
@@ -333,8 +330,8 @@ class ProcessBackend:
     def delete(self, name: str) -> None:
         """Stop the job and remove its record and logs.
 
-        Training data is kept. Checkpoints are also kept, including checkpoints that --fresh has set
-        aside, unless all runs that used them had whenDeleted: Delete.
+        Training data and checkpoints are kept, including checkpoints that --fresh has set aside.
+        Checkpoints are deleted only if all runs that used them had whenDeleted: Delete.
         """
         self.stop(name, now=True)
         folder = self.folder(name)
@@ -426,8 +423,8 @@ class ProcessBackend:
 def _empty(folder: Path, kept: Collection[Path] = (), last: Path | None = None) -> None:
     """Remove everything in a folder except the paths in `kept`. Raises OSError.
 
-    The files and folders that links point to are not removed. The path `last` is removed after all
-    others, so that it still exists if the removal fails.
+    Links are removed, but not the files and folders that they point to. The path `last` is removed
+    after all others, so it still exists if an earlier removal fails.
     """
     for path in sorted(folder.iterdir(), key=lambda path: path == last):
         if path in kept:
@@ -465,10 +462,10 @@ def _is_record(folder: JobFolder) -> bool:
 
 
 def _read_again(folder: JobFolder, known: _Known | None) -> _Known | None:
-    """Return a job's record; None if the job has none.
+    """Return a job's record, or None if there is none.
 
-    The file of the record is read only if the file has changed. `known` is the result of the
-    previous call. A record is always replaced as a whole, so every change shows in the inode, the
+    `known` is the result of the previous call, and is returned again if the record's file has not
+    changed. A record is always replaced as a whole, so every change shows in the inode, the
     modification time or the size of its file.
     """
     try:
@@ -509,9 +506,9 @@ def _object(folder: JobFolder, record: Json, ended: bool) -> Json:
 
 
 def _interrupted(status: Json) -> Json:
-    """Return the status of an interrupted job, which has no run and no pods.
+    """Return the status of an interrupted job, which has no running pods.
 
-    The run could not record the interruption itself, because the run was killed.
+    The job's run was killed, so it could not record the interruption itself.
     """
     status = {**status, "phase": INTERRUPTED}
     nodes = status.get("nodes")
@@ -532,7 +529,7 @@ def _terminal(record: Json) -> bool:
 
 
 def _merged(old: Json, patch: Json) -> Json:
-    """Merge a patch into `old`, as RFC 7386 (JSON merge patch) defines."""
+    """Return `old` with a JSON merge patch (RFC 7386) applied."""
     merged = dict(old)
     for key, value in patch.items():
         if value is None:
@@ -543,9 +540,9 @@ def _merged(old: Json, patch: Json) -> Json:
 
 
 def _end(folder: JobFolder, pid: int, patience: list[float]) -> None:
-    """Stop the runner that has the process id `pid`.
+    """Stop the runner with the process id `pid`.
 
-    For each number in `patience`, send SIGTERM and wait up to this many seconds. If the runner is
+    For each number in `patience`, send SIGTERM and wait up to that many seconds. If the runner is
     still running after the last wait, send SIGKILL.
     """
     for seconds in patience:

@@ -25,16 +25,15 @@ from ddpjob.client.backends.backend import (
 MOST_PODS = 200
 """Maximum number of logs that are read at the same time."""
 _QUEUE = 10_000
-"""Maximum number of lines that have been read from the logs and are waiting for `lines` to yield
-them."""
+"""Maximum number of lines that have been read, but that `lines` has not yielded yet."""
 _QUEUE_OF_MANY = 500
-"""The same maximum for logs that the reader can stop (`LogOptions.stop`). This maximum is smaller,
-because one process, such as the dashboard, can read many such logs."""
+"""Replaces _QUEUE if `LogOptions.stop` is set. The number is smaller, because a process that sets
+`stop`, such as the dashboard, can read many logs at once."""
 _POLL = 1.0
 _NOT_STARTED = ("Pending", "ContainerCreating", "PodInitializing", "Unschedulable", "ErrImagePull", "ImagePullBackOff")
 _NO_GROUP_KNOWN = ("CoordinatorUnreachable", "CoordinatorReplaced", "GroupFinished")
-"""If the Running condition has one of these reasons, the status does not show how many nodes the
-group has."""
+"""If the Running condition has one of these reasons, the number of nodes in the group is
+unknown."""
 _TAG = re.compile(rb"\[(default|rank)(\d+)\]:")
 """Matches a prefix that shows which rank wrote a line. torchrun's --tee writes the local rank, and
 PyTorch's messages contain the global rank."""
@@ -55,11 +54,10 @@ def ranks_per_node(body: Json) -> int:
 def ranks_of_pods(pods: Sequence[PodLine], body: Json, known: Mapping[str, range] | None = None) -> dict[str, range]:
     """Return the global ranks of each pod that trains or has trained. Spares have no ranks.
 
-    Ranks are numbered in the order of the slots' indices, or in the rank order that the status
-    shows. The ranks change only when the status in `body` shows that a new group has formed.
-    Until then, each slot keeps its ranks from `known`, which is the previous result.
-    A slot that is not in `known` gets the ranks that it would have if all slots trained, including
-    slots whose pods have ended.
+    Ranks are numbered as `_by_rank` orders the pods. The ranks change only when the status in
+    `body` shows that a new group has formed. Until then, each slot keeps its ranks from `known`,
+    which is the previous result. A slot that is not in `known` gets the ranks that it would have if
+    all slots trained, including slots whose pods have ended.
     """
     per_node = ranks_per_node(body)
     status = JobStatus.read(body.get("status") or {})
@@ -76,10 +74,10 @@ def ranks_of_pods(pods: Sequence[PodLine], body: Json, known: Mapping[str, range
 
 
 def _by_rank(nodes: list[PodLine], status: JobStatus) -> list[PodLine]:
-    """Return `nodes` in rank order.
+    """Return `nodes` in the rank order that the status contains.
 
-    If the rank order in the status contains different nodes, return `nodes` in the order of their
-    indices.
+    If this order does not contain exactly the indices of `nodes`, return `nodes` unchanged, in the
+    order of their indices.
     """
     places = {index: place for place, index in enumerate(status.rank_order)}
     if {pod.index for pod in nodes} != places.keys():
@@ -88,9 +86,9 @@ def _by_rank(nodes: list[PodLine], status: JobStatus) -> list[PodLine]:
 
 
 def _nodes_of_group(status: JobStatus) -> int | None:
-    """Return the number of nodes that train as one group or have finished in this group.
+    """Return the number of nodes in the current group, including nodes that have finished.
 
-    If the status does not show this number, or if no group has formed, return None.
+    If no group has formed, or if the status does not show this number, return None.
     """
     running = status.condition(ConditionType.RUNNING)
     formed = running is not None and running.status and running.reason not in _NO_GROUP_KNOWN
@@ -100,7 +98,7 @@ def _nodes_of_group(status: JobStatus) -> int | None:
 
 
 def _slot(pod: str) -> str:
-    """Return the beginning of a pod's name, which is the same for all pods of its slot."""
+    """Return the part of a pod's name that all pods of its slot have in common."""
     return pod.rpartition("-")[0]
 
 
@@ -116,9 +114,9 @@ def _attempt(pod: PodLine) -> int:
 
 
 def rank_of_line(line: bytes, ranks: range) -> int | None:
-    """Return the global rank that wrote a line in a pod's log. `ranks` are all ranks in this pod.
+    """Return the global rank that wrote a line in a pod's log; None if it is unknown.
 
-    If the line does not show the rank, return None.
+    `ranks` are all ranks in this pod.
     """
     if len(ranks) == 1:
         return ranks[0]
@@ -132,28 +130,28 @@ def rank_of_line(line: bytes, ranks: range) -> int | None:
 class Chosen:
     """Which logs to read: the log of one pod, or the logs of training pods and coordinators.
 
-    By default, the logs of all training pods are read, and the logs of coordinators are not read.
+    By default, the logs of all training pods are read, but not the logs of coordinators.
     """
 
     pod: str = ""
     indices: Collection[int] = ()
     ranks: Collection[int] = ()
-    """Global ranks. The logs of the pods with these ranks are read. Lines that are known to come
-    from other ranks are left out."""
+    """Global ranks. Only the logs of pods with these ranks are read, without lines that are known
+    to come from other ranks."""
     coordinator: bool = False
     kept: EndedLogs | None = None
-    """The job's kept logs. If `pod` no longer exists, its log is read from them."""
+    """The job's kept logs. If this field is set, the log of `pod` is read from them."""
 
 
 @dataclass(frozen=True)
 class LogLine:
-    """A line from a pod's log. `ranks` are the ranks that the pod has at this time."""
+    """A line from a pod's log. `ranks` are the ranks of the pod when the line was yielded."""
 
     pod: PodLine
     text: bytes
     ranks: range
     rank: int | None
-    """The rank that wrote the line, if the line shows it."""
+    """The rank that wrote the line; None if it is unknown."""
 
 
 _ALL = Chosen()
@@ -162,14 +160,14 @@ _ALL = Chosen()
 def last_state(line: bytes) -> bytes:
     """Return the last state of a progress bar.
 
-    Any other line is returned unchanged. The last state is the part after the last carriage return,
-    which a terminal shows in place of the earlier states.
+    Any other line is returned unchanged. The last state follows the last carriage return. In a
+    terminal, each state overwrites the previous state.
     """
     return line[line.rstrip(b"\r").rfind(b"\r") + 1 :]
 
 
 def _shortened(line: bytes, limit: int) -> bytes:
-    """Shorten a line to `limit` bytes. If it is a progress bar, shorten its last state."""
+    """Shorten a line to `limit` bytes. A progress bar is first reduced to its last state."""
     return line if len(line) <= limit else last_state(line)[:limit]
 
 
@@ -232,8 +230,8 @@ class LogFollower:
                 patience.tolerate(mistake)
             for pod in pods:
                 if pod.name not in self._begun and pod.state not in _NOT_STARTED:
-                    # `tail` applies only to the first pods. If a pod appears later, all lines that
-                    # it has already written are read.
+                    # `tail` applies only to the pods in the first list. If a pod appears later, its
+                    # log is read from the beginning.
                     self._start(pod, replace(self.options, tail=None) if looked else self.options)
             looked = looked or bool(pods)
             deadline, quiet = time.monotonic() + _POLL, True
@@ -287,9 +285,9 @@ class LogFollower:
         )
 
     def why_nothing(self) -> str:
-        """Return the reason why no line was read.
+        """Explain why no line was read.
 
-        If lines were read, or if the notes already contain the reason, the text is empty.
+        The text is empty if lines were read, or if the notes already contain the reason.
         """
         if self.seen or self.notes:
             return ""
@@ -310,7 +308,7 @@ class LogFollower:
     def missing_slots(self) -> str:
         """Return a message if none of the requested slots has a pod.
 
-        If one of these slots has a pod, or if the job has no pods, the message is empty.
+        Otherwise, or if the job has no pods at all, the message is empty.
         """
         return self._missing_slots(self.backend.pods(self.job)) if self._chosen.indices else ""
 

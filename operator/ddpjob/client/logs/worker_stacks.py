@@ -71,7 +71,7 @@ the script."""
 
 
 def stacks(backend: Backend, pods: list[PodLine]) -> list[tuple[PodLine, str]]:
-    """Return the current Python stacks of the ranks in each pod, as one text for each pod.
+    """Return the current Python stacks of the ranks in each pod, as one text per pod.
 
     Training continues. If a pod cannot be read, its text gives the reason. Raises Mistake if none
     of the pods can be read, for instance because the user is not permitted to run commands in pods.

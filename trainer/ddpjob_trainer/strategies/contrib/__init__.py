@@ -6,6 +6,7 @@ builds Horovod's last release from source; `pip install deepspeed`), and are tes
 libraries are installed. parameter_server is the synchronous variant of the parameter-server
 architecture, and is meant for study.
 
-The strategies in this folder give the same guarantees on exactness, checkpoints and resuming as the
-other strategies, except that dp is not exact on several GPUs. New features might not support them.
+The strategies in this folder give the same guarantees about exactness, checkpoints and resuming as
+the other strategies. The only exception is dp, which is not exact on several GPUs. New features may
+not work with these strategies.
 """

@@ -21,12 +21,13 @@ from ddpjob_trainer.strategies.ddp import Ddp
 class DdpMp(Ddp):
     """Spreads the model's stages over several devices.
 
-    Where a stage begins, its input is moved to the stage's device. The model keeps its
-    modules and their names.
+    Each stage's input is moved to the stage's device. The modules of the model and their names do
+    not change.
     """
 
     compiles_step = False
-    # Layers draw random numbers on several devices, but `SharedParts` seeds only one device.
+    # Ranks cannot share a micro-batch. Its layers draw random numbers on several devices, but
+    # `SharedParts` seeds only one device.
     divides = False
 
     def __init__(self, config: Config, group: Group, device: torch.device) -> None:
@@ -53,7 +54,7 @@ class DdpMp(Ddp):
 
     @property
     def waits_apart(self) -> bool:
-        """Return False, because the clock measures one device, but the work is on several."""
+        """Always False, because the clock measures only one device and the work runs on several."""
         return False
 
     def wrap(self, model: nn.Module) -> nn.Module:

@@ -1,8 +1,8 @@
 """strategy=deepspeed: DeepSpeed's engine with ZeRO.
 
-Depending on the stage, the optimizer's state, gradients and weights are sharded over the ranks.
-Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020. A
-checkpoint holds the whole state by the model's names, as with any strategy.
+ZeRO shards the optimizer's state over the ranks, and at higher stages also the gradients and the
+weights (Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models,
+2020). As with any strategy, a checkpoint holds the whole state under the model's own names.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class DeepSpeed(Strategy):
                 " not scale losses; set amp.dtype=bfloat16 and leave out amp.loss_scale, or set strategy=ddp"
                 " or fsdp"
             )
-        # Each backward pass sends gradients to the ranks that own them, so all ranks must run the
-        # same number of passes.
+        # From stage 2 on, each backward pass sends gradients to the ranks that own them, so all
+        # ranks must run the same number of passes.
         self.equal = self._stage >= 2
         self._deepspeed = _import_deepspeed(device)
         self._alone = group.world == 1 and not dist.is_initialized()
@@ -77,8 +77,7 @@ class DeepSpeed(Strategy):
         """Wrap the model and the optimizer in DeepSpeed's engine."""
         refuse_scalars(model, "deepspeed")
         super().prepare(model, shape)
-        # The engine leaves the autocast context in its forward pass, so `Autocasting` enters it
-        # again.
+        # The engine's forward pass leaves the autocast context, so `Autocasting` enters it again.
         network = Autocasting(self.model, self.precision)
         engine, *_ = self._deepspeed.initialize(
             model=network, optimizer=self.optimizer, config=self._settings, dist_init_required=False
@@ -86,8 +85,8 @@ class DeepSpeed(Strategy):
         self._engine: Any = engine
         self._engine.set_gradient_accumulation_boundary(True)
         self.network, self.optimizer, self.precision.engine = engine, engine.optimizer, engine
-        # The average that the base class created refers to weights that the engine has moved since
-        # then.
+        # The engine has moved the weights to which the base class's average refers, so create a new
+        # average.
         if self.average is not None:
             self.average = self.moving_average()
 
@@ -96,16 +95,16 @@ class DeepSpeed(Strategy):
     def weight(self, count: int) -> float:
         """Return the factor by which each sample's loss is multiplied.
 
-        DeepSpeed averages gradients over the ranks, so the factor contains the number of ranks.
+        DeepSpeed averages gradients over the ranks, so the factor includes the number of ranks.
         """
         return self.group.world / count
 
     @contextmanager
     def without_exchange(self) -> Iterator[None]:
-        """Accumulate gradients inside this `with` without sending them to other ranks.
+        """Accumulate gradients within this context, without sending them to other ranks.
 
-        The micro-batch that ends an accumulation is this rank's last one, which runs outside this
-        `with`. DeepSpeed's own count of micro-batches is ignored.
+        A rank's last micro-batch runs outside the context, and ends the accumulation. DeepSpeed's
+        own count of micro-batches is ignored.
         """
         self._engine.set_gradient_accumulation_boundary(False)
         yield
@@ -123,10 +122,9 @@ class DeepSpeed(Strategy):
             torch._foreach_mul_(list(part), factor)
 
     def update(self, rate: float) -> Update:
-        """Take the optimizer's step.
+        """Take an optimizer step.
 
-        With ZeRO, DeepSpeed itself clips the gradients, and skips the step if the gradients are not
-        finite.
+        With ZeRO, DeepSpeed itself clips the gradients, and skips the step if they are not finite.
         """
         # At stage 0, DeepSpeed would take the step even if the gradients were not finite.
         if self._stage == 0:
@@ -149,7 +147,7 @@ class DeepSpeed(Strategy):
     def state(self) -> State:
         """Return the whole state.
 
-        While the state is gathered, every rank holds the whole state in memory.
+        To gather the state, every rank needs enough memory for all of it.
         """
         if self._stage == 0:
             return super().state()
@@ -200,7 +198,7 @@ class DeepSpeed(Strategy):
     def _gathered(self, changes: bool = False) -> AbstractContextManager[Any]:
         """Return a context inside which every rank has the model's whole weights.
 
-        With `changes`, all ranks have rank 0's weights when the context ends.
+        If `changes` is set, all ranks receive rank 0's weights when the context ends.
         """
         if self._stage < 3:
             return nullcontext()
@@ -213,7 +211,7 @@ class DeepSpeed(Strategy):
     def _gathered_optimizer_state(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield (name, optimizer state) for each weight, gathered from all ranks' shards.
 
-        The state's numbers, such as a step count, are the same for all weights.
+        Numbers in the state, such as the step count, are the same for all weights.
         """
         own = self._engine.optimizer.optimizer.state.get(self._flat[0], {})
         self._link()
@@ -230,19 +228,20 @@ class DeepSpeed(Strategy):
             )
 
     def _link(self) -> None:
-        """Make DeepSpeed look up again where the optimizer state of each weight is (ZeRO 1 and 2).
+        """Make DeepSpeed look up the optimizer state of each weight again (ZeRO 1 and 2).
 
-        DeepSpeed itself looks this up only once. At that time, only the first parameter group has
-        taken a step, so the other groups do not have a state yet.
+        DeepSpeed itself does so only once. At that time, only the first parameter group has taken a
+        step, so the other groups do not have a state yet.
         """
         if self._stage < 3:
             self._engine.optimizer._hp_optimizer_states_linked = False
             self._engine.optimizer._lazy_init_hp_params_optimizer_state()
 
     def _load_optimizer_state(self, saved: State) -> None:
-        """Load the optimizer state `saved`.
+        """Load a saved optimizer state.
 
-        Raises KeyError if it belongs to different weights, and ValueError if a shape differs.
+        Raises KeyError if the state belongs to different weights, and ValueError if a shape
+        differs.
         """
         names = {name for name, _ in self.parameters}
         if saved["state"] and names != set(saved["state"]):
@@ -274,7 +273,7 @@ class DeepSpeed(Strategy):
         return shape
 
     def close(self) -> None:
-        """Destroy the engine. Also destroy the process group if this class created it."""
+        """Destroy the engine, and the process group if this class created it."""
         self._engine.destroy()
         if self._alone:
             destroy()
@@ -316,8 +315,8 @@ def settings(config: Config, group: Group) -> dict[str, Any]:
             f" {stage}; set deepspeed.stage={zero['stage']}, or remove zero_optimization.stage from the file"
         )
     ours = {
-        # State a batch size of 1 per rank and no accumulation. DeepSpeed then does not divide the
-        # losses, which the trainer has already weighted.
+        # With a batch size of 1 per rank and no accumulation, DeepSpeed does not divide the losses.
+        # The trainer has already weighted them.
         "train_batch_size": group.world,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -364,13 +363,14 @@ def _is_per_weight(value: Any) -> bool:
 def _own(value: Any, flat: torch.Tensor) -> Any:
     """Return one value of an optimizer state, such as a step count, for one vector.
 
-    A tensor is copied. If several vectors shared a step count, each of them would increase it.
+    A tensor is copied, because if several vectors shared a step count, each of them would increase
+    it.
     """
     return value.to(flat.device, copy=True) if isinstance(value, torch.Tensor) else value
 
 
 def _import_deepspeed(device: torch.device) -> ModuleType:
-    """Import DeepSpeed and return it. From now on, it logs only errors.
+    """Import and return DeepSpeed, and make it log only errors.
 
     Raises ConfigError if DeepSpeed is missing.
     """
@@ -384,8 +384,8 @@ def _import_deepspeed(device: torch.device) -> ModuleType:
             " strategy=fsdp, which also shards weights"
         ) from error
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # DeepSpeed warns about optimizers that are not its own.
-    # On a CPU, DeepSpeed would compile a shared-memory reduction at its first start. This reduction
-    # is useful only for ranks on the same node.
+    # On a CPU, DeepSpeed would compile a shared-memory reduction when it first starts. Prevent
+    # this, because the reduction helps only ranks on the same node.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     module: ModuleType = deepspeed
     return module

@@ -11,9 +11,9 @@ from ddpjob_trainer.strategies.single import Single
 
 
 class Dp(Single):
-    """Wraps the model in nn.DataParallel, which divides each batch if there are several GPUs.
+    """Wraps the model in nn.DataParallel, which divides each batch among the GPUs.
 
-    With several GPUs, batch normalization uses the statistics of each device's part of a
+    With several GPUs, batch normalization uses separate statistics for each device's part of a
     micro-batch, and keeps the first device's statistics. Dropout draws its random numbers
     separately on each device. This is therefore the only strategy whose results depend on the
     number of devices.

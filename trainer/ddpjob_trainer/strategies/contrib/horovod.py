@@ -1,8 +1,8 @@
 """strategy=horovod: one process per device; Horovod adds up gradients while they are computed.
 
-Ranks are started by horovodrun, or by torchrun, --spawn or a DDPJob. In the last three cases, rank
-0 serves the rendezvous that horovodrun would serve. Horovod moves only gradients; the trainer's own
-small collectives still use torch.distributed.
+horovodrun can start the ranks, and so can torchrun, --spawn or a DDPJob. Without horovodrun, rank 0
+serves the rendezvous in its place. Horovod moves only gradients; the trainer's own small
+collectives still use torch.distributed.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Horovod(Strategy):
             raise ConfigError(
                 "strategy=horovod: Horovod 0.28 cannot add up bfloat16; set amp.dtype=float16, or amp.level=O1"
             )
-        # Horovod's hooks must be on the weights that receive gradients, but the optimizer can work
-        # on float32 copies of these weights.
+        # Give Horovod an optimizer of its own. Its hooks must be on the weights that receive
+        # gradients, but the trainer's optimizer can work on float32 copies of these weights.
         self._exchange: Any = self._hvd.DistributedOptimizer(
             torch.optim.SGD(self.model.parameters()),
             named_parameters=self.model.named_parameters(),
@@ -76,15 +76,15 @@ class Horovod(Strategy):
         return losses
 
     def load(self, state: State) -> None:
-        """Load a state, then give every rank rank 0's weights and optimizer state."""
+        """Load a state, then send rank 0's weights and optimizer state to every rank."""
         super().load(state)
         self._broadcast()
 
     def _broadcast(self) -> None:
         """Send rank 0's weights, statistics and optimizer state to every rank."""
         self._hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
-        # If the optimizer did not have a state, Horovod would create one by taking a step, and this
-        # step would apply weight decay to the weights.
+        # If the optimizer has no state, Horovod would take a step to create one. This step would
+        # apply weight decay to the weights.
         if self.optimizer.state:
             self._hvd.broadcast_optimizer_state(self.optimizer, root_rank=0)
 
@@ -131,13 +131,13 @@ def _import_horovod() -> ModuleType:
 
 
 def _meet(group: Group) -> Any:
-    """Set the variables HOROVOD_* as horovodrun would set them.
+    """Set the HOROVOD_* variables as horovodrun would set them.
 
     Return the rendezvous server on rank 0, and None on all other ranks. All ranks must call this
     together.
     """
-    # A node is named after its first rank. A host name could not identify a node, because several
-    # nodes can run on the same machine.
+    # Name each node after its first rank. Host names would not be unique, because several nodes can
+    # run on the same machine.
     first = group.gather(group.rank - group.local_rank)
     local_ranks, local_sizes = group.gather(group.local_rank), group.gather(group.local_world)
     peers = [rank for rank, local_rank in enumerate(local_ranks) if local_rank == group.local_rank]

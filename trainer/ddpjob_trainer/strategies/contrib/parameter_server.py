@@ -1,9 +1,9 @@
 """strategy=parameter_server: rank 0 updates the weights, and the other ranks compute gradients.
 
-Ranks communicate through torch.distributed.rpc, in rounds. Each worker pushes its gradients, the
-server adds them up in rank order and takes a step, and the workers pull the new weights. Li et al.,
-Scaling Distributed Machine Learning with the Parameter Server, 2014. This is the paper's
-synchronous variant, which computes the same result as a single process.
+Ranks communicate through torch.distributed.rpc. In each step, every worker pushes its gradients,
+the server adds them up in rank order and updates the weights, and the workers pull the new weights.
+This is the synchronous variant of the paper's architecture (Li et al., Scaling Distributed Machine
+Learning with the Parameter Server, 2014). It computes the same result as a single process.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ParameterServer(Strategy):
 
     @property
     def data_share(self) -> DataShare:
-        """An empty share on the server; on a worker, its share of the samples."""
+        """This rank's share of the samples, which is empty on the server."""
         parts = self.group.world - 1
         return DataShare(parts, parts, counts=False) if self._serves else DataShare(self.group.rank - 1, parts)
 
@@ -73,7 +73,8 @@ class ParameterServer(Strategy):
         self.statistics.exchange()
         # Wait until every worker has pushed its gradients. If a worker is gone, this fails.
         self.group.barrier()
-        # GradScaler refuses to unscale gradients on a rank that has never scaled a loss.
+        # GradScaler refuses to unscale gradients on a rank that has never scaled a loss, so scale a
+        # zero.
         self.precision.scaled(torch.zeros((), device=self.device))
         total, *others = _buffer.take(range(1, self.group.world))
         for gradients in others:
@@ -106,10 +107,10 @@ class ParameterServer(Strategy):
         return [weight.detach() for _, weight in self.parameters]
 
     def state(self) -> State:
-        """Return the whole state. All ranks get the server's optimizer state.
+        """Return the whole state, with the server's optimizer state on all ranks.
 
-        Each node keeps this state in memory. If the server's node is lost, training can then
-        continue from the state on a worker's node.
+        Each node keeps this state in memory, so training can continue from a worker's node if the
+        server's node is lost.
         """
         state, content = super().state(), io.BytesIO()
         torch.save(state["optimizer"], content)
@@ -120,7 +121,8 @@ class ParameterServer(Strategy):
     def load(self, state: State) -> None:
         """Load a state. Only the server keeps the optimizer's part of it."""
         super().load(state)
-        # The state is loaded only so that all ranks fail together if the state does not fit.
+        # Workers load the optimizer's state only so that all ranks fail together if the state does
+        # not fit.
         if not self._serves:
             self.optimizer.state.clear()
 
@@ -132,10 +134,10 @@ class ParameterServer(Strategy):
 
 
 class _ServerBuffer:
-    """Keeps data on the server from one RPC to the next, and can be used by several threads.
+    """Keeps the workers' gradients and the latest weights on the server between RPCs.
 
-    The data are the gradients that the workers have pushed, and the latest weights, which the
-    workers pull.
+    Workers push gradients into the buffer, and pull weights out of it. Several threads can use the
+    buffer at the same time.
     """
 
     def __init__(self) -> None:
@@ -188,7 +190,7 @@ def _call(function: Any, *arguments: Any) -> Any:
 def _join(group: Group, timeout_seconds: float) -> None:
     """Join the RPC group through the process group's store, without an additional port.
 
-    Raises ConfigError.
+    Raises ConfigError if torch was built without RPC.
     """
     if not dist.is_available() or not dist.rpc.is_available():
         raise ConfigError(
