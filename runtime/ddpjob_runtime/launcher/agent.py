@@ -424,7 +424,7 @@ def _kill_sessions(context: Any, spare_trackers: bool) -> set[int]:
 
 
 def _processes_of(sessions: set[int]) -> list[int]:
-    """Return the pids of all processes in these sessions that are running or still hold resources."""
+    """Return the pids of all processes in these sessions that run or still hold resources."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # The process has just ended.
@@ -516,7 +516,7 @@ def send_failure(
 
 
 def signal_name(code: int) -> str | None:
-    """Return the name of the signal that killed a process; None if the process exited on its own."""
+    """Return the name of the signal that killed a process; None if no signal did."""
     if code >= 0:
         return None
     try:

@@ -349,8 +349,8 @@ class MemberClient:
     def _gives_up(self, missed_since: float, known: bool) -> bool:
         """Whether this node has waited long enough for a coordinator.
 
-        `known` tells whether a coordinator has ever admitted this node. `missed_since` is the time
-        since when there has been no coordinator.
+        `known` indicates whether a coordinator has ever admitted this node. The node has been
+        without a coordinator since `missed_since`.
         """
         if known and self._mode == Mode.STANDARD:
             return time.monotonic() >= missed_since + self._reconnect_seconds
