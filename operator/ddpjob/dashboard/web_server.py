@@ -395,7 +395,7 @@ class Dashboard:
         return stream.response
 
     async def log(self, request: web.Request) -> web.StreamResponse:
-        """Send a log's lines as JSON events, followed by the event `end`.
+        """Send a log's lines as JSON events, followed by an `end` event.
 
         If the query names a pod, the lines are from this pod's log. Otherwise, they are from the
         logs of all of the job's training pods.

@@ -296,7 +296,7 @@ def _repeated_work(status: JobStatus) -> str:
 
 
 def at_risk(status: JobStatus) -> str:
-    """Return a text that says how much work the loss of a node would repeat now.
+    """Return a text that says how much work would be repeated if a node were lost now.
 
     The text is empty if this amount is unknown, or if the job has finished.
     """
@@ -549,7 +549,7 @@ def main_condition(status: JobStatus) -> Condition | None:
     restarting = status.condition(ConditionType.RESTARTING)
     if not telling and restarting is not None and restarting.status:
         return restarting
-    # Until the operator has found a job's class, it checks nothing else about the job.
+    # Until a job's class is found, the operator checks nothing else about the job.
     lacks_class = refused if refused is not None and not refused.status else None
     return next(iter(telling or false), lacks_class)
 

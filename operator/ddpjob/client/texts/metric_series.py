@@ -40,7 +40,7 @@ Points = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Origin:
-    """The start and the time from which the latest values of a step come."""
+    """The start and the time that the latest values of a step come from."""
 
     start: int
     """The number of the start after which the values were measured."""
