@@ -22,7 +22,7 @@ Examples:
     reason=Error, exit code 137                          ExitCode: the signal's sender is unknown
     reason=ContainerStatusUnknown, exit code 137         NodeFault: rule 2, the host lost it
 
-A pod whose object is gone is judged by its last known state (`explain_vanished`).
+A pod that no longer exists is judged by its last known state (`explain_vanished`).
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class End:
     program's configuration.
     """
     rank: int | None = None
-    """The rank whose failure made a `command`'s torchrun exit, or the slow rank whose pod moves."""
+    """The rank whose failure made torchrun exit (with `command`), or the slow rank that moves."""
 
 
 _ENDED_BY_HOST = frozenset({"Evicted", "NodeShutdown", "Shutdown", "Terminated", "Preempting"})
@@ -353,7 +353,7 @@ def _by_program(pod: PodView) -> End:
 
 
 def _code(exit_code: int | None) -> str:
-    """Describe the exit code, with the signal's name if it is 128 plus a signal's number."""
+    """Describe the exit code, and name the signal if the code is 128 plus a signal's number."""
     try:
         name = signal.Signals((exit_code or 0) - 128).name
         return f"exit code {exit_code} (128 + {name}{if_shared_memory_full('', name)})"
@@ -498,7 +498,7 @@ _WRONG_PLATFORM = re.compile(
 """Matches messages from containerd, docker, CRI-O and the kernel about an image that does not fit
 the host's architecture or operating system."""
 PULLING = ("ErrImagePull", "ImagePullBackOff")
-"""The reasons between which a kubelet alternates while it cannot pull an image."""
+"""The two reasons that alternate while a kubelet cannot pull an image."""
 _CANNOT_START = ("RunContainerError", "StartError", "ContainerCannotRun")
 
 

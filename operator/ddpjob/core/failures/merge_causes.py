@@ -67,7 +67,7 @@ class Finding:
 
     @property
     def contestable(self) -> bool:
-        """Whether it makes a difference if this finding is a cause or a consequence.
+        """Whether it matters if this finding is a cause or a consequence.
 
         A cause may count or fail the job, and a consequence does neither. A program that cannot
         start is never a consequence. A finding is therefore not contestable if its only effect is
@@ -84,7 +84,7 @@ class Attributed:
     """The restarts to record, in this order. Each of them is marked as a cause or a consequence,
     and has the number of its round."""
     causes: tuple[Finding, ...]
-    """The findings that are not consequences. Only these may fail the job."""
+    """The findings that are not consequences. Only a cause may fail the job."""
     seen_round: int
     """The latest round whose break has been explained by an incident. Later incidents are not
     merged into that break."""
