@@ -289,8 +289,7 @@ class Dealing:
 
     @property
     def busiest(self) -> float:
-        """The busiest rank's work, relative to an even share, if ranks do not share micro-batches.
-        """
+        """The busiest rank's work with whole micro-batches, relative to an even share."""
         return -(-self.micro_batches // self.world) * self.world / self.micro_batches if self.micro_batches else 1.0
 
     def _deal_divided(self, number: int, passes: int, samples: list[int], state: SamplerState) -> Micro:

@@ -5,13 +5,13 @@ it. Two rules apply to all of them:
 
 - Messages are stable. A message that changed at each reconcile would be written each time, and each
   write causes the next reconcile. So messages name times, not durations, and omit figures that
-  flicker.
+  fluctuate.
 - Conditions about rare problems, such as NodesHealthy, are absent until the problem first occurs.
   Afterwards they stay and become true, so that users see that the problem is over.
 
 Example of a pod on an unhealthy Kubernetes node, with no place to go:
 
-    before the fault     no condition NodesHealthy
+    before the fault     there is no NodesHealthy condition
     after 60 s           NodesHealthy is false: NoOtherNode, with the node and the reason
     after the repair     NodesHealthy is true: AllHealthy
 """
@@ -47,7 +47,10 @@ SURELY_TRAINED = timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class Present:
-    """The present state of the job. The view's status contains the conditions judged so far."""
+    """The current state of a job while its conditions are judged.
+
+    The view's status contains the conditions judged so far.
+    """
 
     view: View
     restarts: tuple[Restart, ...]
@@ -168,7 +171,7 @@ def _nodes_healthy(view: View) -> JobStatus:
 def _ranks_keep_pace(view: View) -> JobStatus:
     """Set RanksKeepPace, which explains why a clearly slow rank is not moved.
 
-    The condition is absent until a slow rank stays.
+    The condition is absent until the operator first decides not to move such a rank.
     """
     status = view.status
     staying = [verdict for verdict in judge_slow_ranks(view) if verdict.why]
@@ -218,7 +221,7 @@ After this time, CheckpointsCopied becomes false."""
 def _checkpoints_copied(view: View) -> JobStatus:
     """Set CheckpointsCopied, which shows whether checkpoints reach the bucket.
 
-    The condition is absent until a checkpoint fails to reach it.
+    The condition is absent until a checkpoint fails to reach the bucket.
     """
     status, url = view.status, view.job.spec.storage.url
     condition = partial(with_condition, status, ConditionType.CHECKPOINTS_COPIED, now=view.now)
