@@ -33,7 +33,7 @@ def load_function(key: str, name: str, kinds: Sequence[str] = ()) -> Callable[..
         try:
             module = importlib.import_module(where)
         except ModuleNotFoundError as error:
-            # The user's module exists, but a module that it imports does not exist.
+            # The user's module exists, but a module that it imports does not.
             if not f"{where}.".startswith(f"{error.name}."):
                 raise
             near = difflib.get_close_matches(where, kinds, n=1)

@@ -87,7 +87,7 @@ def find_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
     """Return, for each device, whether the scaler has found a non-finite gradient.
 
     After this call, only the scaler decides whether the optimizer skips a step. Without the call, a
-    fused optimizer would skip the step itself. If it skipped the first step, SGD's momentum would
+    fused optimizer would decide this itself. If it skipped its first step, SGD's momentum would
     stay uninitialized.
     """
     optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]

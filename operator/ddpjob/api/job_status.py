@@ -320,7 +320,7 @@ class Restart:
     """Number of completed steps that the group repeated after the restart. None if the number is
     unknown."""
     repeated_seconds: Annotated[float | None, _OMIT_NONE] = None
-    """Seconds that the group spent on the repeated steps; None until the group has repeated all of
+    """Seconds that the group spent on the repeated steps. None until the group has repeated all of
     them."""
     continued_from: Annotated[str, _OMIT_EMPTY] = ""
     """Where training got the state to continue from: `memory`, `storage` or `scratch`. The value is

@@ -43,7 +43,7 @@ def means(values: Sequence[float], width: int) -> list[float]:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return a row of blocks that show the values by their heights.
+    """Return a row of blocks whose heights show the values.
 
     The scale runs from the smallest to the largest value.
     """
