@@ -309,9 +309,9 @@ class LinkVerdict:
     """The verdict of a link check.
 
     `failed` is the reason why the check failed. If it is empty, all nodes can train, and `passed`
-    describes the group. `culprits` maps the group ranks of the nodes that must not train to the
-    reasons. If no culprit is known, `ends` is the group rank of the node that ends with an ordinary
-    failure.
+    describes the group. `culprits` contains the nodes that must not train, as a dict from group
+    rank to reason. If no culprit is known, `ends` is the group rank of the node that ends with an
+    ordinary failure.
     """
 
     passed: str = ""

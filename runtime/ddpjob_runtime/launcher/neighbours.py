@@ -58,7 +58,7 @@ STALL_SECONDS = 0.5
 silence is then measured from zero again.
 """
 GREETING_SECONDS = 2.0
-"""How many seconds both sides of a new connection have to prove that they know the token."""
+"""How many seconds both sides of a new connection get to prove that they know the token."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 """The first and the longest pause between attempts to connect, in seconds."""
 GIVEN_UP_SECONDS = 30.0
