@@ -63,8 +63,8 @@ class YamlError(ValueError):
 class Document:
     """One YAML document.
 
-    `value` holds its content as plain Python values. `lines` maps the path of each field to the
-    number of its line, counted from 1.
+    `value` holds the document's content as plain Python values. `lines` maps the path of each field
+    to the line number of the field, counted from 1.
     """
 
     value: Any
