@@ -38,8 +38,8 @@ from ddpjob.core.failures.classify import Cause, names_pod
 SAME_BREAK = timedelta(seconds=5)
 """Maximum time between a pod's end and an incident of the same break."""
 CLEARLY_BEFORE = timedelta(seconds=2)
-"""An incident counts as earlier than a pod's end only if the difference exceeds this time. The clocks
-always differ by less, even with the kubelets' rounding."""
+"""An incident counts as earlier than a pod's end only if the difference exceeds this time. The
+clocks always differ by less, even with the kubelets' rounding."""
 
 _EVER = datetime.max.replace(tzinfo=UTC)
 _HARD = frozenset({Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED})

@@ -187,7 +187,7 @@ def _ranks_keep_pace(view: View) -> JobStatus:
 
 
 def _and_more(verdicts: Sequence[object], noun: str) -> str:
-    """Return ` (and 2 more pods)` for verdicts after the first; empty if there is only one verdict."""
+    """Return ` (and 2 more pods)` for verdicts after the first; empty if there is only one."""
     return f" (and {count(len(verdicts) - 1, f'more {noun}')})" if len(verdicts) > 1 else ""
 
 
