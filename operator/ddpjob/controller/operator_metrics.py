@@ -107,8 +107,7 @@ class TurnMeter(selectors.DefaultSelector):
             self._began = self._clock()
 
     def longest(self) -> float:
-        """Return the duration in seconds of the longest recent turn, which can be the turn in
-        progress.
+        """Return the duration in seconds of the longest recent turn, including the current turn.
 
         This method can be called from any thread.
         """
@@ -127,7 +126,8 @@ class TurnMeter(selectors.DefaultSelector):
 
 CONNECTIONS = 16
 """Maximum number of clients that are served at the same time. The number is limited because anybody
-in the network can connect. Further clients are refused."""
+on the network can connect. Additional clients are refused.
+"""
 PATIENCE = 10.0
 """Maximum time in seconds that a connected client may be silent."""
 FRESH_SECONDS = 0.5

@@ -107,11 +107,11 @@ def _devices(spec: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _default_memory(meta: Mapping[str, Any], spec: Mapping[str, Any]) -> str:
-    """Return the memory limit of the pod's main container if a LimitRange has set this limit.
+    """Return the memory limit of the pod's main container if it comes from a LimitRange.
 
     If the pod's author has set the limit, the result is empty. The admission plugin sets the
-    missing values, and lists them in an annotation on the pod. An example is `LimitRanger plugin
-    set: cpu, memory request for container trainer; memory limit for container trainer`.
+    missing values, and lists them in an annotation on the pod, such as `LimitRanger plugin set:
+    cpu, memory request for container trainer; memory limit for container trainer`.
     """
     said = str((meta.get("annotations") or {}).get(_OF_LIMIT_RANGE, "")).partition(": ")[2].split("; ")
     for container in spec.get("containers", ()):
@@ -193,7 +193,7 @@ def read_workload(body: Mapping[str, Any]) -> WorkloadView:
     grant, message = None, _said(conditions, held, status)
     if "Admitted" in held and nodes is not None:
         asked = sets.get(NODE_SET, {}).get("count", 1)
-        # If the count equals the requested count, Kueue can leave it out.
+        # Kueue may leave out the count if it equals the requested count.
         pods = nodes.get("count", asked)
         if isinstance(pods, int) and 1 <= pods <= asked:
             grant = QueueStatus(
