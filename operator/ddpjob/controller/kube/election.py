@@ -44,8 +44,8 @@ from ddpjob.unavailable import Unavailable
 log = logging.getLogger("ddpjob.election")
 
 LEASE_SECONDS, RENEW_SECONDS, RETRY_SECONDS = 15, 10, 2
-"""In seconds: the duration of a Lease, the maximum time between two renewals, and the interval
-between attempts. The values are the defaults of Kubernetes' own components.
+"""Duration of a Lease, maximum time between two renewals, and interval between attempts, all in
+seconds. The values are the defaults of Kubernetes' own components.
 """
 assert RETRY_SECONDS < RENEW_SECONDS < LEASE_SECONDS, "a holder must stop before another replica may act"
 _AGAIN_SECONDS = 0.5

@@ -194,7 +194,7 @@ async def _read_at_most(most: int, response: aiohttp.ClientResponse) -> bytes:
 
 
 def _words(error: Exception) -> str:
-    """Describe a transport error. aiohttp's error for a request that takes too long has no message."""
+    """Describe a transport error. aiohttp's error for a request timeout has no message."""
     if isinstance(error, TimeoutError) and not str(error):
         return f"no response within {REQUEST_SECONDS} s"
     return f"{type(error).__name__}: {error}".removesuffix(": ")
