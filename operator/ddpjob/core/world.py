@@ -515,7 +515,7 @@ class World:
     def deaf_since(self) -> datetime | None:
         """When most members had fallen silent although their hosts are up; None if they have not.
 
-        In that case, the coordinator itself is partitioned, not its members.
+        If they have, the coordinator itself is partitioned, not its members.
         """
         if self.report is None or not self.silent:
             return None

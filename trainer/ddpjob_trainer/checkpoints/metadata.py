@@ -11,7 +11,7 @@ from ddpjob_trainer.errors import CheckpointError
 VERSION = 1
 """Version of the metadata's format. Other versions are refused."""
 _LATEST = 253402300800
-"""The start of the year 10000 in Unix seconds. A later time is a sign of damage."""
+"""The start of the year 10000, as a Unix time in seconds. A later time is a sign of damage."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Metadata:
     time: float = 0.0
 
     def written(self, **more: Any) -> dict[str, Any]:
-        """Return the metadata as it is stored, with the current time.
+        """Return the metadata in its stored form, with the current time.
 
-        `more` are other entries to store with it.
+        `more` are other entries to store with the metadata.
         """
         return {"format": VERSION, **asdict(self), "time": round(time.time(), 3), **more}
 

@@ -255,7 +255,7 @@ def _suspect_host(view: View, ended: Ended | None) -> Ended | None:
     An end that is blamed on the host does not count, and the next coordinator starts on a different
     host. If the job already avoids a host because of a start error, no second host is blamed,
     because the fault is more likely in the program. If the image does not fit the host's platform,
-    that is always the cause.
+    this fault is always the cause.
     """
     pod, report, rendezvous = view.coordinator, view.report, view.status.rendezvous
     if pod is None or pod.role is not Role.COORDINATOR or not pod.host or pod.deleted_at is not None:

@@ -11,7 +11,7 @@ Failed. The job fails in these cases, which are checked in this order (`find_fai
 2. The job has never run, and its image does not exist.
 3. The coordinator cannot start before the first step.
 4. More failures have been counted than recovery.maxRestarts allows.
-5. The same error of the program repeats before the first step.
+5. The program fails with the same error repeatedly before the first step.
 
 Example with 2 nodes under torchrun:
 

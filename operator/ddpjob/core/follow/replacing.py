@@ -61,7 +61,7 @@ def replace_ended(recorded: Recorded) -> View:
 
 
 def _must_regroup(recorded: Recorded, view: View) -> bool:
-    """Whether the whole group must be replaced because replacing the ended pods would not help."""
+    """Whether the whole group must be replaced because replacing the ended pods is not enough."""
     spec, ends, lost = view.job.spec, recorded.slots, recorded.coordinator is not None
     causes = {ended.end.cause for ended in ends.values()}
     return (

@@ -302,8 +302,8 @@ def _dismissal(view: View, lost: frozenset[str]) -> list[Action]:
     if not before.endpoint or (before.generation, before.attempt) == (after.generation, after.attempt):
         return []
     if before.generation == after.generation:
-        # The next coordinator may have the same address, as in the process backend. It ignores this
-        # message, because `before` limits the message to coordinators of earlier attempts.
+        # The next coordinator may have the same address, as in the process backend. `before` limits
+        # the message to coordinators of earlier attempts, so the next coordinator ignores it.
         return [
             NotifyCoordinator(
                 before.endpoint, Command.EXIT, {"why": f"{name} has been replaced", "before": after.attempt}

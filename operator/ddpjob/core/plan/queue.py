@@ -270,7 +270,7 @@ def plan_queue_actions(view: View) -> list[Action]:
     for workload in world.workloads:
         held = queue is not None and workload.uid in queue.uids
         if workload.leaving or held or (replaced and not (workload.finished or workload.additional)):
-            continue  # Consider a successor only after it has taken over.
+            continue  # Judge a successor only after it has taken over the quota.
         if workload.additional and _uses_more(view):
             continue
         if workload.name != name or workload.finished or (queue is None and workload.asks != _asks(job)):

@@ -200,8 +200,8 @@ def _stop(view: View, training: list[PodView], *, overdue: bool) -> list[Action]
 def _clean(view: View) -> list[Action]:
     """Return actions that clean up after the job's nodes have ended.
 
-    Pods are deleted as runPolicy.cleanPodPolicy requires. A pod that this policy keeps is not
-    deleted to stop a sidecar, but a coordinator in the pod is asked to exit.
+    Pods are deleted as runPolicy.cleanPodPolicy requires. In a pod that this policy
+    keeps, sidecars continue to run, but a coordinator is asked to exit.
     """
     policy = view.job.spec.run_policy.clean_pod_policy
     actions: list[Action] = []

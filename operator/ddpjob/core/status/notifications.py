@@ -115,7 +115,7 @@ def _unusable(job: DDPJob, world: World) -> str:
 
 
 def _usable(status: JobStatus, unusable: str, now: datetime) -> tuple[JobStatus, list[Event]]:
-    """Return the status with the Notifies condition if the receiver is unusable.
+    """Return the status, with the Notifies condition if the receiver is unusable.
 
     An event is added when the condition first appears. Without the condition, users would notice an
     unusable receiver only at the job's end.
