@@ -68,8 +68,9 @@ Wake = Callable[[JobKey, bool], None]
 """A function that takes the key of a job to reconcile, and whether the reconcile is urgent."""
 
 DEPARTED_FOR = 30.0
-"""Number of seconds for which the last state of a deleted pod is kept. A later reconcile may need
-this state to find out why the pod ended."""
+"""Number of seconds to keep the last state of a deleted pod. A later reconcile may need this state
+to find out why the pod ended.
+"""
 MOST_REFERENCES = 2000
 """Maximum number of owner references to read from one object. An object that many jobs share can
 have about a thousand owners.
@@ -91,23 +92,23 @@ _ROOTS = {
 }
 
 WATCHED = tuple(kind for kind in _ROOTS if kind not in ("Secret", "PersistentVolumeClaim"))
-"""The kinds of objects that are watched. Secrets are not watched, because the operator has no
-permission to read them. Claims are not watched either, because the operator reads a claim whenever
-it needs one."""
+"""The kinds of objects that are watched. Secrets are missing, because the operator has no
+permission to read them. Claims are missing too, because the operator reads a claim whenever it
+needs one.
+"""
 
 
 def watches(namespaces: int) -> int:
-    """Return how many watches are open while this number of namespaces is watched.
+    """Return how many watches are open if this number of namespaces is watched.
 
-    If the number is 0, all namespaces are watched together. Each watch has its own connection.
+    With 0, all namespaces are watched together. Each watch has its own connection.
     """
     return len(WATCHED) * max(1, namespaces) + 1
 
 
 def collection(kind: str, namespace: str) -> str:
-    """Return the URL path for all objects of a kind in a namespace.
-
-    With an empty namespace, the path covers the objects in all namespaces.
+    """Return the URL path for all objects of a kind in a namespace, or in all namespaces if
+    `namespace` is empty.
     """
     root, plural = _ROOTS[kind]
     return f"{root}/namespaces/{namespace}/{plural}" if namespace else f"{root}/{plural}"
@@ -128,7 +129,7 @@ class Owned:
     owner_uids: frozenset[str] = frozenset()
     """UIDs of all owners, including those that are not jobs."""
     leaving: bool = False
-    """Whether the object's deletion has been requested."""
+    """Whether the deletion of the object has been requested."""
 
 
 @dataclass(frozen=True)
@@ -189,8 +190,8 @@ class Caches:
         }
         for kind in ("Service", "ConfigMap", "PodDisruptionBudget"):
             more[kind] = _read_owned, self._owned_changed, {"selector": ours, "metadata_only": True}
-        # The operator might lack the permission to list NetworkPolicies. Jobs then run without
-        # NetworkPolicies, and their Isolated condition shows this.
+        # The operator might lack the permission to list NetworkPolicies. In that case, jobs run
+        # without them, as their Isolated condition shows.
         more["NetworkPolicy"] = _read_owned, self._owned_changed, {**more["Service"][2], "optional": True}
         # These kinds are optional, because most clusters do not serve them.
         for kind in (GANG, VOLCANO_GANG):
@@ -233,7 +234,7 @@ class Caches:
         """Whether every collection was read or refused, and at least one namespace was read in
         full.
 
-        If there is no namespace to watch, the second condition does not apply.
+        The second condition does not apply if there are no namespaces to watch.
         """
         answered = all(cache.answered.is_set() for cache in self._all())
         return answered and (not self.namespaces or any(map(self.complete_in, self.namespaces)))
@@ -343,7 +344,7 @@ class Caches:
     def take_job(self, job: DDPJob) -> DDPJob:
         """Put a job into the cache as the API server has stored it.
 
-        Return the cached job, which may have a later version than the given one.
+        Return the cached job, which can be a later version.
         """
         kept = _kept(job)
         with self._writing():
@@ -489,9 +490,9 @@ def _read_labelled(read: Callable[[Json], _View], body: Json) -> OwnedView[_View
 
 
 def _asked(job: DDPJob) -> tuple[object, ...]:
-    """Return everything about a job that its users set.
+    """Return everything about a job that users set.
 
-    The result includes the labels for the queue, because a changed label does not change the job's
+    The result includes the labels for the queue, because changing a label does not change the job's
     generation.
     """
     return job.generation, job.queue, job.queue_priority

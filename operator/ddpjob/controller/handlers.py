@@ -25,13 +25,14 @@ from ddpjob.controller.operator_settings import Settings
 
 log = logging.getLogger("ddpjob.kopf")
 Seen = Callable[[str | None, Json], None]
-"""A function that takes the kind of an event and the object. The kind is ADDED, MODIFIED or
-DELETED, or None for an object in a list."""
+"""A function that takes the type of an event and the object. The type is ADDED, MODIFIED or
+DELETED, or None for an object from a list.
+"""
 
 CLIENT_TIMEOUT = WATCH_SECONDS + 30
 CONNECT_TIMEOUT = 10.0
 RETRY = 2.0
-"""Delay in seconds before kopf is started again after it has exited."""
+"""Delay in seconds before kopf is restarted after it has exited."""
 
 
 class Patience:

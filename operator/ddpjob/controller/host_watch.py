@@ -21,7 +21,7 @@ Changed = Callable[[Hosts | None, frozenset[str]], None]
 
 NODES = "/api/v1/nodes"
 _FORBIDDEN_RETRY = 600.0
-"""Number of seconds after which the Kubernetes nodes are requested again if the operator is not
+"""Delay in seconds before the Kubernetes nodes are requested again if the operator was not
 permitted to read them.
 """
 

@@ -41,8 +41,9 @@ from ddpjob.engine.ports import Unavailable
 log = logging.getLogger("ddpjob.jobs")
 
 JOBS_PAGE = 100
-"""Number of jobs in one page of a list. The number is small because a single DDPJob can be as large
-as 1.5 MB."""
+"""Number of jobs in one page of a list. The number is small because one DDPJob can be as large as
+1.5 MB.
+"""
 FEW = 20
 """Maximum number of changed jobs that are read with one request each. If more jobs have changed,
 the whole collection is listed."""
@@ -52,7 +53,7 @@ NAMES_SECONDS = 60.0
 """Number of seconds between two lists of the names of all jobs."""
 SETTLE_SECONDS = 1.0
 """Delay in seconds before an extra list of the names. When kopf lists the jobs, it shows many jobs
-within a short time. The delay lets one list of the names serve all of them.
+within a short time, and after the delay a single list of the names serves all of them.
 """
 RETRY = 1.0
 
@@ -92,7 +93,7 @@ class JobCache(Cache[DDPJob]):
     def seen(self, event: str | None, body: Json) -> None:
         """Process an event from kopf's watch.
 
-        `event` is ADDED, MODIFIED or DELETED. If kopf has found the job in a list, `event` is None.
+        `event` is ADDED, MODIFIED or DELETED, or None if kopf has found the job in a list.
         """
         key, version = id_of(body), version_of(body)
         self._latest = max(self._latest, version)

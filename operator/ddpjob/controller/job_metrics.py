@@ -33,14 +33,17 @@ from ddpjob.core.view import is_number
 from ddpjob.engine.ports import JobKey
 
 MOST_JOBS = 5000
-"""Maximum number of jobs that have their own series. If there are more jobs, jobs that have not
-ended are chosen first, and the namespaces contribute one job each in turn."""
+"""Maximum number of jobs that have their own series. If there are more jobs, those that have not
+ended are chosen first, one job from each namespace in turn.
+"""
 MOST_PAYERS = 1000
-"""Maximum number of pairs of namespace and queue whose GPU seconds have their own series. The GPU
-seconds of all later pairs are summed under OTHER."""
+"""Maximum number of namespace and queue pairs whose GPU seconds have their own series. The GPU
+seconds of all later pairs are summed under OTHER.
+"""
 OTHER = "Other"
 """The label value for every unknown reason. If every reason became a label value, anybody who can
-write a job's status could create any number of series."""
+write a job's status could create any number of series.
+"""
 FAILURES = frozenset(
     {
         *("RestartBudgetSpent", "RuleFailed", "InitFailure", "ConfigurationError", "ProgramError"),
@@ -95,9 +98,8 @@ LOST_STEPS = Histogram(
 
 
 def _begin_at_0() -> None:
-    """Create all series with the value 0.
-
-    Prometheus cannot see an increase from a series that first appears with the value 1.
+    """Create all series with the value 0, because Prometheus cannot see an increase in a series
+    that first appears with the value 1.
     """
     for cause in sorted(_CAUSES):
         RESTARTS.labels(cause, "false")
@@ -143,14 +145,15 @@ class JobAccounts:
         self._accounts: dict[JobKey, _Account] = {}
         self._ours: set[JobKey] = set()
         """Jobs that this operator acts on. All other jobs are counted by the operators that act on
-        them."""
+        them.
+        """
 
     def acts_on(self, key: JobKey, *, acts: bool) -> None:
-        """Record whether this operator acts on the job.
+        """Record whether this operator acts on the job. Each reconcile calls this before it writes
+        anything.
 
-        Each reconcile calls this method before it writes anything. A job whose spec names a
-        different controller is never counted, because this operator does not learn how the job
-        ends.
+        A job whose spec names a different controller is never counted, because this operator does
+        not learn how it ends.
         """
         account = self._accounts.get(key)
         if acts and account is not None and not account.job.spec.managed_elsewhere:

@@ -88,15 +88,15 @@ LONGEST_PAUSE = 60.0
 """Maximum delay in seconds before a refused request is sent again."""
 _DELETION, _LABEL, _CHANGE = "delete", "label", "change"
 FOUND_FOR = 30.0
-"""Number of seconds for which an object that was created or found is assumed to exist, even if no
-watch shows it.
+"""Number of seconds to assume that an object exists after it was created or found, even if no watch
+shows it.
 """
 LOOK_AGAIN = 5.0
 """Number of seconds after which a Kubernetes node that seems lost is read again."""
 _MOST_CHECKED = 5000
-"""Maximum number of runtime ConfigMaps whose check is remembered. Each namespace with jobs has one
-or two of them. Without a maximum, the number could grow, because users can delete them at any time
-and the operator then creates new ones.
+"""Maximum number of runtime ConfigMaps for which the result of the check is kept. Each namespace
+with jobs has one or two of them. Without a maximum, the number could grow, because users can delete
+them at any time and the operator then creates new ones.
 """
 LARGE_TEMPLATE = 16 * 1024, 300
 """Limits on the number of characters and the number of values in a podTemplate. If one limit is
@@ -274,7 +274,7 @@ class KubernetesCluster:
             await asyncio.gather(*(self._look_at(host) for host in lost))
 
     async def _look_at(self, host: str) -> HostView | None:
-        """Return a Kubernetes node, or None if the Kubernetes node is gone.
+        """Return a Kubernetes node, or None if it is gone.
 
         The returned state is at most LOOK_AGAIN seconds old.
         """
@@ -400,10 +400,9 @@ class KubernetesCluster:
         self._checked[body["metadata"]["uid"]] = holds_runtime(body)
 
     async def _runtime(self, job: DDPJob, name: str) -> str:
-        """Return `name` if this ConfigMap exists and is usable.
+        """Return `name` if this ConfigMap exists and is usable; otherwise return an empty string.
 
-        Otherwise, return an empty string. A usable ConfigMap has the right content and exists as
-        long as the job needs it.
+        A usable ConfigMap has the right content and exists as long as the job needs it.
         """
         found, jobs = (self.caches.known("ConfigMap", job.namespace, n) for n in (name, runtime_jobs_name(name)))
         if found is None:
@@ -775,7 +774,7 @@ class KubernetesCluster:
         pauses[uid, what] = self._pause(job, Refused(error.status, f"{of}: {error.message}"), before)
 
     def _deletion_refused(self, job: DDPJob, pods: tuple[PodView, ...]) -> str:
-        """Return the reason why the API server refuses to delete one of the job's pods.
+        """Return why the API server refuses to delete one of the job's pods.
 
         The result is empty if no deletion was refused.
         """

@@ -99,10 +99,10 @@ class Leader:
         return shard_of(namespace, self.settings.shards) == self.shard
 
     def _rank(self, key: JobKey) -> int:
-        """Return the priority of a job in the work queue, where the lowest number comes first.
+        """Return the priority of a job in the work queue. The lowest number comes first.
 
-        Finished jobs come last. Jobs that are not running or lack pods come first. A running job
-        whose pods all exist comes after them until it has been reconciled once in this term.
+        Jobs that are not running or lack pods come first. A running job that has all its pods comes
+        after them until it has been reconciled once in this term. Finished jobs come last.
         """
         job = self.caches.job(key)
         if job is None:
@@ -131,8 +131,7 @@ class Leader:
             self.queue.add(key)
 
     async def reconcile_one(self, key: JobKey) -> float | None:
-        """Reconcile one job, and return the number of seconds until the job should be reconciled
-        again.
+        """Reconcile one job, and return the number of seconds until its next reconcile.
 
         The duration of the reconcile is recorded as a metric.
         """
@@ -159,9 +158,9 @@ class Leader:
             metrics.RECONCILE_SECONDS.labels(result).observe(time.perf_counter() - began)
 
     async def _find_pause(self, key: JobKey) -> float:
-        """Return the number of seconds for which this replica must not act on a job.
+        """Return for how many seconds this replica must not act on a job.
 
-        The result is 0 if the replica is allowed to act on the job now.
+        The result is 0 if the replica may act now.
         """
         if not self.caches.complete_in(key.namespace) or not self.schema.fits:
             return INCOMPLETE_SECONDS
@@ -223,10 +222,9 @@ class Leader:
 
 
 class Operator:
-    """One replica of the operator, which acts as the leader of each shard whose Lease it holds.
+    """One replica of the operator. It acts as the leader of each shard whose Lease it holds.
 
-    A replica that holds no Lease requests only the Leases and the schema that the API server
-    serves.
+    A replica without a Lease requests only the Leases and the schema that the API server serves.
     """
 
     def __init__(

@@ -65,7 +65,7 @@ class NamespaceClaims:
         Raises Unavailable.
         """
         if name not in self._namespaces:
-            # Forget namespaces that were not asked about recently. They have no jobs left, and
+            # Forget namespaces that no recent call has asked about. They have no jobs left, and
             # might no longer exist.
             left = time.monotonic() - CLAIM_SECONDS
             self._namespaces = {n: k for n, k in self._namespaces.items() if k.due > left or k.lock.locked()}

@@ -29,7 +29,8 @@ log = logging.getLogger("ddpjob.notify")
 
 SECONDS = 10.0
 """Maximum duration in seconds of one attempt, from the DNS lookup to the headers of the response.
-The body of the response is not read."""
+The response's body is not read.
+"""
 TRIES = 10
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 300.0
 """Shortest and longest delay in seconds between two attempts. The delay doubles after each attempt,

@@ -42,8 +42,8 @@ class Settings:
     namespaces: tuple[str, ...] = ()
     """Names of the namespaces to watch. If there are none, all namespaces are watched."""
     peer: Json | None = None
-    """A NetworkPolicy peer, in JSON, that matches the operator's own pods. If the peer is missing,
-    no job gets a NetworkPolicy."""
+    """A NetworkPolicy peer, in JSON, that matches the operator's pods. Without a peer, no job gets
+    a NetworkPolicy."""
     metrics_peers: tuple[Json, ...] = ()
     """A JSON list of NetworkPolicy peers that are allowed to connect to coordinators in order to
     read metrics."""

@@ -10,9 +10,9 @@ in `election`. The rules in this module only decide which replica should take wh
 - A replica with at least two fewer shards than another replica asks that replica for a shard by
   writing its own name into an annotation of the Lease. The holder stops acting for that shard and
   releases the shard's Lease.
-- The Leases' names contain the number of shards. While any replica holds a Lease for
-  a different number, no replica takes a Lease for this number, because the two numbers put the
-  same namespace into different shards.
+- The Leases' names contain the number of shards. Two different numbers put the same namespace into
+  different shards. A replica therefore does not take a Lease while another replica holds one for a
+  different number.
 
 Example with 4 shards:
 

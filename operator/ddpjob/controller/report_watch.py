@@ -66,8 +66,8 @@ to read the reports of other coordinators."""
 STALE_SECONDS = 3.0
 """Number of seconds without a response after which a coordinator's last report is dropped."""
 READ_BYTES = 25_000_000
-"""Maximum number of bytes that are read per second from the reports of all coordinators. One CPU
-can read about twice as many bytes per second."""
+"""Maximum number of bytes to read per second from the reports of all coordinators. One CPU can read
+about twice as many bytes per second."""
 
 
 @dataclass
@@ -191,10 +191,10 @@ class ReportWatch:
     def _share(self, followed: FollowedCoordinator, size: int) -> float:
         """Return the delay that keeps all reports together below READ_BYTES per second.
 
-        The delay is the time needed to read the last reports of all coordinators at this rate. If
-        this report is smaller than the average, the delay is computed as if all reports had its
-        `size`. A large report therefore waits only if many reports are large, and a small report
-        never waits because of large reports.
+        The delay is the time needed to read the last reports of all coordinators at this rate. For
+        a report smaller than the average, the delay is computed as if all reports had its `size`. A
+        large report therefore waits only if many reports are large, and a small report never waits
+        because of large ones.
         """
         self._bytes += size - followed.size
         followed.size = size

@@ -94,10 +94,10 @@ class DelayQueue(Generic[Key]):
         self._time: Callable[[], float] = lambda: 0.0
 
     def add(self, key: Key, delay: float = 0.0, *, urgent: bool = True) -> None:
-        """Schedule `key` to start in `delay` seconds, or keep an earlier time that it already has.
+        """Schedule `key` to start in `delay` seconds, unless it is already due earlier.
 
         A key that is not `urgent` starts no earlier than INTERVAL seconds after its last start.
-        While the queue is crowded, the delay is CROWDED_INTERVAL seconds instead.
+        While the queue is crowded, CROWDED_INTERVAL takes the place of INTERVAL.
         """
         when = asyncio.get_running_loop().time() + delay
         if not urgent and key in self._began:
@@ -113,8 +113,7 @@ class DelayQueue(Generic[Key]):
         return len(self._waiting())
 
     def age(self) -> float:
-        """Return the number of seconds for which the longest-waiting key has been due, or 0 if no
-        key is due.
+        """Return for how many seconds the longest-waiting key has been due; 0 if no key is due.
 
         This method can be called from any thread.
         """
