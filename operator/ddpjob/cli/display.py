@@ -101,7 +101,7 @@ def stall_line(seconds: float) -> str:
 
 
 class NewLines:
-    """Finds the lines about events, recoveries and stalls that have not been shown yet."""
+    """Finds the lines to show next, about new events, recoveries and stalls."""
 
     def __init__(self) -> None:
         self._events = self._recovered = self._stalls = 0
@@ -194,7 +194,7 @@ class LivePanel:
 
 
 def shortest(path: Path) -> str:
-    """Return the absolute path or the path relative to the current folder, whichever is shorter."""
+    """Return the path, either unchanged or relative to the current folder, whichever is shorter."""
     try:
         return min(str(path), os.path.relpath(path), key=len)
     # The current folder no longer exists.

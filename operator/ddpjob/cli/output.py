@@ -108,8 +108,8 @@ _PART = re.compile(r"""\{((?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|[^{}"'])*)\}|([
 class PathTemplate:
     """The template of `-o jsonpath=TEMPLATE`, as in kubectl.
 
-    A template consists of text and of parts in braces. In braces, it can contain a path, a quoted
-    string, `range PATH` or `end`. Raises ValueError with the reason if the template is invalid.
+    A template consists of text and of parts in braces. The braces contain a path, a quoted string,
+    `range PATH` or `end`. Raises ValueError with the reason if the template is invalid.
     """
 
     def __init__(self, template: str) -> None:
@@ -207,8 +207,8 @@ def format_rows(
     """Return a line with the column titles, and a line for each job.
 
     `widths` contains the column widths of earlier lines. The function updates `widths`, and never
-    makes a column narrower. An empty list starts with the widths that later lines usually need.
-    With None, each column is as wide as its content.
+    makes a column narrower. If `widths` is empty, the columns start with the widths that later
+    lines usually need. If `widths` is None, each column is as wide as its content.
     """
     titles = header(wide=wide, namespaces=namespaces)
     if widths == []:

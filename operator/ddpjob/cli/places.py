@@ -33,8 +33,8 @@ class Place:
         """Return whether the command acts on this machine's jobs.
 
         The options --local and --cluster decide first. Without them, an option for clusters or the
-        program name `kubectl ddp` selects a cluster. Otherwise, $DDPJOB_PLACE decides. If this
-        variable is not set, the jobs are local if the folder of runs contains a job.
+        program name `kubectl ddp` selects a cluster. Otherwise, $DDPJOB_PLACE decides. Without this
+        variable, the jobs are local if the folder of runs contains a job.
         """
         if self.local is not None:
             return self.local

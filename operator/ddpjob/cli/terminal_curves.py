@@ -43,7 +43,7 @@ def means(values: Sequence[float], width: int) -> list[float]:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return a row of blocks that show the values by their heights.
+    """Return a row of blocks whose heights show the values.
 
     The scale runs from the smallest to the largest value.
     """
@@ -124,9 +124,9 @@ def _loss_chart(losses: Sequence[float]) -> Iterator[str]:
 def overlay(texts: Sequence[tuple[str, str]], by: str) -> Iterator[str]:
     """Yield the lines that show the curves of several jobs in one chart.
 
-    The chart has a panel for each kind of curve, and all panels share the axis `by`. `texts`
-    contains a pair for each job: its name and the content of its metrics file. Raises Mistake if a
-    job has no steps, or if its metrics lack the axis.
+    The chart has a panel for each kind of curve, and all panels share the axis `by`. `texts` pairs
+    the name of each job with the content of the job's metrics file. Raises Mistake if a job has no
+    steps, or if the metrics of a job lack the axis.
     """
     runs = [(job, read_metrics(text)) for job, text in texts]
     positions = []
@@ -218,8 +218,8 @@ def check_picture(output: Path) -> None:
 def draw(texts: Sequence[tuple[str, str]], output: Path, by: str | None = None) -> None:
     """Draw the curves of several jobs into a file, by running `python -m ddpjob_trainer plot`.
 
-    `texts` contains a pair for each job: its name and the content of its metrics file. Raises
-    Mistake if the picture cannot be drawn.
+    `texts` pairs the name of each job with the content of the job's metrics file. Raises Mistake if
+    the picture cannot be drawn.
     """
     check_picture(output)
     with tempfile.TemporaryDirectory() as folder:

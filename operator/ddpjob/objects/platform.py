@@ -27,8 +27,8 @@ class Platform:
     python: str = "python3"
     runtime_path: str = "/opt/ddpjob"
     torchrun_python: str = "/opt/ddpjob/ddpjob_worker.py"
-    """The program that torchrun in a `command` runs instead of Python to start its workers. It is
-    worker.py from the runtime."""
+    """The program that torchrun in a `command` runs instead of Python to start its workers. This
+    program is worker.py from the runtime."""
     data_path: str | None = None
     """Path of the training data. None means the mount path in spec.storage.data."""
     checkpoint_path: str | None = None
@@ -46,7 +46,7 @@ class Platform:
     coordinator_listens_on: str = ""
     """The address on which the coordinator and its store listen. If it is empty, the coordinator
     listens on all addresses of its pod, as the kubelet and `kubectl port-forward` require. The
-    store has no authentication, so it listens only on POD_IP."""
+    store then listens only on POD_IP, because the store has no authentication."""
     checkpoints_shared: bool | None = None
     """Whether all nodes see the same checkpoint files. None if the answer depends on the kind of
     volume."""
@@ -91,9 +91,10 @@ class Platform:
 
     @property
     def cluster(self) -> str:
-        """A short hash of the operator's key, which differs between clusters.
+        """A short hash of the operator's key.
 
-        It distinguishes this operator's jobs from jobs of the same name in other clusters.
+        The hash differs between clusters. It therefore distinguishes this operator's jobs from jobs
+        of the same name in other clusters.
         """
         return self.key_mark
 

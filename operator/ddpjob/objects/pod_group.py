@@ -43,7 +43,7 @@ def build_gang(job: DDPJob, status: JobStatus) -> Json:
 
     The coordinator's own pod belongs to the group too. Otherwise, the coordinator would hold
     resources while the job waits for room. The fields for disruption and priority need the feature
-    gate WorkloadAwarePreemption. Without the gate, the API server drops them.
+    gate WorkloadAwarePreemption. Without the gate, the API server drops these fields.
 
     Raises ValueError if `status` has no gang.
     """

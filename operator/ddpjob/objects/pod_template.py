@@ -53,7 +53,7 @@ MOST_FAULTS = 20
 unknown field is compared with the names of all known fields."""
 MORE_FAULTS = f"spec.podTemplate: more than {MOST_FAULTS} faults; correct these, then check again"
 _SHOWN = 100
-"""Maximum length at which a message shows a name or a value."""
+"""Maximum number of characters of a name or value in a message."""
 
 
 def problems(template: Mapping[str, Any], *, whole: bool = True) -> tuple[str, ...]:

@@ -196,7 +196,7 @@ def as_non_root(pod: Json) -> Json | None:
 def _pod_basics(job: DDPJob, status: JobStatus, name: str) -> Json:
     spec = job.spec
     patience = spec.recovery.node_lost_after_seconds + _TAINT_MARGIN
-    # These tolerations replace the ones of 300 s that Kubernetes adds by default.
+    # These tolerations replace the 300 s tolerations that Kubernetes adds by default.
     lost = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": patience}
     basics: Json = {
         "restartPolicy": "Never",

@@ -169,7 +169,7 @@ def _machine_terms(spec: Mapping[str, Any]) -> list[Json]:
     """Return the terms of the required node affinity, with only their kubernetes.io/ keys.
 
     A machine is allowed if it meets any of the terms. A term without such keys would allow every
-    machine, so the result is empty if there is one.
+    machine, so the result is empty if any term has none.
     """
     affinity = (spec.get("affinity") or {}).get("nodeAffinity") or {}
     required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}

@@ -90,7 +90,7 @@ def _priority(job: DDPJob) -> Json:
 
 
 def _pod_set(name: str, pod: Json, number: int) -> Json:
-    """Build a pod set from the fields of the pod that determine its quota and flavor.
+    """Build a pod set from the fields of a pod that determine the quota and the flavor.
 
     Environment variables are left out, because their values may be confidential.
     """

@@ -48,7 +48,7 @@ from ddpjob_runtime.open_files import raise_open_files
 from ddpjob_runtime.protocol import FromMember, Mode
 
 LOST_GRACE = 3.0
-"""How many seconds workers have to save their work if the coordinator is gone or this launcher
+"""How many seconds workers get to save their work if the coordinator is gone or this launcher
 fails.
 """
 REPORT_SECONDS = 15.0

@@ -74,8 +74,8 @@ GONE_SECONDS = 60.0
 device or a large amount of memory.
 """
 TRACKER_SECONDS = 1.0
-"""How many seconds resource trackers may take to exit by themselves. A tracker stays for as long as
-any process uses it, even one outside its session, so a slower tracker is killed.
+"""How many seconds resource trackers may take to exit by themselves. A slower tracker is killed,
+because a process outside its session may be using the tracker, which would then stay.
 """
 _COUNTS_PER_ATTEMPT = 1000
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")

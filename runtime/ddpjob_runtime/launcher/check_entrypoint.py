@@ -43,7 +43,7 @@ def check_script(script: str) -> None:
 def check_command(command: str) -> None:
     """Raise InitFailure unless the command is on PATH or is the path of a program.
 
-    A command, rather than a Python script, is what torchrun runs with --no-python.
+    With --no-python, torchrun runs such a command instead of a Python script.
     """
     if shutil.which(command) is None:
         raise InitFailure(

@@ -42,8 +42,8 @@ from ddpjob_runtime.store import serve
 
 PACKAGE = Path(__file__).resolve().parent.parent
 STAGES = 5
-"""Maximum number of stages in a link check: one for the group, one for each node alone, and three
-for pairs. Each stage has its own time limit.
+"""Maximum number of stages in a link check: one for the whole group, one in which each node is
+alone, and three for pairs of nodes. Each stage has its own time limit.
 """
 MARGIN_SECONDS = 15.0
 """Seconds to allow for one exchange over the store. In addition to its check, a stage needs four
@@ -309,9 +309,9 @@ class LinkVerdict:
     """The verdict of a link check.
 
     `failed` is the reason why the check failed. If it is empty, all nodes can train, and `passed`
-    describes the group. `culprits` maps the group ranks of the nodes that must not train to the
-    reasons. If no culprit is known, `ends` is the group rank of the node that ends with an ordinary
-    failure.
+    describes the group. `culprits` contains the nodes that must not train, as a dict from group
+    rank to reason. If no culprit is known, `ends` is the group rank of the node that ends with an
+    ordinary failure.
     """
 
     passed: str = ""

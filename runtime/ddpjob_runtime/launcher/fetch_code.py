@@ -286,9 +286,8 @@ class _Unpacked:
 def unpack(archive: Path, folder: Path, most: int = MOST_UNPACKED_BYTES, most_files: int = MOST_CODE_FILES) -> int:
     """Unpack an untrusted .tar.gz into a folder, and return the number of files.
 
-    Existing files with the same names are replaced, so an interrupted call can be repeated. Files
-    that their owner may execute get mode 755, and all others get mode 644. Raises BadArchive,
-    OSError.
+    If a file already exists, it is replaced, so an interrupted call can be repeated. Files that
+    their owner may execute get mode 755, and all others get mode 644. Raises BadArchive, OSError.
     """
     names, count = set[str](), 0
     with archive.open("rb") as packed, _malformed():
@@ -297,7 +296,7 @@ def unpack(archive: Path, folder: Path, most: int = MOST_UNPACKED_BYTES, most_fi
         tar: Any = tarfile.TarFile(fileobj=plain, mode="r")
         unpacked = 0
         while (member := tar.next()) is not None:
-            tar.members = []  # Otherwise, tarfile would keep every header in memory.
+            tar.members = []  # Without this line, tarfile would keep every header in memory.
             name = _checked(member)
             if not name:
                 continue

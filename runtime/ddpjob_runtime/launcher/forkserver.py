@@ -142,8 +142,8 @@ class ForkServer:
 
     def __init__(self, more: str = "") -> None:
         ours, theirs = socket.socketpair()
-        # Freeze the collector. A collection in a worker would copy memory pages that all workers
-        # share.
+        # Freeze the garbage collector. Without this, a collection in a worker would copy memory
+        # pages that all workers share.
         gc.freeze()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -437,7 +437,7 @@ def _import_compiler(orders: socket.socket) -> None:
                 ready=f"{why} when torch._dynamo is imported in this image, so workers cannot be forked safely",
             )
     # Fork failed because there are too many processes. Workers that are running must not end
-    # because of this.
+    # because of this error.
     except OSError as error:
         _send(
             orders, ready=f"it is unknown whether workers can be forked safely after torch._dynamo is imported: {error}"
@@ -449,8 +449,8 @@ def _find_obstacle() -> str:
 
     Raises OSError if the process cannot be forked at all.
     """
-    # Fork before counting threads. Some libraries, such as OpenBLAS, support forks by stopping
-    # their threads first.
+    # A fork makes some libraries, such as OpenBLAS, stop their threads, so fork before counting
+    # threads.
     child = os.fork()
     if child == 0:
         code = 2
@@ -626,11 +626,11 @@ def _finalize(shared: set[str]) -> None:
     Leave out torch and the other modules in `shared`, because finalizing them would take a second.
     """
     threading._shutdown()  # type: ignore[attr-defined]
-    # Python 3.9 raises the last exception again, although it has already printed it.
+    # Python 3.9 raises the last exception again, although that exception was already printed.
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
-    # An ending interpreter suspends daemon threads. Here, a long switch interval does the same, so
-    # that no daemon thread runs after its modules have lost their globals.
+    # An interpreter suspends daemon threads while it ends. Here, a long switch interval has the
+    # same effect: no daemon thread runs after its modules have lost their globals.
     sys.setswitchinterval(1000.0)
     threading.excepthook = lambda _: None
     program = [sys.modules.pop(name) for name in list(sys.modules) if name not in shared or name == "__main__"]
@@ -641,7 +641,7 @@ def _finalize(shared: set[str]) -> None:
         module = reference()
         if module is not None:
             for name in [n for n in vars(module) if n != "__builtins__"]:
-                # Dropping the last reference to an open file flushes and closes it.
+                # Dropping the last reference to an open file flushes and closes the file.
                 vars(module)[name] = None
     gc.collect()
     sys.stdout.flush()

@@ -23,7 +23,7 @@ _LAST_TENSORS_SECONDS = 0.05
 class Group:
     """This rank's position in a group of ranks, and the collectives of the group.
 
-    If `world` is 1, there is no process group, and the collectives do not communicate.
+    If `world` is 1, there is no process group, and collectives do not communicate.
     """
 
     rank: int = 0
@@ -117,7 +117,7 @@ class Group:
 
         Each item is a pair (tensor, ranks), and `ranks` includes this rank. The result lists the
         tensors of these ranks for each item. Two ranks may share at most one item. Data moves only
-        between the ranks of an item, on the tensors' own device.
+        between ranks of an item, on the tensors' own device.
         """
         found, transfers = [], []
         for values, ranks in own:
@@ -137,8 +137,8 @@ class Group:
     def subgroup(self, members: list[list[int]], timeout_seconds: float) -> Group:
         """Create disjoint groups, and return the group to which this rank belongs.
 
-        Each item of `members` lists the ranks of one group. In each new group, ranks are numbered
-        from 0. All ranks must call this method together.
+        Each item of `members` lists the ranks of one group. New groups number their ranks from 0.
+        All ranks must call this method together.
         """
         timeout, own = datetime.timedelta(seconds=timeout_seconds), Group()
         for ranks in members:

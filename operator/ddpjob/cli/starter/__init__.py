@@ -88,7 +88,7 @@ def check_script(script: Path) -> tuple[bool, list[str]]:
 def _check_suffix(script: Path) -> None:
     """Raise Mistake unless the script's name ends in .py.
 
-    The content is not enough, because even a notebook may be valid Python.
+    Checking the content is not enough, because even a notebook may be valid Python.
     """
     if script.suffix != ".py":
         raise Mistake(f"{script}: the script's name must end in .py")
