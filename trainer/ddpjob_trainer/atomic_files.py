@@ -68,7 +68,7 @@ def sync_folder(path: Path) -> None:
 def remove(path: Path) -> None:
     """Remove a file or folder. Raises OSError.
 
-    A folder is renamed before its content is removed, so that no process sees a folder with only a
+    A folder is renamed before its content is removed, so that no process sees a folder with only
     part of its content.
     """
     if not path.is_dir() or path.is_symlink():

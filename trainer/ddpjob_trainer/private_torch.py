@@ -7,8 +7,8 @@ all.
     replaced (all since torch 2.6, the oldest supported)
         torch._weights_only_unpickler.UnpicklingError   by a shorter one, at the first import of
                                                         checkpoints/torch_file.py
-        torch.distributed.Work.wait                     by one that is timed
-        ProcessGroup._allgather_base and the like       by ones that are timed, on GPUs
+        torch.distributed.Work.wait                     by a timed version
+        ProcessGroup._allgather_base and the like       by timed versions, on GPUs
     called
         Variable._execution_engine.queue_callback       marks the end of a rank's own backward pass
         GradScaler._found_inf_per_device                shares overflow between stages of a pipeline

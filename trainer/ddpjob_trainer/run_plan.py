@@ -201,7 +201,7 @@ class Division:
         return cls(config, data, strategy, micro_batches, Dividing.EXACT if shared else Dividing.NO)
 
     def resume(self, snapshot: Snapshot) -> Division:
-        """Return the division for continuing training from a checkpoint.
+        """Return the division with which training continues from a checkpoint.
 
         The division keeps the checkpoint's number of micro-batches, even if the number of ranks has
         changed. If train.accumulate has changed, the number of micro-batches changes in proportion,

@@ -42,8 +42,8 @@ from ddpjob_runtime.store import serve
 
 PACKAGE = Path(__file__).resolve().parent.parent
 STAGES = 5
-"""Maximum number of stages in a link check: one for the group, one for each node alone, and three
-for pairs. Each stage has its own time limit.
+"""Maximum number of stages in a link check: one for the whole group, one in which each node is
+alone, and three for pairs of nodes. Each stage has its own time limit.
 """
 MARGIN_SECONDS = 15.0
 """Seconds to allow for one exchange over the store. In addition to its check, a stage needs four

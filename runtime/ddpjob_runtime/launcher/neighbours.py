@@ -54,8 +54,8 @@ reported as silent.
 REPEAT_SECONDS = 1.0
 """Seconds between reports of the same silent neighbour, in case a report is lost."""
 STALL_SECONDS = 0.5
-"""If two ticks are this many seconds apart, this process or its host was paused. The neighbours'
-silence is then measured from zero again.
+"""If two ticks are more than this many seconds apart, this process or its host was paused. The
+neighbours' silence is then measured from zero again.
 """
 GREETING_SECONDS = 2.0
 """How many seconds both sides of a new connection get to prove that they know the token."""

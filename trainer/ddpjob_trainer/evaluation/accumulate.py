@@ -21,7 +21,7 @@ _MOST_CLASSES_IN_MATRIX = 4096
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result over the whole test set, with every sample counted once.
+    """The result of an evaluation on the whole test set, with every sample counted once.
 
     The result is the same on every rank, except for the curves (see `Curves`).
     """

@@ -79,7 +79,7 @@ class CurveAccumulator(Protocol):
 
 
 def curve(scores: torch.Tensor, positive: torch.Tensor) -> Curve:
-    """Return the exact curve, given scores (n,) and whether each sample is positive, (n,).
+    """Return the exact curve for scores (n,), of which `positive` (n,) marks the positive samples.
 
     n must be above 0. Equal scores share one threshold.
     """

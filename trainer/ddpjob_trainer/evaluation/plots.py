@@ -45,7 +45,7 @@ def draw(path: Path) -> list[Path]:
 
 
 def use_style() -> None:
-    """Set up matplotlib to draw to files, in the style of all the trainer's plots."""
+    """Set up matplotlib to draw to files, in the common style of the trainer's plots."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -3,11 +3,11 @@
 Jordan, 94% on CIFAR-10 in 3.29 seconds on a single GPU, 2024;
 github.com/KellerJordan/cifar10-airbench.
 
-Problem: neighbouring pixels are almost equal, so a network spends its first epochs on learning
-filters that tell them apart. Rule: the first convolution consists of the eigenvectors of the
-covariance of 2x2 patches of the training images, divided by their standard deviation. Its outputs
-are uncorrelated and have a variance of 1. Each filter occurs with both signs, because an activation
-follows.
+Problem: neighbouring pixels are almost equal, so a network spends its first epochs learning filters
+that tell them apart. Rule: the filters of the first convolution are the eigenvectors of a
+covariance matrix, divided by their standard deviations. The matrix is computed from 2x2 patches of
+the training images. The outputs of the convolution are uncorrelated and have a variance of 1. Each
+filter occurs with both signs, because an activation follows.
 
 Example: a patch of 2x2 pixels in 3 colours has 12 values, hence 12 eigenvectors and 24 filters.
 

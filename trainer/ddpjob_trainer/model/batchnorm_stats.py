@@ -1,8 +1,8 @@
 """Running statistics of batch normalization, independent of which rank computed a micro-batch.
 
 In a step, every micro-batch starts from the same running statistics. At the end of the step, the
-running statistics become the mean of the micro-batches' results, weighted by samples. This equals a
-single update with the mean of the micro-batches' statistics, as for a step on one rank.
+running statistics become the mean of the micro-batches' results, weighted by samples. The outcome
+is the same as a single update with the mean of the micro-batches' statistics on one rank.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ While the scale falls, skipped steps are normal, because each skipped step lower
 """
 _NUMBERS_SHOWN = 16
 _NUMBERS_COMMON = 3
-"""A message lists the samples that all steps with a non-finite loss have in common only if there
-are at most this many.
+"""Maximum number of common samples that a message lists. If the steps with a non-finite loss have
+more samples in common, the message lists none.
 """
 
 Notify = Callable[[int, str, dict[int, list[int]]], None]

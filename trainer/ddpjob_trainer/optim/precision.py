@@ -219,7 +219,7 @@ class Precision:
     # ------------------------------------------------------------ checkpoints
 
     def model_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Return the model's state dict, with float32 copies in place of the weights that have one.
+        """Return the model's state dict, in which float32 copies replace the converted weights.
 
         Weights without a float32 copy are included as they are. A run at a different level can
         therefore resume from this state.

@@ -67,10 +67,10 @@ class ProgressClient(Outbox):
             self._stragglers = stragglers
 
     def post_activity(self, activity: str | None, *, again: bool = False) -> None:
-        """Send `activity`, for which this process has paused its steps.
+        """Send `activity`, which keeps this process from taking steps.
 
-        If `activity` is None, the process takes steps again. An activity that ends within a second
-        is not sent. If `again` is set, the current activity is sent again as a sign of life.
+        None means that the process takes steps again. An activity that ends within a second is not
+        sent. If `again` is set, the current activity is sent again as a sign of life.
         """
         with self._changed:
             self._activity = activity

@@ -161,8 +161,8 @@ class Reporter:
         If training is slow, `warning` states why. `precision` is the dtype of computations, and
         `notes` contains other useful facts. `step + left` becomes the total number of steps,
         because a restart with a different batch size may change the total. If the checkpoint has
-        more complete epochs than are configured, the checkpoint's number becomes the total number
-        of epochs.
+        more complete epochs than are configured, its number of complete epochs becomes the total
+        number of epochs.
         """
         wanted, trained = self._plan.epochs, epoch - 1
         self._plan = replace(self._plan, steps=step + left, epochs=max(wanted, trained))
