@@ -11,7 +11,10 @@ _NAMED = 5
 
 
 class Warnings:
-    """Reports a process's first few unreadable images by name; later ones are only counted."""
+    """Reports only a process's first few unreadable images by name.
+
+    `CorruptCount` counts all of them.
+    """
 
     def __init__(self) -> None:
         self._names: set[str] = set()

@@ -113,8 +113,8 @@ class DataSet(Protocol):
         """Yield an augmented training batch for each (epoch, numbers) pair in `parts`.
 
         If a pair has no numbers, the batch is empty. Each number is `sample + repeat * train_size`
-        (data.repeats). `sample` determines the image, and the whole number determines the image's
-        augmentation.
+        (data.repeats). Which image is used depends only on `sample`, but the image's augmentation
+        also depends on `repeat`.
 
         The stream remains usable while test batches are read. If reading is slow, the data set
         reads ahead of the consumer.

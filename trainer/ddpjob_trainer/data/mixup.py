@@ -1,9 +1,9 @@
 """Mixup and CutMix, which mix images of a micro-batch in pairs, together with their labels.
 
-The micro-batch's key determines lambda, the rectangle and the choice between the two methods. An
-image's position in the micro-batch determines its partner. Therefore, the mixed images are the same
-on any number of ranks. As in torchvision.transforms.v2.MixUp and CutMix, an image's partner is the
-previous image, and the first image's partner is the last.
+The micro-batch's key determines the mixing ratio, the rectangle and the choice between the two
+methods. An image's position in the micro-batch determines its partner. Therefore, the mixed images
+are the same on any number of ranks. As in torchvision.transforms.v2.MixUp and CutMix, an image's
+partner is the previous image, and the first image's partner is the last.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def samples_for(config: DataConfig, micro: Micro) -> list[int]:
 def mix_micro(config: DataConfig, batch: Batch, micro: Micro, classes: int) -> Batch:
     """Return a micro-batch with mixed images and labels.
 
-    `batch` has the images of the samples that `samples_for` returns. If the micro-batch consists of
-    parts, each part is mixed as it would be in its whole micro-batch.
+    `batch` contains the samples that `samples_for` returns. If the micro-batch consists of parts,
+    each part is mixed as it would be in its whole micro-batch.
     """
     if not is_wanted(config) or not micro.parts:
         return mix(config, batch, micro.key, classes)

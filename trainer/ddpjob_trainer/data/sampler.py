@@ -126,7 +126,7 @@ class Step:
 def permutation(seed: int, epoch: int, size: int) -> list[int]:
     """Return the order in which an epoch takes the samples.
 
-    It depends only on the seed, the epoch, and the number of samples.
+    The order depends only on the seed, the epoch, and the number of samples.
     """
     order: list[int] = _order(seed, epoch, size).tolist()
     return order
@@ -160,7 +160,7 @@ def share(items: Sequence[T], part: int, parts: int) -> Sequence[T]:
 
 
 def _bounds(size: int, part: int, parts: int) -> tuple[int, int]:
-    """Return where part `part` begins and ends if `size` items are divided into `parts` parts."""
+    """Divide `size` items into `parts` parts, and return the bounds of part number `part`."""
     if part >= parts:
         return size, size
     each, rest = divmod(size, parts)
@@ -284,7 +284,7 @@ class Dealing:
         if self.busiest <= _WORTH_DIVIDING and not saves:
             return 0
         smallest = count // passes * (samples // count)
-        # If a pass had fewer samples than there are ranks, a rank would be idle in it.
+        # A pass with fewer samples than ranks would leave a rank idle.
         return passes if smallest >= self.world else 0
 
     @property
@@ -360,14 +360,14 @@ class ElasticSampler:
                 raise ConfigError(f"ElasticSampler: {key}={value}: must be an integer of at least 1")
 
     def rest_of_epoch(self) -> Iterator[Step]:
-        """Yield the remaining steps of the current epoch, each computed on demand.
+        """Yield the remaining steps of the current epoch, computed on demand.
 
         Only `done(step)` changes the state.
         """
         return self._epoch_from(self.state)
 
     def upcoming(self, epochs: int) -> Iterator[Step]:
-        """Yield the steps until `epochs` epochs are complete, each computed on demand."""
+        """Yield the steps that remain until `epochs` epochs are complete, computed on demand."""
         state = self.state
         while state.epoch < epochs:
             yield from self._epoch_from(state)

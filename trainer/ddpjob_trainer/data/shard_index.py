@@ -36,8 +36,8 @@ _EXTENDED = (
     *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
 )
 _LOOKED_AT = 4 * tarfile.RECORDSIZE
-"""Number of bytes that are checked after a tar's end-of-archive marker. Tools pad the last record
-of a tar to 10240 bytes with zeros.
+"""Number of bytes to check after a tar's end-of-archive marker. Tools pad the last record of a tar
+to 10240 bytes with zeros, so fewer bytes might all be padding.
 """
 _WEB = ("http://", "https://")
 _REMOTE = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs", "hf": "huggingface_hub"}
