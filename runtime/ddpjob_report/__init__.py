@@ -251,8 +251,8 @@ def should_stop() -> bool:
 def saved_and_leave() -> NoReturn:
     """End this process. Call this once `should_stop()` has been true and the state has been saved.
 
-    The exit does not count as a failure. All ranks must call this. It waits for ranks that are
-    still saving. It also waits for the last copy to the job's bucket, for as long as the pod's
+    The exit does not count as a failure. All ranks must call this. The call waits for ranks that
+    are still saving. It also waits for the last copy to the job's bucket, for as long as the pod's
     grace period allows.
 
     Raises:

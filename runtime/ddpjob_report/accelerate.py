@@ -43,7 +43,7 @@ _SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "TP", "XLA")
 
 
 _kept: list[Snapshots | None] = []
-"""The object that keeps states in memory, as the only element. The element is None if this model's
+"""A list whose only element is the object that keeps states in memory, or None if this model's
 states are not kept. The list is empty until `resume` is called.
 """
 
@@ -149,9 +149,10 @@ def take(accelerator: Any, step: int) -> None:
 
 
 def _snapshots(accelerator: Any) -> Snapshots | None:
-    """Create the object that keeps states in memory. It also restores the state in memory, if any.
+    """Create the object that keeps states in memory.
 
-    Return None if the job does not keep states, or if this model's states cannot be kept.
+    The object restores the state in memory, if there is one, when it is created. Return None if the
+    job does not keep states, or if this model's states cannot be kept.
     """
     job = JobEnvironment.read()
     if not job.may_have_snapshots:

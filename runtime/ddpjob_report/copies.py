@@ -44,7 +44,7 @@ has no bucket.
 """
 _FETCHED, _LOCK, _LINKS = ".ddpjob-fetched.json", ".ddpjob-fetch.lock", ".ddpjob-copy-"
 LAST_SECONDS = 600.0
-"""Maximum number of seconds that the script waits for its last copy when it ends."""
+"""Maximum number of seconds that an ending script waits for its last copy."""
 
 
 class _CopyState:
@@ -121,8 +121,8 @@ def _order() -> tuple[int, ...]:
     """Return the position of this start among all starts of the job; the same on all ranks.
 
     The position consists of the generation, the round and torchrun's restart count. The launcher
-    sets the generation and the round. The count is needed because the job's `command` may start its
-    ranks itself.
+    sets the generation and the round. The count is needed because a program in `command` may start
+    the ranks itself.
     """
     job = JobEnvironment.read()
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -348,7 +348,7 @@ def record(folder: Path, path: Path, step: int) -> None:
         with temporary.open("w") as file:
             json.dump({"name": name, "step": step}, file)
             file.flush()
-            os.fsync(file.fileno())  # Without this, the file may be empty after a power failure.
+            os.fsync(file.fileno())  # Without fsync, the file may be empty after a power failure.
         temporary.replace(folder / RECORD)
     except OSError:
         discard(temporary)

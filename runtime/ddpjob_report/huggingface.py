@@ -96,8 +96,8 @@ class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
         """Take the state after the previous step, on all ranks.
 
         When the Trainer resumes, it restores a checkpoint's random generators after it has fetched
-        the first batch. The states of the generators are therefore also taken after the first
-        batch, in this method.
+        the first batch. So this method, which is called after a batch has been fetched, takes the
+        states of the generators.
         """
         self._take(args, state, given)
 

@@ -64,7 +64,7 @@ class DDPJobCallback(Callback):  # type: ignore[misc]
     def __init__(self, folder: str | Path | None = None) -> None:
         self._folder = folder
         self._step = 0
-        """The number of optimizer steps at the last check of whether to stop."""
+        """The number of optimizer steps when the ranks last checked whether to stop."""
         self._memory: FrameworkMemory | None = None
         self._taken = 0
         """The last step whose state was taken. Until a state is taken, the step that training

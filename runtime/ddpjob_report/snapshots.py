@@ -269,8 +269,8 @@ def open_memory(job: JobEnvironment, exchange: TorchExchange, *, together: bool 
 
 
 def sharding_of(thing: Any) -> str:
-    """Return the name of the method that shards a model or an optimizer over the ranks; empty if it
-    is not sharded.
+    """Return the name of the method that shards a model or an optimizer over the ranks; empty if
+    none does.
     """
     import torch
 
@@ -336,7 +336,7 @@ def _check(unnamed: tuple[Any, ...], objects: dict[str, Any]) -> None:
 
 
 def _is_alike(thing: Any) -> bool:
-    """Whether this object is a model or an optimizer, which have the same state on all ranks."""
+    """Whether this object is a model or an optimizer. Their state is the same on all ranks."""
     import torch
 
     return isinstance(thing, (torch.nn.Module, torch.optim.Optimizer))

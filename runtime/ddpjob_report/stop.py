@@ -58,7 +58,7 @@ class _State:
 def agreed() -> bool:
     """Whether any rank was asked to stop.
 
-    All ranks must call this equally often. Then they all get the same result.
+    All ranks must call this the same number of times, so that all get the same result.
     """
     _listen()
     if not _State.agreed:

@@ -96,7 +96,7 @@ def begin(view: View) -> Begun:
 
 
 def explain_superseded(view: View) -> str:
-    """Explain why this operator leaves the job to another one; empty if it keeps the job."""
+    """Explain why this operator leaves the job to another; empty if this operator keeps it."""
     if not is_superseded(view):
         return ""
     return (

@@ -188,7 +188,7 @@ class Copies:
     def fetch_newer(self, folder: Path, step: int) -> Offered | None:
         """Return the bucket's newest complete checkpoint from a step after `step`.
 
-        If the checkpoint is a single file, it is downloaded. If it is in parts, it is not. If a
+        A checkpoint in a single file is downloaded, but a checkpoint in parts is not. If a
         checkpoint is broken, a warning names it, and the next older one is tried. If all
         checkpoints after `step` are broken, return None. But if `step` is negative, no other
         checkpoint exists, so raise CheckpointError. Raises FetchError.
@@ -249,7 +249,7 @@ class Copies:
     def offer(self, entry: Entry, scores: dict[int, float], names: Iterable[str] = ()) -> None:
         """Upload a checkpoint from the disk in the background.
 
-        If other ranks upload their own files of the checkpoint, `names` are the files that this
+        If other ranks upload their own files of the checkpoint, `names` lists the files that this
         rank uploads. After the upload, `scores` replace the scores in the bucket.
         """
         self._scores = scores

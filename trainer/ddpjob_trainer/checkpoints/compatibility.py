@@ -53,7 +53,7 @@ def list_differences(saved: Tensors, wanted: Tensors) -> list[str]:
 def check_resume(snapshot: Mapping[str, Any], wanted: Tensors, settings: Mapping[str, Any], folder: Path) -> None:
     """Raise CheckpointError if training with `settings` cannot resume from `snapshot`.
 
-    `wanted` are the tensors of the current model.
+    `wanted` contains the tensors of the current model.
     """
     if missing := {"step", "model", "optimizer", "config"} - snapshot.keys():
         raise CheckpointError(
@@ -83,8 +83,8 @@ def check_resume(snapshot: Mapping[str, Any], wanted: Tensors, settings: Mapping
 
 
 def changed_keys(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the settings that determine a checkpoint's tensors and have changed since it was
-    saved.
+    """Return the settings that have changed since a checkpoint was saved and that determine its
+    tensors.
 
     Each setting has the form `key=value`, with the value that was used for the checkpoint.
     """
@@ -109,7 +109,7 @@ def load_weights(
     average: bool = True,
     alive: Callable[[], None] = lambda: None,
 ) -> dict[str, torch.Tensor]:
-    """Return, on every rank, the complete weights that training starts from, by name.
+    """Return, on every rank, {name: tensor} for all weights that training starts from.
 
     The weights come from the checkpoint. With `average`, the checkpoint's moving average is used
     instead, if there is one. A tensor keeps its value in `model` if its name matches a pattern in
@@ -123,7 +123,7 @@ def load_weights(
 def share_weights(
     take: Callable[[], dict[str, torch.Tensor]], model: Tensors, group: Group, alive: Callable[[], None]
 ) -> dict[str, torch.Tensor]:
-    """Return, on every rank, all weights by name.
+    """Return, on every rank, {name: tensor} for all weights.
 
     The weights come from rank 0's result of `take`. Weights that this result lacks come from
     `model`. `alive` is called repeatedly while the ranks wait. If `take` raises CheckpointError on
@@ -229,7 +229,7 @@ def weights_in(found: Any, path: Path, *, average: bool, key: str = "checkpoint.
     With `average`, return the moving average of the weights instead, if the file has one. Names are
     those of the model without any wrapper, as in this trainer's checkpoints. In other files,
     DistributedDataParallel (`module.`) and torch.compile (`_orig_mod.`) may have added components
-    to the names. This function removes them. Raises CheckpointError.
+    to the names. This function removes these components. Raises CheckpointError.
     """
     ours = isinstance(found, dict) and "sampler" in found and "model" in found
     averages: dict[str, torch.Tensor] = {}

@@ -204,9 +204,7 @@ class CheckpointFolder:
         return Due.WHEN_FREE if self._owed else Due.NO
 
     def _interval(self) -> float:
-        """Return the number of seconds between saves that are due by time; 0 if no save is due by
-        time.
-        """
+        """Return the interval between timed saves, in seconds; 0 if there are no timed saves."""
         seconds = self._config.every_seconds
         if not isinstance(seconds, Interval):
             return seconds
@@ -462,7 +460,7 @@ class CheckpointFolder:
     def newest(self, layout: Layout | None = None, newer_than: int = NOTHING) -> Snapshot | None:
         """Return, on every rank, the newest intact checkpoint that any writing rank has.
 
-        Return None if no checkpoint is from a later step than `newer_than`.
+        Return None if no checkpoint is from a step after `newer_than`.
 
         With checkpoint.format=dcp, `layout` determines for which tensors a rank receives only its
         shard. No rank holds two copies of a tensor in memory. A checkpoint counts as broken if any

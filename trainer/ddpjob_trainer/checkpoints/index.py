@@ -88,7 +88,7 @@ class CheckpointIndex:
             print(f"warning: checkpoint {entry.path} cannot be removed: {error.strerror}", file=sys.stderr, flush=True)
 
     def forget_parts_after(self, step: int) -> None:
-        """Delete incomplete checkpoints in parts whose step is later than `step`.
+        """Delete incomplete multi-part checkpoints from steps after `step`.
 
         If such a checkpoint were kept, it would count as the newest one.
         """

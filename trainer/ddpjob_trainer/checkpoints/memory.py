@@ -53,9 +53,8 @@ class NodeMemory:
     def begin(self, step: int, source: str) -> dict[str, Any]:
         """Record the step that training continues from.
 
-        Return the figures to report about this start.
-
-        `source` is one of protocol.SOURCES, and says where the training state came from.
+        Return the figures to report about this start. `source` is one of protocol.SOURCES, and says
+        where the training state came from.
         """
         if self._snapshots is None:
             return {}

@@ -18,8 +18,8 @@ _LATEST = 253402300800
 class Metadata:
     """Facts about a checkpoint: `world` ranks saved the checkpoint after `step` steps.
 
-    `epoch` is the number of epochs completed at that point, or None within an epoch. `time` is when
-    the checkpoint was saved, in seconds since the Unix epoch.
+    `epoch` is the number of epochs completed at that point, or None if the checkpoint was saved
+    within an epoch. `time` is when the checkpoint was saved, in seconds since the Unix epoch.
     """
 
     step: int
@@ -30,7 +30,7 @@ class Metadata:
     def written(self, **more: Any) -> dict[str, Any]:
         """Return the metadata in its stored form, with the current time.
 
-        `more` are other entries to store with the metadata.
+        `more` contains other entries to store with the metadata.
         """
         return {"format": VERSION, **asdict(self), "time": round(time.time(), 3), **more}
 

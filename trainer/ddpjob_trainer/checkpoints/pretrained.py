@@ -35,7 +35,8 @@ _DEFAULT = "default"
 def load_pretrained(
     config: ModelConfig, channels: int, model: Tensors, group: Group, alive: Callable[[], None]
 ) -> dict[str, torch.Tensor]:
-    """Return, on every rank, all weights from which fine-tuning of `model` starts, by name.
+    """Return, on every rank, {name: tensor} for all weights that fine-tuning of `model` starts
+    from.
 
     Only rank 0 finds the weights, and prints which ones it uses. `alive` is called repeatedly while
     the ranks wait. Raises CheckpointError on every rank if the weights are not found or do not fit.

@@ -362,11 +362,11 @@ def _code(exit_code: int | None) -> str:
 
 
 def _never_began(pod: PodView) -> End:
-    """Return why a pod has ended before its main container ran.
+    """Return why a pod has ended without ever running its main container.
 
     Either an init container failed or the host rejected the pod.
     """
-    # Init containers start in order, so the last one to start is the one that failed. Sidecars
+    # Init containers start in order, so the last one that started is the failed one. Sidecars
     # started earlier, and the kubelet stops them later.
     for name, container in reversed(list(pod.init_containers.items())):
         if container.ended and container.exit_code != 0:

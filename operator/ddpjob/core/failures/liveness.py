@@ -61,8 +61,8 @@ def is_out_of_service(pod: PodView, world: World) -> bool:
 def is_given_up(view: View, pod: PodView, since: datetime | None) -> bool:
     """Whether to abandon a pod that has been silent since `since`.
 
-    The pod may stay silent for recovery.nodeLostAfterSeconds, unless its host is out of service. A
-    pod that is alive (`since` is None) is never abandoned.
+    The pod may stay silent for recovery.nodeLostAfterSeconds, unless the pod's host is out of
+    service. A pod that is alive (`since` is None) is never abandoned.
     """
     patience = timedelta(seconds=view.job.spec.recovery.node_lost_after_seconds)
     return since is not None and (view.now >= since + patience or is_out_of_service(pod, view.world))

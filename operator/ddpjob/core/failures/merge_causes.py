@@ -36,10 +36,10 @@ from ddpjob.api.job_status import ConditionType, JobStatus, Restart
 from ddpjob.core.failures.classify import Cause, names_pod
 
 SAME_BREAK = timedelta(seconds=5)
-"""Maximum time between a pod's end and an incident that belong to one break."""
+"""Maximum time between a pod's end and an incident of the same break."""
 CLEARLY_BEFORE = timedelta(seconds=2)
-"""An incident counts as earlier than a pod's end only if it came earlier by more than this time.
-The clocks always differ by less, even with the kubelets' rounding."""
+"""An incident counts as earlier than a pod's end only if the difference exceeds this time. The
+clocks always differ by less, even with the kubelets' rounding."""
 
 _EVER = datetime.max.replace(tzinfo=UTC)
 _HARD = frozenset({Cause.OOM_KILLED, Cause.STORAGE_EXCEEDED})
@@ -86,7 +86,7 @@ class Attributed:
     causes: tuple[Finding, ...]
     """The findings that are not consequences. Only a cause may fail the job."""
     seen_round: int
-    """The latest round whose break has been explained by an incident. Later incidents are not
+    """The latest round with a break that an incident has explained. Later incidents are not
     merged into that break."""
     idle: tuple[Restart, ...] = ()
     """Ends of idle spares. They do not restart the group and are not recorded."""

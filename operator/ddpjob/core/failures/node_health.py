@@ -293,7 +293,7 @@ def _came_after(pod: PodView, host: HostView) -> bool:
 
 
 def ready_spares(view: View) -> list[PodView]:
-    """Return the ready spares on healthy nodes; empty while the group is not complete."""
+    """Return the ready spares on healthy nodes; empty while the group is incomplete."""
     report, hosts = view.report, view.world.hosts or {}
     if report is None or report.state != CoordinatorState.RUNNING or (report.world or 0) < view.job.spec.nodes:
         return []

@@ -97,8 +97,8 @@ _PROGRAM_ERROR = re.compile(
     r"|ImportError|ModuleNotFoundError|AttributeError|TypeError|NotImplementedError|RecursionError): .*)$",
     re.MULTILINE,
 )
-"""Matches errors that Python raises for a faulty program or a missing name, but hardly ever because
-of a network or a disk."""
+"""Matches errors that Python raises for a faulty program or a missing name. Networks and disks
+rarely cause these errors."""
 _NO_GPU = re.compile(
     r"^rank .* ended with exit code 1: (\w+: (?:Found no NVIDIA driver|Torch not compiled with CUDA|No CUDA GPUs are"
     r"|Attempting to deserialize object on a CUDA device).*)$",

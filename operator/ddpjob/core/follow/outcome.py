@@ -143,7 +143,7 @@ def _program_error(view: View) -> Failure | None:
 
 
 def _cannot_start(view: View) -> Failure | None:
-    """Return the failure of a job that has never run a pod and whose image does not exist."""
+    """Return the failure of a job that has never run a pod, because its image does not exist."""
     if view.has_run:
         return None
     for pod in [view.coordinator, *view.pods]:

@@ -263,8 +263,8 @@ def plan_notifications(view: View, restarts: tuple[Restart, ...], lost: frozense
 
 
 DEAF = timedelta(seconds=4)
-"""How long a launcher may take to announce that it is leaving after its pod was deleted. A slower
-launcher has probably not noticed the deletion."""
+"""How long a launcher may take, after the deletion of its pod, to announce that it is leaving. A
+slower launcher has probably not noticed the deletion."""
 
 
 def send_away_deaf(view: View, endpoint: str) -> list[Action]:

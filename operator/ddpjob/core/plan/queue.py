@@ -238,7 +238,7 @@ def _refusal(view: View) -> str:
 
 
 def with_admitted(view: View) -> JobStatus:
-    """Return the status of a queued job with its Admitted condition."""
+    """Return the status of a queued job, with the Admitted condition."""
     job, status, queue = view.job, view.status, view.status.queue
     if queue is None:
         reason, message = explain_waiting(view)

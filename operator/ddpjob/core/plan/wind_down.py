@@ -179,7 +179,7 @@ def wind_down(view: View) -> Decision:
 
 
 def _stop(view: View, training: list[PodView], *, overdue: bool) -> list[Action]:
-    """Return the message that stops running nodes, or deletions if no message can reach them.
+    """Return actions that stop running nodes, by a message if possible and else by deletion.
 
     Nodes that run a `command`, and nodes whose program has not started, cannot receive a message.
     Nodes of a complete job exit on their own.

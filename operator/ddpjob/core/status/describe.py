@@ -132,7 +132,7 @@ def _has_run_long(status: JobStatus, now: datetime) -> bool:
 
 
 def _isolated(view: View) -> JobStatus:
-    """Set Isolated, which shows whether the NetworkPolicy keeps other jobs' pods out."""
+    """Show in the Isolated condition whether the NetworkPolicy keeps other jobs' pods out."""
     status, spec, world = view.status, view.job.spec, view.world
     condition = partial(with_condition, status, ConditionType.ISOLATED, now=view.now)
 
@@ -152,7 +152,7 @@ def _isolated(view: View) -> JobStatus:
 
 
 def _nodes_healthy(view: View) -> JobStatus:
-    """Set NodesHealthy, which explains why a pod stays on an unhealthy Kubernetes node.
+    """Explain in the NodesHealthy condition why a pod stays on an unhealthy Kubernetes node.
 
     The condition is absent until a pod first stays on such a node.
     """
@@ -169,7 +169,7 @@ def _nodes_healthy(view: View) -> JobStatus:
 
 
 def _ranks_keep_pace(view: View) -> JobStatus:
-    """Set RanksKeepPace, which explains why a clearly slow rank is not moved.
+    """Explain in the RanksKeepPace condition why a clearly slow rank is not moved.
 
     The condition is absent until the operator first decides not to move such a rank.
     """
@@ -187,12 +187,12 @@ def _ranks_keep_pace(view: View) -> JobStatus:
 
 
 def _and_more(verdicts: Sequence[object], noun: str) -> str:
-    """Return ` (and 2 more pods)` for the verdicts after the first; empty if there is only one."""
+    """Return ` (and 2 more pods)` for verdicts after the first; empty if there is only one."""
     return f" (and {count(len(verdicts) - 1, f'more {noun}')})" if len(verdicts) > 1 else ""
 
 
 def _ranks_ordered(view: View, training: int | None) -> JobStatus:
-    """Set RanksOrdered, which shows whether ranks follow spec.rankOrder.
+    """Show in the RanksOrdered condition whether ranks follow spec.rankOrder.
 
     The order of the group's ranks is also recorded in the status.
     """
@@ -219,7 +219,7 @@ After this time, CheckpointsCopied becomes false."""
 
 
 def _checkpoints_copied(view: View) -> JobStatus:
-    """Set CheckpointsCopied, which shows whether checkpoints reach the bucket.
+    """Show in the CheckpointsCopied condition whether checkpoints reach the bucket.
 
     The condition is absent until a checkpoint fails to reach the bucket.
     """

@@ -108,7 +108,7 @@ def _with_seconds(counts: Restarts, restart: Restart | None, seconds: float) -> 
 
 
 def judge_snapshots(view: View) -> JobStatus:
-    """Return the status with SnapshotsHeld, which is true if the training state fits into memory.
+    """Show in the SnapshotsHeld condition whether the training state fits into memory.
 
     The condition first appears when the state does not fit into a pod's memory.
     """

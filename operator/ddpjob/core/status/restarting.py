@@ -113,7 +113,7 @@ def _timed(view: View) -> tuple[Restart, ...]:
 
 
 def judge_fast_recovery(view: View) -> JobStatus:
-    """Return the status with FastRecovery, which shows whether every pod can recover quickly.
+    """Show in the FastRecovery condition whether every pod can recover quickly.
 
     Fast mode promises quick recovery. The condition is absent until the group runs, or until a pod
     reports that it cannot recover quickly. After a change of coordinator, the pods report one after
@@ -138,7 +138,7 @@ def judge_fast_recovery(view: View) -> JobStatus:
 
 
 def judge_preflight(view: View, restarts: tuple[Restart, ...], *, formed: bool) -> JobStatus:
-    """Return the status with PreflightPassed, which shows whether the pods pass their preflight.
+    """Show in the PreflightPassed condition whether the pods pass their preflight.
 
     The condition is set after a pod has failed its preflight, or once the group has `formed`.
     `restarts` are the restarts of this reconcile. A coordinator that has just taken over has no

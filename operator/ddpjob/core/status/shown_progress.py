@@ -31,7 +31,7 @@ REFRESH = timedelta(seconds=2)
 """Minimum time between two writes of the status that only update the progress."""
 
 SHOWN = timedelta(minutes=1)
-"""A lagging rank stays in the status for at least this long after it first appeared there."""
+"""Minimum time that a lagging rank stays in the status."""
 MOST_SLOWDOWN = 1000.0
 _INTEGERS = ("epoch", "epochs", "step", "steps", protocol.AT_RISK, protocol.SNAPSHOT_BYTES)
 _OF_MEMORY = (protocol.AT_RISK, protocol.SNAPSHOT_BYTES)
