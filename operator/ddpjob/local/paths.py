@@ -63,7 +63,7 @@ class RunFolder(_Folder):
     events = _Below("events.jsonl")
     manifest = _Below("job.json")
     torchrun_python = _Below("torchrun-python")
-    """The program with which torchrun starts workers in place of Python, if the job's `command`
+    """The program that torchrun runs instead of Python to start workers, if the job's `command`
     starts torchrun.
     """
     earlier = _Below("earlier-checkpoints")

@@ -197,7 +197,7 @@ class Pod:
         """Send SIGKILL to all processes of each container.
 
         These are the container's process group, all processes that have the container's marks in
-        their environment, and the main process's descendants without these marks.
+        their environment, and those descendants of the main process that lack the marks.
         """
         for started in self._started:
             if started.process is None or self.views[started.name].ended:

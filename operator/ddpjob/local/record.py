@@ -134,7 +134,7 @@ def write_atomically(path: Path, text: str) -> None:
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        error.filename = error.filename or str(path)  # The error for a full disk names no file.
+        error.filename = error.filename or str(path)  # A full disk's error does not name the file.
         raise
 
 

@@ -180,7 +180,7 @@ class Runner:
     async def run(self) -> Outcome:
         """Run until the job has ended or a signal has stopped it.
 
-        A job has ended if it is Complete or Failed and its pods have ended.
+        A job has ended if it is Complete or Failed, and all of its pods have ended.
         """
         loop = asyncio.get_running_loop()
         processes.become_subreaper()
