@@ -111,8 +111,8 @@ def _decide(view: View) -> Decision:
 def _run(view: View) -> Decision:
     """Return the decision for a job that should run.
 
-    The order of the steps matters, because only `follow` shows whether the job ends. Only a job that
-    continues gets new actions, conditions and messages to the coordinator.
+    The order of the steps matters, because only `follow` shows whether the job ends. Only a job
+    that continues gets new actions, conditions and messages to the coordinator.
     """
     begun = begin(view)
     followed = follow(begun.view)
