@@ -85,7 +85,7 @@ def open_log(run_dir: Path) -> MetricsLog:
         return MetricsLog(run_dir)
     except OSError as error:
         raise TrainingError(
-            f"{run_dir / METRICS} cannot be opened to continue it ({error.strerror}); make it "
+            f"{run_dir / METRICS} cannot be opened for appending ({error.strerror}); make it "
             f"readable and writable for uid {os.getuid()}, or set train.run_dir to a different folder"
         ) from error
 
